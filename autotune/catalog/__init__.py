@@ -1,0 +1,18 @@
+"""What is known beforehand about GPUs, models and prices, read from the YAML files in `data/`."""
+
+from autotune.catalog.devices import DeviceSpec, list_devices, match_device, resolve_device
+from autotune.catalog.models import ModelSpec, list_models, resolve_model
+from autotune.catalog.prices import Price, find_price, list_prices
+
+__all__ = [
+    "DeviceSpec",
+    "ModelSpec",
+    "Price",
+    "find_price",
+    "list_devices",
+    "list_models",
+    "list_prices",
+    "match_device",
+    "resolve_device",
+    "resolve_model",
+]

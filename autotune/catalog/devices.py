@@ -1,0 +1,156 @@
+"""DeviceSpec: what a GPU product can do by its data sheet, and which product a name means.
+
+What the card in this machine is doing now is read elsewhere, by NVML; this file only matches the name it gives.
+"""
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.catalog.rows import load_data
+from autotune.errors import UsageError, did_you_mean
+
+# Where nvidia-smi's total is not known. The totals that are known, of cards whose ECC takes no memory, are 0.995 to 1.0
+# of the marketed GB taken as GiB (H100 0.9956, H200 0.9957, A100 1.0).
+GIB_PER_MARKETED_GB = 0.99
+
+# How far a candidate's memory may be from the one seen: torch sees 3 % less than nvidia-smi (14.6 of a T4's 15.0).
+MEMORY_TOLERANCE = 0.1
+
+_VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One product. Rates are dense peaks in TFLOP/s with fp32 accumulation; None is not known, or not in hardware."""
+
+    name: str
+    vendor: str
+    arch: str
+    compute_capability: str | None
+    memory_gib: float | None
+    memory_source: str | None
+    bandwidth_gb_s: float | None
+    bf16_tflops: float | None
+    fp16_tflops: float | None
+    fp8_tflops: float | None
+    fp32_tflops: float | None
+    tdp_w: float | None
+    nvml_names: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    source: str
+    as_of: str | None
+
+    @property
+    def kind(self) -> str:
+        """`cpu`, or `cuda` for every GPU (torch's ROCm build says cuda too)."""
+        return "cpu" if self.name == "cpu" else "cuda"
+
+    @property
+    def supports_bf16(self) -> bool:
+        """Has bf16 units: NVIDIA from compute capability 8.0 on. A CPU computes it in any case."""
+        if self.kind == "cpu" or self.bf16_tflops is not None:
+            return True
+        major = (self.compute_capability or "").partition(".")[0]
+        return major.isdigit() and int(major) >= 8
+
+
+@functools.cache
+def list_devices() -> tuple[DeviceSpec, ...]:
+    return tuple(_device(row) for row in load_data("gpus"))
+
+
+def resolve_device(name: str) -> DeviceSpec:
+    """The product that a user's `name` means: catalogue name, alias or NVML name, in any case, with - or _ or space.
+
+    Raises:
+        UsageError: no such product.
+    """
+    known = _by_name()
+    found = known.get(_normal(name))
+    if found is None:
+        raise UsageError(f"unknown gpu {name!r}{did_you_mean(_normal(name), known)}", remedy="autotune gpus lists them")
+    return found
+
+
+def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec | None:
+    """The product that NVML or the driver calls `nvml_name`; None when it is not catalogued or could be several.
+
+    Every word of the name must be accounted for, so that an A10G, a MIG slice, a laptop or a SUPER variant is never
+    taken for the card whose name it contains. `memory_gib` decides between sizes of one product.
+    """
+    for device in list_devices():
+        if nvml_name.casefold() in (known.casefold() for known in device.nvml_names):
+            return device
+    words, size = _words(nvml_name)
+    found = [
+        device
+        for device in list_devices()
+        if device.kind == "cuda" and _same_product(device, words, size) and _memory_fits(device, memory_gib)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+@functools.cache
+def _by_name() -> dict[str, DeviceSpec]:
+    return {
+        _normal(name): device
+        for device in list_devices()
+        for name in (device.name, *device.aliases, *device.nvml_names)
+    }
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[\s_-]+", "-", name.strip().lower())
+
+
+def _words(name: str) -> tuple[frozenset[str], str | None]:
+    """'NVIDIA A100-SXM4-40GB' -> ({'a100', 'sxm'}, '40gb'): the words of a name without vendor, and the size in it."""
+    words = {re.sub(r"^sxm\d$", "sxm", word) for word in _normal(name).split("-")} - _VENDOR_WORDS
+    sizes = sorted(word for word in words if re.fullmatch(r"\d+gb", word))
+    return frozenset(words.difference(sizes)), sizes[0] if sizes else None
+
+
+def _same_product(device: DeviceSpec, words: frozenset[str], size: str | None) -> bool:
+    for name in (device.name, *device.nvml_names):
+        known_words, known_size = _words(name)
+        if words == known_words and (size is None or known_size is None or size == known_size):
+            return True
+    return False
+
+
+def _memory_fits(device: DeviceSpec, memory_gib: float | None) -> bool:
+    if memory_gib is None or device.memory_gib is None:
+        return True
+    return abs(memory_gib - device.memory_gib) <= MEMORY_TOLERANCE * device.memory_gib
+
+
+def _device(row: dict[str, Any]) -> DeviceSpec:
+    memory_gib, memory_source = _memory(row)
+    return DeviceSpec(
+        name=row["name"],
+        vendor=row["vendor"],
+        arch=row["arch"],
+        compute_capability=row["compute_capability"],
+        memory_gib=memory_gib,
+        memory_source=memory_source,
+        bandwidth_gb_s=row["bandwidth_gb_s"],
+        bf16_tflops=row["bf16"],
+        fp16_tflops=row["fp16"],
+        fp8_tflops=row["fp8"],
+        fp32_tflops=row["fp32"],
+        tdp_w=row["tdp_w"],
+        nvml_names=tuple(row["nvml_names"]),
+        aliases=tuple(row["aliases"]),
+        source=row["source"],
+        as_of=row["as_of"],
+    )
+
+
+def _memory(row: dict[str, Any]) -> tuple[float | None, str | None]:
+    if "memory_mib" in row:
+        return row["memory_mib"] / 1024, row.get("memory_source", "total of nvidia-smi, recalled")
+    if "marketed_gb" in row:
+        return row["marketed_gb"] * GIB_PER_MARKETED_GB, f"estimate: {GIB_PER_MARKETED_GB} of the marketed GB"
+    return None, None

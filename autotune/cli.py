@@ -1,0 +1,216 @@
+"""The command line: names the commands and loads a command's file on use. The only place that prints errors and exits.
+
+Exit codes: 0 done, 1 unexpected, 2 usage or config, 3 environment, 4 nothing fits, 5 too many failures, 6 storage,
+75 preempted, 130 and 143 stopped by a signal.
+"""
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autotune import __version__
+from autotune.errors import AutotuneError
+
+app = typer.Typer(
+    name="autotune",
+    help="Find the best fine-tuning configuration for a model on a GPU, by short real probes.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+StudyName = Annotated[str | None, typer.Argument(help="Name of the study; the newest by default.")]
+Storage = Annotated[
+    str | None,
+    typer.Option(help="Database URL, or AUTOTUNE_STORAGE. [default: sqlite:///runs/autotune.db]", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"autotune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with an error.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    model: Annotated[str | None, typer.Option(help="Catalogue name, local directory, or hub id.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Target GPU: a name, auto (the one here), or cpu. [auto]")] = None,
+    spec: Annotated[Path | None, typer.Option(help="Read a study spec (YAML); flags override it.")] = None,
+    space: Annotated[str | None, typer.Option(help="Search space: a name (`autotune spaces`) or a file.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Examples of the full run. [10000]")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over them. [1]")] = None,
+    tokens_per_example: Annotated[int | None, typer.Option(help="Tokens an example. [1024]")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens a pass, instead of --examples.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences an optimizer step. [32]")] = None,
+    budget: Annotated[str | None, typer.Option(help="Wall time for the whole command: 90s, 15m, 1h. [15m]")] = None,
+    trials: Annotated[int | None, typer.Option(help="Total number of trials, refusals included.")] = None,
+    patience: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one. [20]")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Pin the sequence length.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Pin the LoRA rank.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")
+    ] = None,
+    memory_gib: Annotated[float | None, typer.Option(help="Use no more than this much device memory.")] = None,
+    headroom: Annotated[float | None, typer.Option(help="Share of the memory that must stay free. [0.05]")] = None,
+    price: Annotated[float | None, typer.Option(help="USD an hour, instead of the catalogue's.")] = None,
+    min_rank: Annotated[int | None, typer.Option(help="Floor for the LoRA rank. [16]")] = None,
+    max_truncated: Annotated[float | None, typer.Option(help="Largest share of tokens cut off. [0.01]")] = None,
+    allow_quantized: Annotated[bool | None, typer.Option("--allow-quantized", help="Let quantised bases win.")] = None,
+    allow_pure_bf16: Annotated[
+        bool | None, typer.Option("--allow-pure-bf16", help="Full fine-tuning without fp32 master weights.")
+    ] = None,
+    allow_any_optimizer: Annotated[
+        bool | None, typer.Option("--allow-any-optimizer", help="Let optimizers other than AdamW win.")
+    ] = None,
+    slack: Annotated[float | None, typer.Option(help="Extra cost a more capable config may have. [0.05]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the search. [0]")] = None,
+    study: Annotated[str | None, typer.Option(help="Name of the study; an existing one is continued.")] = None,
+    storage: Storage = None,
+    out: Annotated[str | None, typer.Option(help="Study directory. [runs/<study>]")] = None,
+    json_: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Search for the best configuration with real probes, confirm it, and export it with its cost."""
+    flags = {name: value for name, value in locals().items() if name not in ("spec", "json_", "quiet", "set_")}
+    from autotune.commands.run import run as command
+    from autotune.spec import make_spec
+
+    flags["pins"] = _pins(set_ or [], seq_len=flags.pop("seq_len"), lora_rank=flags.pop("rank")) or None
+    command(make_spec(spec, flags), as_json=json_, quiet=quiet)
+
+
+@app.command()
+def status(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
+    """Say how far a study is, and its best so far."""
+    from autotune.commands import studies
+
+    studies.status(study, storage, json_)
+
+
+@app.command()
+def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
+    """Explain every out-of-memory and refusal of a study, and what to change."""
+    from autotune.commands import studies
+
+    studies.oom(study, storage, json_)
+
+
+@app.command()
+def export(
+    study: StudyName = None,
+    format_: Annotated[list[str] | None, typer.Option("--format", help="recipe, trl or train; all by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory. [the study's]")] = None,
+    storage: Storage = None,
+) -> None:
+    """Write the winner's configuration for a trainer."""
+    from autotune.commands import studies
+
+    studies.export(study, storage, format_ or [], out)
+
+
+@app.command()
+def report(
+    study: StudyName = None,
+    out: Annotated[Path | None, typer.Option(help="Directory. [the study's]")] = None,
+    storage: Storage = None,
+) -> None:
+    """Write report.html and the other files of a study again."""
+    from autotune.commands import studies
+
+    studies.report(study, storage, out)
+
+
+@app.command()
+def doctor(storage: Storage = None, json_: Json = False) -> None:
+    """Check what this machine has of what a study needs."""
+    from autotune.commands.doctor import doctor as command
+
+    command(storage, json_)
+
+
+@app.command()
+def gpus(json_: Json = False) -> None:
+    """List the GPUs of the catalogue."""
+    from autotune.commands import catalogs
+
+    catalogs.gpus(json_)
+
+
+@app.command()
+def models(json_: Json = False) -> None:
+    """List the models of the catalogue."""
+    from autotune.commands import catalogs
+
+    catalogs.models(json_)
+
+
+@app.command()
+def spaces(json_: Json = False) -> None:
+    """List the search spaces that come with the package."""
+    from autotune.commands import catalogs
+
+    catalogs.spaces(json_)
+
+
+def _pins(settings: list[str], **named: Any) -> dict[str, Any]:
+    """{knob: value} from KNOB=VALUE settings (values as YAML reads them) and the named flags."""
+    from autotune.errors import UsageError
+    from autotune.files import load_yaml
+
+    pins = {name: value for name, value in named.items() if value is not None}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or not name or not text:
+            raise UsageError(f"--set {setting!r} is not KNOB=VALUE", remedy="for example --set checkpointing=none")
+        try:
+            pins[name.strip()] = load_yaml(text)
+        except Exception:
+            raise UsageError(f"--set {setting!r}: the value cannot be read", remedy="quote it") from None
+    return pins
+
+
+def main() -> None:
+    """Entry point: one clear error, a remedy and a documented exit code; a traceback only with --debug."""
+    debug = "--debug" in sys.argv[1:]
+    if debug:
+        sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
+    try:
+        app(standalone_mode=True)
+    except AutotuneError as error:
+        if debug:
+            traceback.print_exc()
+        _print_error(str(error), error.remedy)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        _print_error(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report the traceback")
+        sys.exit(1)
+
+
+def _print_error(message: str, remedy: str | None) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    if remedy:
+        print(f"  try: {remedy}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

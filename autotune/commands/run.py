@@ -1,0 +1,251 @@
+"""`autotune run`: sets a study up, searches, confirms, writes the files and prints the winner."""
+
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from autotune.commands.display import Display
+from autotune.commands.outputs import TrialLog, prepare, write_study
+from autotune.commands.session import facts_of, out_dir, storage_url
+from autotune.config import TrainConfig
+from autotune.errors import Cancelled, Interrupted, TooManyFailures, UsageError
+from autotune.gpu import GpuInfo
+from autotune.probe.launcher import WorkerProber
+from autotune.recipe import TrialRow
+from autotune.result import ProbeRequest, to_data
+from autotune.setup import Setup, find_device, open_reserve, set_up
+from autotune.spec import StudySpec
+from autotune.units import fmt_gib, parse_duration
+
+FOREIGN_GIB = 0.5  # memory that others hold on the card is worth a warning from here on
+
+
+class Stop:
+    """Ctrl-C and SIGTERM: the first ends the running probe and keeps the study, the second leaves at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)  # the worker ends with its parent
+        self.signal = number
+
+    @contextmanager
+    def listening(self) -> Iterator["Stop"]:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One call of the command, resolved: what is tuned on what, where it is kept, and how long it may take."""
+
+    spec: StudySpec
+    setup: Setup
+    card: GpuInfo | None  # None on a CPU
+    url: str
+    out: Path
+    started: float
+    budget_s: float
+
+    @property
+    def study(self) -> str:
+        return self.setup.subject.study
+
+
+def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False) -> None:
+    """Run or continue a study. Raises AutotuneError for everything a user can act on."""
+    task, stop = _resolve(spec), Stop()
+    with (
+        stop.listening(),
+        _alone(task.out, task.study),
+        WorkerProber("cpu" if task.card is None else "cuda", task.out / "logs", should_stop=stop) as prober,
+        Display(budget_s=task.budget_s, quiet=quiet) as display,
+    ):
+        prober.launch()  # imports torch meanwhile
+        with suppress(Cancelled):
+            _run(task, prober, display, stop, as_json=as_json)
+    if stop.signal is not None:
+        raise Interrupted(
+            "stopped; what was found so far is kept",
+            remedy=f"continue with the same command and --study {task.study}",
+            exit_code=128 + stop.signal,
+        )
+
+
+def _resolve(spec: StudySpec) -> Task:
+    """Everything that can be wrong without a GPU second spent is found here."""
+    started = time.monotonic()
+    try:
+        budget_s = parse_duration(spec.budget)
+    except ValueError as error:
+        raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
+    device, card = find_device(spec.gpu)
+    setup = set_up(spec, device)
+    url = storage_url(spec.storage)
+    if spec.study is None:
+        setup = replace(setup, subject=replace(setup.subject, study=_unused(setup.subject.study, url)))
+    out = out_dir(spec.out, setup.subject.study).absolute()
+    prepare(out)
+    return Task(spec=spec, setup=setup, card=card, url=url, out=out, started=started, budget_s=budget_s)
+
+
+def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_json: bool) -> None:
+    """Search, confirm, write, print. Raises Cancelled where a stop leaves nothing to write."""
+    from autotune.ladder import Ladder
+    from autotune.search import Search, stored_facts
+    from autotune.store import ProbeStore
+    from autotune.study import Limits, Study, find_footing, summarize
+
+    spec, setup, out, name = task.spec, task.setup, task.out, task.study
+    store = ProbeStore(task.url)
+    facts = stored_facts(task.url, name) or {}
+    display.say("starting the probe worker")
+    fingerprint = prober.fingerprint
+    memory_gib = _memory(spec, task.card, prober.memory_gib, display)
+    display.plan(setup, fits_gib=memory_gib, trials=spec.trials)
+
+    def request(config: TrainConfig) -> ProbeRequest:
+        accumulation = setup.subject.workload.accumulation(config.micro_batch_size)
+        return ProbeRequest(
+            config=config,
+            model=setup.subject.model.config,
+            weights=setup.subject.model.weights,
+            device=prober.device,
+            micro_steps=min(accumulation, 2),
+            memory_gib=memory_gib,
+            headroom=spec.headroom,
+            min_timed_s=1.0 if task.card is None else 2.0,
+            seed=spec.seed,
+        )
+
+    ladder = Ladder(prober, store, study=name, logs=out / "logs", request=request)
+    opened = bool(facts.get("reserve opened"))
+    tried: list[TrainConfig] = []
+    if not facts.get("num_trials"):
+        opened, tried = find_footing(setup.subject, setup.reserve, ladder, display.say)
+    if opened:
+        display.note("nothing else fits: quantised bases and other optimizers are searched too", "yellow")
+        setup = open_reserve(setup)
+    same = facts_of(setup.subject, fingerprint, memory_gib=memory_gib, headroom=spec.headroom)
+    same["reserve opened"] = opened
+    search = Search.create(task.url, name, setup.subject.space, seed=spec.seed, facts=same)
+    search.remember("subject", to_data(setup.subject))
+    search.remember("out", str(out))
+    limits = Limits(budget_s=task.budget_s, trials=spec.trials, patience=spec.patience)
+    study = Study(setup.subject, search, ladder, limits, task.started, say=display.say, should_stop=stop)
+    study.resume(store.of_study(name))
+    log = TrialLog(out, study.rows)
+
+    before = float(facts.get("wall_seconds", 0.0))
+
+    def on_trial(row: TrialRow) -> None:
+        log.add(row)
+        search.remember("wall_seconds", before + time.monotonic() - task.started)
+        display.trial(row)
+
+    study.on_trial = on_trial
+    study.begin(tried)
+    failure: TooManyFailures | None = None
+    try:
+        study.run()
+        if not stop():
+            study.confirm()
+    except TooManyFailures as error:
+        failure = error  # told once what was found so far is written
+    finally:
+        search.remember("wall_seconds", before + time.monotonic() - task.started)
+    display.say("writing the report")
+    summary = summarize(
+        study.rows,
+        study.judge,
+        fingerprint,
+        probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in store.of_study(name)),
+        wall_seconds=before + time.monotonic() - task.started,
+        importances=search.importances(),
+    )
+    data = write_study(out, summary)
+    display.result(summary, _short(out))
+    if as_json:
+        sys.stdout.write(json.dumps(data) + "\n")
+    if failure is not None:
+        raise failure
+    if summary.recipe is None and not stop():
+        raise TooManyFailures(
+            "no configuration came through", remedy=f"see {_short(out)}/oom_report.md and {_short(out)}/logs"
+        )
+
+
+def _unused(name: str, url: str) -> str:
+    """`name`, or with the first number behind it that no study of this database has."""
+    from autotune.search import study_names
+
+    taken = set(study_names(url))
+    return next(one for one in (name, *(f"{name}-{number}" for number in range(2, 10_000))) if one not in taken)
+
+
+def _memory(spec: StudySpec, card: GpuInfo | None, total_gib: float, display: Display) -> float:
+    """What the device offers, GiB: all of it less what others hold, or what --memory-gib allows."""
+    if card is None:
+        offered = round(total_gib * 0.8, 1)  # the host's other work needs some
+    else:
+        others = [process for process in card.processes if (process.used_gib or 0) > FOREIGN_GIB]
+        held = card.used_gib if card.used_gib > FOREIGN_GIB else 0.0
+        if held:
+            names = ", ".join(
+                f"{process.name or '?'} (pid {process.pid}, {fmt_gib(process.used_gib)})" for process in others
+            )
+            display.note(f"others hold {fmt_gib(held)} of this GPU: {names or 'no process is named'}", "yellow")
+        offered = round(total_gib - held, 2)
+    if spec.memory_gib is None:
+        return offered
+    if spec.memory_gib > offered:
+        raise UsageError(
+            f"--memory-gib {spec.memory_gib:g} is more than the {fmt_gib(offered)} there are",
+            remedy="give less, or leave it out",
+        )
+    return spec.memory_gib
+
+
+@contextmanager
+def _alone(out: Path, study: str) -> Iterator[IO[str]]:
+    """Hold the study's lock; it goes with the process, however that ends."""
+    with (out / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UsageError(
+                f"study {study!r} is being run by process {file.read().strip() or '?'}",
+                remedy="wait for it, or give another name with --study",
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield file
+
+
+def _short(path: Path) -> str:
+    """Relative to here where that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

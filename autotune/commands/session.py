@@ -1,0 +1,93 @@
+"""Opening a study that exists: from its name to the values that report, export, status and oom read. No torch."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UsageError
+from autotune.judge import Subject
+from autotune.recipe import StudySummary
+from autotune.result import Fingerprint, from_data, to_data
+from autotune.setup import slug
+
+DEFAULT_ROOT = Path("runs")
+
+
+def storage_url(storage: str | None) -> str:
+    """The database: --storage, AUTOTUNE_STORAGE, or a SQLite file under runs/ whose folder is made on the way."""
+    if storage is None:
+        storage = os.environ.get("AUTOTUNE_STORAGE")
+    if storage is None:
+        DEFAULT_ROOT.mkdir(parents=True, exist_ok=True)
+        return f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
+    return storage
+
+
+def out_dir(out: str | None, study: str) -> Path:
+    return Path(out) if out else DEFAULT_ROOT / slug(study)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredStudy:
+    """A study as its database knows it."""
+
+    summary: StudySummary
+    subject: Subject
+    facts: dict[str, Any]
+    out: Path
+
+
+def facts_of(subject: Subject, fingerprint: Fingerprint, *, memory_gib: float, headroom: float) -> dict[str, Any]:
+    """What must be the same when a study is continued, as plain data."""
+    return {
+        "model": subject.model.name,
+        "model digest": subject.model.digest,
+        "weights": subject.model.weights is not None,
+        "device": subject.device.name,
+        "trainer": subject.trainer,
+        "workload": to_data(subject.workload),
+        "memory in GiB": round(memory_gib),  # neighbours on the card move it a little
+        "headroom": headroom,
+        "fingerprint": to_data(fingerprint),
+    }
+
+
+def open_study(name: str | None, storage: str | None) -> StoredStudy:
+    """A finished or running study, by name; the newest if none is given.
+
+    Raises:
+        UsageError: there is no such study.
+        StorageError: the database cannot be read.
+    """
+    from autotune.search import Search, stored_facts, study_names
+    from autotune.store import ProbeStore
+    from autotune.study import recall, summarize
+
+    url = storage_url(storage)
+    names = study_names(url)
+    if not names:
+        raise UsageError(
+            "there is no study in this database", remedy="start one with `autotune run`, or name --storage"
+        )
+    if name is None:
+        name = names[-1]
+    if name not in names:
+        raise UsageError(f"there is no study {name!r} here", remedy=f"the studies are: {', '.join(names)}")
+    facts = stored_facts(url, name) or {}
+    if "subject" not in facts:
+        raise UsageError(f"{name!r} is not a study of autotune", remedy="name one that `autotune run` made")
+    subject = from_data(Subject, facts["subject"])
+    search = Search.open(url, name, subject.space)
+    store = ProbeStore(url)
+    stored = store.of_study(name)
+    rows, judge = recall(subject, search.finished(), stored)
+    summary = summarize(
+        rows,
+        judge,
+        from_data(Fingerprint, facts["fingerprint"]),
+        probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in stored),
+        wall_seconds=float(facts.get("wall_seconds", 0.0)),
+        importances=search.importances(),
+    )
+    return StoredStudy(summary=summary, subject=subject, facts=facts, out=Path(facts["out"]))

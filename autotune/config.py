@@ -1,0 +1,153 @@
+"""TrainConfig: one candidate fine-tuning configuration, the value that travels through the whole program.
+
+Canonical: knobs that have no effect beside the others are dropped, so that equal configurations have equal digests.
+The global batch is not here: it is the user's, and the same for every candidate (`workload.Workload`).
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+METHODS = ("full", "lora")
+PRECISIONS = ("bf16_mixed", "bf16_pure", "fp16_mixed", "fp32")
+QUANTIZATIONS = ("none", "int8", "nf4")
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion_8bit")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flex_attention")
+COMPILES = ("none", "per_layer")
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "method": METHODS,
+    "precision": PRECISIONS,
+    "quantization": QUANTIZATIONS,
+    "double_quant": (True, False),
+    "optimizer": OPTIMIZERS,
+    "attention": ATTENTIONS,
+    "compile": COMPILES,
+}
+INTEGERS = ("micro_batch_size", "seq_len", "lora_rank")
+
+# What a knob needs of the others to have any effect; a knob that has none is dropped from the configuration.
+ACTIVE_WHEN: dict[str, dict[str, Any]] = {
+    "lora_rank": {"method": "lora"},
+    "quantization": {"method": "lora"},
+    "double_quant": {"quantization": "nf4"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One configuration.
+
+    `micro_batch_size` counts sequences a forward pass on one GPU, `seq_len` tokens a sequence, `lora_rank` is None in
+    full fine-tuning. `checkpointing` is `none`, `full` or `every_K` (each K-th layer recomputed). `precision`:
+    `bf16_mixed` keeps trained parameters in fp32 under autocast, `bf16_pure` keeps everything in bf16.
+    """
+
+    method: str = "lora"
+    micro_batch_size: int = 8
+    seq_len: int = 1024
+    lora_rank: int | None = 16
+    optimizer: str = "adamw_torch_fused"
+    precision: str = "bf16_mixed"
+    quantization: str = "none"
+    double_quant: bool = False
+    checkpointing: str = "full"
+    attention: str = "sdpa"
+    compile: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.method == "full":
+            object.__setattr__(self, "lora_rank", None)
+            object.__setattr__(self, "quantization", "none")
+        elif self.lora_rank is None:
+            raise ValueError("lora_rank is needed with method lora")
+        if self.quantization != "nf4":
+            object.__setattr__(self, "double_quant", False)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.name != "lora_rank":
+                check_value(field.name, value)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a micro batch, padding included."""
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def checkpoint_every(self) -> int | None:
+        """1 recomputes every layer, k each k-th; None recomputes nothing."""
+        return checkpoint_every(self.checkpointing)
+
+    @property
+    def lora_alpha(self) -> int | None:
+        """Scaling numerator: twice the rank, the common default, so that rank alone is compared."""
+        return None if self.lora_rank is None else 2 * self.lora_rank
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every knob that has an effect, by name."""
+        values = asdict(self)
+        if self.method == "full":
+            del values["lora_rank"], values["quantization"]
+        if self.quantization != "nf4":
+            del values["double_quant"]
+        return values
+
+    def label(self) -> str:
+        """One short line: 'lora r16 4x1024 bf16_mixed ckpt-full adamw_torch_fused'."""
+        parts = [f"lora r{self.lora_rank}" if self.method == "lora" else "full"]
+        if self.quantization != "none":
+            parts.append(self.quantization + ("-double" if self.double_quant else ""))
+        parts += [
+            f"{self.micro_batch_size}x{self.seq_len}",
+            self.precision,
+            f"ckpt-{self.checkpointing}",
+            self.optimizer,
+        ]
+        if self.compile != "none":
+            parts.append("compiled")
+        if self.attention != "sdpa":
+            parts.append(self.attention)
+        return " ".join(parts)
+
+
+KNOBS = tuple(field.name for field in fields(TrainConfig))
+
+
+def checkpoint_every(checkpointing: str) -> int | None:
+    """'none' -> None, 'full' -> 1, 'every_3' -> 3. Raises ValueError on anything else."""
+    if checkpointing == "none":
+        return None
+    if checkpointing == "full":
+        return 1
+    match = re.fullmatch(r"every_([2-9]|[1-9][0-9]{1,3})", checkpointing) if isinstance(checkpointing, str) else None
+    if match is None:
+        raise ValueError(f"checkpointing is none, full or every_K with K of 2 or more, not {checkpointing!r}")
+    return int(match.group(1))
+
+
+def check_value(knob: str, value: Any) -> None:
+    """Raise ValueError when `value` cannot be a value of `knob`."""
+    if knob not in KNOBS:
+        raise ValueError(f"there is no knob {knob!r}")
+    if knob == "checkpointing":
+        checkpoint_every(value)
+    elif knob in INTEGERS:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**24:
+            raise ValueError(f"{knob} is a positive integer, not {value!r}")
+    elif knob == "double_quant":
+        if not isinstance(value, bool):
+            raise ValueError(f"double_quant is true or false, not {value!r}")
+    elif value not in CHOICES[knob] or isinstance(value, bool):
+        raise ValueError(f"{knob} is one of {', '.join(map(str, CHOICES[knob]))}, not {value!r}")
+
+
+def digest_of(data: Any) -> str:
+    """Twelve hex digits over the canonical JSON of plain data."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,31 @@
+"""Writes the winner in formats that others run. An exporter is one pure function: a Recipe in, file texts out."""
+
+from collections.abc import Callable, Iterable
+
+from autotune.errors import UsageError
+from autotune.export import recipe_yaml, train, trl
+from autotune.export.trl import inexpressible
+from autotune.recipe import Recipe
+
+FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
+    "recipe": recipe_yaml.export,
+    "trl": trl.export,
+    "train": train.export,
+}
+
+
+def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
+    """File name to text, for all `formats`. Names that end in .sh are to be made executable.
+
+    Raises:
+        UsageError: a format that is not in FORMATS.
+    """
+    files: dict[str, str] = {}
+    for name in formats:
+        if name not in FORMATS:
+            raise UsageError(f"there is no export format {name!r}", remedy=f"choose from {', '.join(FORMATS)}")
+        files |= FORMATS[name](recipe)
+    return files
+
+
+__all__ = ["FORMATS", "export_all", "inexpressible"]

@@ -1,0 +1,53 @@
+"""recipe.yaml: the whole result in a form of our own, for people and programs; nothing reads it to train."""
+
+import json
+from typing import Any
+
+import yaml
+
+from autotune.export.common import ALLOCATOR, ALLOCATOR_VARIABLE, comment, facts
+from autotune.recipe import Recipe, candidate_data
+from autotune.result import to_data
+
+SCHEMA_VERSION = 1
+
+
+def export(recipe: Recipe) -> dict[str, str]:
+    """`recipe.yaml`: every knob, what it measured and costs, the baseline, and the circumstances of the measurement."""
+    # Through JSON, so that nothing shared becomes a YAML anchor and nothing but plain data is left.
+    data = json.loads(json.dumps(_data(recipe)))
+    body = yaml.safe_dump(data, sort_keys=False, width=120)
+    return {"recipe.yaml": f"{comment(facts(recipe))}\n{body}"}
+
+
+def _data(recipe: Recipe) -> dict[str, Any]:
+    workload, model, device = recipe.workload, recipe.model, recipe.device
+    winner = candidate_data(recipe.winner)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "study": recipe.study,
+        "model": {"name": model.name, "params": model.params, "weights": model.weights, "config": model.config},
+        "device": {"name": device.name, "memory_gib": device.memory_gib},
+        "workload": to_data(workload)
+        | {
+            "global_batch": {
+                "sequences": workload.global_batch,
+                "micro_batch_size": recipe.winner.config.micro_batch_size,
+                "accumulation": recipe.accumulation,
+            },
+            "num_steps": workload.num_steps,
+        },
+        "config": winner["config"],
+        "evidence": winner["evidence"],
+        "performance": winner["performance"],
+        "memory": winner["memory"],
+        "cost": winner["cost"] | {"evidence": recipe.winner.cost.evidence.value},
+        "price": None if recipe.price is None else to_data(recipe.price),
+        "baseline": None if recipe.baseline is None else candidate_data(recipe.baseline),
+        "speedup": recipe.speedup,
+        "reason": recipe.reason,
+        "caveats": list(recipe.caveats),
+        "trainer": recipe.trainer,
+        "environment": {ALLOCATOR_VARIABLE: ALLOCATOR},
+        "fingerprint": {"digest": recipe.fingerprint.digest, **to_data(recipe.fingerprint)},
+    }

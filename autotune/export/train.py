@@ -1,0 +1,102 @@
+"""train.py, launch.sh and model_config.json: a plain transformers + peft script that trains exactly what was probed."""
+
+import json
+import re
+import shlex
+from importlib import resources
+from typing import Any
+
+from autotune.export.common import (
+    ALLOCATOR,
+    ALLOCATOR_VARIABLE,
+    base_dtype,
+    comment,
+    facts,
+    has_published_weights,
+    learning_rate,
+    model_source,
+    save_steps,
+    warmup_steps,
+)
+from autotune.recipe import Recipe
+
+_LINE = 116
+
+
+def export(recipe: Recipe) -> dict[str, str]:
+    """The script, its launcher (to be made executable) and the shape that `--random-weights` builds."""
+    lines = facts(recipe)
+    head = comment("; ".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True))  # the script has 120 lines
+    parts = {
+        "HEADER": head,
+        "SETTINGS": _literal(_settings(recipe)),
+        "ALLOCATOR_VARIABLE": ALLOCATOR_VARIABLE,
+        "ALLOCATOR": ALLOCATOR,
+    }
+    template = resources.files("autotune.export").joinpath("train_template.py.txt").read_text(encoding="utf-8")
+    # One pass: a name that looks like a placeholder stays a name.
+    script = re.sub(r"@([A-Z_]+)@", lambda match: parts[match[1]], template)
+    return {
+        "train.py": script,
+        "launch.sh": _launcher(head),
+        "model_config.json": json.dumps(recipe.model.config, indent=2) + "\n",
+    }
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """Every knob under its own name, and what follows from them, so that the script decides nothing."""
+    config = recipe.winner.config
+    bitsandbytes: dict[str, Any] | None = None
+    linear: dict[str, Any] = {}
+    lora: dict[str, Any] | None = None
+    if config.method == "lora":
+        lora = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": 0.0}
+        lora |= {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    if config.quantization == "nf4":
+        bitsandbytes = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": config.double_quant,
+        }
+        linear = {"compress_statistics": config.double_quant, "quant_type": "nf4"}
+    elif config.quantization == "int8":
+        bitsandbytes = {"load_in_8bit": True}
+        linear = {"has_fp16_weights": False, "threshold": 6.0}
+    return {
+        "model": model_source(recipe),
+        "has_weights": has_published_weights(recipe),
+        **config.as_dict(),
+        "quantization": config.quantization,
+        "base_dtype": base_dtype(config),
+        "bitsandbytes": bitsandbytes,
+        **({"linear": linear} if linear else {}),
+        "lora": lora,
+        "checkpoint_every": config.checkpoint_every,
+        "examples": max(recipe.workload.examples, config.micro_batch_size),  # fewer would be no batch at all
+        "epochs": recipe.workload.epochs,
+        "accumulation": recipe.accumulation,
+        "learning_rate": learning_rate(config),
+        "warmup_steps": warmup_steps(recipe.workload),
+        "save_steps": save_steps(recipe),
+    }
+
+
+def _literal(values: dict[str, Any]) -> str:
+    """A dict as an ASCII Python literal, several items a line; only `repr` decides how a value is written."""
+    lines = ["{"]
+    for key, value in values.items():
+        item = f"{key!r}: {value!r},".encode("ascii", "backslashreplace").decode("ascii")
+        if len(lines) > 1 and len(lines[-1]) + len(item) < _LINE:
+            lines[-1] += f" {item}"
+        else:
+            lines.append(f"    {item}")
+    return "\n".join(lines).removesuffix(",") + "}"
+
+
+def _launcher(head: str) -> str:
+    return f"""#!/usr/bin/env bash
+{head}
+set -euo pipefail
+export {ALLOCATOR_VARIABLE}={shlex.quote(ALLOCATOR)}
+exec "${{PYTHON:-python3}}" "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$@"
+"""

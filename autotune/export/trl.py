@@ -1,0 +1,176 @@
+"""trl_sft.yaml: what `trl sft --config` takes (keys of TRL 1.16), and what that format cannot say."""
+
+from typing import Any
+
+import yaml
+
+from autotune.export.common import (
+    ALLOCATOR,
+    ALLOCATOR_VARIABLE,
+    base_dtype,
+    comment,
+    facts,
+    has_published_weights,
+    learning_rate,
+    model_source,
+    save_steps,
+    transformers_version,
+    warmup_steps,
+)
+from autotune.recipe import Recipe
+
+# Before this version TrainingArguments checkpoints every layer or none.
+EVERY_N_LAYERS_SINCE = (5, 23)
+
+_DIFFERENCES = (
+    "Known to differ from what was measured:",
+    "- The speed is that of the plain transformers Trainer. TRL has its own chunked LM head, which never holds all",
+    "  logits: its peak is lower, and its speed another.",
+    "- TRL passes an attention mask and pads to the longest row of a batch (to max_length where pad_to_multiple_of",
+    "  says so, for compiled layers); the probe had full rows and no mask.",
+)
+
+
+def export(recipe: Recipe) -> dict[str, str]:
+    """`trl_sft.yaml`, with the command to run it in its head."""
+    head = [
+        *facts(recipe),
+        "",
+        "Run it, on one GPU, as it was measured:",
+        f"  {command(recipe)}",
+        "",
+        *_DIFFERENCES,
+        *(f"not expressed: {item}" for item in inexpressible(recipe)),
+    ]
+    config = recipe.winner.config
+    sections: list[tuple[str, dict[str, Any]]] = [
+        ("" if has_published_weights(recipe) else "no published weights: name your model here", _model(recipe)),
+        ("your data, by Hub name or local directory", {"dataset_name": "your/dataset"}),
+        ("" if config.method == "full" else "adapters on every linear layer but the LM head", _adapters(recipe)),
+        ("", _batch(recipe)),
+        ("every_n_layers needs transformers 5.23" if _every_n_layers(recipe) else "", _memory(recipe)),
+        ("the learning rate is a common default and was not tuned", _schedule(recipe)),
+    ]
+    text = comment(head) + "\n"
+    for note, values in sections:
+        if values:
+            text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
+    return {"trl_sft.yaml": text}
+
+
+def command(recipe: Recipe) -> str:
+    """The command line. `trl sft` hands arguments that it does not know to `accelerate launch`."""
+    # accelerate launch overwrites ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so that only its own flag has an effect.
+    regional = " --dynamo_use_regional_compilation" if recipe.winner.config.compile == "per_layer" else ""
+    environment = f"CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"  # TRL refuses a second GPU in one process
+    return f"{environment} trl sft --config trl_sft.yaml --num_processes 1{regional}"
+
+
+def inexpressible(recipe: Recipe) -> list[str]:
+    """Knobs of the winner that `trl sft` cannot be told, each with what happens instead."""
+    config = recipe.winner.config
+    found = []
+    if (config.checkpoint_every or 1) > 1 and not _every_n_layers(recipe):
+        found.append(
+            f"checkpointing {config.checkpointing}: before transformers 5.23 it is every layer or none;"
+            " written as every layer, which is slower and takes less memory"
+        )
+    if config.compile == "per_layer":
+        found.append(
+            "compile per_layer: torch_compile with --dynamo_use_regional_compilation compiles the layers, and the"
+            " embedding, norm and LM head besides"
+        )
+    if config.method == "lora" and config.quantization == "none" and config.precision == "bf16_pure":
+        found.append("precision bf16_pure: TRL keeps the adapters in fp32, they were measured in bf16")
+    if config.quantization != "none" and config.precision != "bf16_pure":
+        found.append(
+            f"precision {config.precision}: TRL casts the adapters of a quantized base to bf16,"
+            " they were measured in fp32"
+        )
+    return found
+
+
+def _every_n_layers(recipe: Recipe) -> bool:
+    """Whether only some layers are checkpointed and the versions probed with can say so."""
+    every = recipe.winner.config.checkpoint_every or 1
+    return every > 1 and transformers_version(recipe) >= EVERY_N_LAYERS_SINCE
+
+
+def _model(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.winner.config
+    values: dict[str, Any] = {
+        "model_name_or_path": model_source(recipe),
+        "dtype": base_dtype(config),
+        "attn_implementation": config.attention,
+    }
+    if config.quantization == "nf4":
+        values |= {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "use_bnb_nested_quant": config.double_quant,
+        }
+    elif config.quantization == "int8":
+        values["load_in_8bit"] = True
+    return values
+
+
+def _adapters(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.winner.config
+    if config.method == "full":
+        return {"use_peft": False}
+    return {
+        "use_peft": True,
+        "lora_r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": 0.0,
+        "lora_target_modules": ["all-linear"],
+    }
+
+
+def _batch(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.winner.config
+    values: dict[str, Any] = {
+        "max_length": config.seq_len,
+        "packing": False,
+        "per_device_train_batch_size": config.micro_batch_size,
+        "gradient_accumulation_steps": recipe.accumulation,
+        "dataloader_drop_last": True,
+    }
+    if config.compile == "per_layer":
+        values["pad_to_multiple_of"] = config.seq_len  # rows of one length, or each length would be compiled anew
+    return values
+
+
+def _memory(recipe: Recipe) -> dict[str, Any]:
+    config = recipe.winner.config
+    every = config.checkpoint_every
+    values: dict[str, Any] = {
+        "bf16": config.precision == "bf16_mixed",
+        "fp16": config.precision == "fp16_mixed",
+        # TRL checkpoints unless it is told not to. The name before 5.23, which later versions take until v6.
+        "gradient_checkpointing": every is not None,
+    }
+    if every is not None:
+        values["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+        if _every_n_layers(recipe):
+            values["gradient_checkpointing_kwargs"]["every_n_layers"] = every
+    values |= {"optim": config.optimizer, "torch_compile": config.compile == "per_layer"}
+    if config.compile == "per_layer":
+        values["tf32"] = False  # torch_compile would switch it on
+    return values
+
+
+def _schedule(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "learning_rate": learning_rate(recipe.winner.config),
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": warmup_steps(recipe.workload),
+        "num_train_epochs": recipe.workload.epochs,
+        "max_grad_norm": 1.0,
+        "logging_steps": 10,
+        "logging_nan_inf_filter": False,
+        "report_to": "none",
+        "save_strategy": "steps",
+        "save_steps": save_steps(recipe),
+        "output_dir": "out",
+    }

@@ -1,0 +1,206 @@
+"""Judge: keeps what was measured of each configuration and says who wins, by how much, and what a reader should know.
+
+Pure: results go in, a Recipe comes out.
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autotune.catalog import DeviceSpec, ModelSpec, Price
+from autotune.config import TrainConfig
+from autotune.objective import Floors, Scored, choose, performance, step_time_s
+from autotune.projection import by_examples, project
+from autotune.recipe import Candidate, Recipe
+from autotune.result import Fingerprint, Measurement
+from autotune.space import SearchSpace
+from autotune.workload import Workload
+
+# Confirmations that differ by more than this were disturbed; a third one then decides, as their median.
+DISAGREEMENT = 0.05
+
+# The configuration that guides give: it is measured first, and what the winner is compared with.
+BASELINE = TrainConfig(
+    method="lora",
+    micro_batch_size=8,
+    seq_len=1024,
+    lora_rank=16,
+    optimizer="adamw_torch_fused",
+    precision="bf16_mixed",
+    checkpointing="full",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is tuned for what: the facts that every number of the study depends on."""
+
+    study: str
+    model: ModelSpec
+    device: DeviceSpec
+    price: Price | None
+    workload: Workload
+    floors: Floors
+    space: SearchSpace
+    trainer: str = "transformers"
+
+    def baselines(self) -> list[TrainConfig]:
+        """The reference configuration clipped to the space, then with its micro batch halved, as a person would."""
+        methods = knob.choices() if (knob := self.space.knob("method")) else ("lora",)
+        wanted = BASELINE if "lora" in methods else replace(BASELINE, method="full")
+        first = self.space.config(self.space.clip(wanted))
+        sizes = knob.choices() if (knob := self.space.knob("micro_batch_size")) else (first.micro_batch_size,)
+        smaller = sorted((size for size in sizes if size <= first.micro_batch_size), reverse=True)
+        return [replace(first, micro_batch_size=size) for size in smaller]
+
+
+@dataclass(slots=True)
+class Judge:
+    """Measurements by configuration digest: of the search, and of the confirmation, which outranks it."""
+
+    subject: Subject
+    configs: dict[str, TrainConfig] = field(default_factory=dict)
+    measured: dict[str, Measurement] = field(default_factory=dict)
+    confirmed: dict[str, list[Measurement]] = field(default_factory=dict)
+    caveats: list[str] = field(default_factory=list)
+
+    def add(self, config: TrainConfig, measurement: Measurement) -> None:
+        self.configs[config.digest] = config
+        self.measured[config.digest] = measurement
+
+    def confirm(self, config: TrainConfig, measurement: Measurement) -> None:
+        self.configs[config.digest] = config
+        self.confirmed.setdefault(config.digest, []).append(measurement)
+
+    def drop(self, config: TrainConfig, reason: str) -> None:
+        """A configuration that came through the search but not its confirmation is out."""
+        self.measured.pop(config.digest, None)
+        self.confirmed.pop(config.digest, None)
+        self.caveats.append(f"{config.label()} came through the search but not its confirmation: {reason}")
+
+    def baseline(self) -> TrainConfig | None:
+        """The largest of the baselines that was measured; None if none was."""
+        return next((config for config in self.subject.baselines() if config.digest in self.measured), None)
+
+    def finalists(self, count: int) -> list[TrainConfig]:
+        """The likely winner and the fastest others."""
+        pool = self._scored({digest: [one] for digest, one in self.measured.items()})
+        if not pool:
+            return []
+        likely, _ = choose(pool, self.subject.floors.slack)
+        ranked = sorted(pool, key=lambda one: one.score, reverse=True)
+        return list({one.config.digest: one.config for one in [likely, *ranked]}.values())[:count]
+
+    def candidate(self, config: TrainConfig) -> Candidate:
+        """Everything known of one configuration that was measured."""
+        subject, measurements = self.subject, self._measurements(config.digest)
+        speed = performance(
+            config,
+            measurements,
+            subject.workload,
+            flops_per_token=subject.model.flops_per_token(config.method, config.seq_len),
+            peak_tflops=subject.device.bf16_tflops or subject.device.fp16_tflops,
+        )
+        largest = max(measurements, key=lambda one: one.peak_reserved_gib)
+        power = largest.telemetry.power_w if largest.telemetry else None
+        cost = project(subject.workload, speed, subject.price, power)
+        return Candidate(config=config, performance=speed, measurement=largest, cost=cost)
+
+    def recipe(self, fingerprint: Fingerprint) -> Recipe | None:
+        """The winner with everything that is said of it; None if nothing came through."""
+        # What was confirmed outranks the rest, unless the study was cut short before its likely winner was.
+        likely = self.finalists(1)
+        sure = bool(likely) and likely[0].digest in self.confirmed
+        best_known = {digest: self._measurements(digest) for digest in self.measured}
+        pool = self._scored(self.confirmed if sure else best_known)
+        if not pool:
+            return None
+        winner, reason = choose(pool, self.subject.floors.slack)
+        subject, baseline, best = self.subject, self.baseline(), self.candidate(winner.config)
+        power = best.measurement.telemetry.power_w if best.measurement.telemetry else None
+        cells: dict[tuple[object, ...], TrainConfig] = {}
+        for one in sorted(self._scored(best_known), key=lambda one: one.score):
+            config = one.config
+            cells[(config.method, config.lora_rank, config.seq_len, config.quantization)] = config
+        return Recipe(
+            study=subject.study,
+            model=subject.model,
+            device=subject.device,
+            price=subject.price,
+            workload=subject.workload,
+            winner=best,
+            baseline=self.candidate(baseline) if baseline else None,
+            reason=reason,
+            trainer=subject.trainer,
+            fingerprint=fingerprint,
+            by_examples=tuple(by_examples(subject.workload, best.performance, subject.price, power)),
+            cells=tuple(self.candidate(config) for config in cells.values()),
+            caveats=(*self.caveats, *self._assumptions(winner.config), *self._doubts(winner, pool)),
+        )
+
+    def noise(self, config: TrainConfig) -> float:
+        """Relative spread of the timed steps; 0 where there are too few to tell."""
+        steps = [step for measurement in self._measurements(config.digest) for step in measurement.step_s]
+        return statistics.pstdev(steps) / statistics.fmean(steps) if len(steps) > 1 else 0.0
+
+    def _measurements(self, digest: str) -> list[Measurement]:
+        if digest in self.confirmed:
+            return self.confirmed[digest]
+        return [self.measured[digest]] if digest in self.measured else []
+
+    def _scored(self, evidence: Mapping[str, list[Measurement]]) -> list[Scored]:
+        """Score by digest, from these measurements."""
+        pool = []
+        for digest, measurements in evidence.items():
+            speed = performance(self.configs[digest], measurements, self.subject.workload)
+            headroom = 1.0 - max(one.peak_reserved_gib / one.limit_gib for one in measurements)
+            pool.append(Scored(config=self.configs[digest], score=speed.tokens_per_second, headroom=headroom))
+        return pool
+
+    def disagreement(self, config: TrainConfig) -> float:
+        """By how much the confirmations of a configuration differ in step time, relative to the shortest."""
+        steps = [statistics.median(one.step_s) for one in self.confirmed.get(config.digest, ())]
+        return max(steps) / min(steps) - 1.0 if steps else 0.0
+
+    def _assumptions(self, config: TrainConfig) -> list[str]:
+        """What nobody told and the projection rests on."""
+        workload, found = self.subject.workload, []
+        if workload.tokens_assumed:
+            found.append(
+                f"the length of an example was not given: {workload.tokens_per_example:,} tokens are assumed "
+                "(--tokens-per-example)"
+            )
+        if workload.examples_assumed:
+            found.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
+        if (cut := workload.truncated(config.seq_len)) > 0:
+            found.append(f"{cut:.1%} of the tokens are cut off at seq_len {config.seq_len}")
+        return found
+
+    def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
+        """Where the measurements themselves leave room."""
+        digest, found = winner.config.digest, []
+        if digest not in self.confirmed:
+            return ["the winner was not measured a second time: the study was cut short"]
+        if digest in self.measured:
+            again = self.confirmed[digest]
+            wall = statistics.median(step for one in again for step in one.step_s)
+            gap = step_time_s(self.measured[digest], again[0].micro_steps) / wall - 1.0
+            if abs(gap) > 0.03:
+                found.append(f"the search's step time was {gap:+.1%} off the confirmed one, which counts")
+        readings = [one.telemetry for one in self.confirmed[digest] if one.telemetry]
+        slowed = {reason for reading in readings for reason in reading.throttle_reasons} - {"power cap"}
+        if slowed:
+            found.append(f"the card was slowed down while it was measured: {', '.join(sorted(slowed))}")
+        baseline = self.baseline()
+        for config in dict.fromkeys((winner.config, baseline or winner.config)):  # a set has another order each time
+            if (apart := self.disagreement(config)) > DISAGREEMENT:
+                found.append(f"the confirmations of {config.label()} differ by {apart:.0%}: something disturbed them")
+        rivals = [
+            one
+            for one in pool
+            if one is not winner
+            and abs(one.score / winner.score - 1) < max(self.noise(one.config), self.noise(winner.config))
+        ]
+        if rivals:
+            found.append("not distinguishable in speed from " + ", ".join(one.config.label() for one in rivals))
+        return found

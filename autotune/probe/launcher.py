@@ -1,0 +1,333 @@
+"""The parent's side of the probe: starts the warm worker, hands it requests, keeps deadlines, kills and replaces it.
+
+No torch here. The worker runs in a session of its own, so that it and all it starts can be killed together, and with an
+environment from which everything unknown is stripped: no database or cloud secret reaches it.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import Cancelled, EnvironmentProblem
+from autotune.gpu import Nvml, Sample
+from autotune.result import (
+    Fingerprint,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    Telemetry,
+    from_data,
+    to_data,
+)
+
+# Seconds a phase may take before the worker is held to be hung. Compilation happens in the first step.
+DEADLINES: dict[Phase, float] = {
+    Phase.START: 240,
+    Phase.LOAD: 600,
+    Phase.FIRST_STEP: 900,
+    Phase.STEADY: 900,
+    Phase.EVALUATE: 300,
+    Phase.SAVE: 300,
+    Phase.CLEANUP: 300,
+}
+SAMPLE_EVERY_S = 0.1
+ALLOCATOR = "expandable_segments:True"
+
+# On a CPU, peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back. Threads that
+# spin while they wait make a step twenty times slower as soon as another process wants a core; sleeping ones do not.
+ON_CPU = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_WAIT_POLICY": "passive",
+}
+KEPT = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "CC", "CXX")
+KEPT_PREFIXES = (
+    "LC_",
+    "CUDA_",
+    "NVIDIA_",
+    "NCCL_",
+    "TORCH",
+    "TRITON_",
+    "OMP_",
+    "MKL_",
+    "XDG_CACHE",
+    "HF_HOME",
+    "HF_HUB_",
+)
+
+
+def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
+    """The worker's environment: what it needs by name, never a token, password or key."""
+    kept = {
+        name: value
+        for name, value in parent.items()
+        if (name in KEPT or name.startswith(KEPT_PREFIXES))
+        and not any(word in name for word in ("TOKEN", "KEY", "SECRET", "PASSWORD"))
+    }
+    fixed = {
+        # torch 2.9 renamed the variable and still reads the old name, which older ones know too.
+        "PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return kept | fixed | (ON_CPU if device == "cpu" else {})
+
+
+class WorkerProber:
+    """One warm worker for one device. `probe` always answers with a result; it raises only EnvironmentProblem, where
+    the machine lacks what is needed, and Cancelled, once `should_stop` says so."""
+
+    def __init__(
+        self,
+        device: str,
+        logs: Path,
+        *,
+        deadlines: Mapping[Phase, float] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.device = device
+        self.logs = logs
+        self._should_stop = should_stop
+        self.starts = 0
+        self.memory_gib = 0.0
+        self._deadlines = DEADLINES | dict(deadlines or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._buffer = b""
+        self._ready = False
+        self._fingerprint: Fingerprint | None = None
+        self._nvml = Nvml.open() if device == "cuda" else None
+
+    def __enter__(self) -> "WorkerProber":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of the running worker; starts it if need be. Raises EnvironmentProblem."""
+        if self._process is None and self._fingerprint is None:
+            self.launch()
+        if self._fingerprint is None:
+            self._await_ready()
+        assert self._fingerprint is not None
+        return self._fingerprint
+
+    def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        """Run one probe; its output goes to the file `log`. A hung, killed or broken worker is a result too."""
+        oom_kills = host_oom_kills()
+        begin = time.monotonic()
+        try:
+            if self._process is None:
+                self.launch()
+            if not self._ready:
+                self._await_ready()
+            self._send({"request": to_data(request), "log": str(log)})
+            watch = _Watch(self._nvml, self._deadlines)
+            while True:
+                message = self._receive(watch)
+                if message is None:
+                    return replace(self._hung(request, watch, begin), log=log.name)
+                if message["event"] == "phase":
+                    watch.enter(Phase(message["phase"]))
+                elif message["event"] == "result":
+                    break
+        except (BrokenPipeError, ConnectionError, EOFError):
+            return self._died(request, host_oom_kills() > oom_kills, log, begin)
+        result = from_data(ProbeResult, message["result"])
+        if not message["reusable"]:
+            self.close()
+        if result.measurement is not None:
+            result = replace(result, measurement=replace(result.measurement, telemetry=watch.telemetry()))
+        return replace(result, log=log.name)
+
+    def close(self) -> None:
+        """End the worker and everything it started: ask, wait, kill the group."""
+        process, self._process = self._process, None
+        if self._channel is not None:
+            self._channel.close()  # end of file: an idle worker leaves by itself
+            self._channel = None
+        if process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=3)
+                break
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # grandchildren that outlived it
+        process.wait()
+
+    def launch(self) -> None:
+        """Start the worker and return; it imports its libraries meanwhile."""
+        ours, theirs = socket.socketpair()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        log = self.logs / "worker.log"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "autotune.probe.worker", str(theirs.fileno()), self.device, str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=child_environment(os.environ, self.device),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        theirs.close()
+        self._channel, self._buffer = ours, b""
+        self.starts += 1
+        self._ready = False
+
+    def _await_ready(self) -> None:
+        log = self.logs / "worker.log"
+        watch = _Watch(None, self._deadlines)
+        reason, broken = f"it did not start within {self._deadlines[Phase.START]:.0f} s", False
+        try:
+            while message := self._receive(watch):
+                if message["event"] == "ready":
+                    self._fingerprint = from_data(Fingerprint, message["fingerprint"])
+                    self.memory_gib = message["memory_gib"]
+                    self._ready = True
+                    return
+                if message["event"] == "broken":
+                    reason, broken = message["reason"], True
+        except (ConnectionError, EOFError):
+            reason = reason if broken else "it ended while starting"
+        self.close()
+        raise EnvironmentProblem(
+            f"the probe worker could not start: {reason}", remedy=f"see {log}; `autotune doctor` checks this machine"
+        )
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._channel is None:
+            raise ConnectionError
+        self._channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def _receive(self, watch: "_Watch") -> dict[str, Any] | None:
+        """The next message; None when the phase's deadline passed. Raises EOFError when the worker is gone."""
+        assert self._channel is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                if selector.select(timeout=SAMPLE_EVERY_S):
+                    data = self._channel.recv(1 << 16)
+                    if not data:
+                        raise EOFError
+                    self._buffer += data
+                else:
+                    watch.tick()
+                    if watch.expired():
+                        return None
+                    if self._should_stop():
+                        self.close()
+                        raise Cancelled
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _hung(self, request: ProbeRequest, watch: "_Watch", begin: float) -> ProbeResult:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack to the trial's log
+        time.sleep(0.5)
+        self.close()
+        limit = self._deadlines[watch.phase]
+        reason = f"no progress in phase {watch.phase} for {limit:.0f} s; the stack is in the log"
+        return _failed(request, Outcome.TIMEOUT, watch.phase, reason, begin)
+
+    def _died(self, request: ProbeRequest, by_oom_killer: bool, log: Path, begin: float) -> ProbeResult:
+        code: int | None = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(timeout=5)
+        self.close()
+        if by_oom_killer and code == -signal.SIGKILL:
+            reason = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
+        elif code is not None and code < 0:
+            reason = f"the worker was killed by {signal.Signals(-code).name}"
+        else:
+            reason = f"the worker ended with exit code {code}"
+        return replace(_failed(request, Outcome.CRASH, None, reason, begin), log=log.name)
+
+
+class _Watch:
+    """The phase a probe is in, its deadline, and the card's sensors while steps are timed."""
+
+    def __init__(self, nvml: Nvml | None, deadlines: Mapping[Phase, float]) -> None:
+        self._nvml = nvml
+        self._deadlines = deadlines
+        self._samples: list[Sample] = []
+        self.phase = Phase.START
+        self._since = time.monotonic()
+
+    def enter(self, phase: Phase) -> None:
+        self.phase, self._since = phase, time.monotonic()
+        self.tick()
+
+    def tick(self) -> None:
+        if self._nvml is not None and self.phase is Phase.STEADY:
+            self._samples.append(self._nvml.sample())
+
+    def expired(self) -> bool:
+        return time.monotonic() - self._since > self._deadlines.get(self.phase, 900)
+
+    def telemetry(self) -> Telemetry | None:
+        """Means over the samples; None without a card to ask. The first sample is from before the timed steps' load."""
+        samples = self._samples[1:]
+        if not samples:
+            return None
+
+        def mean(read: Callable[[Sample], float | None]) -> float | None:
+            values = [value for value in map(read, samples) if value is not None]
+            return statistics.fmean(values) if values else None
+
+        first, last = samples[0].energy_j, samples[-1].energy_j
+        return Telemetry(
+            utilization=mean(lambda sample: sample.utilization),
+            power_w=mean(lambda sample: sample.power_w),
+            energy_j=None if first is None or last is None else last - first,
+            temperature_c=mean(lambda sample: sample.temperature_c),
+            sm_clock_mhz=mean(lambda sample: sample.sm_clock_mhz),
+            throttle_reasons=tuple(sorted({reason for sample in samples for reason in sample.throttle_reasons})),
+            num_samples=len(samples),
+        )
+
+
+def _failed(request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason: str, begin: float) -> ProbeResult:
+    return ProbeResult(
+        request_digest=request.digest,
+        config=request.config,
+        rung=request.rung,
+        depth=request.depth,
+        outcome=outcome,
+        phase=phase,
+        reason=reason,
+        seconds={"total": time.monotonic() - begin},
+    )
+
+
+def host_oom_kills() -> int:
+    """How often the kernel's OOM killer struck since boot."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0

@@ -1,0 +1,163 @@
+"""Marks and peaks at the seams of a training step, and the plan of how many steps to time."""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autotune.probe.device import Meter
+from autotune.result import Phase, ProbeRequest
+
+MAX_WARMUP_STEPS = 5
+# Relative spread of step times: below the first, more of them say nothing new; above the second, they are worth having.
+AGREED, DISAGREED = 0.01, 0.02
+
+
+class NotSteady(Exception):
+    """A compiled model was compiled again, or fell back to eager, while it was timed: the times mean nothing."""
+
+
+class Recorder:
+    """Marks and peaks at the seams of a training step, and the plan of how many steps to time.
+
+    Step 0 warms up, step 1 tells how long a step takes (later if something still compiles), the rest are timed: for
+    `min_timed_s`, fewer if the steps agree, more if they do not. Where reading a phase's peak costs time (CPU), it is
+    not read in timed steps.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        request: ProbeRequest,
+        emit: Callable[[Phase], None],
+        state_gib: Callable[[], float],
+    ) -> None:
+        self.meter, self.request, self.emit, self._state_gib = meter, request, emit, state_gib
+        self.phase = Phase.FIRST_STEP
+        self.step = 0
+        self.first_timed: int | None = None
+        self.last_timed: int | None = None
+        self.starts: list[list[Any]] = [[]]  # by step: a mark at the start of each micro batch
+        self.spans: list[tuple[int, Phase, Any, Any]] = []
+        self.peaks: dict[Phase, float] = {}
+        self.reserved = 0.0
+        self.losses: list[torch.Tensor] = []
+        self.retried_in: Phase | None = None  # where the allocator first had to give memory back and try again
+        self._mark: Any = None
+        self._graphs = 0
+
+    def enter(self, phase: Phase) -> None:
+        """The phase before ends here, and `phase` begins."""
+        if self.meter.peaks_are_free or self.first_timed is None:
+            self.weigh()
+            self.meter.reset_peak()
+        mark = self.meter.mark()
+        if self._mark is not None:
+            self.spans.append((self.step, self.phase, self._mark, mark))
+        self._mark, self.phase = mark, phase
+
+    def weigh(self) -> None:
+        allocated, reserved = self.meter.peak_gib()
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0.0), allocated)
+        self.reserved = max(self.reserved, reserved)
+        if self.retried_in is None and self.meter.alloc_retries():
+            self.retried_in = self.phase
+
+    def begin_micro_batch(self) -> None:
+        self.enter(Phase.FORWARD)
+        self.starts[self.step].append(self._mark)
+
+    def end_step(self) -> bool:
+        """An optimizer step is done; returns whether to stop. The start of a last, untimed micro batch closes it."""
+        if self.first_timed is None:
+            self._plan()
+        else:
+            self._adapt()
+        done = self.step == self.last_timed
+        self.step += 1
+        self.starts.append([])
+        if done:
+            self.enter(Phase.STEADY)
+            self.starts[self.step].append(self._mark)
+        return done
+
+    def _plan(self) -> None:
+        self.meter.synchronize()
+        graphs = compiled_graphs()
+        settled, self._graphs = graphs == self._graphs, graphs
+        if self.step == 0 and not self.meter.peaks_are_free:
+            # A process's memory holds more than tensors: buffers that libraries made in the first step are context.
+            # Between steps only weights, adapters and optimizer state are alive, and their size is known.
+            self.meter.rebase(self._state_gib())
+            self.peaks.clear()
+            self.reserved = 0.0
+        if self.step == 0 or (not settled and self.step < MAX_WARMUP_STEPS - 1):
+            return
+        step_s = max(self.meter.seconds(self.starts[self.step][0], self._now()), 1e-6)
+        self.emit(Phase.STEADY)
+        wanted = math.ceil(self.request.min_timed_s / step_s)
+        wanted = min(max(wanted, self.request.min_timed_steps), self.request.max_timed_steps)
+        # Where reading peaks costs milliseconds, the step that had them read counts only if it was long.
+        self.first_timed = self.step if self.meter.peaks_are_free or step_s > 2.0 else self.step + 1
+        self.last_timed = self.first_timed + wanted - 1
+
+    def _adapt(self) -> None:
+        """Stop early once steps agree, go on a little where they disagree: the host's share of a step is noisy."""
+        assert self.first_timed is not None and self.last_timed is not None
+        ends = [self.starts[index + 1][0] for index in range(self.first_timed, self.step)]
+        if len(ends) + 1 == self.request.min_timed_steps and self.step < self.last_timed:
+            ends.append(self._now())  # worth waiting for the device once: it may save the next step
+        finished = [
+            self.meter.seconds(self.starts[self.first_timed + index][0], end)
+            for index, end in enumerate(ends)
+            if self.meter.passed(end)
+        ]
+        if len(finished) < self.request.min_timed_steps:
+            return
+        spread = (max(finished) - min(finished)) / min(finished)
+        if spread < AGREED:
+            self.last_timed = min(self.last_timed, self.step)
+        elif spread > DISAGREED and self.step == self.last_timed:
+            num_steps = self.last_timed - self.first_timed + 1
+            if num_steps < self.request.max_timed_steps and sum(finished) < 2 * self.request.min_timed_s:
+                self.last_timed += 1
+
+    def _now(self) -> Any:
+        mark = self.meter.mark()
+        self.meter.synchronize()
+        return mark
+
+    def check_steady(self) -> None:
+        """Raises NotSteady if anything was compiled during the timed steps."""
+        if compiled_graphs() != self._graphs:
+            raise NotSteady("the compiled model was compiled again while it was timed")
+
+    def times(self) -> tuple[list[float], list[float], list[float], dict[Phase, float]]:
+        """(steps, micro batches, rest of each step, seconds a step by phase), of the timed steps."""
+        assert self.first_timed is not None and self.last_timed is not None
+        steps, micros, rests = [], [], []
+        between = self.meter.seconds
+        timed = range(self.first_timed, self.last_timed + 1)
+        for index in timed:
+            starts, after = self.starts[index], self.starts[index + 1][0]
+            step = between(starts[0], after)
+            steps.append(step)
+            if len(starts) == 1:
+                micros.append(step)
+                continue
+            micro = between(starts[0], starts[-1]) / (len(starts) - 1)
+            micros.append(micro)
+            rests.append(step - micro * len(starts))
+        phases: dict[Phase, float] = {}
+        for index, phase, start, end in self.spans:
+            if index in timed:
+                phases[phase] = phases.get(phase, 0.0) + between(start, end) / len(timed)
+        return steps, micros, rests, phases
+
+
+def compiled_graphs() -> int:
+    """How many graphs Dynamo has compiled in this process so far; 0 where nothing was."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])

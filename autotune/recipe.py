@@ -1,0 +1,157 @@
+"""Recipe and StudySummary: what a finished study says, as values that the report and the exporters read."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.catalog import DeviceSpec, ModelSpec, Price
+from autotune.config import TrainConfig
+from autotune.objective import Performance
+from autotune.projection import CostProjection
+from autotune.result import Evidence, Fingerprint, Measurement, OomDetail, Outcome, Rung, to_data
+from autotune.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One configuration with everything that is known of it."""
+
+    config: TrainConfig
+    performance: Performance
+    measurement: Measurement
+    cost: CostProjection
+    evidence: Evidence = Evidence.MEASURED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The winner and what it rests on. `speedup` is the baseline's cost a useful token over the winner's."""
+
+    study: str
+    model: ModelSpec
+    device: DeviceSpec
+    price: Price | None
+    workload: Workload
+    winner: Candidate
+    baseline: Candidate | None
+    reason: str
+    trainer: str
+    fingerprint: Fingerprint
+    by_examples: tuple[CostProjection, ...]
+    cells: tuple[Candidate, ...] = ()  # the best of each learning cell
+    caveats: tuple[str, ...] = ()
+
+    @property
+    def accumulation(self) -> int:
+        return self.workload.accumulation(self.winner.config.micro_batch_size)
+
+    @property
+    def speedup(self) -> float | None:
+        if self.baseline is None:
+            return None
+        return self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """One finished trial, in the order they ran. `margin` is signed: memory needed / limit - 1."""
+
+    number: int
+    config: TrainConfig
+    outcome: Outcome
+    rung: Rung
+    reused: bool = False
+    reason: str | None = None
+    tokens_per_second: float | None = None
+    peak_reserved_gib: float | None = None
+    limit_gib: float | None = None
+    margin: float | None = None
+    oom: OomDetail | None = None
+    seconds: float = 0.0
+    log: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySummary:
+    """A whole study. `recipe` is None where no trial came through. Seconds are wall seconds over all sessions."""
+
+    study: str
+    recipe: Recipe | None
+    trials: tuple[TrialRow, ...]
+    probe_seconds: float
+    wall_seconds: float
+    search_usd: float | None
+    importances: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def counts(self) -> dict[str, int]:
+        """`judged` counts distinct configurations with a real probe; refusals are counted apart."""
+        judged = {row.config.digest for row in self.trials if row.outcome not in (Outcome.REFUSED, Outcome.CRASH)}
+        count = {outcome: sum(row.outcome is outcome for row in self.trials) for outcome in Outcome}
+        return {
+            "total": len(self.trials),
+            "judged": len(judged),
+            "ok": count[Outcome.OK],
+            "oom": count[Outcome.OOM],
+            "refused": count[Outcome.REFUSED],
+            "slow": count[Outcome.SLOW],
+            "failed": count[Outcome.CRASH] + count[Outcome.TIMEOUT] + count[Outcome.NUMERICS],
+            "reused": sum(row.reused for row in self.trials),
+        }
+
+
+def candidate_data(candidate: Candidate) -> dict[str, Any]:
+    """`winner` and `baseline` in summary.json."""
+    speed, memory, cost = candidate.performance, candidate.measurement, candidate.cost
+    telemetry = memory.telemetry
+    power = telemetry.power_w if telemetry else None
+    return {
+        "config": candidate.config.as_dict(),
+        "performance": {
+            "samples_per_second": speed.samples_per_second,
+            "tokens_per_second": speed.tokens_per_second,
+            "step_time_s": speed.step_time_s,
+            "mfu": speed.mfu,
+        },
+        "memory": {
+            "model_gib": memory.model_gib,
+            "peak_during_training_gib": memory.peak_allocated_gib,
+            "peak_reserved_gib": memory.peak_reserved_gib,
+            "limit_gib": memory.limit_gib,
+        },
+        "cost": {
+            "usd_per_hour": cost.usd_per_hour,
+            "cost_per_1000_samples_usd": cost.cost_per_1000_samples_usd,
+            "full_run_hours": cost.full_run_hours,
+            "full_run_usd": cost.full_run_usd,
+            "interval_usd": None if cost.interval_usd is None else list(cost.interval_usd),
+            "interval_hours": list(cost.interval_hours),
+            "kwh": cost.kwh,
+        },
+        "telemetry": to_data(telemetry) if telemetry else None,
+        "energy_j_per_token": None if power is None else power / speed.tokens_per_second,
+        "evidence": candidate.evidence.value,
+    }
+
+
+def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
+    """summary.json, and what `--json` prints."""
+    recipe = summary.recipe
+    return {
+        "schema_version": 1,
+        "study": summary.study,
+        "evidence": recipe.winner.evidence.value if recipe else None,
+        "model": recipe.model.name if recipe else None,
+        "device": recipe.device.name if recipe else None,
+        "winner": candidate_data(recipe.winner) if recipe else None,
+        "baseline": candidate_data(recipe.baseline) if recipe and recipe.baseline else None,
+        "speedup": recipe.speedup if recipe else None,
+        "reason": recipe.reason if recipe else None,
+        "trials": summary.counts(),
+        "probe_seconds": summary.probe_seconds,
+        "wall_seconds": summary.wall_seconds,
+        "search_usd": summary.search_usd,
+        "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
+        "caveats": list(recipe.caveats) if recipe else [],
+        "fingerprint": to_data(recipe.fingerprint) if recipe else None,
+        "out_dir": out_dir,
+    }

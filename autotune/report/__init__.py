@@ -1,0 +1,10 @@
+"""The report of a finished study: report.html and the OOM report, made from a StudySummary alone.
+
+`infos` says what each figure and table shows, `figures` draws (plotly), `html` renders, `oom` explains what did not
+fit.
+"""
+
+from autotune.report.html import render
+from autotune.report.oom import OomReport, oom_report
+
+__all__ = ["OomReport", "oom_report", "render"]

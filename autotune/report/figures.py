@@ -1,0 +1,241 @@
+"""Infos -> plotly figures as JSON-able data; the only file that imports plotly, and only when a figure is drawn.
+
+A figure that has nothing to show is None: the report says so in a sentence. Colours that depend on light or dark are
+left to the page, which sets them when it draws.
+"""
+
+import html
+from typing import Any
+
+from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
+from autotune.result import Outcome
+from autotune.units import fmt_count, fmt_gib
+
+# Colour, symbol and name of each outcome: mid-tones that carry on white and on near-black, after Okabe and Ito, told
+# apart by symbol as well.
+OUTCOMES = {
+    Outcome.OK: ("#2a7fc4", "circle", "fits"),
+    Outcome.SLOW: ("#8a8f98", "diamond-open", "pruned as slow"),
+    Outcome.OOM: ("#d9541e", "x", "out of memory"),
+    Outcome.REFUSED: ("#d99a00", "triangle-down-open", "refused"),
+    Outcome.TIMEOUT: ("#b565a7", "square-open", "timeout"),
+    Outcome.NUMERICS: ("#2f9c86", "star", "loss not finite"),
+    Outcome.CRASH: ("#8c63c7", "cross-open", "crash"),
+}
+TERM_COLOURS = dict(zip(TERMS, ("#2a7fc4", "#8fc1ea", "#d99a00", "#d9541e", "#8a8f98"), strict=True))
+ACCENT = "#d9541e"
+# What misses the limit by more than this is drawn at the edge, so that one far miss does not squeeze the rest.
+EDGE = 1.5
+
+
+def plotly_js() -> str:
+    """The whole of plotly.js, to be put inline."""
+    from plotly.offline import get_plotlyjs
+
+    text: str = get_plotlyjs()
+    return text
+
+
+def scatter(info: ScatterInfo) -> dict[str, Any] | None:
+    """Useful tokens/s against peak reserved memory; what did not run stands below zero."""
+    if not _worth_drawing(info.points):
+        return None
+    figure = _empty()
+    top, below = _heights(info.points, [marked.tokens_per_second for marked in info.marked])
+    edge = None if info.limit_gib is None else info.limit_gib * EDGE
+    for outcome, points in _by_outcome(info.points):
+        peaks = [point.peak_gib or 0.0 for point in points]
+        figure.add_scatter(
+            x=[peak if edge is None else min(peak, edge) for peak in peaks],
+            y=[below if point.tokens_per_second is None else point.tokens_per_second for point in points],
+            **_markers(outcome, points),
+        )
+    for marked in info.marked:
+        text = f"<b>{marked.name}</b><br>{fmt_count(marked.tokens_per_second)} tokens/s<br>{fmt_gib(marked.peak_gib)}"
+        figure.add_scatter(
+            x=[marked.peak_gib],
+            y=[marked.tokens_per_second],
+            mode="markers+text",
+            marker={"size": 17, "symbol": "circle-open", "color": ACCENT, "line": {"width": 2.5}},
+            text=[marked.name],
+            textposition="top center",
+            textfont={"color": ACCENT, "size": 13},
+            hovertext=[text],
+            hoverinfo="text",
+            cliponaxis=False,
+            showlegend=False,
+        )
+    if info.limit_gib is not None:
+        figure.add_vline(
+            x=info.limit_gib,
+            line={"color": ACCENT, "width": 1.5, "dash": "dash"},
+            annotation={
+                "text": f"limit {fmt_gib(info.limit_gib)}",
+                "yanchor": "top",
+                "xanchor": "right",
+                "xshift": -4,
+            },
+        )
+    figure.update_xaxes(rangemode="tozero")
+    figure.update_yaxes(range=[2 * below, top])
+    return _finish(figure, x="peak reserved memory, GiB", y="useful tokens/s", height=430)
+
+
+def history(info: HistoryInfo) -> dict[str, Any] | None:
+    """Tokens/s of each trial in order, with the best so far as a line; those without a speed stand below zero."""
+    if not _worth_drawing(info.points):
+        return None
+    figure = _empty()
+    top, below = _heights(info.points, [])
+    if len(info.best) > 1:
+        figure.add_scatter(
+            x=[number for number, _ in info.best],
+            y=[speed for _, speed in info.best],
+            mode="lines",
+            line={"shape": "hv", "color": ACCENT, "width": 2},
+            name="best so far",
+            hoverinfo="skip",
+        )
+    for outcome, points in _by_outcome(info.points):
+        figure.add_scatter(
+            x=[point.number for point in points],
+            y=[below if point.tokens_per_second is None else point.tokens_per_second for point in points],
+            **_markers(outcome, points),
+        )
+    figure.update_yaxes(range=[2 * below, top])
+    return _finish(figure, x="trial", y="useful tokens/s", height=360)
+
+
+def importances(shares: tuple[tuple[str, float], ...]) -> dict[str, Any] | None:
+    """Bars, the largest on top."""
+    if len(shares) < 2:
+        return None
+    figure = _empty()
+    figure.add_bar(
+        x=[share for _, share in shares],
+        y=[escape(knob) for knob, _ in shares],
+        orientation="h",
+        marker={"color": OUTCOMES[Outcome.OK][0]},
+        text=[f"{share:.0%}" for _, share in shares],
+        textposition="outside",
+        cliponaxis=False,
+        hoverinfo="skip",
+    )
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(tickformat=".0%")
+    # The longest bar has its number beside it.
+    figure.update_xaxes(range=[0.0, 1.16 * shares[0][1] or 1.0])
+    return _finish(figure, x="share of the variation explained", y=None, height=90 + 34 * len(shares))
+
+
+def memory(bars: tuple[MemoryBar, ...]) -> dict[str, Any] | None:
+    """One stacked bar a candidate, with the limit as a line."""
+    if not bars:
+        return None
+    figure = _empty()
+    names = [escape(bar.name) for bar in bars]
+    for term in TERMS:
+        values = [bar.terms[term] for bar in bars]
+        figure.add_bar(
+            x=values,
+            y=names,
+            orientation="h",
+            name=term,
+            marker={"color": TERM_COLOURS[term], "line": {"width": 0}},
+            hovertext=[f"{name}: {term}<br><b>{fmt_gib(value)}</b>" for name, value in zip(names, values, strict=True)],
+            hoverinfo="text",
+        )
+    limit = max(bar.limit_gib for bar in bars)
+    figure.add_vline(
+        x=limit,
+        line={"color": ACCENT, "width": 1.5, "dash": "dash"},
+        annotation={"text": f"limit {fmt_gib(limit)}", "xanchor": "right", "xshift": -4},
+    )
+    for bar, name in zip(bars, names, strict=True):
+        total = sum(bar.terms.values())
+        figure.add_annotation(x=total, y=name, text=fmt_gib(total), showarrow=False, xanchor="left", xshift=6)
+    figure.update_layout(barmode="stack", bargap=0.45, legend={"traceorder": "normal"})
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    return _finish(figure, x="GiB allocated at the peak", y=None, height=170 + 62 * len(bars))
+
+
+def escape(text: str) -> str:
+    """Text that plotly shows as it is: it interprets a few HTML tags and all entities."""
+    return html.escape(text, quote=False)
+
+
+def _empty() -> Any:
+    import plotly.graph_objects as go
+
+    return go.Figure()
+
+
+def _by_outcome(points: tuple[Point, ...]) -> list[tuple[Outcome, list[Point]]]:
+    groups = [(outcome, [point for point in points if point.outcome is outcome]) for outcome in OUTCOMES]
+    return [(outcome, members) for outcome, members in groups if members]
+
+
+def _worth_drawing(points: tuple[Point, ...]) -> bool:
+    return len(points) > 1 and any(point.tokens_per_second is not None for point in points)
+
+
+def _heights(points: tuple[Point, ...], more: list[float]) -> tuple[float, float]:
+    """The upper end of the speed axis, and where below zero the trials without a speed stand."""
+    fastest = max([point.tokens_per_second or 0.0 for point in points] + more) or 1.0
+    without = any(point.tokens_per_second is None for point in points)
+    return 1.1 * fastest, -0.045 * fastest if without else 0.0
+
+
+def _markers(outcome: Outcome, points: list[Point]) -> dict[str, Any]:
+    colour, symbol, name = OUTCOMES[outcome]
+    line = {"width": 1.8 if symbol.endswith("open") else 0}
+    return {
+        "mode": "markers",
+        "name": name,
+        "marker": {"color": colour, "symbol": symbol, "size": 9, "opacity": 0.85, "line": line},
+        "hovertext": [_hover(point) for point in points],
+        "hoverinfo": "text",
+        "cliponaxis": False,
+    }
+
+
+def _hover(point: Point) -> str:
+    ran = point.tokens_per_second is not None
+    peak = fmt_gib(point.peak_gib) + (" peak reserved" if ran else " needed at least")
+    lines = [f"<b>trial {point.number}</b>: {OUTCOMES[point.outcome][2]}", escape(point.label)]
+    lines += [f"{fmt_count(point.tokens_per_second)} tokens/s"] if ran else []
+    lines += [peak] if point.peak_gib is not None else []
+    # A tooltip has no scroll bar; the whole reason stands in the table.
+    lines += [escape(point.reason[:90])] if point.reason else []
+    return "<br>".join(lines)
+
+
+def _finish(figure: Any, *, x: str, y: str | None, height: int) -> dict[str, Any]:
+    """The look that all figures share, as the data that Plotly.newPlot takes."""
+    import json
+
+    axis = {
+        "zeroline": False,
+        "automargin": True,
+        "ticklabelstandoff": 4,
+        "title": {"standoff": 12, "font": {"size": 13}},
+    }
+    figure.update_layout(
+        template="none",
+        height=height,
+        autosize=True,
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 8, "r": 16, "t": 44, "b": 8},
+        font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13},
+        legend={"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
+        hoverlabel={"align": "left", "font": {"size": 12}},
+        dragmode=False,
+    )
+    figure.update_xaxes(**axis)
+    figure.update_yaxes(**axis)
+    figure.update_xaxes(title_text=x)
+    if y:
+        figure.update_yaxes(title_text=y)
+    data: dict[str, Any] = json.loads(figure.to_json())
+    return {"data": data["data"], "layout": data["layout"]}

@@ -1,0 +1,238 @@
+"""What a probe is asked and what it answers: values that cross the process boundary and rest in the database as JSON.
+
+A failed probe is a ProbeResult too. GiB is 2**30 bytes, seconds are wall or device-event seconds, None is "unknown".
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from autotune.config import TrainConfig, digest_of
+
+SCHEMA_VERSION = 1
+T = TypeVar("T")
+
+
+class Outcome(StrEnum):
+    OK = "ok"
+    OOM = "oom"
+    REFUSED = "refused"  # predicted not to fit, nothing was launched
+    SLOW = "slow"  # pruned: cannot become the best
+    TIMEOUT = "timeout"
+    NUMERICS = "numerics"  # loss not finite, or exactly 0
+    CRASH = "crash"
+
+
+class Rung(StrEnum):
+    GATE = "gate"
+    SHALLOW = "shallow"
+    FULL = "full"
+    CONFIRM = "confirm"
+
+
+class Phase(StrEnum):
+    START = "start"  # worker start, imports
+    LOAD = "load"  # build the model, attach adapters
+    FIRST_STEP = "first_step"  # warm-up steps, compilation
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    STEADY = "steady"  # timed steps as a whole
+    EVALUATE = "evaluate"
+    SAVE = "save"
+    CLEANUP = "cleanup"
+
+
+class Evidence(StrEnum):
+    MEASURED = "measured"  # this GPU, full depth
+    EXTRAPOLATED = "extrapolated"  # this GPU, truncated depth
+    PROJECTED = "projected"  # another GPU
+    ESTIMATED = "estimated"  # a formula
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """One probe.
+
+    `model` is the transformers config as plain data; `weights` a local directory with safetensors, or None for random
+    weights. `micro_steps` is the number of micro batches in each probed optimizer step (2 whenever the full run
+    accumulates at all, since gradients that stay alive raise the second one's peak). `memory_gib` is what the device
+    offers in all; `headroom` the fraction of it that must stay free. `depth` is None for the whole model.
+    """
+
+    config: TrainConfig
+    model: dict[str, Any]
+    weights: str | None = None
+    device: str = "cuda"
+    micro_steps: int = 2
+    memory_gib: float
+    headroom: float = 0.05
+    rung: Rung = Rung.FULL
+    depth: int | None = None
+    trainer: str = "transformers"
+    num_gpus: int = 1
+    strategy: str = "none"
+    min_timed_steps: int = 2
+    max_timed_steps: int = 10
+    min_timed_s: float = 2.0
+    seed: int = 0
+
+    @property
+    def digest(self) -> str:
+        """What must be equal for a stored result to answer this request on the same fingerprint."""
+        return digest_of(
+            {
+                "config": self.config.as_dict(),
+                "model": self.model,
+                "weights": self.weights is not None,
+                "device": self.device,
+                "micro_steps": self.micro_steps,
+                "memory_gib": round(self.memory_gib, 3),
+                "headroom": self.headroom,
+                "depth": self.depth,
+                "trainer": self.trainer,
+                "num_gpus": self.num_gpus,
+                "strategy": self.strategy,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """The circumstances that a measurement holds for. Compared by digest; shown field by field."""
+
+    device: str
+    compute_capability: str | None
+    device_memory_gib: float
+    driver: str | None
+    cuda: str | None
+    python: str
+    packages: dict[str, str]
+    allocator: str
+    threads: int | None = None  # CPU only
+
+    @property
+    def digest(self) -> str:
+        return digest_of(to_data(self))
+
+    def differences(self, other: "Fingerprint") -> list[str]:
+        """'torch: 2.11.0 then, 2.13.0 now' for each field in which `other` (now) differs from this one (then)."""
+        then, now = _flat(to_data(self)), _flat(to_data(other))
+        return [
+            f"{key}: {then.get(key)} then, {now.get(key)} now"
+            for key in sorted(then | now)
+            if then.get(key) != now.get(key)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """Means over the timed steps, read by NVML from the parent process; None where the driver does not tell."""
+
+    utilization: float | None = None  # 0 to 1: share of time in which a kernel ran
+    power_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    num_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Raw times and peaks of one probe on one rank.
+
+    `step_s` is start to start of whole probed optimizer steps; `micro_step_s` start to start of micro batches within
+    one (the whole step where there is a single micro batch); `rest_s` what a step takes beyond its micro batches:
+    clipping, optimizer, logging, data loader. `phase_s` and `phase_peak_gib` are keyed by Phase.
+    """
+
+    step_s: tuple[float, ...]
+    micro_step_s: tuple[float, ...]
+    rest_s: tuple[float, ...]
+    micro_steps: int
+    phase_s: dict[Phase, float]
+    phase_peak_gib: dict[Phase, float]
+    model_gib: float  # resident base weights
+    adapters_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    peak_allocated_gib: float
+    peak_reserved_gib: float  # what must fit under limit_gib
+    limit_gib: float  # usable memory less context, headroom and managed memory
+    context_gib: float
+    managed_gib: float = 0.0  # paged optimizer state, which torch does not count
+    alloc_retries: int = 0
+    loss_first: float
+    loss_last: float
+    trainable_params: int
+    total_params: int
+    telemetry: Telemetry | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomDetail:
+    """Where memory ran out and what held it then. `terms_gib` names the parts, which sum to `allocated_gib`."""
+
+    phase: Phase
+    requested_gib: float | None
+    allocated_gib: float
+    reserved_gib: float
+    limit_gib: float
+    terms_gib: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def margin(self) -> float:
+        """(what was needed at least) / limit - 1, always positive: the request that failed is part of the need."""
+        if self.limit_gib <= 0:  # the context alone is more than what was allowed
+            return 1.0
+        need = max(self.allocated_gib + (self.requested_gib or 0.0), self.reserved_gib)
+        return max(need / self.limit_gib - 1.0, 1e-3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """The answer to one request. `seconds` says where its wall time went (load, first_step, steady, cleanup, total)."""
+
+    request_digest: str
+    config: TrainConfig
+    rung: Rung
+    outcome: Outcome
+    depth: int | None = None
+    phase: Phase | None = None  # where it failed
+    reason: str | None = None  # why it failed, in words
+    oom: OomDetail | None = None
+    measurement: Measurement | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    warm: bool = False  # the worker had already served a probe
+    notes: tuple[str, ...] = ()
+    log: str | None = None
+    started_at: str | None = None  # ISO 8601, UTC
+    schema_version: int = SCHEMA_VERSION
+
+
+def _adapter(kind: type[T]) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def to_data(value: Any) -> Any:
+    """A value of this module as plain JSON-able data."""
+    return _adapter(type(value)).dump_python(value, mode="json")
+
+
+def from_data(kind: type[T], data: Any) -> T:
+    """The inverse of `to_data`. Raises pydantic.ValidationError on data of another form."""
+    value: T = _adapter(kind).validate_python(data)
+    return value
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

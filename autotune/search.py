@@ -1,0 +1,262 @@
+"""Everything that Optuna does for us: which configuration is tried next, and what became of each.
+
+Out of memory is information: told as PRUNED with a signed margin, never FAIL, which samplers ignore. FAIL is for trials
+that have to be run again. Hands history and importances out as plain data.
+"""
+
+import contextlib
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.config import TrainConfig
+from autotune.errors import StorageError, UsageError
+from autotune.result import Outcome
+from autotune.space import Knob, SearchSpace
+from autotune.store import engine_options, public_url, storage_errors
+
+STARTUP_TRIALS = 8
+METRIC = "useful tokens/s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A proposal: the trial's number in the study and what it chose."""
+
+    number: int
+    config: TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A finished trial as the study remembers it."""
+
+    number: int
+    config: TrainConfig
+    outcome: Outcome
+    value: float | None
+    reused: bool
+    reason: str | None
+    constraints: dict[str, float]
+
+
+class Search:
+    """One Optuna study: created, or continued if the space is the same."""
+
+    def __init__(self, url: str, storage: RDBStorage, study: optuna.Study, space: SearchSpace) -> None:
+        self._url, self._storage, self._study, self._space = url, storage, study, space
+
+    @classmethod
+    def create(cls, url: str, name: str, space: SearchSpace, *, seed: int, facts: dict[str, Any]) -> "Search":
+        """A new study, or the existing one of this name if the space and the facts are the same (else UsageError)."""
+        with _errors(url), contextlib.ExitStack() as undo:
+            storage = undo.enter_context(_opened(url))
+            study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+            search = cls(url, storage, study, space)
+            search._adopt(facts)
+            undo.pop_all()  # from here on `close` gives the connections back
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.sampler = optuna.samplers.TPESampler(
+                multivariate=True,
+                group=True,
+                n_startup_trials=STARTUP_TRIALS,
+                seed=seed + len(study.trials),  # a continued study must not draw the same numbers again
+            )
+        return search
+
+    @classmethod
+    def open(cls, url: str, name: str, space: SearchSpace) -> "Search":
+        """An existing study, to be read."""
+        with _errors(url):
+            storage = _storage(url)
+            return cls(url, storage, optuna.load_study(storage=storage, study_name=name), space)
+
+    def close(self) -> None:
+        self._storage.engine.dispose()
+
+    def _adopt(self, facts: dict[str, Any]) -> None:
+        """Write the facts of a new study, all at once; refuse a continued one whose facts differ."""
+        now = json.loads(json.dumps(facts | {"space": self._space.describe()}))
+        then = self._study.user_attrs.get("facts")
+        if then is None:
+            self._study.set_user_attr("facts", now)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                self._study.set_metric_names([METRIC])
+            return
+        for key, value in now.items():
+            if value != then.get(key):
+                raise UsageError(
+                    f"study {self._study.study_name!r} cannot go on: its {key} differs: "
+                    f"{_difference(then.get(key), value)}",
+                    remedy="give the same options as before, or another name with --study",
+                )
+
+    def remember(self, key: str, value: Any) -> None:
+        with _errors(self._url):
+            self._study.set_user_attr(key, value)
+
+    def repair(self, settle: Callable[[int], bool]) -> int:
+        """Settle trials that a killed session left RUNNING: told from our row, or failed and queued again.
+
+        `settle(number)` tells the trial if its probe is stored, and returns whether it was. Returns how many were
+        queued again.
+        """
+        requeued = 0
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if not settle(trial.number):
+                self.give_back(trial.number)
+                requeued += 1
+        return requeued
+
+    def enqueue(self, chosen: dict[str, Any]) -> None:
+        """Have this choice tried next."""
+        with _errors(self._url):
+            self._study.enqueue_trial(chosen)
+
+    def ask(self) -> Asked:
+        with _errors(self._url):
+            trial = self._study.ask()
+            chosen: dict[str, Any] = {}
+            for knob in self._space.knobs:
+                if knob.is_active(chosen):
+                    chosen[knob.name] = trial._suggest(knob.name, distribution(knob))
+            config = self._space.config(chosen)
+            trial.set_user_attr("config", config.as_dict())
+            return Asked(number=trial.number, config=config)
+
+    def tell(
+        self,
+        number: int,
+        outcome: Outcome,
+        value: float | None,
+        margins: dict[str, float],
+        *,
+        reused: bool = False,
+        reason: str | None = None,
+    ) -> None:
+        """Tell what became of a trial. Margins are signed: above 0 is infeasible."""
+        with _errors(self._url):
+            trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
+            for key, margin in margins.items():
+                if math.isfinite(margin):
+                    trial.set_constraint(key, margin)
+            trial.set_user_attr("outcome", outcome.value)
+            trial.set_user_attr("reused", reused)
+            if reason:
+                trial.set_user_attr("reason", reason[:500])
+            if outcome is Outcome.OK and value is not None and math.isfinite(value):
+                self._study.tell(number, value)
+            else:
+                self._study.tell(number, state=TrialState.PRUNED)
+
+    def give_back(self, number: int) -> None:
+        """The trial was not finished: it goes back to the queue, as a new trial."""
+        with _errors(self._url):
+            params = self._trial(number).params
+            fixed = self._trial(number).system_attrs.get("fixed_params")
+            self._study.tell(number, state=TrialState.FAIL)
+            if params or fixed:
+                self._study.enqueue_trial(params or fixed)
+
+    def finished(self) -> list[Told]:
+        """Trials with an outcome, in order; those that were given back are not among them."""
+        with _errors(self._url):
+            trials = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        return [
+            Told(
+                number=trial.number,
+                config=TrainConfig(**trial.user_attrs["config"]),
+                outcome=Outcome(trial.user_attrs.get("outcome", Outcome.CRASH)),
+                value=trial.value if trial.state is TrialState.COMPLETE else None,
+                reused=bool(trial.user_attrs.get("reused")),
+                reason=trial.user_attrs.get("reason"),
+                constraints=trial.constraints,
+            )
+            for trial in trials
+            if "config" in trial.user_attrs
+        ]
+
+    def importances(self) -> dict[str, float]:
+        """How much each knob mattered (PED-ANOVA), or nothing where there are too few trials to say."""
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return dict(optuna.importance.get_param_importances(self._study))
+        return {}
+
+    def _trial(self, number: int) -> FrozenTrial:
+        return self._study.get_trials(deepcopy=False)[number]
+
+
+def study_names(url: str) -> list[str]:
+    """The studies of a database, oldest first."""
+    with _errors(url), _opened(url) as storage:
+        return [study.study_name for study in optuna.get_all_study_summaries(storage=storage)]
+
+
+def stored_facts(url: str, name: str) -> dict[str, Any] | None:
+    """The facts of a study, what was remembered since, and `num_trials`; None if no such study was begun."""
+    with _errors(url), _opened(url) as storage:
+        try:
+            study = optuna.load_study(storage=storage, study_name=name)
+        except KeyError:
+            return None
+        remembered = dict(study.user_attrs)
+        if "facts" not in remembered:  # killed before its first word
+            return None
+        facts: dict[str, Any] = remembered.pop("facts")
+        return facts | remembered | {"num_trials": len(study.get_trials(deepcopy=False))}
+
+
+def _storage(url: str) -> RDBStorage:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return RDBStorage(url, engine_kwargs=engine_options(url))
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[RDBStorage]:
+    storage = _storage(url)
+    try:
+        yield storage
+    finally:
+        storage.engine.dispose()
+
+
+@contextlib.contextmanager
+def _errors(url: str) -> Iterator[None]:
+    """Optuna wraps every database error into one message: say the true cause."""
+    with storage_errors(url):
+        try:
+            yield
+        except optuna.exceptions.StorageInternalError as error:
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise StorageError(f"the database {public_url(url)} failed: {error}") from None
+
+
+def distribution(knob: Knob) -> BaseDistribution:
+    """A knob as Optuna samples it. Ordered integers given as a list stay categories, since they may have gaps."""
+    if knob.low is not None and knob.high is not None:
+        return IntDistribution(knob.low, knob.high, log=knob.log)
+    return CategoricalDistribution(knob.values)
+
+
+def _difference(then: Any, now: Any) -> str:
+    """Where two pieces of plain data differ, in one line."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        parts = [
+            f"{key}: {_difference(then.get(key), now.get(key))}"
+            for key in sorted(then.keys() | now.keys())
+            if then.get(key) != now.get(key)
+        ]
+        return "; ".join(parts)
+    return f"{then} then, {now} now"

@@ -1,0 +1,210 @@
+"""From a StudySpec to a Subject: names resolved, the device looked for, the space narrowed to what can be.
+
+No GPU time and no torch. Everything that is taken out of the space is told with its reason.
+"""
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass, replace
+
+from autotune import gpu
+from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, match_device, resolve_device, resolve_model
+from autotune.errors import EnvironmentProblem
+from autotune.judge import Subject
+from autotune.objective import Floors, apply_floors
+from autotune.space import Removal, SearchSpace, load_space
+from autotune.spec import StudySpec
+from autotune.units import fmt_gib
+from autotune.workload import Workload
+
+DEFAULT_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The subject of a study, its space with the reserve opened, and what was taken out of the space."""
+
+    subject: Subject
+    reserve: SearchSpace
+    removals: tuple[Removal, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def find_device(name: str) -> tuple[DeviceSpec, gpu.GpuInfo | None]:
+    """The target device, which must be here.
+
+    Raises:
+        UsageError: no such GPU in the catalogue.
+        EnvironmentProblem: the GPU is not here; what is here is named.
+    """
+    wanted = None if name.strip().lower() == "auto" else resolve_device(name)
+    if wanted is not None and wanted.kind == "cpu":
+        return wanted, None
+    visible = gpu.first_visible()
+    here = [card for card in gpu.list_gpus() if visible in (card.index, card.uuid)]
+    if not here:
+        asked = "an NVIDIA GPU" if wanted is None else wanted.name
+        raise EnvironmentProblem(
+            f"{asked} was asked for, but there is no NVIDIA GPU here",
+            remedy="run on a machine that has it, or try the tool on the processor: --gpu cpu --model demo-3m",
+        )
+    card = here[0]
+    found = match_device(card.name, card.memory_gib) or _uncatalogued(card)
+    if wanted is not None and wanted.name != found.name:
+        raise EnvironmentProblem(
+            f"{wanted.name} was asked for, but the GPU here is {card.name} ({found.name}, {fmt_gib(card.memory_gib)})",
+            remedy=f"give --gpu {found.name} (or auto), or run where there is {wanted.name}",
+        )
+    return found, card
+
+
+def set_up(spec: StudySpec, device: DeviceSpec) -> Setup:
+    """Resolve and narrow. Raises UsageError for names and values that cannot be."""
+    model = resolve_model(spec.model)
+    space = load_space(spec.space or ("cpu" if device.kind == "cpu" else "default"))
+    lengths = space.knob("seq_len")
+    usual = min(DEFAULT_TOKENS, max(lengths.choices())) if lengths else DEFAULT_TOKENS
+    for knob, value in spec.pins.items():
+        space = space.pin(knob, value)
+    removals: list[Removal] = []
+    space, removed = _possible(space, device, model, spec.global_batch)
+    removals += removed
+    workload, warnings = _workload(spec, space, usual)
+    floors = Floors(
+        min_rank=spec.min_rank,
+        max_truncated=spec.max_truncated,
+        allow_quantized=spec.allow_quantized,
+        allow_pure_bf16=spec.allow_pure_bf16,
+        allow_any_optimizer=spec.allow_any_optimizer,
+        slack=spec.slack,
+    )
+    opened = replace(floors, allow_quantized=True, allow_pure_bf16=True, allow_any_optimizer=True)
+    reserve, _ = apply_floors(space, workload, opened)
+    space, removed = apply_floors(space, workload, floors)
+    removals += removed
+    subject = Subject(
+        study=spec.study or f"{device.name}-{model.short}-{space.name}".lower(),
+        model=model,
+        device=device,
+        price=_price(spec, device),
+        workload=workload,
+        floors=floors,
+        space=space,
+    )
+    return Setup(subject=subject, reserve=reserve, removals=tuple(removals), warnings=tuple(warnings))
+
+
+def open_reserve(setup: Setup) -> Setup:
+    """The same study with quantised bases and other optimizers allowed."""
+    return replace(setup, subject=replace(setup.subject, space=setup.reserve))
+
+
+def slug(study: str) -> str:
+    """A directory name for a study: readable, and never a path. Names that had to be changed end in a hash.
+
+    So does a name that looks as if it ended in one, so that no two names share a directory.
+    """
+    plain = re.sub(r"[^a-z0-9._-]+", "-", study.lower()).strip("-.")[:80]
+    if plain == study and plain and not re.search(r"-[0-9a-f]{8}$", plain):
+        return plain
+    return f"{plain or 'study'}-{hashlib.sha256(study.encode(errors='surrogatepass')).hexdigest()[:8]}"
+
+
+def _possible(
+    space: SearchSpace, device: DeviceSpec, model: ModelSpec, global_batch: int
+) -> tuple[SearchSpace, list[Removal]]:
+    """The space without what cannot be on this device, for this model and this global batch."""
+    from importlib.util import find_spec
+
+    removals: list[Removal] = []
+
+    def narrow(name: str, impossible: set[object], reason: str) -> None:
+        nonlocal space
+        space, removed = space.narrow(name, lambda value: value not in impossible, reason)
+        removals.extend(removed)
+
+    sizes = space.knob("micro_batch_size")
+    if sizes:
+        uneven = {size for size in sizes.choices() if global_batch % size}
+        narrow("micro_batch_size", uneven, f"does not divide the global batch of {global_batch} (--global-batch)")
+    lengths = space.knob("seq_len")
+    if lengths and model.max_seq_len:
+        longer = {length for length in lengths.choices() if length > model.max_seq_len}
+        narrow("seq_len", longer, f"longer than the model's context of {model.max_seq_len}")
+    if not device.supports_bf16:
+        narrow("precision", {"bf16_mixed", "bf16_pure"}, f"{device.name} has no bf16")
+    elif space.knob("precision"):
+        # bf16 does what fp16 does, without its loss scaling.
+        choices = space.knob("precision").choices()  # type: ignore[union-attr]
+        if "bf16_mixed" in choices and len(choices) > 1:
+            narrow("precision", {"fp16_mixed"}, f"{device.name} has bf16, which needs no loss scaling")
+    if find_spec("flash_attn") is None:
+        narrow("attention", {"flash_attention_2"}, "flash-attn is not installed")
+    if find_spec("bitsandbytes") is None:
+        narrow("quantization", {"int8", "nf4"}, "bitsandbytes is not installed")
+        narrow("optimizer", {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"}, "bitsandbytes is not installed")
+    if device.kind == "cpu":
+        narrow("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
+        narrow("optimizer", {"lion_8bit"}, "has no CPU kernel")
+        narrow("attention", {"flash_attention_2", "flex_attention"}, "needs a GPU")
+    return space, removals
+
+
+def _workload(spec: StudySpec, space: SearchSpace, usual: int) -> tuple[Workload, list[str]]:
+    """The full run, its examples `usual` tokens long where nobody says otherwise: pinning seq_len cuts them."""
+    lengths = space.knob("seq_len")
+    longest = max(lengths.choices()) if lengths else DEFAULT_TOKENS
+    length = spec.tokens_per_example or usual
+    warnings = []
+    if length > longest:
+        warnings.append(
+            f"examples of {length} tokens are longer than every seq_len of the space ({longest}): "
+            f"{1 - longest / length:.0%} of the tokens will be cut off"
+        )
+    examples = spec.examples
+    if spec.tokens is not None:
+        examples = math.ceil(spec.tokens / length)
+    workload = Workload(
+        examples=examples or 10_000,
+        epochs=spec.epochs,
+        tokens_per_example=length,
+        tokens_assumed=spec.tokens_per_example is None,
+        examples_assumed=examples is None,
+        global_batch=spec.global_batch,
+    )
+    return workload, warnings
+
+
+def _price(spec: StudySpec, device: DeviceSpec) -> Price | None:
+    if spec.price is None:
+        return find_price(device.name)
+    return Price(
+        provider="given by --price",
+        device=device.name,
+        usd_per_hour=spec.price,
+        spot_usd_per_hour=None,
+        count=1,
+        as_of=None,
+        source="--price",
+    )
+
+
+def _uncatalogued(card: gpu.GpuInfo) -> DeviceSpec:
+    """A card that the catalogue does not know: its rates are unknown, not guessed."""
+    return DeviceSpec(
+        name=re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-"),
+        vendor="nvidia",
+        arch="unknown",
+        compute_capability=card.compute_capability,
+        memory_gib=card.memory_gib,
+        memory_source="NVML",
+        bandwidth_gb_s=None,
+        bf16_tflops=None,
+        fp16_tflops=None,
+        fp8_tflops=None,
+        fp32_tflops=None,
+        tdp_w=None,
+        source="NVML",
+        as_of=None,
+    )

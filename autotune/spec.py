@@ -1,0 +1,106 @@
+"""StudySpec: what is asked for, from flags or a YAML file. Names are resolved and the space narrowed in `setup`."""
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from autotune.errors import UsageError
+from autotune.files import read_user_yaml
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+MAX_COUNT = 10**15  # no study is as large; beyond it the projection's arithmetic would fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySpec:
+    """One study as a person asks for it. Field names are the YAML keys, and the flags with dashes."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    model: str
+    gpu: str = "auto"
+    space: str | None = None
+    pins: dict[str, Any] = field(default_factory=dict)
+    examples: int | None = None
+    epochs: int = 1
+    tokens_per_example: int | None = None
+    tokens: int | None = None
+    global_batch: int = 32
+    budget: str = "15m"
+    trials: int | None = None
+    patience: int = 20
+    memory_gib: float | None = None
+    headroom: float = 0.05
+    price: float | None = None
+    min_rank: int = 16
+    max_truncated: float = 0.01
+    allow_quantized: bool = False
+    allow_pure_bf16: bool = False
+    allow_any_optimizer: bool = False
+    slack: float = 0.05
+    seed: int = 0
+    study: str | None = None
+    storage: str | None = None
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        counts = (
+            "examples",
+            "epochs",
+            "tokens_per_example",
+            "tokens",
+            "global_batch",
+            "trials",
+            "patience",
+            "min_rank",
+        )
+        checks = {name: (count := getattr(self, name)) is None or 1 <= count <= MAX_COUNT for name in counts}
+        checks |= {
+            "memory_gib": self.memory_gib is None or 0 < self.memory_gib < math.inf,
+            "headroom": 0 <= self.headroom < 0.9,
+            "price": self.price is None or 0 <= self.price < math.inf,
+            "max_truncated": 0 <= self.max_truncated <= 1,
+            "slack": 0 <= self.slack <= 1,
+            "seed": 0 <= self.seed < 2**31,
+            "study": self.study is None or self.study.isprintable(),
+        }
+        for name, fine in checks.items():
+            if not fine:
+                raise ValueError(f"{name} cannot be {getattr(self, name)!r}")
+        if self.tokens is not None and self.examples is not None:
+            raise ValueError("give examples or tokens, not both")
+
+
+def make_spec(path: Path | None, flags: dict[str, Any]) -> StudySpec:
+    """The spec of a file, if one is given, with the flags that were given (not None) over it.
+
+    Raises:
+        UsageError: a value that cannot be, an unknown key (its line is named), or no model.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        if path is not None:
+            base: StudySpec = read_user_yaml(path, _file_model()).root  # type: ignore[attr-defined]
+            pins = base.pins | given.pop("pins", {})
+            if "tokens" in given or "examples" in given:  # either flag takes the place of both keys
+                given = {"tokens": None, "examples": None} | given
+            return replace(base, **given, pins=pins)
+        if "model" not in given:
+            raise UsageError("which model?", remedy="give --model NAME (`autotune models` lists them) or --spec FILE")
+        return StudySpec(**given)
+    except ValueError as error:
+        raise UsageError(str(error), remedy="see `autotune run --help`") from None
+
+
+SPEC_FIELDS = tuple(item.name for item in fields(StudySpec))
+
+
+@cache
+def _file_model() -> "type[BaseModel]":
+    from pydantic import RootModel
+
+    return RootModel[StudySpec]

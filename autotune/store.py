@@ -1,0 +1,163 @@
+"""Probe results in a table beside Optuna's: append-only evidence, found again by request and fingerprint.
+
+The only file that imports SQLAlchemy. Errors leave as StorageError with the true cause and without a password.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
+from autotune.errors import StorageError, UsageError
+from autotune.result import Fingerprint, Outcome, ProbeResult, Rung, from_data, to_data
+
+_metadata = sa.MetaData()
+_probes = sa.Table(
+    "autotune_probes",
+    _metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("study", sa.String(255), nullable=False, index=True),
+    sa.Column("trial", sa.Integer),
+    sa.Column("config", sa.String(16), nullable=False, index=True),
+    sa.Column("request", sa.String(16), nullable=False, index=True),
+    sa.Column("fingerprint", sa.String(16), nullable=False),
+    sa.Column("rung", sa.String(16), nullable=False),
+    sa.Column("outcome", sa.String(16), nullable=False),
+    sa.Column("created_at", sa.String(40), nullable=False),
+    sa.Column("result", sa.Text, nullable=False),
+    sa.Column("circumstances", sa.Text, nullable=False),
+)
+# Only these say the same when asked again; a crash or a timeout may not.
+REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredProbe:
+    """One row. `trial` is None for probes outside the search, such as those that confirm."""
+
+    trial: int | None
+    result: ProbeResult
+    fingerprint: str
+
+
+class ProbeStore:
+    """The probe table of one database."""
+
+    def __init__(self, url: str) -> None:
+        with storage_errors(url):
+            self._url = url
+            self._engine = sa.create_engine(_parsed(url), **engine_options(url))
+            _metadata.create_all(self._engine)
+
+    def add(self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint) -> None:
+        """Append one result, durably, before anybody else hears of it."""
+        row = {
+            "study": study,
+            "trial": trial,
+            "config": result.config.digest,
+            "request": result.request_digest,
+            "fingerprint": fingerprint.digest,
+            "rung": result.rung.value,
+            "outcome": result.outcome.value,
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "result": json.dumps(to_data(result)),
+            "circumstances": json.dumps(to_data(fingerprint)),
+        }
+        with storage_errors(self._url), self._engine.begin() as connection:
+            connection.execute(_probes.insert().values(**row))
+
+    def find(self, request: str, fingerprint: str, rungs: Iterable[Rung]) -> ProbeResult | None:
+        """The newest stored answer to a request under the same fingerprint, from any study of this database."""
+        query = (
+            sa.select(_probes.c.result)
+            .where(
+                _probes.c.request == request,
+                _probes.c.fingerprint == fingerprint,
+                _probes.c.rung.in_([rung.value for rung in rungs]),
+                _probes.c.outcome.in_([outcome.value for outcome in REUSABLE]),
+            )
+            .order_by(_probes.c.id.desc())
+            .limit(1)
+        )
+        with storage_errors(self._url), self._engine.connect() as connection:
+            text = connection.execute(query).scalar_one_or_none()
+        return None if text is None else from_data(ProbeResult, json.loads(text))
+
+    def of_study(self, study: str) -> list[StoredProbe]:
+        """Every row of a study, in the order they were written."""
+        query = sa.select(_probes).where(_probes.c.study == study).order_by(_probes.c.id)
+        with storage_errors(self._url), self._engine.connect() as connection:
+            rows = connection.execute(query).mappings().all()
+        return [
+            StoredProbe(
+                trial=row["trial"],
+                result=from_data(ProbeResult, json.loads(row["result"])),
+                fingerprint=row["fingerprint"],
+            )
+            for row in rows
+        ]
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def engine_options(url: str) -> dict[str, Any]:
+    """SQLite waits for its lock; servers are asked whether a pooled connection still lives."""
+    if _parsed(url).get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": 60}}
+    return {"pool_pre_ping": True, "pool_recycle": 1800}
+
+
+def _parsed(url: str) -> URL:
+    try:
+        return make_url(url)
+    except ValueError:  # a port that is no number; the text may be part of a password
+        raise ArgumentError("the port is not a number") from None
+
+
+def public_url(url: str) -> str:
+    """The URL without its password."""
+    try:
+        return _parsed(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        return "the storage URL"
+
+
+@contextmanager
+def storage_errors(url: str) -> Iterator[None]:
+    """Turn database errors into StorageError (or UsageError for a URL that is none), password hidden."""
+    try:
+        yield
+    except (ArgumentError, NoSuchModuleError) as error:
+        # Some versions of SQLAlchemy repeat a URL that they cannot parse, password and all.
+        why = f" ({error})" if isinstance(error, NoSuchModuleError) else ""
+        raise UsageError(
+            f"--storage: not a database URL that can be used: {public_url(url)}{why}",
+            remedy="write sqlite:///FILE.db or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
+        ) from None
+    except ImportError as error:
+        missing = getattr(error.__cause__, "name", None) or error.name  # Optuna wraps it
+        if missing is None:
+            raise
+        raise UsageError(
+            f"--storage: the driver {missing!r} for {public_url(url)} is not installed",
+            remedy=f"pip install {missing}",
+        ) from None
+    except SQLAlchemyError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        password = make_url(url).password
+        text = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
+        if password:
+            text = text.replace(str(password), "***")
+        raise StorageError(
+            f"the database {public_url(url)} failed: {text}",
+            remedy="check that it can be reached and written, then run the same command with --study to continue",
+        ) from None

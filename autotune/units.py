@@ -1,0 +1,66 @@
+"""Units and how they are printed. GiB is 2**30 bytes everywhere; unknown prints as a dash, never as zero."""
+
+MIB = 2**20
+GIB = 2**30
+DASH = "–"
+
+
+def gib(num_bytes: float) -> float:
+    """Bytes to GiB."""
+    return num_bytes / GIB
+
+
+def fmt_gib(value: float | None) -> str:
+    if value is None:
+        return DASH
+    return f"{value:.2f} GiB" if value < 9.995 else f"{value:.1f} GiB"
+
+
+def fmt_count(value: float | None) -> str:
+    """12345.6 -> '12,346'; small numbers keep two digits."""
+    if value is None:
+        return DASH
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def fmt_usd(value: float | None) -> str:
+    if value is None:
+        return DASH
+    if value == 0 or value >= 0.995:
+        return f"${value:,.2f}"
+    return f"${value:.3g}"
+
+
+def fmt_seconds(value: float | None) -> str:
+    """0.0123 -> '12 ms', 75 -> '1 min 15 s', 9000 -> '2 h 30 min'."""
+    if value is None:
+        return DASH
+    if value < 0.9995:
+        return f"{value * 1000:.0f} ms"
+    if value < 9.95:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        minutes, seconds = divmod(whole, 60)
+        return f"{minutes} min {seconds} s" if seconds else f"{minutes} min"
+    hours, minutes = divmod(round(value / 60), 60)
+    return f"{hours:,} h {minutes} min" if minutes else f"{hours:,} h"
+
+
+def parse_duration(text: str) -> float:
+    """'90', '90s', '2m', '1.5h', '1h30m' -> seconds. Raises ValueError on anything else, zero included."""
+    import re
+
+    number = r"([0-9]+(?:\.[0-9]+)?)"
+    plain = text.strip().lower()
+    plain += "s" if re.fullmatch(number, plain) else ""
+    parts = re.fullmatch(f"(?:{number}h)?(?:{number}m)?(?:{number}s)?", plain)
+    if not plain or parts is None:
+        raise ValueError(f"{text!r} is not a duration; write it like 90s, 10m or 1h30m")
+    hours, minutes, rest = (float(part) if part else 0.0 for part in parts.groups())
+    seconds = hours * 3600 + minutes * 60 + rest
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"a duration must be positive and finite, not {text!r}")
+    return seconds

@@ -1,0 +1,51 @@
+"""How long the commands that need no torch take, from process start to exit: median of several runs each."""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import save, table
+
+from autotune.probe.launcher import WorkerProber
+
+COMMANDS = {
+    "python -c pass": None,
+    "--help": ["--help"],
+    "run --help": ["run", "--help"],
+    "gpus": ["gpus"],
+    "models": ["models"],
+    "spaces": ["spaces"],
+    "an argument error": ["run", "--gpu", "a10x", "--model", "mistral-7b"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, arguments in COMMANDS.items():
+            command = [sys.executable, "-c", "pass"]
+            if arguments is not None:
+                command = [sys.executable, "-m", "autotune.cli", *arguments]
+            times = []
+            for _ in range(args.runs):
+                start = time.perf_counter()
+                subprocess.run(command, cwd=folder, capture_output=True, check=False)
+                times.append((time.perf_counter() - start) * 1000)
+            rows.append({"command": name, "median_ms": statistics.median(times), "max_ms": max(times)})
+        with WorkerProber("cpu", Path(folder)) as prober:
+            fingerprint = prober.fingerprint
+    summary = {"help_ms": rows[1]["median_ms"], "slowest_ms": max(row["median_ms"] for row in rows)}
+    save("startup", fingerprint, summary, rows, args.out)
+    table(rows, ["command", "median_ms", "max_ms"])
+
+
+if __name__ == "__main__":
+    main()

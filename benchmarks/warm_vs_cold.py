@@ -1,0 +1,128 @@
+"""Does a probe in the warm worker measure what a fresh process measures, and what does it save?
+
+One warm worker runs a sequence in which each configuration follows something that could leave a trace: an OOM, another
+rank, a compiled probe, full fine-tuning, an nf4 base. Each configuration is then measured in a process of its own. Both
+are the product's own probes; only the process differs. Times are compared by their step, peaks by allocated memory.
+A compilation takes the same seconds in either process: the compiled rows count for the errors, and their walls are
+summed apart (`wall_ratio_compiled`).
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import save, table
+
+from autotune.catalog import resolve_model
+from autotune.config import TrainConfig
+from autotune.objective import step_time_s
+from autotune.probe.launcher import WorkerProber
+from autotune.result import Outcome, ProbeRequest, ProbeResult
+
+LORA = {"micro_batch_size": 2, "seq_len": 1024, "checkpointing": "none"}
+OOM = ("an OOM", {"micro_batch_size": 32, "seq_len": 4096, "checkpointing": "none"})
+# (what came before, configuration). An entry that starts with "an OOM" only sets the scene.
+SEQUENCE: list[tuple[str, dict[str, Any]]] = [
+    ("a fresh worker", LORA),
+    OOM,
+    ("an OOM", LORA),
+    ("another rank", LORA | {"lora_rank": 64}),
+    ("another rank", LORA),
+    ("an eager probe", LORA | {"compile": "per_layer", "precision": "bf16_pure"}),
+    ("a compiled probe", LORA | {"precision": "bf16_pure"}),
+    ("pure bf16", LORA | {"checkpointing": "every_2"}),
+    ("checkpointing", LORA),
+    ("LoRA", {"method": "full", "micro_batch_size": 2, "seq_len": 1024, "checkpointing": "full"}),
+    ("full fine-tuning", LORA),
+    ("LoRA", {"quantization": "nf4", "micro_batch_size": 4, "seq_len": 1024, "checkpointing": "full"}),
+    ("an nf4 base", LORA),
+    ("an eager probe", LORA | {"compile": "per_layer"}),
+    OOM,
+    ("an OOM after a compiled probe", LORA | {"optimizer": "paged_adamw_8bit"}),
+    ("an 8-bit optimizer", LORA | {"checkpointing": "full"}),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="mistral-7b")
+    parser.add_argument("--memory-gib", type=float, default=135.0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = resolve_model(args.model)
+    logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+
+    def request(settings: dict[str, Any]) -> ProbeRequest:
+        return ProbeRequest(config=TrainConfig(**settings), model=model.config, memory_gib=args.memory_gib)
+
+    def probe(prober: WorkerProber, settings: dict[str, Any]) -> tuple[ProbeResult, float]:
+        start = time.monotonic()
+        result = prober.probe(request(settings), logs / "probe.log")
+        return result, time.monotonic() - start
+
+    warm: list[tuple[ProbeResult, float]] = []
+    with WorkerProber("cuda", logs) as prober:
+        start = time.monotonic()
+        fingerprint = prober.fingerprint
+        first_start = time.monotonic() - start
+        for _, settings in SEQUENCE:
+            warm.append(probe(prober, settings))
+            print(f"warm  {warm[-1][0].config.label():<70} {warm[-1][0].outcome} {warm[-1][1]:.1f} s", flush=True)
+            for note in warm[-1][0].notes:
+                print(f"      {note}")
+        replaced = prober.starts - 1
+
+    rows = []
+    for (before, settings), (result, wall) in zip(SEQUENCE, warm, strict=True):
+        if (before, settings) == OOM:
+            assert result.outcome is Outcome.OOM
+            continue
+        start = time.monotonic()
+        with WorkerProber("cuda", logs) as prober:
+            cold, _ = probe(prober, settings)
+        cold_wall = time.monotonic() - start  # from start to exit, since the next process needs the card's memory
+        assert result.measurement is not None and cold.measurement is not None, (result.reason, cold.reason)
+        step, cold_step = step_time_s(result.measurement, 4), step_time_s(cold.measurement, 4)
+        peak, cold_peak = result.measurement.peak_allocated_gib, cold.measurement.peak_allocated_gib
+        rows.append(
+            {
+                "config": result.config.label(),
+                "after": before,
+                "warm_step_s": step,
+                "cold_step_s": cold_step,
+                "time_error": step / cold_step - 1,
+                "warm_peak_gib": peak,
+                "cold_peak_gib": cold_peak,
+                "peak_error": peak / cold_peak - 1,
+                "reserved_error": result.measurement.peak_reserved_gib / cold.measurement.peak_reserved_gib - 1,
+                "warm_wall_s": wall,
+                "cold_wall_s": cold_wall,
+            }
+        )
+        table(rows[-1:], list(rows[-1]))
+
+    def wall_ratio(compiled: bool, extra_s: float = 0.0) -> float:
+        counted = [row for row in rows if row["config"].endswith("compiled") is compiled]
+        return (sum(row["warm_wall_s"] for row in counted) + extra_s) / sum(row["cold_wall_s"] for row in counted)
+
+    summary = {
+        "configs": len(rows),
+        "time_error_max": max(abs(row["time_error"]) for row in rows),
+        "time_error_median": statistics.median(abs(row["time_error"]) for row in rows),
+        "peak_error_max": max(abs(row["peak_error"]) for row in rows),
+        "reserved_error_max": max(abs(row["reserved_error"]) for row in rows),
+        "wall_ratio": wall_ratio(False),
+        "wall_ratio_with_the_first_start": wall_ratio(False, first_start),
+        "wall_ratio_compiled": wall_ratio(True),
+        "workers_replaced": replaced,
+    }
+    save("warm_vs_cold", fingerprint, summary, rows, args.out)
+    table(rows, ["config", "after", "time_error", "peak_error", "reserved_error", "warm_wall_s", "cold_wall_s"])
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()

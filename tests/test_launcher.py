@@ -1,0 +1,395 @@
+"""Real CPU workers on a tiny model: memory that runs out, repeats and is given back; deaths, hangs, stops, secrets."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autotune.config import TrainConfig
+from autotune.errors import Cancelled, EnvironmentProblem
+from autotune.probe.launcher import WorkerProber, child_environment
+from autotune.result import Outcome, Phase, ProbeRequest, Rung
+
+pytestmark = pytest.mark.probe
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 256,
+    "max_position_embeddings": 1024,
+}
+# A process's memory wanders by 2 or 3 MiB, whatever its peak: 1 % can be told from that only on some 400 MiB.
+LARGE: dict[str, Any] = {"micro_batch_size": 64, "seq_len": 512}
+TOO_LARGE: dict[str, Any] = {"micro_batch_size": 256, "seq_len": 512}
+
+
+def request(memory_gib: float = 4.0, *, rung: Rung = Rung.FULL, model: dict[str, Any] = MODEL, **knobs: Any) -> Any:
+    """Three short steps, the last of them timed."""
+    small = {"micro_batch_size": 4, "seq_len": 64, "precision": "fp32", "checkpointing": "none"}
+    return ProbeRequest(
+        config=TrainConfig(**(small | knobs)),
+        model=model,
+        device="cpu",
+        memory_gib=memory_gib,
+        micro_steps=1,
+        min_timed_steps=1,
+        min_timed_s=0.0,
+        rung=rung,
+    )
+
+
+@pytest.fixture(scope="module")
+def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
+    """One warm worker, which serves every test that does not kill it."""
+    with WorkerProber("cpu", tmp_path_factory.mktemp("logs")) as started:
+        yield started
+
+
+def test_a_probe_comes_through(prober: WorkerProber) -> None:
+    log = prober.logs / "trial-0001.log"
+    result = prober.probe(request(), log)
+    assert (result.outcome, result.reason, result.log) == (Outcome.OK, None, "trial-0001.log")
+    assert log.is_file()
+    measured = result.measurement
+    assert measured is not None
+    assert len(measured.step_s) == 1 and measured.step_s[0] > 0
+    assert {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER} <= measured.phase_peak_gib.keys()
+    assert 0 < measured.peak_reserved_gib < measured.limit_gib < 4.0 * 0.95
+    # Rank 16 on the seven matrices of two layers, whose sides add up to 1,024 a layer.
+    assert measured.trainable_params == 16 * 1024 * 2
+    assert measured.loss_first == pytest.approx(5.545, abs=0.05)  # ln 256
+    assert result.request_digest == request().digest
+    assert {"load", "first_step", "steady", "total"} <= result.seconds.keys()
+
+
+def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:
+    result = prober.probe(request(rung=Rung.CONFIRM), prober.logs / "confirm.log")
+    assert result.outcome is Outcome.OK and result.rung is Rung.CONFIRM
+    assert {"evaluate", "save"} <= result.seconds.keys()
+    assert result.measurement is not None and Phase.EVALUATE in result.measurement.phase_peak_gib
+
+
+def peak(prober: WorkerProber, asked: ProbeRequest) -> float:
+    result = prober.probe(asked, prober.logs / "peak.log")
+    assert result.outcome is Outcome.OK, result.reason
+    assert result.measurement is not None
+    return result.measurement.peak_reserved_gib
+
+
+def test_peaks_repeat_and_memory_that_ran_out_leaves_nothing_behind(prober: WorkerProber) -> None:
+    before = [peak(prober, request(**LARGE)) for _ in range(2)]
+    starts = prober.starts
+
+    result = prober.probe(request(memory_gib=1.0, **TOO_LARGE), prober.logs / "oom.log")
+    assert result.outcome is Outcome.OOM
+    assert result.phase in (Phase.FORWARD, Phase.BACKWARD)
+    assert result.oom is not None
+    assert result.oom.margin > 0
+    assert result.oom.limit_gib < 0.95
+    assert sum(result.oom.terms_gib.values()) == pytest.approx(result.oom.allocated_gib)
+    assert result.oom.allocated_gib + (result.oom.requested_gib or 0) == pytest.approx(result.oom.limit_gib, rel=0.25)
+
+    after = peak(prober, request(**LARGE))
+    assert prober.starts == starts  # the same process, not a new one
+    assert [before[1], after] == pytest.approx([before[0]] * 2, rel=0.01)
+    half = peak(prober, request(**(LARGE | {"micro_batch_size": 32})))
+    assert half == pytest.approx(after / 2, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"optimizer": "adamw_8bit"},
+        {"quantization": "nf4"},
+        {"quantization": "nf4", "double_quant": True, "optimizer": "adamw_8bit"},
+        {"quantization": "int8"},
+        {"optimizer": "adafactor"},
+        {"attention": "eager", "checkpointing": "every_2"},
+        {"method": "full", "precision": "bf16_pure"},
+    ],
+    ids=str,
+)
+def test_a_cpu_runs_what_the_space_offers(prober: WorkerProber, knobs: dict[str, Any]) -> None:
+    starts = prober.starts
+    result = prober.probe(request(**knobs), prober.logs / "knobs.log")
+    assert result.outcome is Outcome.OK, result.reason
+    assert result.notes == () and prober.starts == starts
+    assert result.measurement is not None
+    plain = 4 * 82_560  # bytes of the model's parameters in fp32
+    assert (result.measurement.model_gib * 2**30 < 0.9 * plain) is (
+        "quantization" in knobs or knobs.get("precision") == "bf16_pure"
+    )
+
+
+def test_an_error_in_the_model_is_a_crash_with_its_reason(prober: WorkerProber) -> None:
+    broken = prober.probe(request(model=MODEL | {"model_type": "no-such-model"}), prober.logs / "broken.log")
+    assert broken.outcome is Outcome.CRASH and broken.phase is Phase.LOAD
+    assert "no-such-model" in (broken.reason or "")
+    assert "Traceback" in (prober.logs / "broken.log").read_text()
+    assert prober.probe(request(), prober.logs / "after.log").outcome is Outcome.OK
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "lora": {"lora_rank": 8},
+    "rank": {"lora_rank": 64},
+    "full": {"method": "full"},
+    "bf16": {"precision": "bf16_mixed"},
+    "checkpointing": {"checkpointing": "full"},
+}
+
+
+@pytest.fixture(scope="module")
+def both_orders(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[float, float, float]]]:
+    """Each configuration's first loss, last loss and peak, from two fresh workers that saw them in opposite orders."""
+    found = []
+    for names in (list(CONFIGS), list(reversed(CONFIGS))):
+        with WorkerProber("cpu", tmp_path_factory.mktemp("logs")) as fresh:
+            seen = {}
+            for name in names:
+                # How many steps a probe takes hangs on their time where they are long: losses are of short ones.
+                result = fresh.probe(request(**CONFIGS[name]), fresh.logs / f"{name}.log")
+                assert result.outcome is Outcome.OK, result.reason
+                assert result.measurement is not None
+                measured = result.measurement
+                peak_gib = peak(fresh, request(**LARGE, **CONFIGS[name]))
+                seen[name] = (measured.loss_first, measured.loss_last, peak_gib)
+            assert fresh.starts == 1
+            found.append(seen)
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_warm_worker_answers_as_a_fresh_one(
+    both_orders: list[dict[str, tuple[float, float, float]]], name: str
+) -> None:
+    """The first of each order met a fresh process, and is the last of the other: nothing of the others is left."""
+    (first, last, peak), (other_first, other_last, other_peak) = (order[name] for order in both_orders)
+    assert (first, last) == pytest.approx((other_first, other_last), rel=1e-6)
+    assert first != last
+    assert peak == pytest.approx(other_peak, rel=0.01)
+
+
+def test_recomputing_needs_less_memory(both_orders: list[dict[str, tuple[float, float, float]]]) -> None:
+    for order in both_orders:
+        assert order["checkpointing"][2] < 0.8 * order["lora"][2]
+
+
+# Faults. A sitecustomize module gives every worker a child of its own, as data loaders and compilers do.
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def members(group: int) -> list[int]:
+    """The living processes of a process group."""
+    found = []
+    for pid in psutil.pids():
+        try:
+            if os.getpgid(pid) == group and alive(pid):
+                found.append(pid)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"waited a minute for {what}"
+        time.sleep(0.02)
+
+
+def pid_of(prober: WorkerProber) -> int:
+    assert prober._process is not None
+    return prober._process.pid
+
+
+class Faulty:
+    """A prober whose worker has a child, and something to do to it in the middle of a probe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.stop = folder, False
+        self.prober = WorkerProber(
+            "cpu",
+            folder / "logs",
+            deadlines={Phase.LOAD: 8, Phase.FIRST_STEP: 8, Phase.STEADY: 120},
+            should_stop=lambda: self.stop,
+        )
+        self.worker = 0
+
+    def group(self) -> list[int]:
+        return members(self.worker)
+
+    def probe_while(self, name: str, act: Callable[[], None]) -> Any:
+        """Run a probe that takes minutes if nothing happens to it; `act` comes once it is under way."""
+        self.prober.fingerprint  # noqa: B018 (the worker is up from here on)
+        if self.prober._process is None:
+            self.prober.launch()
+        self.worker = pid_of(self.prober)
+        log = self.folder / "logs" / f"{name}.log"
+        asked = ProbeRequest(
+            config=request(**LARGE).config,
+            model=MODEL,
+            device="cpu",
+            memory_gib=4.0,
+            min_timed_s=600.0,
+            max_timed_steps=100_000,
+        )
+
+        def later() -> None:
+            until(log.exists, "the probe to begin")
+            until(lambda: len(self.group()) == 2, "the worker and its child")
+            act()
+
+        thread = threading.Thread(target=later)
+        thread.start()
+        try:
+            return self.prober.probe(asked, log)
+        finally:
+            thread.join()
+
+    def works_again(self) -> bool:
+        result = self.prober.probe(request(), self.folder / "logs" / "again.log")
+        return result.outcome is Outcome.OK and pid_of(self.prober) != self.worker
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    folder = tmp_path_factory.mktemp("faulty")
+    (folder / "sitecustomize.py").write_text(
+        "import subprocess, sys\n"
+        "if 'autotune.probe.worker' in sys.orig_argv:\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    child.returncode = 0  # nobody waits for it\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+        started = Faulty(folder)
+        with started.prober:
+            yield started
+
+
+def test_a_worker_that_is_killed_is_a_crash_and_the_next_probe_works(faulty: Faulty) -> None:
+    result = faulty.probe_while("killed", lambda: os.kill(faulty.worker, signal.SIGKILL))
+    assert result.outcome is Outcome.CRASH
+    assert "killed by SIGKILL" in (result.reason or "")
+    assert result.log == "killed.log"
+    until(lambda: faulty.group() == [], "the group to be gone")  # SIGKILL returns before it has killed
+    assert faulty.works_again()
+
+
+def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty) -> None:
+    result = faulty.probe_while("hang", lambda: os.kill(faulty.worker, signal.SIGSTOP))
+    assert result.outcome is Outcome.TIMEOUT
+    assert result.phase in (Phase.LOAD, Phase.FIRST_STEP)
+    assert "no progress" in (result.reason or "")
+    assert result.log == "hang.log"
+    until(lambda: faulty.group() == [], "the group to be gone")
+    assert faulty.works_again()
+
+
+def test_a_stop_cancels_the_probe_and_kills_the_group(faulty: Faulty) -> None:
+    def stop() -> None:
+        faulty.stop = True
+
+    with pytest.raises(Cancelled):
+        faulty.probe_while("stop", stop)
+    until(lambda: faulty.group() == [], "the group to be gone")
+    faulty.stop = False
+    assert faulty.works_again()
+
+
+def test_closing_leaves_nobody(faulty: Faulty) -> None:
+    assert faulty.works_again() or faulty.prober.starts  # a worker is up
+    worker = pid_of(faulty.prober)
+    assert len(members(worker)) == 2
+    faulty.prober.close()
+    until(lambda: members(worker) == [], "the group to be gone")
+    faulty.prober.close()  # twice is fine
+
+
+SECRETS = {
+    "AWS_SECRET_ACCESS_KEY": "canary-aws",
+    "PGPASSWORD": "canary-pg",
+    "HF_TOKEN": "canary-hf",
+    "HUGGING_FACE_HUB_TOKEN": "canary-hub",
+    "AUTOTUNE_STORAGE": "postgresql+psycopg://me:canary-storage@host/db",
+    "WANDB_API_KEY": "canary-wandb",
+    "CUDA_SECRET": "canary-cuda",
+    "TORCH_HUB_TOKEN": "canary-torch",
+    "SOMETHING_ELSE": "canary-else",
+}
+
+
+def test_no_secret_reaches_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HOME", "/somewhere")
+    with WorkerProber("cpu", tmp_path) as prober:
+        prober.launch()
+        environment = Path(f"/proc/{pid_of(prober)}/environ").read_bytes()
+    assert b"canary" not in environment
+    names = {entry.partition(b"=")[0].decode() for entry in environment.split(b"\0") if entry}
+    assert not names & set(SECRETS)
+    assert {"PATH", "HF_HOME", "HF_HUB_OFFLINE"} <= names
+
+
+def test_the_environment_by_device() -> None:
+    kept = child_environment({"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "LD_PRELOAD": "x"}, "cuda")
+    assert kept["CUDA_VISIBLE_DEVICES"] == "1" and "LD_PRELOAD" not in kept
+    assert "MALLOC_ARENA_MAX" not in kept
+    assert "MALLOC_ARENA_MAX" in child_environment({}, "cpu")
+
+
+def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
+    """Even in the middle of a probe, and even if the parent was killed with SIGKILL."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from test_launcher import *\n"
+        "prober = WorkerProber('cpu', Path(sys.argv[1]))\n"
+        "prober.fingerprint\n"
+        "print(pid_of(prober), flush=True)\n"
+        "asked = ProbeRequest(config=request(**LARGE).config, model=MODEL, device='cpu', memory_gib=4.0,\n"
+        "                     min_timed_s=600.0, max_timed_steps=100_000)\n"
+        "prober.probe(asked, Path(sys.argv[1]) / 'probe.log')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        until((tmp_path / "probe.log").exists, "the probe to begin")
+        assert alive(worker)
+        parent.kill()
+        parent.wait()
+        until(lambda: not alive(worker), "the worker to die")
+
+
+def test_a_worker_that_cannot_start_is_a_problem_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('transformers is broken here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with WorkerProber("cpu", tmp_path / "logs") as prober:
+        with pytest.raises(EnvironmentProblem, match="transformers is broken here") as caught:
+            prober.probe(request(), tmp_path / "logs" / "trial.log")
+        assert caught.value.exit_code == 3
+        assert "doctor" in (caught.value.remedy or "")
+        assert prober._process is None

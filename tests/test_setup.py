@@ -1,0 +1,257 @@
+"""From a spec to a subject: the device that is here, the space narrowed to what can be, and names that are no paths."""
+
+import importlib.util
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune import gpu
+from autotune.catalog import resolve_device
+from autotune.errors import EnvironmentProblem, UsageError
+from autotune.gpu import GpuInfo
+from autotune.judge import BASELINE
+from autotune.setup import find_device, open_reserve, set_up, slug
+from autotune.spec import StudySpec
+
+CPU = resolve_device("cpu")
+H200 = resolve_device("h200")
+
+
+def card(index: int = 0, name: str = "NVIDIA H200", memory_gib: float = 140.4, uuid: str = "GPU-0") -> GpuInfo:
+    return GpuInfo(
+        index=index,
+        uuid=uuid,
+        name=name,
+        memory_gib=memory_gib,
+        used_gib=0.5,
+        compute_capability="9.0",
+        driver="580",
+        processes=(),
+    )
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Sets the cards of this machine."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda *found: monkeypatch.setattr(gpu, "list_gpus", lambda: list(found))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretends that these packages are installed, and the others that are asked for are not."""
+    real = importlib.util.find_spec
+
+    def pretend(*names):
+        def find(name, package=None):
+            if name in ("flash_attn", "bitsandbytes"):
+                return object() if name in names else None
+            return real(name, package)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find)
+
+    pretend("bitsandbytes")
+    return pretend
+
+
+# --- the device
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPU", " cpu "])
+def test_the_processor_needs_no_card(cards, name):
+    cards(card())
+    assert find_device(name) == (CPU, None)
+
+
+@pytest.mark.parametrize("name", ["auto", "Auto", "h200", "H200-SXM", "NVIDIA H200"])
+def test_the_card_here(cards, name):
+    cards(card())
+    assert find_device(name) == (H200, card())
+
+
+def test_no_card(cards):
+    cards()
+    with pytest.raises(EnvironmentProblem, match="an NVIDIA GPU was asked for, but there is no NVIDIA GPU here"):
+        find_device("auto")
+    with pytest.raises(EnvironmentProblem, match=r"^h200-sxm was asked for, but there is no NVIDIA GPU") as caught:
+        find_device("h200")
+    assert "--gpu cpu --model demo-3m" in caught.value.remedy
+
+
+def test_another_card(cards):
+    cards(card(name="NVIDIA A10", memory_gib=22.5))
+    with pytest.raises(EnvironmentProblem) as caught:
+        find_device("h200")
+    assert str(caught.value) == "h200-sxm was asked for, but the GPU here is NVIDIA A10 (a10, 22.5 GiB)"
+    assert caught.value.remedy.startswith("give --gpu a10 (or auto)")
+
+
+def test_an_unknown_name_is_told_before_the_machine_is_looked_at(cards):
+    cards()
+    with pytest.raises(UsageError, match="unknown gpu 'a10x'; did you mean 'a10"):
+        find_device("a10x")
+
+
+@pytest.mark.parametrize(
+    ("visible", "index"), [("1", 1), ("1,0", 1), (" 0 ", 0), ("GPU-b", 1), ("", None), ("-1", None), ("7", None)]
+)
+def test_only_the_visible_card_counts(cards, monkeypatch, visible, index):
+    cards(card(0, uuid="GPU-a"), card(1, uuid="GPU-b"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if index is None:
+        with pytest.raises(EnvironmentProblem):
+            find_device("auto")
+    else:
+        assert find_device("auto")[1].index == index
+
+
+def test_a_card_that_nobody_catalogued_has_no_guessed_rates(cards):
+    cards(card(name="NVIDIA H999 (Super) 1TB", memory_gib=1000.0))
+    device, _ = find_device("auto")
+    assert (device.name, device.memory_gib, device.kind) == ("nvidia-h999-super-1tb", 1000.0, "cuda")
+    assert (device.bf16_tflops, device.tdp_w, device.bandwidth_gb_s) == (None, None, None)
+    assert device.supports_bf16
+
+
+# --- the subject
+
+
+def test_a_subject(installed):
+    setup = set_up(StudySpec(model="mistral-7b"), H200)
+    subject = setup.subject
+    assert subject.study == "h200-sxm-mistral-7b-v0.3-default"
+    assert (subject.model.short, subject.device, subject.space.name) == ("Mistral-7B-v0.3", H200, "default")
+    assert (subject.price.provider, subject.price.usd_per_hour) == ("verda", 3.39)
+    assert subject.workload.tokens_assumed and subject.workload.examples_assumed
+    assert {removal.knob for removal in setup.removals} == {
+        "attention",
+        "precision",
+        "seq_len",
+        "lora_rank",
+        "quantization",
+    }
+    assert "attention flash_attention_2: flash-attn is not installed" in map(str, setup.removals)
+    assert subject.space.knob("quantization").values == ("none",)
+    assert setup.reserve.knob("quantization").values == ("none", "int8", "nf4")
+    assert setup.reserve.knob("lora_rank").values == (16, 32, 64)  # a floor, not a reserve
+    opened = open_reserve(setup)
+    assert opened.subject.space == setup.reserve
+    assert replace(opened.subject, space=subject.space) == subject
+    assert subject.baselines()[0] == BASELINE
+    assert [config.micro_batch_size for config in subject.baselines()] == [8, 4, 2, 1]
+
+
+def test_what_a_processor_cannot_do(installed):
+    setup = set_up(StudySpec(model="demo-3m"), CPU)
+    assert (setup.subject.study, setup.subject.price) == ("cpu-demo-3m-cpu", None)
+    assert setup.subject.workload.tokens_per_example == 256  # the longest of its space
+    with pytest.raises(UsageError, match="no value of precision is left in the space 'cpu': fp16_mixed: fp16 does not"):
+        set_up(StudySpec(model="demo-3m", pins={"precision": "fp16_mixed"}), CPU)
+
+
+@pytest.mark.parametrize(
+    ("packages", "attention", "quantization"),
+    [
+        ((), ("sdpa",), ("none",)),
+        (("bitsandbytes",), ("sdpa",), ("none", "int8", "nf4")),
+        (("flash_attn", "bitsandbytes"), ("sdpa", "flash_attention_2"), ("none", "int8", "nf4")),
+    ],
+)
+def test_packages_that_are_not_here(installed, packages, attention, quantization):
+    installed(*packages)
+    reserve = set_up(StudySpec(model="mistral-7b"), H200).reserve
+    assert reserve.knob("attention").values == attention
+    assert reserve.knob("quantization").values == quantization
+
+
+def test_bf16(installed):
+    t4, spec = resolve_device("t4"), StudySpec(model="mistral-7b", space="lora")
+    assert set_up(spec, t4).subject.space.knob("precision").values == ("fp16_mixed",)
+    assert set_up(spec, H200).subject.space.knob("precision").values == ("bf16_mixed", "bf16_pure")
+    with pytest.raises(UsageError, match=r"no value of precision is left in the space 'full': .*: t4 has no bf16"):
+        set_up(replace(spec, space="full"), t4)
+
+
+def test_the_global_batch_and_the_context_bound_the_space(installed):
+    space = set_up(StudySpec(model="llama-2-7b", space="lora", global_batch=12, tokens_per_example=9000), H200).subject
+    assert space.space.knob("micro_batch_size").values == (1, 2, 4)
+    assert space.space.knob("seq_len").values == (4096,)
+    with pytest.raises(UsageError, match=r"micro_batch_size is left .*: 8: does not divide the global batch of 12"):
+        set_up(StudySpec(model="mistral-7b", global_batch=12, pins={"micro_batch_size": 8}), H200)
+    with pytest.raises(UsageError, match=r"seq_len is left .*: 8192: longer than the model's context of 4096"):
+        set_up(StudySpec(model="llama-2-7b", pins={"seq_len": 8192}), H200)
+
+
+@pytest.mark.parametrize(
+    ("asked", "examples", "length", "assumed"),
+    [
+        ({}, 10_000, 1024, (True, True)),
+        ({"examples": 7}, 7, 1024, (True, False)),
+        ({"tokens": 1025}, 2, 1024, (True, False)),
+        ({"tokens": 1000, "tokens_per_example": 300}, 4, 300, (False, False)),
+        ({"pins": {"seq_len": 512}}, 10_000, 1024, (True, True)),  # pinning cuts examples, not the workload
+    ],
+)
+def test_the_workload(installed, asked, examples, length, assumed):
+    workload = set_up(StudySpec(model="mistral-7b", **asked), H200).subject.workload
+    assert (workload.examples, workload.tokens_per_example) == (examples, length)
+    assert (workload.tokens_assumed, workload.examples_assumed) == assumed
+
+
+def test_examples_that_are_too_long_are_told(installed):
+    setup = set_up(StudySpec(model="mistral-7b", tokens_per_example=16_384), H200)
+    assert setup.warnings == (
+        "examples of 16384 tokens are longer than every seq_len of the space (4096): 75% of the tokens will be cut off",
+    )
+
+
+def test_a_price_of_ones_own(installed):
+    price = set_up(StudySpec(model="mistral-7b", price=0.0), H200).subject.price
+    assert (price.usd_per_hour, price.provider, price.spot_usd_per_hour) == (0.0, "given by --price", None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (StudySpec(model="mistral-7b", pins={"lora_rnk": 8}), "there is no knob 'lora_rnk'; did you mean 'lora_rank'"),
+        (StudySpec(model="mistral-7b", pins={"seq_len": {"a": 1}}), "seq_len is a positive integer, not {'a': 1}"),
+        (StudySpec(model="mistral-7b", space="qlra"), "unknown search space 'qlra'"),
+        (StudySpec(model="mistrl-7b"), "catalogue nor a directory; did you mean 'mistral-7b' or"),
+    ],
+)
+def test_names_that_cannot_be(installed, spec, message):
+    with pytest.raises(UsageError) as caught:
+        set_up(spec, H200)
+    assert message in str(caught.value)
+
+
+# --- slug
+
+HOSTILE = ["", ".", "..", "...", "/", "//", "../x", "/etc/passwd", "a/b", "a\\b", "a/../b", "~", "~root", "$HOME"]
+HOSTILE += ["a b", "a\nb", "a\tb", "a\0b", "\x1b[31m", "\x7f", "\udcff", "\ud800", "-rf", "--out", "*", "a;b", "a'b"]
+HOSTILE += ["H200", "h200-H", "ä", "日本", "a" * 81, "a" * 80 + "b", "A" * 5000, "a.", ".a", "-", "con.", "\u202eb"]
+FINE = ["h200-mistral-7b", "a", "a.b", "a_b", "a..b", "0", "a" * 80]
+
+
+@pytest.mark.parametrize("study", HOSTILE + FINE)
+def test_a_slug_is_one_plain_file_name(tmp_path, study):
+    name = slug(study)
+    assert 0 < len(name) <= 90
+    assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789._-")
+    assert name[0] not in ".-"
+    assert os.path.normpath(tmp_path / name) == str(tmp_path / name)
+    assert (tmp_path / name).parent == tmp_path == Path(os.path.dirname(tmp_path / name))
+    assert (slug(name) == name) is (study in FINE)
+
+
+def test_fine_names_are_kept():
+    assert [slug(name) for name in FINE] == FINE
+
+
+def test_no_two_names_share_a_slug():
+    names = [*HOSTILE, *FINE, "a-b", "a b", "a  b", "a\tb", "A-b", "h200"]
+    names += [slug(name) for name in HOSTILE]  # a study called like another one's directory
+    names = list(dict.fromkeys(names))
+    assert len({slug(name) for name in names}) == len(names)

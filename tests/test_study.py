@@ -1,0 +1,306 @@
+"""The loop on recorded answers: footing, limits, confirmation, the winner, and sessions that are cut off anywhere."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import result
+from replay import machine, need_gib
+from sessions import BASELINE, Session, Start, by_tokens, space, subject_of, whole
+
+from autotune.catalog import resolve_device
+from autotune.config import TrainConfig
+from autotune.errors import Cancelled
+from autotune.objective import Floors
+from autotune.recipe import TrialRow
+from autotune.result import Outcome, Phase, ProbeRequest, ProbeResult, Rung
+from autotune.setup import set_up
+from autotune.spec import StudySpec
+
+# Limits
+
+
+def test_trials_are_a_total_over_all_sessions(start: Start) -> None:
+    first = start(trials=3)
+    first.study.run()
+    assert len(first.study.rows) == 3
+    second = start(trials=5)
+    assert len(second.study.rows) == 3
+    second.study.run()
+    assert [row.number for row in second.study.rows] == [0, 1, 2, 3, 4]
+    assert second.study.rows[:3] == first.study.rows
+    third = start(trials=5)
+    third.study.run()
+    assert len(third.study.rows) == 5 and third.prober.num_probes == 0
+
+
+def test_refusals_and_known_answers_count_too_but_are_not_launched(start: Start) -> None:
+    session = start(machine(limit_gib=2.2, rate=by_tokens), trials=12)
+    session.study.run()
+    rows = session.study.rows
+    assert len(rows) == 12
+    launched = [row for row in rows if not row.reused and row.outcome is not Outcome.REFUSED]
+    assert session.prober.num_probes == len(launched) < 12
+    for row in rows:
+        fits = need_gib(row.config) <= 2.2
+        assert (row.tokens_per_second is not None) is fits
+        assert row.outcome in ((Outcome.OK,) if fits else (Outcome.OOM, Outcome.REFUSED))
+
+
+def test_a_small_space_is_tried_out_and_then_it_ends(start: Start) -> None:
+    tiny = space(micro_batch_size=(1, 2), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
+    session = start(subject=subject_of(tiny))
+    session.study.run()
+    assert {row.config.digest for row in session.study.rows} == {
+        tiny.config(chosen).digest for chosen in tiny.enumerate()
+    }
+    assert session.prober.num_probes == 4
+    assert "every configuration of the space has been tried" in session.said
+
+
+def test_patience_counts_trials_without_a_better_one(start: Start) -> None:
+    large = space(micro_batch_size=(1, 2, 4, 8, 16, 32), seq_len=tuple(range(64, 320, 8)), lora_rank=(16,))
+    session = start(machine(limit_gib=100.0), subject=subject_of(large), patience=4)
+    session.study.run()
+    # Every configuration has the same rate, so only padding makes one better than the first.
+    rows = session.study.rows
+    assert len(rows) < 40
+    best = max(range(len(rows)), key=lambda index: rows[index].tokens_per_second or 0.0)
+    fresh = [row for row in rows[best + 1 :] if not row.reused]
+    assert len(fresh) >= 4
+    assert all((row.tokens_per_second or 0.0) <= (rows[best].tokens_per_second or 0.0) for row in fresh)
+
+
+def test_a_spent_budget_still_measures_once_and_confirms_once(start: Start) -> None:
+    session = start(began=time.monotonic() - 1000, budget_s=100.0)
+    session.study.run()
+    assert len(session.study.rows) == 1
+    session.study.confirm()
+    confirmed = [request for request in session.prober.requests if request.rung is Rung.CONFIRM]
+    assert [request.config for request in confirmed] == [session.study.rows[0].config]
+    assert session.summary().recipe is not None
+
+
+@pytest.mark.parametrize(("probe_s", "trials"), [(1000.0, 1), (1.0, 4)])
+def test_the_budget_keeps_time_for_confirming(start: Start, probe_s: float, trials: int) -> None:
+    """Of 10,000 s 4,000 are left: enough for trials of a second, not for more than one of 1,000."""
+    answers = machine(rate=by_tokens)
+
+    def slow(request: ProbeRequest) -> ProbeResult:
+        return replace(answers(request), seconds={"total": probe_s})
+
+    session = start(slow, began=time.monotonic() - 6000, budget_s=10_000.0, trials=4)
+    session.study.run()
+    assert len(session.study.rows) == trials
+
+
+def test_a_stop_that_was_asked_for_before_it_began(start: Start) -> None:
+    session = start(should_stop=lambda: True)
+    session.study.run()
+    session.study.confirm()
+    assert session.prober.num_probes == 0 and session.study.rows == []
+
+
+def test_every_trial_is_announced_once_and_stored_before(start: Start) -> None:
+    heard: list[tuple[int, int]] = []
+    session: Session
+
+    def on_trial(row: TrialRow) -> None:
+        heard.append((row.number, len(session.store.of_study("one"))))
+
+    session = start(on_trial=on_trial, trials=3)
+    session.study.run()
+    assert heard == [(0, 1), (1, 2), (2, 3)]
+
+
+# Confirmation
+
+
+def confirmations(session: Session) -> list[TrainConfig]:
+    return [request.config for request in session.prober.requests if request.rung is Rung.CONFIRM]
+
+
+def test_confirming_interleaves_the_finalists_and_the_baseline(start: Start) -> None:
+    session = whole(start, trials=16, finalists=2, rounds=2)
+    asked = confirmations(session)
+    first, second = asked[: len(asked) // 2], asked[len(asked) // 2 :]
+    assert first == second
+    assert len(set(first)) == len(first) == 3
+    assert first[-1] == BASELINE
+    ranked = sorted(session.study.rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True)
+    assert ranked[0].config in first
+    assert all(len(session.study.judge.confirmed[config.digest]) == 2 for config in first)
+
+
+def test_confirming_takes_up_to_four_micro_batches_a_step(start: Start) -> None:
+    large = space(micro_batch_size=(1, 16, 32), seq_len=(256,), lora_rank=(16,), checkpointing=("none",))
+    session = start(machine(limit_gib=100.0), subject=subject_of(large), finalists=3, rounds=1)
+    session.study.run()
+    session.study.confirm()
+    steps = {
+        request.config.micro_batch_size: request.micro_steps
+        for request in session.prober.requests
+        if request.rung is Rung.CONFIRM
+    }
+    assert steps == {1: 4, 16: 2, 32: 1}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OOM, Outcome.CRASH, Outcome.TIMEOUT, Outcome.NUMERICS])
+def test_a_finalist_that_fails_its_confirmation_is_out(start: Start, outcome: Outcome) -> None:
+    answers = machine(rate=by_tokens)
+    best = TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16, checkpointing="none")
+
+    def fails_in_evaluation(request: ProbeRequest) -> ProbeResult:
+        if request.rung is Rung.CONFIRM and request.config == best:
+            return result(best, outcome, phase=Phase.EVALUATE, reason="it failed in evaluate")
+        return answers(request)
+
+    session = whole(start, fails_in_evaluation, patience=100)
+    asked = confirmations(session)
+    assert asked.count(best) == 1  # not tried again in the second round
+    fastest = max(session.study.rows, key=lambda row: row.tokens_per_second or 0.0)
+    assert fastest.config == best
+    winner = session.winner()
+    assert winner != best and asked.count(winner) == 2
+    recipe = session.summary().recipe
+    assert recipe is not None
+    assert any(best.label() in caveat and "it failed in evaluate" in caveat for caveat in recipe.caveats)
+    assert best not in [cell.config for cell in recipe.cells]
+
+    again = start(patience=100)  # a later session knows it
+    again_recipe = again.summary().recipe
+    assert again_recipe is not None and again_recipe.winner.config == winner
+
+
+def test_what_was_confirmed_counts_and_not_what_the_search_saw(start: Start) -> None:
+    """The search's favourite is slower than the second when both are measured again."""
+    answers = machine(rate=by_tokens)
+    favourite = TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16, checkpointing="none")
+    slower = machine(rate=lambda config: by_tokens(config) / 2)
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        return (slower if request.rung is Rung.CONFIRM and request.config == favourite else answers)(request)
+
+    session = whole(start, answer, patience=100)
+    assert favourite in confirmations(session)
+    assert session.winner() != favourite
+
+
+def test_whoever_takes_the_place_of_one_that_failed_is_confirmed_too(start: Start) -> None:
+    answers = machine(rate=by_tokens)
+
+    def fails_without_recomputing(request: ProbeRequest) -> ProbeResult:
+        if request.rung is Rung.CONFIRM and request.config.checkpointing == "none":
+            return result(request.config, Outcome.OOM, phase=Phase.EVALUATE)
+        return answers(request)
+
+    session = whole(start, fails_without_recomputing, patience=100, finalists=1, rounds=1)
+    winner = session.winner()
+    assert winner.checkpointing == "full"
+    assert confirmations(session).count(winner) == 1
+    assert len(confirmations(session)) == len(set(confirmations(session)))
+
+
+def test_a_stop_while_confirming_keeps_what_is_there(start: Start) -> None:
+    answers = machine(rate=by_tokens)
+    confirmed: list[TrainConfig] = []
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        if request.rung is Rung.CONFIRM:
+            confirmed.append(request.config)
+            if len(confirmed) == 2:
+                raise Cancelled
+        return answers(request)
+
+    session = whole(start, answer, trials=6)
+    assert len(confirmed) == 2
+    assert session.winner() == confirmed[0]
+
+
+# The winner
+
+
+def choice(start: Start, penalty: float, **floors: Any) -> tuple[TrainConfig, str]:
+    """The winner and the reason where rank 32 runs at (1 - penalty) of rank 16."""
+    two = space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16, 32), checkpointing=("full",))
+
+    def rate(config: TrainConfig) -> float:
+        return 1000.0 * (1.0 if config.lora_rank == 16 else 1.0 - penalty)
+
+    session = whole(start, machine(rate=rate), subject=subject_of(two, floors=Floors(**floors)))
+    recipe = session.summary().recipe
+    assert recipe is not None
+    return recipe.winner.config, recipe.reason
+
+
+def test_a_more_capable_configuration_within_the_slack_wins(start: Start) -> None:
+    winner, reason = choice(start, 0.03)
+    assert winner.lora_rank == 32
+    assert "more capable" in reason and "lora_rank 32 instead of 16" in reason
+    assert "3.1% more cost" in reason and "slack 5%" in reason
+
+
+def test_beyond_the_slack_the_cheapest_wins(start: Start) -> None:
+    winner, reason = choice(start, 0.10)
+    assert winner.lora_rank == 16
+    assert reason.startswith("the cheapest above the floors")
+
+
+def test_no_slack_means_the_cheapest(start: Start) -> None:
+    winner, _ = choice(start, 0.03, slack=0.0)
+    assert winner.lora_rank == 16
+
+
+def test_what_is_below_the_floors_is_never_tried(start: Start, tmp_path: Path) -> None:
+    """However fast it is; and the space says what was left out and why."""
+    file = tmp_path / "space.yaml"
+    file.write_text(
+        "version: 1\n"
+        "knobs:\n"
+        "  micro_batch_size: {values: [4, 8]}\n"
+        "  seq_len: {values: [64, 128, 256], kind: learning}\n"
+        "  lora_rank: {values: [4, 8, 16], kind: learning}\n"
+        "  quantization: {values: [none, nf4], kind: learning}\n"
+        "  optimizer: {values: [adamw_torch_fused, adafactor], kind: learning}\n"
+    )
+    spec = StudySpec(model="demo-3m", space=str(file), tokens_per_example=256, study="one")
+    setup = set_up(spec, resolve_device("h200"))
+    fast = machine(
+        rate=lambda config: 1e6 if config.lora_rank != 16 or config.quantization != "none" else by_tokens(config)
+    )
+    session = whole(start, fast, subject=setup.subject)
+    assert {config.lora_rank for config in session.prober.configs} == {16}
+    assert {config.seq_len for config in session.prober.configs} == {256}
+    assert {config.quantization for config in session.prober.configs} == {"none"}
+    assert {config.optimizer for config in session.prober.configs} == {"adamw_torch_fused"}
+    removed = {removal.knob: removal.values for removal in setup.removals}
+    assert removed == {
+        "lora_rank": (4, 8),
+        "seq_len": (64, 128),
+        "quantization": ("nf4",),
+        "optimizer": ("adafactor",),
+    }
+
+
+def test_the_fastest_of_a_whole_space_is_found_and_compared(start: Start) -> None:
+    session = whole(start, subject=subject_of(floors=Floors(slack=0.0)), patience=100)
+    best = max((row.tokens_per_second or 0.0, row.config.label()) for row in session.study.rows)
+    recipe = session.summary().recipe
+    assert recipe is not None and recipe.baseline is not None
+    assert recipe.winner.config.label() == best[1]
+    assert recipe.baseline.config == BASELINE
+    assert recipe.speedup == pytest.approx(best[0] / recipe.baseline.performance.tokens_per_second)
+
+
+def test_the_more_capable_of_the_best_is_tried_in_the_end(start: Start) -> None:
+    """The learning knobs of the best are raised once the search is over, as long as trials are left."""
+    wide = space(
+        micro_batch_size=(1, 2, 4, 8), seq_len=(256,), lora_rank=(16, 32, 64, 128), checkpointing=("none", "full")
+    )
+    session = start(
+        machine(rate=lambda config: 1000.0 - (config.lora_rank or 0)), subject=subject_of(wide), patience=1, trials=20
+    )
+    session.study.run()
+    assert 128 in {row.config.lora_rank for row in session.study.rows}
