@@ -51,6 +51,20 @@ class Evidence(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """How a model's decoder layers repeat: `prefix` layers of their own, then the same `period` layers over and over.
+
+    `period` is None where nothing repeats. `unreached` is the share of all parameters that stand in the layers but in
+    no linear module, such as the fused experts of a mixture: neither LoRA nor quantisation touches them.
+    """
+
+    num_layers: int
+    prefix: int
+    period: int | None
+    unreached: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
     """One probe.
 
@@ -144,7 +158,10 @@ class Measurement:
 
     `step_s` is start to start of whole probed optimizer steps; `micro_step_s` start to start of micro batches within
     one (the whole step where there is a single micro batch); `rest_s` what a step takes beyond its micro batches:
-    clipping, optimizer, logging, data loader. `phase_s` and `phase_peak_gib` are keyed by Phase.
+    clipping, optimizer, logging, data loader. `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is
+    finer: it parts the backward pass where its peak may move from one place to another as depth grows. `host_micro_s`
+    is what the host alone takes to issue a micro batch: where it is as long as the device takes, the host is the
+    bottleneck.
     """
 
     step_s: tuple[float, ...]
@@ -153,6 +170,8 @@ class Measurement:
     micro_steps: int
     phase_s: dict[Phase, float]
     phase_peak_gib: dict[Phase, float]
+    segment_peak_gib: dict[str, float] = field(default_factory=dict)
+    host_micro_s: float | None = None
     model_gib: float  # resident base weights
     adapters_gib: float
     gradients_gib: float
@@ -198,6 +217,7 @@ class ProbeResult:
     config: TrainConfig
     rung: Rung
     outcome: Outcome
+    evidence: Evidence = Evidence.MEASURED
     depth: int | None = None
     phase: Phase | None = None  # where it failed
     reason: str | None = None  # why it failed, in words

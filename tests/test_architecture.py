@@ -16,9 +16,9 @@ PACKAGE = ROOT / "autotune"
 
 # A module imports only from layers above its own, or from its own package. `catalog`, `report`, ... are packages.
 LAYERS = [
-    "errors", "units", "files", "gpu", "config", "catalog", "result", "space", "workload", "memory", "objective",
-    "projection", "recipe", "judge", "store", "ladder", "search", "study", "spec", "setup", "probe", "report", "export",
-    "commands", "cli",
+    "errors", "units", "files", "gpu", "config", "catalog", "result", "depth", "space", "workload", "memory",
+    "objective", "projection", "recipe", "judge", "store", "ladder", "search", "study", "spec", "setup", "probe",
+    "report", "export", "commands", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
@@ -29,7 +29,7 @@ SHARED = {("search", "store"): {"engine_options", "public_url", "storage_errors"
 CHILD = tuple(
     f"probe.{name}" for name in ("device", "model", "recorder", "trainer", "weigh", "worker")
 )  # what runs in the worker's process
-CHILD_MAY = {"errors", "units", "files", "gpu", "config", "catalog", "result"}
+CHILD_MAY = {"errors", "units", "files", "gpu", "config", "catalog", "result", "depth"}
 
 TORCH = frozenset({"torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "trl", "datasets"})
 HEAVY = TORCH | {"optuna", "sqlalchemy", "plotly", "numpy", "pandas", "pydantic", "jinja2"}

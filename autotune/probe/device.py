@@ -27,6 +27,8 @@ class Meter(Protocol):
     name: str
     torch_device: torch.device
     peaks_are_free: bool  # reading phase peaks does not disturb the times
+    aside_gib: float  # held by models that wait for a later probe: not counted, and not capped
+    crowded: bool  # what is held aside leaves less than the limit: running out of memory then says nothing
 
     def settle(self) -> None: ...
     def rebase(self, resident_gib: float) -> None: ...
@@ -52,6 +54,8 @@ class CudaMeter:
     """An NVIDIA GPU. Times come from device events, peaks from the caching allocator, context from NVML."""
 
     peaks_are_free = True
+    aside_gib = 0.0
+    crowded = False
 
     def __init__(self) -> None:
         torch.cuda.init()
@@ -69,9 +73,12 @@ class CudaMeter:
         """Nothing to do: NVML tells the context at any time."""
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
-        limit = memory_gib * (1 - headroom) - self.context_gib() - managed_gib
-        limit = min(limit, gib(self._properties.total_memory))
-        torch.cuda.set_per_process_memory_fraction(max(limit, 0.01) * GIB / self._properties.total_memory)
+        total = gib(self._properties.total_memory)
+        limit = min(memory_gib * (1 - headroom) - self.context_gib() - managed_gib, total)
+        room = total * (1 - headroom) - self.context_gib() - managed_gib
+        self.crowded = self.aside_gib > 0 and limit + self.aside_gib > room
+        allowed = min(max(limit, 0.01) + self.aside_gib, room if self.crowded else total)
+        torch.cuda.set_per_process_memory_fraction(allowed / total)
         return limit
 
     def uncap(self) -> None:
@@ -93,22 +100,23 @@ class CudaMeter:
         torch.cuda.synchronize()
 
     def allocated_gib(self) -> float:
-        return gib(torch.cuda.memory_allocated())
+        return gib(torch.cuda.memory_allocated()) - self.aside_gib
 
     def reserved_gib(self) -> float:
-        return gib(torch.cuda.memory_reserved())
+        return gib(torch.cuda.memory_reserved()) - self.aside_gib
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> tuple[float, float]:
         """(allocated, reserved) since the last reset."""
-        return gib(torch.cuda.max_memory_allocated()), gib(torch.cuda.max_memory_reserved())
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return gib(allocated) - self.aside_gib, gib(reserved) - self.aside_gib
 
     def context_gib(self) -> float:
         """What this process holds on the card beyond torch's reserve: CUDA context, kernels, libraries."""
         used = self._nvml.used_by_process_gib(os.getpid()) if self._nvml else None
-        return 0.6 if used is None else max(used - self.reserved_gib(), 0.0)
+        return 0.6 if used is None else max(used - gib(torch.cuda.memory_reserved()), 0.0)
 
     def alloc_retries(self) -> int:
         return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
@@ -146,6 +154,8 @@ class CpuMeter:
     """
 
     peaks_are_free = False
+    aside_gib = 0.0
+    crowded = False  # the cap moves with what is held aside
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -165,9 +175,9 @@ class CpuMeter:
         self._data = self._status("VmData") - resident
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
-        limit = memory_gib * (1 - headroom) - gib(self._data) - managed_gib
+        limit = memory_gib * (1 - headroom) - self.context_gib() - managed_gib
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        # VmData holds reserved address space too; what it held at the start is the context and stays out of the cap.
+        # VmData counts address space that libraries reserve and never touch: what it was at the start is not capped.
         resource.setrlimit(resource.RLIMIT_DATA, (int(max(limit, 0.01) * GIB) + self._data, hard))
         return limit
 
@@ -204,7 +214,7 @@ class CpuMeter:
         return peak, peak
 
     def context_gib(self) -> float:
-        return gib(self._data)
+        return max(gib(self._context) - self.aside_gib, 0.0)
 
     def alloc_retries(self) -> int:
         return 0
@@ -215,7 +225,7 @@ class CpuMeter:
 
     def returned_to(self, baseline_gib: float) -> bool:
         # Python's own arenas wander by a few MiB. What is lost for good adds up in VmData, which the cap counts.
-        kept = gib(self._status("VmData") - self._first_data) - baseline_gib
+        kept = gib(self._status("VmData") - self._first_data) - self.aside_gib - baseline_gib
         return self.allocated_gib() - baseline_gib < 24 / 1024 and kept < 192 / 1024
 
     def memory_gib(self) -> float:

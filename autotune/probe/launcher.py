@@ -23,6 +23,7 @@ from autotune.errors import Cancelled, EnvironmentProblem
 from autotune.gpu import Nvml, Sample
 from autotune.result import (
     Fingerprint,
+    ModelShape,
     Outcome,
     Phase,
     ProbeRequest,
@@ -155,6 +156,22 @@ class WorkerProber:
         if result.measurement is not None:
             result = replace(result, measurement=replace(result.measurement, telemetry=watch.telemetry()))
         return replace(result, log=log.name)
+
+    def describe(self, model: dict[str, Any]) -> ModelShape | None:
+        """How the model's layers repeat; None where the worker cannot tell. Raises EnvironmentProblem, Cancelled."""
+        self.fingerprint  # noqa: B018 (a worker is up from here on)
+        try:
+            if self._process is None:
+                self.launch()
+                self._await_ready()
+            self._send({"describe": model})
+            message = self._receive(_Watch(None, self._deadlines))
+        except (BrokenPipeError, ConnectionError, EOFError):
+            message = None
+        if message is None:
+            self.close()
+            return None
+        return from_data(ModelShape, message["shape"]) if message["event"] == "described" else None
 
     def close(self) -> None:
         """End the worker and everything it started: ask, wait, kill the group."""

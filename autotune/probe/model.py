@@ -12,24 +12,36 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.config import TrainConfig
+from autotune.depth import repetition
 from autotune.probe.weigh import parameter_gib, tensor_gib
-from autotune.result import ProbeRequest
+from autotune.result import ModelShape, ProbeRequest
 
 
 @dataclass(slots=True)
 class Resident:
-    """A base model on the device, and the adapters a probe put on it. `key` says which requests it can serve."""
+    """A base model on the device, and the adapters on it, which stay for the next probe that wants the same.
 
-    key: tuple[Any, ...]
+    `family` and `depth` say which requests it can serve.
+    """
+
+    family: tuple[Any, ...]
+    depth: int | None
     base: PreTrainedModel
     model_gib: float  # weights and buffers of the base alone
+    base_gib: float = 0.0  # what the base took of the device's memory
     adapted: PeftModel | None = None
+    adapted_for: tuple[Any, ...] = ()
+
+    def held_gib(self) -> float:
+        """What is taken between probes."""
+        return self.base_gib + self.adapters_gib()
 
     def adapters_gib(self) -> float:
         if self.adapted is None:
@@ -46,13 +58,12 @@ def base_dtype(config: TrainConfig) -> torch.dtype:
     return torch.float32
 
 
-def resident_key(request: ProbeRequest) -> tuple[Any, ...]:
-    """Requests with the same key can share one base model. Full fine-tuning changes it, and never shares."""
+def family_of(request: ProbeRequest) -> tuple[Any, ...]:
+    """Requests of one family and depth can share a base model. Full fine-tuning changes it, and never shares."""
     config = request.config
     return (
         repr(sorted(request.model.items(), key=str)),
         request.weights,
-        request.depth,
         base_dtype(config),
         config.quantization,
         config.double_quant,
@@ -64,9 +75,7 @@ def build(request: ProbeRequest, device: torch.device) -> Resident:
     """The base model on the device: no adapters, no gradients."""
     config, dtype = request.config, base_dtype(request.config)
     torch.manual_seed(request.seed)  # the same weights whatever this process did before
-    kwargs = dict(request.model)
-    model_config = AutoConfig.for_model(kwargs.pop("model_type"), **kwargs)
-    model_config.use_cache = False
+    model_config = _config_of(request.model)
     if request.depth is not None:
         _truncate(model_config, request.depth)
     if request.weights is not None and request.depth is None:
@@ -82,14 +91,32 @@ def build(request: ProbeRequest, device: torch.device) -> Resident:
         _fill(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return Resident(key=resident_key(request), base=model, model_gib=parameter_gib(model))
+    return Resident(family=family_of(request), depth=request.depth, base=model, model_gib=parameter_gib(model))
 
 
-def attach(resident: Resident, config: TrainConfig, device: torch.device) -> nn.Module:
-    """What is trained: the base with LoRA adapters on every linear layer, or the base itself in full fine-tuning."""
+def attach(resident: Resident, config: TrainConfig, device: torch.device, seed: int) -> nn.Module:
+    """What is trained: the base with LoRA adapters on every linear layer, or the base itself in full fine-tuning.
+
+    Adapters that are there already and fit are as good as new ones, and save a third of a second on a 7B model.
+    """
     base = resident.base
     if config.method == "full":
         return base.requires_grad_(True)
+    wanted = (config.lora_rank, config.lora_alpha, config.precision == "bf16_pure")
+    if resident.adapted is not None and resident.adapted_for == wanted:
+        if base.is_gradient_checkpointing:  # as PEFT does when it puts adapters on
+            resident.adapted.prepare_model_for_gradient_checkpointing(base)
+    else:
+        _detach(resident)
+        resident.adapted, resident.adapted_for = _adapt(base, config, device), wanted
+    torch.manual_seed(seed)  # the same adapters whether they are new or not
+    for module in resident.adapted.modules():
+        if isinstance(module, LoraLayer):
+            module.reset_lora_parameters("default", True)
+    return resident.adapted
+
+
+def _adapt(base: PreTrainedModel, config: TrainConfig, device: torch.device) -> PeftModel:
     lora = LoraConfig(
         r=config.lora_rank or 1,
         lora_alpha=config.lora_alpha or 1,
@@ -98,27 +125,32 @@ def attach(resident: Resident, config: TrainConfig, device: torch.device) -> nn.
         task_type="CAUSAL_LM",
     )
     with torch.device(device):
-        resident.adapted = get_peft_model(base, lora, autocast_adapter_dtype=config.precision != "bf16_pure")
-    return resident.adapted
+        adapted: PeftModel = get_peft_model(base, lora, autocast_adapter_dtype=config.precision != "bf16_pure")
+    return adapted
 
 
-def clean(resident: Resident) -> None:
-    """Undo `attach` and what a Trainer leaves behind: checkpointing, hooks, compiled calls, a forward under autocast.
-
-    Adapters are taken off, not kept for the next probe: accelerate marks what it prepared and would not set autocast up
-    on it a second time. A benchmark showed it, as a probe 24 % slower than in a fresh process.
-    """
-    base = resident.base
+def _detach(resident: Resident) -> None:
     if resident.adapted is not None:
         resident.adapted.unload()
         resident.adapted = None
+
+
+def clean(resident: Resident) -> None:
+    """Undo what a Trainer leaves behind: checkpointing, hooks, compiled calls, gradients, a forward under autocast.
+
+    accelerate marks a model that it prepared and would not set autocast up on it a second time, which a benchmark once
+    showed as a probe 24 % slower than in a fresh process: the mark goes too, from the base and from its adapters.
+    """
+    base = resident.base
     set_checkpointing(base, None)
     if getattr(base, "_require_grads_hooks", None):
         base.disable_input_require_grads()
     for layer in decoder_layers(base):
         layer._compiled_call_impl = None
-    for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
-        base.__dict__.pop(name, None)
+    for model in (base, resident.adapted):
+        for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
+            if model is not None:
+                model.__dict__.pop(name, None)
     base.zero_grad(set_to_none=True)
     base.eval()
 
@@ -176,12 +208,49 @@ def _load(request: ProbeRequest, model_config: Any, dtype: torch.dtype, device: 
     return model
 
 
+def _config_of(model: dict[str, Any]) -> Any:
+    kwargs = dict(model)
+    model_config = AutoConfig.for_model(kwargs.pop("model_type"), **kwargs)
+    model_config.use_cache = False
+    return model_config
+
+
+def _layer_lists(model_config: Any) -> dict[str, list[Any]]:
+    """What the config says layer by layer: attention types, mixture layers, layers without positions."""
+    length = model_config.num_hidden_layers
+    return {
+        name: value for name, value in vars(model_config).items() if isinstance(value, list) and len(value) == length
+    }
+
+
 def _truncate(model_config: Any, depth: int) -> None:
-    """Keep the first `depth` layers, and the layer pattern's first `depth` entries."""
+    """Keep the first `depth` layers, and the first `depth` entries of what is said layer by layer."""
+    lists = _layer_lists(model_config)
     model_config.num_hidden_layers = depth
-    for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
-        if isinstance(getattr(model_config, name, None), list):
-            setattr(model_config, name, getattr(model_config, name)[:depth])
+    for name, values in lists.items():
+        setattr(model_config, name, values[:depth])
+
+
+def describe(model: dict[str, Any]) -> ModelShape:
+    """How the layers repeat, and what adapters and quantisation do not reach. Takes no memory."""
+    model_config = _config_of(model)
+    with torch.device("meta"), no_init_weights():
+        built = _from_config(model_config, torch.bfloat16, "eager")
+    said = list(_layer_lists(model_config).values())
+    kinds: list[Any] = []
+    for index, layer in enumerate(decoder_layers(built)):
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        kinds.append((type(layer).__name__, shapes, [str(values[index]) for values in said]))
+    linear = {id(module.weight) for module in built.modules() if isinstance(module, nn.Linear)}
+    unreached = sum(
+        parameter.numel()
+        for layer in decoder_layers(built)
+        for parameter in layer.parameters()
+        if parameter.ndim > 1 and id(parameter) not in linear
+    )
+    total = sum(parameter.numel() for parameter in built.parameters())
+    prefix, period = repetition(kinds)
+    return ModelShape(num_layers=len(kinds), prefix=prefix, period=period, unreached=unreached / total)
 
 
 def _fill(model: nn.Module) -> None:

@@ -1,7 +1,9 @@
 """Marks and peaks at the seams of a training step, and the plan of how many steps to time."""
 
 import math
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +44,15 @@ class Recorder:
         self.starts: list[list[Any]] = [[]]  # by step: a mark at the start of each micro batch
         self.spans: list[tuple[int, Phase, Any, Any]] = []
         self.peaks: dict[Phase, float] = {}
+        self.segments: dict[str, float] = {}
+        self.segment = ""  # a part of the phase, where it has parts
+        self.issued: list[float] = []  # seconds the host took to issue each micro batch
         self.reserved = 0.0
         self.losses: list[torch.Tensor] = []
         self.retried_in: Phase | None = None  # where the allocator first had to give memory back and try again
         self._mark: Any = None
         self._graphs = 0
+        self._began = 0.0
 
     def enter(self, phase: Phase) -> None:
         """The phase before ends here, and `phase` begins."""
@@ -56,11 +62,21 @@ class Recorder:
         mark = self.meter.mark()
         if self._mark is not None:
             self.spans.append((self.step, self.phase, self._mark, mark))
-        self._mark, self.phase = mark, phase
+        self._mark, self.phase, self.segment = mark, phase, ""
+
+    def enter_segment(self, name: str) -> None:
+        """Within a phase, a part of it whose peak is kept apart. Not in timed steps: their peaks are no other."""
+        if self.first_timed is None:
+            self.weigh()
+            self.meter.reset_peak()
+            self.segment = name
 
     def weigh(self) -> None:
         allocated, reserved = self.meter.peak_gib()
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0.0), allocated)
+        if self.first_timed is None:  # timed steps are not parted
+            name = self.segment or self.phase.value
+            self.segments[name] = max(self.segments.get(name, 0.0), allocated)
         self.reserved = max(self.reserved, reserved)
         if self.retried_in is None and self.meter.alloc_retries():
             self.retried_in = self.phase
@@ -68,6 +84,11 @@ class Recorder:
     def begin_micro_batch(self) -> None:
         self.enter(Phase.FORWARD)
         self.starts[self.step].append(self._mark)
+        self._began = time.perf_counter()
+
+    def end_micro_batch(self) -> None:
+        self.issued.append(time.perf_counter() - self._began)
+        self.enter(Phase.OPTIMIZER)
 
     def end_step(self) -> bool:
         """An optimizer step is done; returns whether to stop. The start of a last, untimed micro batch closes it."""
@@ -92,6 +113,7 @@ class Recorder:
             # Between steps only weights, adapters and optimizer state are alive, and their size is known.
             self.meter.rebase(self._state_gib())
             self.peaks.clear()
+            self.segments.clear()
             self.reserved = 0.0
         if self.step == 0 or (not settled and self.step < MAX_WARMUP_STEPS - 1):
             return
@@ -128,6 +150,13 @@ class Recorder:
         mark = self.meter.mark()
         self.meter.synchronize()
         return mark
+
+    def host_micro_s(self) -> float | None:
+        """The host's own time for a micro batch: of the first timed steps, before the device's queue is full."""
+        if self.first_timed is None or self.meter.torch_device.type == "cpu":
+            return None
+        each = self.request.micro_steps
+        return statistics.median(self.issued[self.first_timed * each : (self.first_timed + 2) * each])
 
     def check_steady(self) -> None:
         """Raises NotSteady if anything was compiled during the timed steps."""

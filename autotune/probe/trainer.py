@@ -66,7 +66,7 @@ class ProbeTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self.recorder.begin_micro_batch()
         loss = super().training_step(model, inputs, *args, **kwargs)
-        self.recorder.enter(Phase.OPTIMIZER)
+        self.recorder.end_micro_batch()
         self.recorder.losses.append(loss)
         return loss
 
@@ -97,7 +97,7 @@ class Probe:
         self.trainer: ProbeTrainer | None = None
         self.model_gib = resident.model_gib
         self.managed_gib = 0.0
-        self._guard: Any = None
+        self._hooks: list[Any] = []
         self.limit_gib = 0.0
         self.context_gib = 0.0
 
@@ -107,14 +107,13 @@ class Probe:
         self.context_gib = meter.context_gib()
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.lost_gib)
         set_checkpointing(self.base, config.checkpoint_every)
-        torch.manual_seed(request.seed)
-        self.model = attach(self.resident, config, meter.torch_device)
+        self.model = attach(self.resident, config, meter.torch_device, request.seed)
         self.managed_gib = self._paged_state_gib()
         if self.managed_gib:
             self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.managed_gib + self.lost_gib)
             if meter.reserved_gib() > self.limit_gib:
                 raise torch.OutOfMemoryError(f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model")
-        self._guard = self.model.get_input_embeddings().register_forward_pre_hook(self._check_autocast)
+        self._watch()
         if config.compile == "per_layer":
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             for layer in decoder_layers(self.model):
@@ -134,6 +133,20 @@ class Probe:
             if request.rung is Rung.CONFIRM:
                 self._evaluate_and_save(scratch)
         return self._measurement(losses)
+
+    def _watch(self) -> None:
+        """Hooks at both ends of the layers: they check autocast and part the backward pass in head, layers, inputs."""
+        embedding, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
+
+        def part(tensor: torch.Tensor, name: str) -> None:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self.recorder.enter_segment(name))
+
+        self._hooks = [
+            embedding.register_forward_pre_hook(self._check_autocast),
+            embedding.register_forward_hook(lambda module, given, made: part(made, "backward_inputs")),
+            head.register_forward_pre_hook(lambda module, given: part(given[0], "backward_layers")),
+        ]
 
     def _check_autocast(self, *_: Any) -> None:
         """Autocast is in force by the request, never by what ran before in this process."""
@@ -245,6 +258,8 @@ class Probe:
             micro_steps=self.request.micro_steps,
             phase_s={phase: seconds for phase, seconds in phases.items() if phase is not Phase.STEADY},
             phase_peak_gib=peaks,
+            segment_peak_gib={name: peak for name, peak in recorder.segments.items() if name not in bookkeeping},
+            host_micro_s=recorder.host_micro_s(),
             model_gib=self.model_gib,
             adapters_gib=self._adapters_gib(),
             gradients_gib=sum(map(tensor_gib, trained)),
@@ -265,8 +280,8 @@ class Probe:
         """Let go of the Trainer and what accelerate keeps of it. The model is put right by `model.clean`."""
         from accelerate.state import AcceleratorState, GradientState
 
-        if self._guard is not None:
-            self._guard.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self.trainer is not None:
             self.trainer.callback_handler.callbacks.clear()
             self.trainer.optimizer = self.trainer.lr_scheduler = None
@@ -277,5 +292,3 @@ class Probe:
             optim.GlobalOptimManager.get_instance().initialize()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        if self.request.config.compile != "none":
-            torch._dynamo.reset()

@@ -50,14 +50,28 @@ def main() -> None:
     home = os.dup(2)
     for line in reader:
         message = json.loads(line)
+        if "describe" in message:
+            send(**described(message["describe"]))
+            continue
         _log_to(message["log"])
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
         _log_to(home)
         send(event="result", result=to_data(result), reusable=reusable)
 
 
+def described(model: dict[str, Any]) -> dict[str, Any]:
+    """The answer to what a model's layers are like: a message."""
+    from autotune.probe.model import describe
+
+    try:
+        return {"event": "described", "shape": to_data(describe(model))}
+    except Exception as error:
+        traceback.print_exc()
+        return {"event": "broken", "reason": f"{type(error).__name__}: {error}"}
+
+
 class Worker:
-    """One device, one resident base model."""
+    """One device, and the base models that wait on it: one family, at the depths that were asked for."""
 
     def __init__(self, device: str, send: Callable[..., None]) -> None:
         # Imported here, so that `ready` and a failed import both reach the parent as messages.
@@ -65,9 +79,10 @@ class Worker:
 
         self.meter = open_meter(device)
         self._send = send
-        self._resident: Resident | None = None
+        self._residents: dict[int | None, Resident] = {}  # by depth
+        self._compiled: TrainConfig | None = None  # what Dynamo's cache holds
         self._served = 0
-        self._empty_gib = self._baseline_gib = 0.0
+        self._empty_gib = 0.0
         self._limit_gib = self.meter.memory_gib()
         self._lost_gib = 0.0
         self._warm_up(device)
@@ -77,19 +92,38 @@ class Worker:
         result, _ = self.serve(warm_up_request(device, self.meter.memory_gib()))
         if result.outcome is not Outcome.OK:
             raise RuntimeError(f"a tiny warm-up probe failed: {result.reason}")
-        self._drop()
+        self._drop(list(self._residents))
         gc.freeze()
         self._served = 0
         self.meter.settle()
-        self._empty_gib = self._baseline_gib = self.meter.allocated_gib()
+        self._empty_gib = self.meter.allocated_gib()
 
     def serve(self, request: ProbeRequest) -> tuple[ProbeResult, bool]:
         """One probe, and whether this process is as good as new after it."""
+        clock = Clock()
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        fields, reusable = self._attempt(request, clock)
+        if fields["outcome"] is Outcome.OOM and self.meter.crowded and reusable:
+            self._drop([depth for depth in self._residents if depth != request.depth])
+            fields, reusable = self._attempt(request, clock)
+        self._served += 1
+        result = ProbeResult(
+            request_digest=request.digest,
+            config=request.config,
+            rung=request.rung,
+            depth=request.depth,
+            seconds=clock.finish(),
+            warm=self._served > 1,
+            started_at=started,
+            **fields,
+        )
+        return result, reusable
+
+    def _attempt(self, request: ProbeRequest, clock: "Clock") -> tuple[dict[str, Any], bool]:
+        """What came of one try, as fields of the result, and whether this process is as good as new after it."""
         from autotune.probe.model import clean
         from autotune.probe.trainer import Probe
 
-        clock = Clock()
-        started = datetime.now(UTC).isoformat(timespec="seconds")
         fields: dict[str, Any] = {}
         probe: Probe | None = None
 
@@ -98,6 +132,7 @@ class Worker:
             self._send(event="phase", phase=phase)
 
         emit(Phase.LOAD)
+        self._forget_compiled(request.config)
         try:
             probe = Probe(request, self._base_for(request), self.meter, emit, self._lost_gib)
             measurement = probe.run()
@@ -114,60 +149,71 @@ class Worker:
             self._lost_gib += probe.managed_gib
             probe.close()
             clean(probe.resident)
+        probe = None
         # Full fine-tuning changed the weights; 8-bit layers grow buffers of their own as they run.
         changed = request.config.method == "full" or request.config.quantization == "int8"
         # What failed while it was loaded may be half made.
         whole = fields["outcome"] in (Outcome.OK, Outcome.OOM) and fields.get("phase") is not Phase.LOAD
-        keep = whole and not changed
-        probe = None
-        if not keep:
-            self._drop()
+        if changed or not whole:
+            self._drop([request.depth])
         self.meter.uncap()
         self.meter.release()
-        gc.freeze()  # what is left is libraries and the base model: no collection in a timed step need walk them
+        gc.freeze()  # what is left is libraries and base models: no collection in a timed step need walk them
+        kept = self._residents.get(request.depth)
+        baseline_gib = self._empty_gib + (kept.held_gib() if kept else 0.0)
         reusable = fields["outcome"] in (Outcome.OK, Outcome.OOM)
-        if reusable and not self.meter.returned_to(self._baseline_gib):
+        if reusable and not self.meter.returned_to(baseline_gib):
             reusable = False
-            left = (self.meter.allocated_gib() - self._baseline_gib) * 1024
+            left = (self.meter.allocated_gib() - baseline_gib) * 1024
             fields["notes"] = (f"{left:.1f} MiB were not given back after this probe: the worker is replaced",)
         if self._lost_gib > MAX_LOST_GIB:
             reusable = False
             fields["notes"] = (f"paged optimizers left {self._lost_gib:.1f} GiB behind: the worker is replaced",)
-        self._served += 1
-        result = ProbeResult(
-            request_digest=request.digest,
-            config=request.config,
-            rung=request.rung,
-            depth=request.depth,
-            seconds=clock.finish(),
-            warm=self._served > 1,
-            started_at=started,
-            **fields,
-        )
-        return result, reusable
+        return fields, reusable
+
+    def _forget_compiled(self, config: TrainConfig) -> None:
+        """Code that was compiled for one depth of a configuration serves its other depths, and nothing else."""
+        import torch
+
+        if self._compiled not in (None, config):
+            torch._dynamo.reset()
+        self._compiled = config if config.compile != "none" else None
 
     def _base_for(self, request: ProbeRequest) -> "Resident":
-        """The base model for this request: the one that is here, or a new one."""
-        from autotune.probe.model import build, resident_key
+        """The base model for this request: the one that is here, or a new one. Others of its family wait aside."""
+        from autotune.probe.model import build, family_of
 
         if request.config.quantization != "none" or request.config.optimizer.endswith("8bit"):
             import bitsandbytes  # noqa: F401 (its memory is context, not the model's)
-        if self._resident is None or self._resident.key != resident_key(request) or request.config.method == "full":
-            self._drop()
-            self.meter.rebase(0.0)
-            self._limit_gib = self.meter.cap(request.memory_gib, request.headroom, self._lost_gib)
-            self._resident = build(request, self.meter.torch_device)
-            self.meter.synchronize()
-            self._baseline_gib = self.meter.allocated_gib()
-        else:
-            self.meter.rebase(self._baseline_gib)
-        return self._resident
+        family, full = family_of(request), request.config.method == "full"
+        self._drop(
+            [
+                depth
+                for depth, resident in self._residents.items()
+                if resident.family != family or (full and depth == request.depth)
+            ]
+        )
+        others = [resident for depth, resident in self._residents.items() if depth != request.depth]
+        self.meter.aside_gib = sum(resident.held_gib() for resident in others)
+        resident = self._residents.get(request.depth)
+        if resident is not None:
+            self.meter.rebase(resident.held_gib())
+            return resident
+        self.meter.rebase(0.0)
+        self._limit_gib = self.meter.cap(request.memory_gib, request.headroom, self._lost_gib)
+        empty_gib = self.meter.allocated_gib()
+        resident = build(request, self.meter.torch_device)
+        self.meter.synchronize()
+        resident.base_gib = self.meter.allocated_gib() - empty_gib
+        self._residents[request.depth] = resident
+        return resident
 
-    def _drop(self) -> None:
-        self._resident = None
-        self._baseline_gib = self._empty_gib
-        gc.unfreeze()
-        self.meter.release()
+    def _drop(self, depths: list[int | None]) -> None:
+        if depths:
+            for depth in depths:
+                self._residents.pop(depth, None)
+            gc.unfreeze()
+            self.meter.release()
 
     def _failure(self, error: Exception, probe: Any) -> dict[str, Any]:
         """What went wrong, as fields of the result. Holds no reference to the error."""

@@ -1,0 +1,161 @@
+"""Depth truncation: from real probes of a few layers to what the whole model needs and takes.
+
+The memory of each segment of a step and the time of each part of it are affine in the number of layers, as long as
+whole periods of the layer pattern are left out. Each is extended on its own, then the maximum and the sum are taken: as
+depth grows the peak may move, from the logits to the optimizer step, and one line through the totals would miss that.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune.result import Measurement, ModelShape, Phase
+
+# Relative error of an extrapolated step time that is to be expected even where the timed steps agree perfectly.
+DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.05, 0.15
+# The host is the bottleneck where issuing a micro batch takes it nearly as long as the micro batch lasts.
+HOST_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extrapolation:
+    """A whole model's measurement, foretold. `time_error` is relative, about two standard deviations."""
+
+    measurement: Measurement
+    time_error: float
+    host_bound: bool
+
+    def corrected(self, ratio: float) -> "Extrapolation":
+        """With its times multiplied by what whole models took of what was foretold for them."""
+        one = self.measurement
+        return replace(
+            self,
+            measurement=replace(
+                one,
+                step_s=tuple(step * ratio for step in one.step_s),
+                micro_step_s=tuple(micro * ratio for micro in one.micro_step_s),
+                phase_s={phase: seconds * ratio for phase, seconds in one.phase_s.items()},
+            ),
+        )
+
+
+def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
+    """(prefix, period) of a sequence: the fewest items that tell all of it; period None where nothing repeats twice."""
+    length = len(kinds)
+    best: tuple[int, int] | None = None
+    for prefix in range(length // 2):
+        for period in range(1, (length - prefix) // 2 + 1):
+            if best is not None and prefix + period >= sum(best):
+                break
+            if all(kinds[index] == kinds[index + period] for index in range(prefix, length - period)):
+                best = (prefix, period)
+                break
+    return best if best is not None else (0, None)
+
+
+def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
+    """The two depths to probe: whole periods are left out of each. None where that would save too little.
+
+    Memory would be exact from any two; time wants them apart, since the slope's noise is multiplied by the layers that
+    were left out.
+    """
+    if shape.period is None:
+        return None
+    period = math.lcm(shape.period, checkpoint_every or 1)
+    rest = (shape.num_layers - shape.prefix) % period
+    possible = range(shape.prefix + rest, shape.num_layers // 2 + 1, period)
+    shallow = next((depth for depth in possible if depth >= 2), None)
+    if shallow is None:
+        return None
+    wide = next((depth for depth in possible if depth > shallow and 4 * depth >= shape.num_layers), None)
+    return None if wide is None else (shallow, wide)
+
+
+def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> Extrapolation:
+    """What the whole model would measure, from probes of one configuration at two depths, the smaller first.
+
+    Raises ValueError unless there are two different depths.
+    """
+    (shallow, low), (wide, high) = probes
+    if shallow >= wide:
+        raise ValueError(f"two depths are needed, the smaller first, not {shallow} and {wide}")
+    reach = (num_layers - shallow) / (wide - shallow)
+
+    def line(at_low: float, at_high: float) -> float:
+        return at_low + (at_high - at_low) * reach
+
+    segments = {name: line(low.segment_peak_gib[name], high.segment_peak_gib[name]) for name in high.segment_peak_gib}
+    phases = {phase: line(low.phase_peak_gib[phase], high.phase_peak_gib[phase]) for phase in high.phase_peak_gib}
+    backward = [peak for name, peak in segments.items() if name.startswith(Phase.BACKWARD)]
+    if backward:
+        phases[Phase.BACKWARD] = max(backward)
+    excess = max(_excess(low), _excess(high))
+    peak = max([*segments.values(), *phases.values()]) + excess
+    beyond = line(low.peak_reserved_gib - low.peak_allocated_gib, high.peak_reserved_gib - high.peak_allocated_gib)
+    managed = line(low.managed_gib, high.managed_gib)
+
+    micro, error = _time(low.micro_step_s, high.micro_step_s, reach)
+    rest, rest_error = _time(low.rest_s, high.rest_s, reach) if high.rest_s else (0.0, 0.0)
+    host_bound = _is_host_bound(high)
+    host: float | None = None
+    if low.host_micro_s is not None and high.host_micro_s is not None:
+        # A few layers hide behind the head's arithmetic what the host needs for them; on all layers it shows.
+        host = line(low.host_micro_s, high.host_micro_s)
+        host_bound = host_bound or host > micro
+        micro = max(micro, host)
+    step = high.micro_steps * micro + rest
+    floor = ON_CPU if host is None else HOST_BOUND if host_bound else DEVICE_BOUND
+    noise = 2 * math.hypot(high.micro_steps * error, rest_error) / step
+    scale = step / statistics.median(high.step_s)
+    return Extrapolation(
+        measurement=replace(
+            high,
+            step_s=tuple(one * scale for one in high.step_s),
+            micro_step_s=(micro,),
+            rest_s=(rest,) if high.rest_s else (),
+            phase_s={phase: line(low.phase_s[phase], high.phase_s[phase]) for phase in high.phase_s},
+            phase_peak_gib=phases,
+            segment_peak_gib=segments,
+            host_micro_s=host,
+            model_gib=line(low.model_gib, high.model_gib),
+            adapters_gib=line(low.adapters_gib, high.adapters_gib),
+            gradients_gib=line(low.gradients_gib, high.gradients_gib),
+            optimizer_gib=line(low.optimizer_gib, high.optimizer_gib),
+            peak_allocated_gib=peak,
+            peak_reserved_gib=peak + max(beyond, 0.0),
+            limit_gib=min(low.limit_gib + low.managed_gib, high.limit_gib + high.managed_gib) - managed,
+            context_gib=max(low.context_gib, high.context_gib),
+            managed_gib=managed,
+            trainable_params=round(line(low.trainable_params, high.trainable_params)),
+            total_params=round(line(low.total_params, high.total_params)),
+            telemetry=None,
+        ),
+        time_error=math.hypot(floor, noise),
+        host_bound=host_bound,
+    )
+
+
+def _excess(measurement: Measurement) -> float:
+    """What the timed steps held beyond the warm-up step that was looked at in segments (a CPU's fragmentation)."""
+    parts = [*measurement.segment_peak_gib.values(), *measurement.phase_peak_gib.values()]
+    return max(measurement.peak_allocated_gib - max(parts), 0.0)
+
+
+def _time(low: Sequence[float], high: Sequence[float], reach: float) -> tuple[float, float]:
+    """(seconds at full depth, standard error): medians extended, each one's error multiplied by its weight."""
+    value = statistics.median(low) * (1 - reach) + statistics.median(high) * reach
+    return max(value, 0.0), math.hypot((1 - reach) * _error(low), reach * _error(high))
+
+
+def _error(times: Sequence[float]) -> float:
+    """Standard error of a median of few; a single time is taken to be 1 % uncertain."""
+    if len(times) < 2:
+        return 0.01 * times[0]
+    return statistics.stdev(times) / math.sqrt(len(times))
+
+
+def _is_host_bound(measurement: Measurement) -> bool:
+    host, micro = measurement.host_micro_s, statistics.median(measurement.micro_step_s)
+    return host is not None and host >= HOST_SHARE * micro
