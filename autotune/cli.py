@@ -77,6 +77,10 @@ def run(
         bool | None, typer.Option("--allow-any-optimizer", help="Let optimizers other than AdamW win.")
     ] = None,
     slack: Annotated[float | None, typer.Option(help="Extra cost a more capable config may have. [0.05]")] = None,
+    shallow_only: Annotated[
+        bool | None,
+        typer.Option("--shallow-only", help="Judge from a few layers alone, for a model this device cannot hold."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the search. [0]")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; an existing one is continued.")] = None,
     storage: Storage = None,

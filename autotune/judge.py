@@ -12,7 +12,7 @@ from autotune.config import TrainConfig
 from autotune.objective import Floors, Scored, choose, performance, step_time_s
 from autotune.projection import by_examples, project
 from autotune.recipe import Candidate, Recipe
-from autotune.result import Fingerprint, Measurement
+from autotune.result import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.space import SearchSpace
 from autotune.workload import Workload
 
@@ -56,17 +56,44 @@ class Subject:
 
 @dataclass(slots=True)
 class Judge:
-    """Measurements by configuration digest: of the search, and of the confirmation, which outranks it."""
+    """Measurements by configuration digest: of the search, and of the confirmation, which outranks it.
+
+    What was only extrapolated from truncated depths stands apart: it fills cells, and wins only where nothing could be
+    measured at full depth.
+    """
 
     subject: Subject
     configs: dict[str, TrainConfig] = field(default_factory=dict)
     measured: dict[str, Measurement] = field(default_factory=dict)
+    extrapolated: dict[str, Measurement] = field(default_factory=dict)
     confirmed: dict[str, list[Measurement]] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
+
+    def take(self, result: ProbeResult) -> None:
+        """A probe's result, if it has a number."""
+        if result.measurement is None or result.outcome not in (Outcome.OK, Outcome.SLOW):
+            return
+        if result.evidence is Evidence.MEASURED:
+            self.add(result.config, result.measurement)
+        else:
+            self.configs[result.config.digest] = result.config
+            self.extrapolated[result.config.digest] = result.measurement
 
     def add(self, config: TrainConfig, measurement: Measurement) -> None:
         self.configs[config.digest] = config
         self.measured[config.digest] = measurement
+
+    def close_calls(self) -> list[TrainConfig]:
+        """The best of each learning cell, where it was only extrapolated and is within the slack of the fastest."""
+        pool = self._scored({digest: [one] for digest, one in self.measured.items()})
+        if not pool:
+            return []
+        bar = max(one.score for one in pool) / (1 + self.subject.floors.slack)
+        best: dict[tuple[object, ...], Scored] = {}
+        everything = {digest: [one] for digest, one in (self.extrapolated | self.measured).items()}
+        for one in sorted(self._scored(everything), key=lambda one: one.score):
+            best[_cell(one.config)] = one
+        return [one.config for one in best.values() if one.score >= bar and one.config.digest not in self.measured]
 
     def confirm(self, config: TrainConfig, measurement: Measurement) -> None:
         self.configs[config.digest] = config
@@ -79,12 +106,13 @@ class Judge:
         self.caveats.append(f"{config.label()} came through the search but not its confirmation: {reason}")
 
     def baseline(self) -> TrainConfig | None:
-        """The largest of the baselines that was measured; None if none was."""
-        return next((config for config in self.subject.baselines() if config.digest in self.measured), None)
+        """The largest of the baselines that was measured, or else extrapolated; None if none was."""
+        known = self.measured or self.extrapolated
+        return next((config for config in self.subject.baselines() if config.digest in known), None)
 
     def finalists(self, count: int) -> list[TrainConfig]:
         """The likely winner and the fastest others."""
-        pool = self._scored({digest: [one] for digest, one in self.measured.items()})
+        pool = self._scored({digest: [one] for digest, one in (self.measured or self.extrapolated).items()})
         if not pool:
             return []
         likely, _ = choose(pool, self.subject.floors.slack)
@@ -104,14 +132,25 @@ class Judge:
         largest = max(measurements, key=lambda one: one.peak_reserved_gib)
         power = largest.telemetry.power_w if largest.telemetry else None
         cost = project(subject.workload, speed, subject.price, power)
-        return Candidate(config=config, performance=speed, measurement=largest, cost=cost)
+        return Candidate(
+            config=config,
+            performance=speed,
+            measurement=largest,
+            cost=replace(cost, evidence=self._evidence(config)),
+            evidence=self._evidence(config),
+        )
+
+    def _evidence(self, config: TrainConfig) -> Evidence:
+        known = config.digest in self.measured or config.digest in self.confirmed
+        return Evidence.MEASURED if known else Evidence.EXTRAPOLATED
 
     def recipe(self, fingerprint: Fingerprint) -> Recipe | None:
         """The winner with everything that is said of it; None if nothing came through."""
         # What was confirmed outranks the rest, unless the study was cut short before its likely winner was.
         likely = self.finalists(1)
         sure = bool(likely) and likely[0].digest in self.confirmed
-        best_known = {digest: self._measurements(digest) for digest in self.measured}
+        best_known = {digest: self._measurements(digest) for digest in self.measured or self.extrapolated}
+        all_known = {digest: self._measurements(digest) for digest in self.extrapolated | self.measured}
         pool = self._scored(self.confirmed if sure else best_known)
         if not pool:
             return None
@@ -119,9 +158,8 @@ class Judge:
         subject, baseline, best = self.subject, self.baseline(), self.candidate(winner.config)
         power = best.measurement.telemetry.power_w if best.measurement.telemetry else None
         cells: dict[tuple[object, ...], TrainConfig] = {}
-        for one in sorted(self._scored(best_known), key=lambda one: one.score):
-            config = one.config
-            cells[(config.method, config.lora_rank, config.seq_len, config.quantization)] = config
+        for one in sorted(self._scored(all_known), key=lambda one: one.score):
+            cells[_cell(one.config)] = one.config
         return Recipe(
             study=subject.study,
             model=subject.model,
@@ -146,7 +184,8 @@ class Judge:
     def _measurements(self, digest: str) -> list[Measurement]:
         if digest in self.confirmed:
             return self.confirmed[digest]
-        return [self.measured[digest]] if digest in self.measured else []
+        known = self.measured.get(digest) or self.extrapolated.get(digest)
+        return [known] if known else []
 
     def _scored(self, evidence: Mapping[str, list[Measurement]]) -> list[Scored]:
         """Score by digest, from these measurements."""
@@ -179,6 +218,8 @@ class Judge:
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
         """Where the measurements themselves leave room."""
         digest, found = winner.config.digest, []
+        if digest not in self.measured and digest not in self.confirmed:
+            return ["nothing was probed at full depth: every number is extrapolated from a few layers"]
         if digest not in self.confirmed:
             return ["the winner was not measured a second time: the study was cut short"]
         if digest in self.measured:
@@ -204,3 +245,8 @@ class Judge:
         if rivals:
             found.append("not distinguishable in speed from " + ", ".join(one.config.label() for one in rivals))
         return found
+
+
+def _cell(config: TrainConfig) -> tuple[object, ...]:
+    """What of a configuration changes the result of training."""
+    return (config.method, config.lora_rank, config.seq_len, config.quantization)

@@ -1,21 +1,41 @@
 """The ladder: what a candidate is put through, cheapest rung first, and why it stopped where it did.
 
-Gate: refuse what is known not to fit. Full: real steps on the whole model, or the stored answer to the same question.
-Confirm: the same again, longer, for the few that may win. Every answer is stored before anybody else hears of it.
+Gate: refuse what is known or predicted not to fit. Shallow: real steps on two truncated depths, extended to the whole
+model; what will not fit or cannot win stops there. Full: real steps on the whole model, or the stored answer to the
+same question. Confirm: the same again, longer, for the few that may win. Every answer is stored before anybody else
+hears of it.
 """
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from autotune.config import TrainConfig
+from autotune.depth import Extrapolation, depths, extrapolate
 from autotune.errors import TooManyFailures
-from autotune.memory import Frontier, KnownOom
-from autotune.result import Fingerprint, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.memory import Frontier, KnownOom, MemoryModel
+from autotune.result import (
+    Evidence,
+    Fingerprint,
+    Measurement,
+    ModelShape,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    Rung,
+)
 from autotune.store import ProbeStore
+from autotune.units import fmt_gib
 
 MAX_FAILURES_IN_A_ROW = 3
+# So near to the limit the gate leaves the decision to the shallow rung, and that one to the full probe.
+GATE_BAND, SHALLOW_BAND = 0.03, 0.01
+
+Promise = Callable[[TrainConfig, Extrapolation], str | None]
 
 
 class Prober(Protocol):
@@ -26,17 +46,24 @@ class Prober(Protocol):
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult: ...
 
+    def describe(self, model: dict[str, Any]) -> ModelShape | None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The result for one candidate, and whether it was known already."""
+    """The result for one candidate, whether it was known already, and the seconds all its probes took."""
 
     result: ProbeResult
     reused: bool = False
+    seconds: float = 0.0
 
 
 class Ladder:
-    """One study's rungs on one device. `request` makes the full-depth request for a configuration."""
+    """One study's rungs on one device. `request` makes the full-depth request for a configuration.
+
+    `model` is the model's digest. `shape` says how its layers repeat; None leaves the shallow rung out. With
+    `shallow_only` it is the last.
+    """
 
     def __init__(
         self,
@@ -46,53 +73,70 @@ class Ladder:
         study: str,
         logs: Path,
         request: Callable[[TrainConfig], ProbeRequest],
+        model: str = "",
+        shape: ModelShape | None = None,
+        shallow_only: bool = False,
     ) -> None:
         self._prober, self._store, self._study, self._logs, self._request = prober, store, study, logs, request
+        self._shape, self._shallow_only = shape, shallow_only
+        self._model = model
         self._frontier = Frontier()
+        self._memory = MemoryModel()
+        self._truncated: dict[str, dict[int, Measurement]] = {}  # by configuration, then depth
+        self._ratios: dict[tuple[Any, ...], list[float]] = {}  # measured / extrapolated time, by kind of step
         self._failures = 0
+        self._seconds = 0.0
+
+    def learn_from_others(self) -> None:
+        """Take over what other studies of this model measured here. Their OOMs may have been under another limit."""
+        for row in self._store.of_model(self._model, self._prober.fingerprint.digest):
+            if row.result.measurement is not None:
+                self.learn(None, row.result)
 
     def learn(self, trial: int | None, result: ProbeResult) -> None:
-        """Take over what an earlier session found out."""
-        if result.outcome is Outcome.OOM and result.oom is not None:
-            known = KnownOom(
-                trial=trial,
-                config=result.config,
-                micro_steps=self._request(result.config).micro_steps,
-                detail=result.oom,
-            )
-            self._frontier.add(known)
+        """Take over what a probe found out."""
+        config, measurement = result.config, result.measurement
+        if result.outcome is Outcome.OOM and result.oom is not None and result.depth is None:
+            micro_steps = self._request(config).micro_steps
+            self._frontier.add(KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom))
+        if measurement is None or result.outcome is not Outcome.OK:
+            return
+        if result.depth is not None:
+            self._truncated.setdefault(config.digest, {})[result.depth] = measurement
+        foretold = self._extrapolated(config)
+        if result.depth is not None and foretold is not None:
+            self._memory.learn(config, foretold.measurement)
+        if result.depth is None and result.evidence is Evidence.MEASURED:
+            self._memory.learn(config, measurement)
+            if foretold is not None and measurement.micro_steps == foretold.measurement.micro_steps:
+                ratio = statistics.median(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
+                self._ratios.setdefault(_kind(config, foretold), []).append(ratio)
 
-    def evaluate(self, config: TrainConfig, trial: int | None) -> Verdict:
-        """Gate, then the stored answer, then a full-depth probe.
+    def evaluate(self, config: TrainConfig, trial: int | None, promise: Promise | None = None) -> Verdict:
+        """Climb until something decides. `promise` says why an extrapolated candidate cannot win, or None.
 
         Raises:
             TooManyFailures: probes keep failing for reasons other than memory.
         """
         request = self._request(config)
-        known = self._frontier.refuses(config, request.micro_steps)
-        if known is not None and known.config != config:
-            where = "an earlier probe" if known.trial is None else f"trial {known.trial}"
-            result = ProbeResult(
-                request_digest=request.digest,
-                config=config,
-                rung=Rung.GATE,
-                outcome=Outcome.REFUSED,
-                reason=f"needs at least what {where} ran out with: {known.config.label()}",
-                oom=known.detail,
-            )
-            return Verdict(result=self._stored(trial, result))
-        fingerprint = self._prober.fingerprint.digest
-        stored = self._store.find(request.digest, fingerprint, (Rung.FULL, Rung.CONFIRM))
-        if stored is not None:
+        self._seconds = 0.0
+        stored = self._store.find(request.digest, self._prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM))
+        if stored is not None and not self._shallow_only:
             self.learn(trial, stored)
             if trial is not None:  # this study's own row, so that it can be read without the one that measured it
                 self._stored(trial, replace(stored, seconds={}, log=None))
             return Verdict(result=replace(stored, log=None), reused=True)
-        name = "settle.log" if trial is None else f"trial-{trial:04d}.log"
-        result = self._stored(trial, self._prober.probe(request, self._logs / name))
+        refused = self._gate(request)
+        if refused is not None:
+            return Verdict(result=self._stored(trial, refused))
+        decided = self._shallow(request, trial, promise)
+        if decided is not None:
+            self.learn(trial, decided)
+            return Verdict(result=self._stored(trial, decided), reused=self._seconds == 0.0, seconds=self._seconds)
+        result = self._probe(request, trial, "")
         self.learn(trial, result)
         self._count(result)
-        return Verdict(result=result)
+        return Verdict(result=result, seconds=self._seconds)
 
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int) -> ProbeResult:
         """Measure a finalist again: more micro batches a step, one evaluation and one save included."""
@@ -102,8 +146,86 @@ class Ladder:
         self.learn(None, result)
         return result
 
+    def _gate(self, request: ProbeRequest) -> ProbeResult | None:
+        """The refusal, if this is at least as large as what ran out, or is predicted to be too large."""
+        config = request.config
+        known = self._frontier.refuses(config, request.micro_steps)
+        if known is not None and known.config != config:
+            where = "an earlier probe" if known.trial is None else f"trial {known.trial}"
+            reason = f"needs at least what {where} ran out with: {known.config.label()}"
+            return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=known.detail)
+        offered_gib = request.memory_gib * (1 - request.headroom)
+        estimate = self._memory.predict(config, request.micro_steps, offered_gib)
+        if estimate is not None and estimate.low_gib > estimate.limit_gib * (1 + GATE_BAND):
+            alike = "1 configuration" if estimate.basis == 1 else f"{estimate.basis} configurations"
+            reason = (
+                f"needs {fmt_gib(estimate.low_gib)} to {fmt_gib(estimate.high_gib)} of "
+                f"{fmt_gib(estimate.limit_gib)}, as learned from {alike} alike"
+            )
+            oom = _foretold_oom(estimate.gib, estimate.limit_gib, {})
+            return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
+        return None
+
+    def _shallow(self, request: ProbeRequest, trial: int | None, promise: Promise | None) -> ProbeResult | None:
+        """What two truncated depths decide; None where the whole model must be probed."""
+        config = request.config
+        pair = None if self._shape is None else depths(self._shape, config.checkpoint_every)
+        if self._shape is None or pair is None:
+            return None
+        for depth in pair:
+            short = replace(
+                request,
+                depth=depth,
+                rung=Rung.SHALLOW,
+                min_timed_s=min(request.min_timed_s, 0.5),
+                min_timed_steps=max(request.min_timed_steps, 3),
+            )
+            stored = self._store.find(short.digest, self._prober.fingerprint.digest, (Rung.SHALLOW,))
+            result = stored or self._probe(short, trial, f"-depth{depth}")
+            self.learn(trial, result)
+            if result.outcome is Outcome.OOM:
+                reason = f"{result.reason} with {depth} of {self._shape.num_layers} layers alone"
+                return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=result.oom, phase=result.phase)
+            if result.outcome is not Outcome.OK:
+                return None  # a truncated model may fail for its own reasons
+        foretold = self._foretell(config)
+        if foretold is None:
+            return None
+        measurement = foretold.measurement
+        need, limit = measurement.peak_reserved_gib, measurement.limit_gib
+        if need > limit * (1 + SHALLOW_BAND):
+            reason = f"needs {fmt_gib(need)} of {fmt_gib(limit)}, extrapolated from {pair[0]} and {pair[1]} layers"
+            phase = max(measurement.phase_peak_gib, key=lambda one: measurement.phase_peak_gib[one])
+            oom = replace(_foretold_oom(need, limit, _terms(measurement)), phase=phase)
+            return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=oom, phase=phase, measurement=measurement)
+        if self._shallow_only:
+            return _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=measurement)
+        slow = promise(config, foretold) if promise is not None else None
+        if slow is not None:
+            return _decided(request, Outcome.SLOW, Rung.SHALLOW, slow, measurement=measurement)
+        return None
+
+    def _extrapolated(self, config: TrainConfig) -> Extrapolation | None:
+        """The whole model, from this configuration's truncated probes."""
+        probed = sorted(self._truncated.get(config.digest, {}).items())
+        if self._shape is None or len(probed) != 2:
+            return None
+        return extrapolate(probed, self._shape.num_layers)
+
+    def _foretell(self, config: TrainConfig) -> Extrapolation | None:
+        """The same, its time corrected by what whole models took of what was foretold for them."""
+        foretold = self._extrapolated(config)
+        ratios = self._ratios.get(_kind(config, foretold)) if foretold else None
+        return foretold.corrected(statistics.median(ratios)) if foretold and ratios else foretold
+
+    def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
+        name = "settle" if trial is None else f"trial-{trial:04d}"
+        result = self._stored(trial, self._prober.probe(request, self._logs / f"{name}{suffix}.log"))
+        self._seconds += result.seconds.get("total", 0.0)
+        return result
+
     def _stored(self, trial: int | None, result: ProbeResult) -> ProbeResult:
-        self._store.add(self._study, trial, result, self._prober.fingerprint)
+        self._store.add(self._study, trial, result, self._prober.fingerprint, model=self._model)
         return result
 
     def _count(self, result: ProbeResult) -> None:
@@ -114,3 +236,42 @@ class Ladder:
                 f"{self._failures} probes in a row failed for reasons other than memory; the last: {result.reason}",
                 remedy=f"read {self._logs / (result.log or 'worker.log')}, run `autotune doctor`, go on with --study",
             )
+
+
+def _kind(config: TrainConfig, foretold: Extrapolation) -> tuple[Any, ...]:
+    """Steps whose extrapolated time is off by the same ratio."""
+    return (config.method, config.quantization, config.compile, config.checkpointing, foretold.host_bound)
+
+
+def _decided(request: ProbeRequest, outcome: Outcome, rung: Rung, reason: str | None, **fields: Any) -> ProbeResult:
+    return ProbeResult(
+        request_digest=request.digest,
+        config=request.config,
+        rung=rung,
+        outcome=outcome,
+        evidence=Evidence.EXTRAPOLATED,
+        reason=reason,
+        **fields,
+    )
+
+
+def _foretold_oom(need_gib: float, limit_gib: float, terms: dict[str, float]) -> OomDetail:
+    return OomDetail(
+        phase=Phase.BACKWARD,
+        requested_gib=None,
+        allocated_gib=need_gib,
+        reserved_gib=need_gib,
+        limit_gib=limit_gib,
+        terms_gib=terms,
+    )
+
+
+def _terms(measurement: Measurement) -> dict[str, float]:
+    """What a foretold peak consists of; the logits are among the activations."""
+    held = {
+        "weights": measurement.model_gib,
+        "adapters": measurement.adapters_gib,
+        "gradients": measurement.gradients_gib,
+        "optimizer": measurement.optimizer_gib,
+    }
+    return held | {"logits": 0.0, "activations": max(measurement.peak_reserved_gib - sum(held.values()), 0.0)}

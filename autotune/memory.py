@@ -1,12 +1,17 @@
 """The memory gate: refuses, before anything is launched, what is known not to fit.
 
 Frontier: a configuration that needs at least as much memory as one that ran out, in every knob, runs out too.
+MemoryModel: what a configuration will need, learned from what others needed.
 """
 
+import math
+import statistics
 from dataclasses import dataclass
 
 from autotune.config import TrainConfig
-from autotune.result import OomDetail
+from autotune.result import Measurement, OomDetail
+
+LINE_DOUBT = 0.02  # of what a line adds beyond the points it goes through
 
 # Bytes of optimizer state a parameter, in order; optimizers that are not here are compared only with themselves.
 _STATE_ORDER = {"paged_adamw_8bit": 0, "lion_8bit": 1, "adamw_8bit": 2, "adamw_torch": 3, "adamw_torch_fused": 3}
@@ -67,3 +72,150 @@ def _kept(config: TrainConfig) -> float:
     """The share of layers whose activations are kept for the backward pass."""
     every = config.checkpoint_every
     return 1.0 if every is None else 1.0 - 1.0 / every
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What one configuration needs at full depth, measured or extrapolated."""
+
+    config: TrainConfig
+    measurement: Measurement
+
+    @property
+    def way(self) -> tuple[object, ...]:
+        return _way(self.config, self.measurement.micro_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Reserved memory that a configuration will need at full depth: between `low_gib` and `high_gib`, likely `gib`.
+
+    `basis` is the number of configurations it was learned from.
+    """
+
+    low_gib: float
+    gib: float
+    high_gib: float
+    limit_gib: float
+    basis: int
+
+    @property
+    def margin(self) -> float:
+        """Signed: likely need / limit - 1."""
+        return self.gib / self.limit_gib - 1.0
+
+
+class MemoryModel:
+    """Predicts peaks from those of other configurations of one model on one device.
+
+    The peak of each segment of a step is what always stays (weights, adapters, gradients, optimizer state) plus what
+    comes and goes. The first is known term by term, since each follows from the rank, the quantisation or the optimizer
+    alone. The second is affine in the tokens of a micro batch for each way of computing (`_way`), neither part of it
+    below 0: from one number of tokens it is bounded on both sides, from two on it is a line.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], _Known] = {}
+
+    def learn(self, config: TrainConfig, measurement: Measurement) -> None:
+        """Of the whole model, measured or extrapolated; what was learned last of a configuration counts."""
+        self._known[(config.digest, measurement.micro_steps)] = _Known(config=config, measurement=measurement)
+
+    def predict(self, config: TrainConfig, micro_steps: int, offered_gib: float) -> MemoryEstimate | None:
+        """None where nothing is known that this could be told from. `offered_gib` is the device's, less headroom."""
+        way = _way(config, micro_steps)
+        alike = [one for one in self._known.values() if one.way == way]
+        statics = self._statics(config)
+        if not alike or statics is None:
+            return None
+        names = set.intersection(*(set(_segments(one.measurement)) for one in alike))
+        if not names:
+            return None
+        low = gib = high = 0.0
+        for name in names:
+            points = [
+                (one.config.tokens, max(_segments(one.measurement)[name] - held_gib(one.measurement), -statics))
+                for one in alike
+            ]
+            bounds = _at(points, config.tokens)
+            low, gib, high = max(low, bounds[0]), max(gib, bounds[1]), max(high, bounds[2])
+        beyond = [one.measurement.peak_reserved_gib / one.measurement.peak_allocated_gib for one in alike]
+        paged = self._managed(config, alike)
+        return MemoryEstimate(
+            low_gib=(statics + low) * min(beyond),
+            gib=(statics + gib) * statistics.median(beyond),
+            high_gib=(statics + high) * max(beyond),
+            limit_gib=offered_gib - min(one.measurement.context_gib for one in alike) - paged,
+            basis=len(alike),
+        )
+
+    def _statics(self, config: TrainConfig) -> float | None:
+        """Weights, adapters, gradients and optimizer state of a configuration; None where one of them is unknown."""
+        bases = [one for one in self._known.values() if _base(one.config) == _base(config)]
+        states = [one for one in bases if one.config.optimizer == config.optimizer]
+        if not states:
+            return None
+        # Adapters, and with them gradients and state, are proportional to the rank.
+        nearest = min(states, key=lambda one: abs(_rank(one.config) - _rank(config)))
+        measured, scale = nearest.measurement, _rank(config) / _rank(nearest.config)
+        return measured.model_gib + scale * (measured.adapters_gib + measured.gradients_gib + measured.optimizer_gib)
+
+    def _managed(self, config: TrainConfig, alike: list[_Known]) -> float:
+        paged = [one for one in alike if one.config.optimizer == config.optimizer]
+        return max((one.measurement.managed_gib * _rank(config) / _rank(one.config) for one in paged), default=0.0)
+
+
+def held_gib(measurement: Measurement) -> float:
+    """What stays in memory through a step, once gradients are alive."""
+    return measurement.model_gib + measurement.adapters_gib + measurement.gradients_gib + measurement.optimizer_gib
+
+
+def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
+    """How a step computes: configurations alike in this keep the same bytes a token."""
+    # Only kernels that never hold the scores of a whole row against itself are linear in its length.
+    length = 0 if config.attention in ("sdpa", "flash_attention_2", "flex_attention") else config.seq_len
+    return (
+        config.method,
+        config.precision,
+        config.quantization,
+        config.double_quant,
+        config.attention,
+        config.compile,
+        config.checkpointing,
+        config.optimizer if config.method == "full" else None,
+        min(micro_steps, 2),
+        length,
+    )
+
+
+def _base(config: TrainConfig) -> tuple[object, ...]:
+    return (config.method, config.precision, config.quantization, config.double_quant)
+
+
+def _rank(config: TrainConfig) -> int:
+    return config.lora_rank or 1
+
+
+def _segments(measurement: Measurement) -> dict[str, float]:
+    return measurement.segment_peak_gib or {phase.value: peak for phase, peak in measurement.phase_peak_gib.items()}
+
+
+def _at(points: list[tuple[int, float]], tokens: int) -> tuple[float, float, float]:
+    """(low, likely, high) of what comes and goes at `tokens`, from (tokens, GiB) of others.
+
+    The line has no negative part. Between and beyond its points it is allowed the points' own distance from it, and a
+    part of what it adds beyond them.
+    """
+    counts = sorted({count for count, _ in points})
+    nearest = min(counts, key=lambda count: abs(math.log(count / tokens)))
+    there = [value for count, value in points if count == nearest]
+    if len(counts) == 1 or tokens == nearest:
+        ends = (min(there), min(there) * tokens / nearest, max(there), max(there) * tokens / nearest)
+        likely = statistics.median(there) * (tokens / nearest if min(there) > 0 else 1.0)
+        return min(ends), likely, max(ends)
+    line = statistics.linear_regression([count for count, _ in points], [value for _, value in points])
+    likely = line.intercept + line.slope * tokens
+    apart = max(abs(value - line.intercept - line.slope * count) for count, value in points)
+    outside = max(counts[0] - tokens, tokens - counts[-1], 0)
+    doubt = apart + LINE_DOUBT * abs(line.slope) * outside
+    return likely - doubt, likely, likely + doubt

@@ -85,8 +85,8 @@ def performance(
 
 
 def score(result: ProbeResult, workload: Workload) -> float | None:
-    """Useful tokens a second of the full run; None unless the probe came through."""
-    if result.outcome is not Outcome.OK or result.measurement is None:
+    """Useful tokens a second of the full run, extrapolated where it was pruned; None where there is no number."""
+    if result.outcome not in (Outcome.OK, Outcome.SLOW) or result.measurement is None:
         return None
     return performance(result.config, [result.measurement], workload).tokens_per_second
 
@@ -99,7 +99,7 @@ def margins(result: ProbeResult) -> dict[str, float]:
         return {"memory": 1e-3, "health": 0.0}
     if result.measurement is not None:
         memory = result.measurement.peak_reserved_gib / result.measurement.limit_gib - 1.0
-        return {"memory": memory, "health": 0.0 if result.outcome is Outcome.OK else 1.0}
+        return {"memory": memory, "health": 0.0 if result.outcome in (Outcome.OK, Outcome.SLOW) else 1.0}
     return {"memory": 0.0, "health": 1.0}
 
 

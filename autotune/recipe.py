@@ -59,6 +59,7 @@ class TrialRow:
     config: TrainConfig
     outcome: Outcome
     rung: Rung
+    evidence: Evidence = Evidence.MEASURED
     reused: bool = False
     reason: str | None = None
     tokens_per_second: float | None = None

@@ -154,9 +154,12 @@ class Search:
             trial.set_user_attr("reused", reused)
             if reason:
                 trial.set_user_attr("reason", reason[:500])
-            if outcome is Outcome.OK and value is not None and math.isfinite(value):
+            if value is None or not math.isfinite(value):
+                self._study.tell(number, state=TrialState.PRUNED)
+            elif outcome is Outcome.OK:
                 self._study.tell(number, value)
-            else:
+            else:  # SLOW: what it would have done tells samplers how far off it is
+                trial.report(value, step=0)
                 self._study.tell(number, state=TrialState.PRUNED)
 
     def give_back(self, number: int) -> None:

@@ -42,6 +42,7 @@ class StudySpec:
     allow_pure_bf16: bool = False
     allow_any_optimizer: bool = False
     slack: float = 0.05
+    shallow_only: bool = False
     seed: int = 0
     study: str | None = None
     storage: str | None = None

@@ -23,6 +23,7 @@ _probes = sa.Table(
     _metadata,
     sa.Column("id", sa.Integer, primary_key=True),
     sa.Column("study", sa.String(255), nullable=False, index=True),
+    sa.Column("model", sa.String(16), nullable=False, index=True),
     sa.Column("trial", sa.Integer),
     sa.Column("config", sa.String(16), nullable=False, index=True),
     sa.Column("request", sa.String(16), nullable=False, index=True),
@@ -55,10 +56,13 @@ class ProbeStore:
             self._engine = sa.create_engine(_parsed(url), **engine_options(url))
             _metadata.create_all(self._engine)
 
-    def add(self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint) -> None:
-        """Append one result, durably, before anybody else hears of it."""
+    def add(
+        self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint, *, model: str = ""
+    ) -> None:
+        """Append one result, durably, before anybody else hears of it. `model` is the digest of its config."""
         row = {
             "study": study,
+            "model": model,
             "trial": trial,
             "config": result.config.digest,
             "request": result.request_digest,
@@ -91,7 +95,14 @@ class ProbeStore:
 
     def of_study(self, study: str) -> list[StoredProbe]:
         """Every row of a study, in the order they were written."""
-        query = sa.select(_probes).where(_probes.c.study == study).order_by(_probes.c.id)
+        return self._rows(_probes.c.study == study)
+
+    def of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
+        """Every row of a model under this fingerprint, of all studies, in the order they were written."""
+        return self._rows(sa.and_(_probes.c.model == model, _probes.c.fingerprint == fingerprint))
+
+    def _rows(self, which: sa.ColumnElement[bool]) -> list[StoredProbe]:
+        query = sa.select(_probes).where(which).order_by(_probes.c.id)
         with storage_errors(self._url), self._engine.connect() as connection:
             rows = connection.execute(query).mappings().all()
         return [

@@ -13,10 +13,11 @@ from itertools import islice
 from typing import Any
 
 from autotune.config import TrainConfig
+from autotune.depth import Extrapolation
 from autotune.errors import Cancelled, NothingFits
 from autotune.judge import DISAGREEMENT, Judge, Subject
 from autotune.ladder import Ladder, Verdict
-from autotune.objective import capability, leanest, margins, score
+from autotune.objective import capability, leanest, margins, performance, score
 from autotune.recipe import StudySummary, TrialRow
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.search import Search, Told
@@ -58,7 +59,7 @@ class Study:
 
     def resume(self, stored: list[StoredProbe]) -> None:
         """Take over what earlier sessions stored, and settle trials that were cut off."""
-        by_trial = {row.trial: row.result for row in stored if row.trial is not None}
+        by_trial = {row.trial: row.result for row in stored if row.trial is not None and row.result.depth is None}
         for row in stored:
             self.ladder.learn(row.trial, row.result)
 
@@ -70,7 +71,7 @@ class Study:
 
         queued = self.search.repair(settle)
         self.rows, self.judge = recall(self.subject, self.search.finished(), stored)
-        self._probe_times = [row.seconds for row in self.rows if row.tokens_per_second is not None and not row.reused]
+        self._probe_times = [row.seconds for row in self.rows if row.outcome is Outcome.OK and not row.reused]
         if self.rows:
             self.say(f"continuing: {len(self.rows)} trials are done, {queued} that were cut off are queued again")
 
@@ -97,12 +98,39 @@ class Study:
             self.search.enqueue(chosen)
             if self._step() is None:
                 return
+        self._measure_close_calls()
+
+    def _measure_close_calls(self) -> None:
+        """Whole models of the cells that a truncated one left just behind the best."""
+        for config in self.judge.close_calls():
+            if self.should_stop() or self._late():
+                return
+            self.say(f"close to the best, at full depth: {config.label()}")
+            try:
+                result = self.ladder.evaluate(config, None).result
+            except Cancelled:
+                return
+            if result.outcome is Outcome.OK and result.measurement is not None and result.depth is None:
+                self.judge.add(config, result.measurement)
+
+    def _promise(self, config: TrainConfig, foretold: Extrapolation) -> str | None:
+        """Why an extrapolated candidate cannot win; None while it can. A more capable one may cost the slack more."""
+        best = self.best()
+        if best is None or best.tokens_per_second is None:
+            return None
+        speed = performance(config, [foretold.measurement], self.subject.workload).tokens_per_second
+        bar = best.tokens_per_second
+        if capability(config) > capability(best.config):
+            bar /= 1 + self.subject.floors.slack
+        if speed * (1 + foretold.time_error) >= bar:
+            return None
+        return f"{speed:,.0f} tokens/s foretold (within {foretold.time_error:.0%}), {bar:,.0f} are to be beaten"
 
     def _step(self) -> TrialRow | None:
         """One trial; None if the user asked to stop meanwhile."""
         asked = self.search.ask()
         try:
-            verdict = self.ladder.evaluate(asked.config, asked.number)
+            verdict = self.ladder.evaluate(asked.config, asked.number, self._promise)
         except Cancelled:
             self.search.give_back(asked.number)
             return None
@@ -157,8 +185,8 @@ class Study:
         return False
 
     def best(self) -> TrialRow | None:
-        """The fastest trial so far."""
-        rows = [row for row in self.rows if row.tokens_per_second is not None]
+        """The fastest trial so far that was measured, or else extrapolated."""
+        rows = [row for row in self.rows if row.outcome is Outcome.OK and row.tokens_per_second is not None]
         return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
 
     def _done(self) -> bool:
@@ -187,6 +215,9 @@ class Study:
         best, since = 0.0, 0
         for row in self.rows:
             if row.tokens_per_second is None or row.reused:
+                continue
+            if row.outcome is Outcome.SLOW:
+                since += 1
                 continue
             improved = row.tokens_per_second > best * (1 + 2 * max(self.judge.noise(row.config), 0.005))
             since = 0 if improved else since + 1
@@ -235,12 +266,11 @@ class Study:
     def _note(self, number: int, verdict: Verdict) -> TrialRow:
         """Keep what a trial found out, and its row."""
         result = verdict.result
-        if result.measurement is not None and not verdict.reused:
+        if result.outcome is Outcome.OK and not verdict.reused:
             self._probe_times.append(result.seconds.get("total", 0.0))
         row = row_of(number, verdict, self.subject)
         self.rows.append(row)
-        if result.outcome is Outcome.OK and result.measurement is not None:
-            self.judge.add(result.config, result.measurement)
+        self.judge.take(result)
         return row
 
 
@@ -252,6 +282,7 @@ def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
         config=result.config,
         outcome=result.outcome,
         rung=result.rung,
+        evidence=result.evidence,
         reused=verdict.reused,
         reason=result.reason,
         tokens_per_second=score(result, subject.workload),
@@ -259,7 +290,7 @@ def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
         limit_gib=measurement.limit_gib if measurement else result.oom.limit_gib if result.oom else None,
         margin=margins(result)["memory"] if measurement or result.oom else None,
         oom=result.oom,
-        seconds=0.0 if verdict.reused else result.seconds.get("total", 0.0),
+        seconds=verdict.seconds,
         log=result.log,
     )
 
@@ -267,8 +298,11 @@ def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
 def recall(subject: Subject, finished: list[Told], stored: list[StoredProbe]) -> tuple[list[TrialRow], Judge]:
     """A study's rows and judge from what Optuna and the probe table remember."""
     judge = Judge(subject)
-    searched = [row for row in stored if row.result.rung is not Rung.CONFIRM]
+    searched = [row for row in stored if row.result.rung is not Rung.CONFIRM and row.result.depth is None]
     by_trial = {row.trial: row.result for row in searched if row.trial is not None}
+    seconds: dict[int | None, float] = {}
+    for row in stored:
+        seconds[row.trial] = seconds.get(row.trial, 0.0) + row.result.seconds.get("total", 0.0)
     by_config = {row.result.config.digest: row.result for row in searched}
     rows = []
     for told in finished:
@@ -281,9 +315,12 @@ def recall(subject: Subject, finished: list[Told], stored: list[StoredProbe]) ->
                 outcome=told.outcome,
                 reason=told.reason,
             )
-        rows.append(row_of(told.number, Verdict(result=result, reused=told.reused), subject))
-        if result.outcome is Outcome.OK and result.measurement is not None:
-            judge.add(result.config, result.measurement)
+        spent = 0.0 if told.reused else seconds.get(told.number, 0.0)
+        rows.append(row_of(told.number, Verdict(result=result, reused=told.reused, seconds=spent), subject))
+        judge.take(result)
+    for row in searched:
+        if row.trial is None and row.result.rung is Rung.FULL:
+            judge.take(row.result)
     for row in stored:
         if row.result.rung is Rung.CONFIRM:
             if row.result.outcome is Outcome.OK and row.result.measurement is not None:
@@ -342,17 +379,22 @@ def find_footing(
         if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
             opened = space is reserve and reserve != subject.space
             return opened, [config] if opened else [*tried, config]
-    raise nothing_fits(result)
+    raise nothing_fits(result, subject)
 
 
-def nothing_fits(result: ProbeResult) -> NothingFits:
-    """The error for a model that fits nowhere, with the least memory it would need."""
-    need = "more memory than there is"
+def nothing_fits(result: ProbeResult, subject: Subject) -> NothingFits:
+    """The error for a model that fits nowhere, with the least memory it would need, and how fast it would be."""
+    need, fast = "more memory than there is", ""
     if result.oom is not None:
-        least = result.oom.allocated_gib + (result.oom.requested_gib or 0.0)
+        least = fmt_gib(result.oom.allocated_gib + (result.oom.requested_gib or 0.0))
         limit = fmt_gib(result.oom.limit_gib)
-        need = f"more than {fmt_gib(least)} (what it held when it ran out) of the {limit} there are"
+        need = f"more than {least} (what it held when it ran out) of the {limit} there are"
+        if result.measurement is not None:
+            need = f"{least} of the {limit} there are (extrapolated from a few layers)"
+    if result.measurement is not None:
+        speed = performance(result.config, [result.measurement], subject.workload).tokens_per_second
+        fast = f"; it would train {speed:,.0f} tokens/s here if it fitted"
     return NothingFits(
-        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}",
+        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}{fast}",
         remedy="take a larger GPU, a smaller model, --space qlora, or a shorter --seq-len",
     )

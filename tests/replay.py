@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from factories import FINGERPRINT, measurement, result
 
 from autotune.config import TrainConfig
-from autotune.result import Fingerprint, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.result import Fingerprint, ModelShape, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
 
 Answers = Callable[[ProbeRequest], ProbeResult] | Mapping[TrainConfig, ProbeResult]
 
@@ -15,8 +16,10 @@ Answers = Callable[[ProbeRequest], ProbeResult] | Mapping[TrainConfig, ProbeResu
 class ReplayProber:
     """A `ladder.Prober`. A function may raise, as the worker's launcher does."""
 
-    def __init__(self, answers: Answers, fingerprint: Fingerprint = FINGERPRINT) -> None:
-        self._answers, self._fingerprint = answers, fingerprint
+    def __init__(
+        self, answers: Answers, fingerprint: Fingerprint = FINGERPRINT, shape: ModelShape | None = None
+    ) -> None:
+        self._answers, self._fingerprint, self._shape = answers, fingerprint, shape
         self.requests: list[ProbeRequest] = []
         self.logs: list[str] = []
 
@@ -32,12 +35,21 @@ class ReplayProber:
     def configs(self) -> list[TrainConfig]:
         return [request.config for request in self.requests]
 
+    def describe(self, model: dict[str, Any]) -> ModelShape | None:
+        return self._shape
+
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
         self.requests.append(request)
         self.logs.append(log.name)
         answer = self._answers(request) if callable(self._answers) else self._answers[request.config]
         return replace(
-            answer, request_digest=request.digest, config=request.config, rung=request.rung, log=log.name, notes=()
+            answer,
+            request_digest=request.digest,
+            config=request.config,
+            rung=request.rung,
+            depth=request.depth,
+            log=log.name,
+            notes=(),
         )
 
 

@@ -107,7 +107,7 @@ def test_an_oom_of_an_earlier_session_refuses_too(session: Session) -> None:
 
 
 def test_other_outcomes_refuse_nothing(session: Session) -> None:
-    ladder, prober = session(machine(limit_gib=100.0))
+    ladder, prober = session(machine(limit_gib=100.0), memory_gib=140.0)
     for outcome in (Outcome.OK, Outcome.CRASH, Outcome.NUMERICS, Outcome.TIMEOUT):
         ladder.learn(0, result(MIDDLE, outcome))
     assert ladder.evaluate(replace(MIDDLE, seq_len=2048), 1).result.outcome is Outcome.OK
@@ -185,7 +185,7 @@ def test_three_failures_in_a_row_are_too_many(session: Session, store: ProbeStor
 @pytest.mark.parametrize("between", [Outcome.OK, Outcome.OOM, Outcome.NUMERICS])
 def test_anything_else_between_them_starts_the_count_anew(session: Session, between: Outcome) -> None:
     outcomes = iter([Outcome.CRASH, Outcome.CRASH, between, Outcome.CRASH, Outcome.CRASH])
-    ladder, prober = session(lambda request: result(outcome=next(outcomes)))
+    ladder, prober = session(lambda request: result(outcome=next(outcomes)), memory_gib=140.0)
     for trial, config in enumerate(sizes(9, 8, 7, 6, 5)):  # each smaller, so that no OOM refuses the next
         ladder.evaluate(config, trial)
     assert prober.num_probes == 5

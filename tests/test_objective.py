@@ -82,9 +82,10 @@ def test_a_micro_batch_that_does_not_divide_has_no_performance():
         performance(TrainConfig(micro_batch_size=5), [measurement()], WORKLOAD)
 
 
-def test_only_what_came_through_has_a_score():
-    assert score(result(), WORKLOAD) == pytest.approx(32 * 1024 / 2.02)
-    for outcome in set(Outcome) - {Outcome.OK}:
+def test_only_what_came_through_or_was_pruned_as_slow_has_a_score():
+    for outcome in (Outcome.OK, Outcome.SLOW):
+        assert score(result(outcome=outcome, measurement=measurement()), WORKLOAD) == pytest.approx(32 * 1024 / 2.02)
+    for outcome in set(Outcome) - {Outcome.OK, Outcome.SLOW}:
         assert score(result(outcome=outcome, measurement=measurement()), WORKLOAD) is None
     assert score(result(measurement=None), WORKLOAD) is None
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from autotune.recipe import StudySummary, TrialRow
-from autotune.result import Outcome
+from autotune.result import Evidence, Outcome, Rung
 from autotune.setup import Setup
 from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 
@@ -83,12 +83,14 @@ class Display(AbstractContextManager["Display"]):
         """One line for a finished trial."""
         if row.tokens_per_second is not None:
             best = self._best.tokens_per_second if self._best else None
-            if best is None or row.tokens_per_second > best:
+            if row.outcome is Outcome.OK and (best is None or row.tokens_per_second > best):
                 self._best = row
             result = f"{fmt_count(row.tokens_per_second):>7} tok/s  {fmt_gib(row.peak_reserved_gib):>9}"
         else:
             result = f"{DASH:>7}        {DASH:>9}"
         verdict = row.outcome.value + (" (known)" if row.reused else "")
+        if row.evidence is Evidence.EXTRAPOLATED and row.rung is Rung.SHALLOW:
+            verdict += " [extrapolated]"
         if row is self._best:
             verdict += ", best"
         elif row.outcome is Outcome.OOM and row.margin is not None:
@@ -121,7 +123,7 @@ class Display(AbstractContextManager["Display"]):
                 f"{fmt_gib(memory.limit_gib)}{mfu}  [{one.evidence}]"
             )
         if recipe.speedup is not None:
-            self._print(f"speed-up  {recipe.speedup:.2f} times the baseline [measured]")
+            self._print(f"speed-up  {recipe.speedup:.2f} times the baseline [{winner.evidence}]")
         for name, one in (("full run", winner), ("baseline", baseline)):
             if one is not None:
                 self._print(f"{name:<9} {self._cost(one)}")

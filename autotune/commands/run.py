@@ -17,15 +17,17 @@ from autotune.commands.display import Display
 from autotune.commands.outputs import TrialLog, prepare, write_study
 from autotune.commands.session import facts_of, out_dir, storage_url
 from autotune.config import TrainConfig
+from autotune.depth import depths
 from autotune.errors import Cancelled, Interrupted, TooManyFailures, UsageError
 from autotune.gpu import GpuInfo
 from autotune.probe.launcher import WorkerProber
 from autotune.recipe import TrialRow
-from autotune.result import ProbeRequest, to_data
+from autotune.result import ModelShape, ProbeRequest, to_data
 from autotune.setup import Setup, find_device, open_reserve, set_up
 from autotune.spec import StudySpec
 from autotune.units import fmt_gib, parse_duration
 
+UNREACHED = 0.02  # share of the parameters in the layers that adapters cannot reach, from which on it is told
 FOREIGN_GIB = 0.5  # memory that others hold on the card is worth a warning from here on
 
 
@@ -137,7 +139,20 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             seed=spec.seed,
         )
 
-    ladder = Ladder(prober, store, study=name, logs=out / "logs", request=request)
+    model = setup.subject.model
+    shape = prober.describe(model.config)
+    _tell_shape(shape, spec, display)
+    ladder = Ladder(
+        prober,
+        store,
+        study=name,
+        logs=out / "logs",
+        request=request,
+        model=model.digest,
+        shape=shape,
+        shallow_only=spec.shallow_only,
+    )
+    ladder.learn_from_others()
     opened = bool(facts.get("reserve opened"))
     tried: list[TrainConfig] = []
     if not facts.get("num_trials"):
@@ -146,7 +161,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         display.note("nothing else fits: quantised bases and other optimizers are searched too", "yellow")
         setup = open_reserve(setup)
     same = facts_of(setup.subject, fingerprint, memory_gib=memory_gib, headroom=spec.headroom)
-    same["reserve opened"] = opened
+    same |= {"reserve opened": opened, "shallow only": spec.shallow_only}
     search = Search.create(task.url, name, setup.subject.space, seed=spec.seed, facts=same)
     search.remember("subject", to_data(setup.subject))
     search.remember("out", str(out))
@@ -167,7 +182,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     failure: TooManyFailures | None = None
     try:
         study.run()
-        if not stop():
+        if not stop() and not spec.shallow_only:
             study.confirm()
     except TooManyFailures as error:
         failure = error  # told once what was found so far is written
@@ -217,12 +232,27 @@ def _memory(spec: StudySpec, card: GpuInfo | None, total_gib: float, display: Di
         offered = round(total_gib - held, 2)
     if spec.memory_gib is None:
         return offered
-    if spec.memory_gib > offered:
+    if spec.memory_gib > offered and not spec.shallow_only:
         raise UsageError(
             f"--memory-gib {spec.memory_gib:g} is more than the {fmt_gib(offered)} there are",
-            remedy="give less, or leave it out",
+            remedy="give less, leave it out, or judge from a few layers of the model alone (--shallow-only)",
         )
     return spec.memory_gib
+
+
+def _tell_shape(shape: ModelShape | None, spec: StudySpec, display: Display) -> None:
+    """What a reader should know of the model before anything is probed. Raises UsageError."""
+    if shape is not None and shape.unreached > UNREACHED:
+        display.note(
+            f"{shape.unreached:.0%} of the parameters stand in no linear layer (fused experts of a mixture): adapters "
+            "on linear layers do not train them and a quantised base keeps them unquantised",
+            "yellow",
+        )
+    if spec.shallow_only and (shape is None or depths(shape, None) is None):
+        raise UsageError(
+            "--shallow-only: this model's layers cannot be left out: too few, or no two alike",
+            remedy="leave --shallow-only out",
+        )
 
 
 @contextmanager
