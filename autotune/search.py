@@ -123,6 +123,11 @@ class Search:
         with _errors(self._url):
             self._study.enqueue_trial(chosen)
 
+    def is_waiting(self) -> bool:
+        """Whether something is queued already."""
+        with _errors(self._url):
+            return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
     def ask(self) -> Asked:
         with _errors(self._url):
             trial = self._study.ask()

@@ -12,18 +12,17 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from autotune.climb import neighbours
 from autotune.config import TrainConfig
 from autotune.depth import Extrapolation
-from autotune.errors import Cancelled, NothingFits
+from autotune.errors import Cancelled
 from autotune.judge import DISAGREEMENT, Judge, Subject
 from autotune.ladder import Ladder, Verdict
-from autotune.objective import capability, leanest, margins, performance, score
+from autotune.objective import capability, margins, performance, score
 from autotune.recipe import StudySummary, TrialRow
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.search import Search, Told
-from autotune.space import SearchSpace
 from autotune.store import StoredProbe
-from autotune.units import fmt_gib
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Study:
-    """One session of a study. `started` is `time.monotonic()` when the command began: the budget counts from there."""
+    """One session of a study. `started` is `clock()` when the command began: the budget counts from there."""
 
     subject: Subject
     search: Search
@@ -49,6 +48,7 @@ class Study:
     on_trial: Callable[[TrialRow], None] = lambda row: None
     say: Callable[[str], None] = lambda text: None
     should_stop: Callable[[], bool] = lambda: False
+    clock: Callable[[], float] = time.monotonic
     rows: list[TrialRow] = field(default_factory=list)
     judge: Judge = field(init=False)
     _probe_times: list[float] = field(default_factory=list)
@@ -85,13 +85,16 @@ class Study:
         """Search until a limit is reached, then try the best with its learning knobs at their most capable."""
         seen = {row.config.digest for row in self.rows}
         while not self._done():
+            if self.rows and not self.search.is_waiting():  # the baseline comes first
+                self._queue_neighbour(seen)
             row = self._step()
             if row is None:
                 return
-            if row.config.digest in seen and not self._queue_untried(seen):
+            known = row.config.digest in seen
+            seen.add(row.config.digest)
+            if known and not self._done() and not self._queue_any(seen):
                 self.say("every configuration of the space has been tried")
                 break
-            seen.add(row.config.digest)
         for chosen in self._more_capable(seen):
             if self.should_stop() or self._late() or self._full():
                 return
@@ -192,7 +195,7 @@ class Study:
     def _done(self) -> bool:
         if self.should_stop() or self._full():
             return True
-        if self.rows and time.monotonic() - self.started + self._reserve_s() >= self.limits.budget_s:
+        if self.rows and self.clock() - self.started + self._reserve_s() >= self.limits.budget_s:
             return True
         return self._stale() >= self.limits.patience
 
@@ -208,7 +211,7 @@ class Study:
         return min(need, self.limits.budget_s / 2)
 
     def _late(self) -> bool:
-        return time.monotonic() - self.started >= self.limits.budget_s
+        return self.clock() - self.started >= self.limits.budget_s
 
     def _stale(self) -> int:
         """Feasible trials since the best improved by more than twice the noise."""
@@ -224,22 +227,21 @@ class Study:
             best = max(best, row.tokens_per_second)
         return since
 
-    def _queue_untried(self, seen: set[str]) -> bool:
-        """The sampler proposed what is known: try a neighbour of the best, one knob away, or anything untried."""
+    def _queue_neighbour(self, seen: set[str]) -> bool:
+        """Have a configuration tried that is one knob away from the best, while there is one."""
         space, best = self.subject.space, self.best()
-        near = [
-            space.clip(replace(best.config, **{knob.name: value}))
-            for knob in space.knobs
-            for value in knob.choices()
-            if best is not None and knob.name != "method"
-        ]
-        anything = islice(space.enumerate(), 100_000)
-        for choices in (near, anything):
-            untried = [chosen for chosen in choices if space.config(chosen).digest not in seen]
-            if untried:
-                self.search.enqueue(self._random.choice(untried))
-                return True
-        return False
+        near = iter(()) if best is None else neighbours(space, best.config)
+        chosen = next((one for one in near if space.config(one).digest not in seen), None)
+        if chosen is not None:
+            self.search.enqueue(chosen)
+        return chosen is not None
+
+    def _queue_any(self, seen: set[str]) -> bool:
+        space = self.subject.space
+        untried = [one for one in islice(space.enumerate(), 100_000) if space.config(one).digest not in seen]
+        if untried:
+            self.search.enqueue(self._random.choice(untried))
+        return bool(untried)
 
     def _more_capable(self, seen: set[str]) -> list[dict[str, Any]]:
         """The best with every learning knob at its most capable, then each alone: within the slack one of them wins."""
@@ -351,50 +353,4 @@ def summarize(
         search_usd=None if price is None else wall_seconds / 3600 * price.usd_per_hour,
         importances=importances,
         notes=notes,
-    )
-
-
-def find_footing(
-    subject: Subject, reserve: SearchSpace, ladder: Ladder, say: Callable[[str], None]
-) -> tuple[bool, list[TrainConfig]]:
-    """Before anything is searched: does the baseline fit, at some micro batch, or at least the leanest configuration?
-
-    Returns whether the space's reserve (quantised bases, other optimizers) must be opened since nothing else fits, and
-    the configurations that were tried.
-
-    Raises:
-        NothingFits: not even the leanest configuration of the reserve fits.
-        Cancelled: the user asked to stop.
-    """
-    tried: list[TrainConfig] = []
-    for config in subject.baselines():
-        say(f"baseline: {config.label()}")
-        tried.append(config)
-        if ladder.evaluate(config, None).result.outcome not in (Outcome.OOM, Outcome.REFUSED):
-            return False, tried
-    for space in (subject.space, reserve):
-        config = space.config(leanest(space))
-        say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
-        result = ladder.evaluate(config, None).result
-        if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
-            opened = space is reserve and reserve != subject.space
-            return opened, [config] if opened else [*tried, config]
-    raise nothing_fits(result, subject)
-
-
-def nothing_fits(result: ProbeResult, subject: Subject) -> NothingFits:
-    """The error for a model that fits nowhere, with the least memory it would need, and how fast it would be."""
-    need, fast = "more memory than there is", ""
-    if result.oom is not None:
-        least = fmt_gib(result.oom.allocated_gib + (result.oom.requested_gib or 0.0))
-        limit = fmt_gib(result.oom.limit_gib)
-        need = f"more than {least} (what it held when it ran out) of the {limit} there are"
-        if result.measurement is not None:
-            need = f"{least} of the {limit} there are (extrapolated from a few layers)"
-    if result.measurement is not None:
-        speed = performance(result.config, [result.measurement], subject.workload).tokens_per_second
-        fast = f"; it would train {speed:,.0f} tokens/s here if it fitted"
-    return NothingFits(
-        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}{fast}",
-        remedy="take a larger GPU, a smaller model, --space qlora, or a shorter --seq-len",
     )

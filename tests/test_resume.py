@@ -12,11 +12,11 @@ from sessions import BASELINE, SPACE, Session, Start, by_tokens, space, states, 
 
 from autotune.config import TrainConfig
 from autotune.errors import Cancelled, NothingFits, TooManyFailures
+from autotune.footing import find_footing
 from autotune.judge import Subject
 from autotune.recipe import TrialRow
 from autotune.result import Outcome, ProbeRequest, ProbeResult
 from autotune.space import Knob, SearchSpace
-from autotune.study import find_footing
 
 # Sessions that are cut off
 

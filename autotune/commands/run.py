@@ -112,10 +112,11 @@ def _resolve(spec: StudySpec) -> Task:
 
 def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_json: bool) -> None:
     """Search, confirm, write, print. Raises Cancelled where a stop leaves nothing to write."""
+    from autotune.footing import find_footing
     from autotune.ladder import Ladder
     from autotune.search import Search, stored_facts
     from autotune.store import ProbeStore
-    from autotune.study import Limits, Study, find_footing, summarize
+    from autotune.study import Limits, Study, summarize
 
     spec, setup, out, name = task.spec, task.setup, task.out, task.study
     store = ProbeStore(task.url)

@@ -1,0 +1,58 @@
+"""Before anything is searched: does the baseline fit, or at least something?"""
+
+from collections.abc import Callable
+
+from autotune.config import TrainConfig
+from autotune.errors import NothingFits
+from autotune.judge import Subject
+from autotune.ladder import Ladder
+from autotune.objective import leanest, performance
+from autotune.result import Outcome, ProbeResult
+from autotune.space import SearchSpace
+from autotune.units import fmt_gib
+
+
+def find_footing(
+    subject: Subject, reserve: SearchSpace, ladder: Ladder, say: Callable[[str], None]
+) -> tuple[bool, list[TrainConfig]]:
+    """Before anything is searched: does the baseline fit, at some micro batch, or at least the leanest configuration?
+
+    Returns whether the space's reserve (quantised bases, other optimizers) must be opened since nothing else fits, and
+    the configurations that were tried.
+
+    Raises:
+        NothingFits: not even the leanest configuration of the reserve fits.
+        Cancelled: the user asked to stop.
+    """
+    tried: list[TrainConfig] = []
+    for config in subject.baselines():
+        say(f"baseline: {config.label()}")
+        tried.append(config)
+        if ladder.evaluate(config, None).result.outcome not in (Outcome.OOM, Outcome.REFUSED):
+            return False, tried
+    for space in (subject.space, reserve):
+        config = space.config(leanest(space))
+        say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
+        result = ladder.evaluate(config, None).result
+        if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
+            opened = space is reserve and reserve != subject.space
+            return opened, [config] if opened else [*tried, config]
+    raise nothing_fits(result, subject)
+
+
+def nothing_fits(result: ProbeResult, subject: Subject) -> NothingFits:
+    """The error for a model that fits nowhere, with the least memory it would need, and how fast it would be."""
+    need, fast = "more memory than there is", ""
+    if result.oom is not None:
+        least = fmt_gib(result.oom.allocated_gib + (result.oom.requested_gib or 0.0))
+        limit = fmt_gib(result.oom.limit_gib)
+        need = f"more than {least} (what it held when it ran out) of the {limit} there are"
+        if result.measurement is not None:
+            need = f"{least} of the {limit} there are (extrapolated from a few layers)"
+    if result.measurement is not None:
+        speed = performance(result.config, [result.measurement], subject.workload).tokens_per_second
+        fast = f"; it would train {speed:,.0f} tokens/s here if it fitted"
+    return NothingFits(
+        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}{fast}",
+        remedy="take a larger GPU, a smaller model, --space qlora, or a shorter --seq-len",
+    )
