@@ -1,50 +1,64 @@
-"""The first moves of a search: from the best so far, one knob at a time, the cheap ones first.
+"""The first moves of a search: from the best so far, one knob at a time, each only in the direction that may pay.
 
 Knobs act on speed nearly independently, so that climbing from the baseline finds most of what there is in a few
-probes; the sampler goes on from there, and finds what only shows together.
+probes; the sampler goes on from there, and finds what only shows together. Learning knobs are not touched, but for
+precision, which changes speed as much as any.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from autotune.config import TrainConfig
+from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace
 
 # Compilation comes last: it costs seconds for every configuration, and helps the one that the others lead to.
-ORDER = (
-    "checkpointing",
-    "micro_batch_size",
-    "precision",
-    "attention",
-    "optimizer",
-    "quantization",
-    "double_quant",
-    "seq_len",
-    "lora_rank",
-    "compile",
-)
+ORDER = ("checkpointing", "micro_batch_size", "precision", "attention", "compile")
+# The fastest first. What stands behind the present value is slower wherever both fit, and is not tried.
+FASTEST_FIRST = {
+    "precision": ("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
+    "attention": ("flash_attention_2", "sdpa", "flex_attention", "eager"),
+    "compile": ("per_layer", "none"),
+}
+TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 
 
-def neighbours(space: SearchSpace, config: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Choices that differ from `config` in one knob: by the next value where values have an order."""
-    knobs = {knob.name: knob for knob in space.knobs}
-    for name in (*ORDER, *(name for name in knobs if name not in ORDER)):
-        if name in knobs and name != "method":
-            for value in steps(knobs[name], getattr(config, name)):
-                chosen = space.clip(replace(config, **{name: value}))
-                if space.config(chosen) != config:  # a knob without effect here
-                    yield chosen
+def move(space: SearchSpace, here: TrainConfig, name: str, tried: Mapping[str, Outcome]) -> dict[str, Any] | None:
+    """The choice to try next from `here` by knob `name`; None where nothing is left. `tried` is keyed by digest."""
+    knob = space.knob(name)
+    for value in _better(knob, here) if knob else ():
+        for config in _sizes(space, replace(here, **{name: value}), name):
+            chosen = space.clip(config)
+            outcome = tried.get(space.config(chosen).digest)
+            if outcome is None:
+                return chosen
+            if outcome not in TOO_LARGE:
+                break
+        else:
+            continue
+        if name != "micro_batch_size":  # a micro batch may pay in either direction; other values only get slower
+            return None
+    return None
 
 
-def steps(knob: Knob, value: Any) -> list[Any]:
-    """The values next to this one: the next larger and smaller number (twice and half in a range), or all others."""
-    choices = knob.choices()
-    if knob.is_range and isinstance(value, int):
-        near = (min(2 * value, choices[-1]), max(value // 2, choices[0]))
-        return [other for other in near if other != value]
-    if all(isinstance(choice, int) and not isinstance(choice, bool) for choice in choices) and isinstance(value, int):
-        larger = [choice for choice in choices if choice > value]
-        smaller = [choice for choice in choices if choice < value]
-        return [*([min(larger)] if larger else []), *([max(smaller)] if smaller else [])]
-    return [choice for choice in choices if choice != value]
+def _better(knob: Knob, here: TrainConfig) -> list[Any]:
+    """The values of a knob that may be faster than the present one, the most promising first."""
+    present, values = getattr(here, knob.name), knob.choices()
+    if knob.name == "micro_batch_size":
+        larger, smaller = [one for one in values if one > present], [one for one in values if one < present]
+        return [*sorted(larger)[:1], *sorted(smaller)[-1:]]
+    if knob.name == "checkpointing":
+        kept = {value: replace(here, checkpointing=value).kept for value in values}
+        return sorted((value for value in values if kept[value] > here.kept), key=lambda value: -kept[value])
+    order = FASTEST_FIRST[knob.name]
+    return sorted((value for value in values if order.index(value) < order.index(present)), key=order.index)
+
+
+def _sizes(space: SearchSpace, config: TrainConfig, name: str) -> Iterator[TrainConfig]:
+    """This configuration, and with smaller micro batches: less recomputation may pay even at that price."""
+    yield config
+    knob = space.knob("micro_batch_size")
+    if knob and name == "checkpointing":
+        for size in sorted((size for size in knob.choices() if size < config.micro_batch_size), reverse=True):
+            yield replace(config, micro_batch_size=size)

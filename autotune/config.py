@@ -81,6 +81,12 @@ class TrainConfig:
         return checkpoint_every(self.checkpointing)
 
     @property
+    def kept(self) -> float:
+        """The share of layers whose activations are kept for the backward pass."""
+        every = self.checkpoint_every
+        return 1.0 if every is None else 1.0 - 1.0 / every
+
+    @property
     def lora_alpha(self) -> int | None:
         """Scaling numerator: twice the rank, the common default, so that rank alone is compared."""
         return None if self.lora_rank is None else 2 * self.lora_rank

@@ -15,6 +15,7 @@ from autotune.result import Measurement, ModelShape, Phase
 
 # Relative error of an extrapolated step time that is to be expected even where the timed steps agree perfectly.
 DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.05, 0.15
+MIN_APART = 4  # layers between the two depths, where there are so many
 # The host is the bottleneck where issuing a micro batch takes it nearly as long as the micro batch lasts.
 HOST_SHARE = 0.95
 
@@ -69,8 +70,10 @@ def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] |
     shallow = next((depth for depth in possible if depth >= 2), None)
     if shallow is None:
         return None
-    wide = next((depth for depth in possible if depth > shallow and 4 * depth >= shape.num_layers), None)
-    return None if wide is None else (shallow, wide)
+    wider = [depth for depth in possible if depth > shallow and 4 * depth >= shape.num_layers]
+    if not wider:
+        return None
+    return shallow, next((depth for depth in wider if depth >= shallow + MIN_APART), wider[-1])
 
 
 def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> Extrapolation:

@@ -118,6 +118,26 @@ class Ladder:
         Raises:
             TooManyFailures: probes keep failing for reasons other than memory.
         """
+        looked = self.look(config, trial)
+        if isinstance(looked, Verdict):
+            return looked
+        slow = promise(config, looked) if promise is not None and looked is not None else None
+        if slow is not None and looked is not None:
+            request = self._request(config)
+            return self._decide(
+                trial,
+                _decided(request, Outcome.SLOW, Rung.SHALLOW, slow, measurement=looked.measurement),
+            )
+        result = self._probe(self._request(config), trial, "")
+        self.learn(trial, result)
+        self._count(result)
+        return Verdict(result=result, seconds=self._seconds)
+
+    def look(self, config: TrainConfig, trial: int | None) -> Verdict | Extrapolation | None:
+        """Everything below the full-depth probe: the verdict where that decides, else what truncated depths foretell.
+
+        None where they foretell nothing. Looking again costs nothing.
+        """
         request = self._request(config)
         self._seconds = 0.0
         stored = self._store.find(request.digest, self._prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM))
@@ -129,14 +149,12 @@ class Ladder:
         refused = self._gate(request)
         if refused is not None:
             return Verdict(result=self._stored(trial, refused))
-        decided = self._shallow(request, trial, promise)
-        if decided is not None:
-            self.learn(trial, decided)
-            return Verdict(result=self._stored(trial, decided), reused=self._seconds == 0.0, seconds=self._seconds)
-        result = self._probe(request, trial, "")
+        found = self._shallow(request, trial)
+        return self._decide(trial, found) if isinstance(found, ProbeResult) else found
+
+    def _decide(self, trial: int | None, result: ProbeResult) -> Verdict:
         self.learn(trial, result)
-        self._count(result)
-        return Verdict(result=result, seconds=self._seconds)
+        return Verdict(result=self._stored(trial, result), reused=self._seconds == 0.0, seconds=self._seconds)
 
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int) -> ProbeResult:
         """Measure a finalist again: more micro batches a step, one evaluation and one save included."""
@@ -166,8 +184,8 @@ class Ladder:
             return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
         return None
 
-    def _shallow(self, request: ProbeRequest, trial: int | None, promise: Promise | None) -> ProbeResult | None:
-        """What two truncated depths decide; None where the whole model must be probed."""
+    def _shallow(self, request: ProbeRequest, trial: int | None) -> ProbeResult | Extrapolation | None:
+        """What two truncated depths decide, else what they foretell; None where they tell nothing."""
         config = request.config
         pair = None if self._shape is None else depths(self._shape, config.checkpoint_every)
         if self._shape is None or pair is None:
@@ -200,10 +218,7 @@ class Ladder:
             return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=oom, phase=phase, measurement=measurement)
         if self._shallow_only:
             return _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=measurement)
-        slow = promise(config, foretold) if promise is not None else None
-        if slow is not None:
-            return _decided(request, Outcome.SLOW, Rung.SHALLOW, slow, measurement=measurement)
-        return None
+        return foretold
 
     def _extrapolated(self, config: TrainConfig) -> Extrapolation | None:
         """The whole model, from this configuration's truncated probes."""

@@ -64,14 +64,8 @@ def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
         config.micro_batch_size >= other.micro_batch_size
         and config.seq_len >= other.seq_len
         and (config.lora_rank or 0) >= (other.lora_rank or 0)
-        and _kept(config) >= _kept(other)
+        and config.kept >= other.kept
     )
-
-
-def _kept(config: TrainConfig) -> float:
-    """The share of layers whose activations are kept for the backward pass."""
-    every = config.checkpoint_every
-    return 1.0 if every is None else 1.0 - 1.0 / every
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

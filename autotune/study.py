@@ -12,17 +12,20 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from autotune.climb import neighbours
+from autotune.climb import ORDER, move
 from autotune.config import TrainConfig
 from autotune.depth import Extrapolation
 from autotune.errors import Cancelled
 from autotune.judge import DISAGREEMENT, Judge, Subject
 from autotune.ladder import Ladder, Verdict
 from autotune.objective import capability, margins, performance, score
-from autotune.recipe import StudySummary, TrialRow
-from autotune.result import Fingerprint, Outcome, ProbeResult, Rung
-from autotune.search import Search, Told
+from autotune.recall import recall, row_of
+from autotune.recipe import TrialRow
+from autotune.result import Outcome
+from autotune.search import Asked, Search
 from autotune.store import StoredProbe
+
+WORTHWHILE = 0.01  # relative gain from which on a climb moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class Study:
     should_stop: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
     rows: list[TrialRow] = field(default_factory=list)
+    _open: list[int] = field(default_factory=list)  # asked for, not told yet
     judge: Judge = field(init=False)
     _probe_times: list[float] = field(default_factory=list)
     _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (no secret hangs on it)
@@ -82,26 +86,83 @@ class Study:
                 self.search.enqueue(self.subject.space.clip(config))
 
     def run(self) -> None:
-        """Search until a limit is reached, then try the best with its learning knobs at their most capable."""
+        """Search until a limit is reached, then try the best with its learning knobs at their most capable.
+
+        Trials that were asked for and not told go back to the queue, whatever ends this.
+        """
+        try:
+            while self.search.is_waiting() and not self._done():
+                self._step()
+            self._climb()
+            self._sample()
+            self._raise_capability()
+            self._measure_close_calls()
+        except BaseException as error:
+            for number in self._open:
+                self.search.give_back(number)
+            self._open.clear()
+            if not isinstance(error, Cancelled):
+                raise
+
+    def _climb(self) -> None:
+        """From the best, one knob at a time, by what truncated depths foretell; whole models of those that lead."""
+        tried = {row.config.digest: row.outcome for row in self.rows}
+        while (best := self.best()) is not None and not self._done():
+            seen = len(tried)
+            self._settle(self._pass(best, tried))
+            if len(tried) == seen or self.best() is best:
+                return
+
+    def _pass(self, best: TrialRow, tried: dict[str, Outcome]) -> list[tuple[float, Asked]]:
+        """One move after another by each knob in turn; those that may lead wait, with what they are foretold to do."""
+        here, speed = best.config, best.tokens_per_second or 0.0
+        waiting: list[tuple[float, Asked]] = []
+        for name in ORDER:
+            while not self._done() and (chosen := move(self.subject.space, here, name, tried)) is not None:
+                self.search.enqueue(chosen)
+                asked = self._ask()
+                looked = self.ladder.look(asked.config, asked.number)
+                if looked is None:
+                    looked = self.ladder.evaluate(asked.config, asked.number)
+                if isinstance(looked, Verdict):
+                    there = self._close(asked, looked)
+                    tried[there.config.digest], reached = there.outcome, there.tokens_per_second or 0.0
+                else:
+                    reached = self._speed(asked.config, looked)
+                    tried[asked.config.digest] = Outcome.OK
+                    waiting.append((reached, asked))
+                    self.say(f"{reached:,.0f} tokens/s foretold: {asked.config.label()}")
+                if reached > speed * (1 + WORTHWHILE):
+                    here, speed = asked.config, reached
+        return waiting
+
+    def _settle(self, waiting: list[tuple[float, Asked]]) -> None:
+        """Whole models of those that wait, the most promising first, while they can still win."""
+        for place, (_, asked) in enumerate(sorted(waiting, key=lambda one: one[0], reverse=True)):
+            if place and self._late():
+                self._open.remove(asked.number)
+                self.search.give_back(asked.number)
+            else:
+                self._close(asked, self.ladder.evaluate(asked.config, asked.number, self._promise))
+
+    def _sample(self) -> None:
+        """What the sampler proposes, until a limit is reached."""
         seen = {row.config.digest for row in self.rows}
         while not self._done():
-            if self.rows and not self.search.is_waiting():  # the baseline comes first
-                self._queue_neighbour(seen)
-            row = self._step()
-            if row is None:
-                return
-            known = row.config.digest in seen
-            seen.add(row.config.digest)
+            config = self._step().config
+            known = config.digest in seen
+            seen.add(config.digest)
             if known and not self._done() and not self._queue_any(seen):
                 self.say("every configuration of the space has been tried")
-                break
-        for chosen in self._more_capable(seen):
+                return
+
+    def _raise_capability(self) -> None:
+        """The best with its learning knobs at their most capable."""
+        for chosen in self._more_capable({row.config.digest for row in self.rows}):
             if self.should_stop() or self._late() or self._full():
                 return
             self.search.enqueue(chosen)
-            if self._step() is None:
-                return
-        self._measure_close_calls()
+            self._step()
 
     def _measure_close_calls(self) -> None:
         """Whole models of the cells that a truncated one left just behind the best."""
@@ -121,7 +182,7 @@ class Study:
         best = self.best()
         if best is None or best.tokens_per_second is None:
             return None
-        speed = performance(config, [foretold.measurement], self.subject.workload).tokens_per_second
+        speed = self._speed(config, foretold)
         bar = best.tokens_per_second
         if capability(config) > capability(best.config):
             bar /= 1 + self.subject.floors.slack
@@ -129,36 +190,47 @@ class Study:
             return None
         return f"{speed:,.0f} tokens/s foretold (within {foretold.time_error:.0%}), {bar:,.0f} are to be beaten"
 
-    def _step(self) -> TrialRow | None:
-        """One trial; None if the user asked to stop meanwhile."""
+    def _speed(self, config: TrainConfig, foretold: Extrapolation) -> float:
+        return performance(config, [foretold.measurement], self.subject.workload).tokens_per_second
+
+    def _step(self) -> TrialRow:
+        """One trial, all the way."""
+        asked = self._ask()
+        return self._close(asked, self.ladder.evaluate(asked.config, asked.number, self._promise))
+
+    def _ask(self) -> Asked:
         asked = self.search.ask()
-        try:
-            verdict = self.ladder.evaluate(asked.config, asked.number, self._promise)
-        except Cancelled:
-            self.search.give_back(asked.number)
-            return None
-        except BaseException:
-            self.search.give_back(asked.number)
-            raise
+        self._open.append(asked.number)
+        return asked
+
+    def _close(self, asked: Asked, verdict: Verdict) -> TrialRow:
+        """Tell what became of a trial, keep what it found out, and its row."""
+        result = verdict.result
         self._tell(asked.number, verdict)
-        row = self._note(asked.number, verdict)
+        self._open.remove(asked.number)
+        if result.outcome is Outcome.OK and not verdict.reused:
+            self._probe_times.append(result.seconds.get("total", 0.0))
+        row = row_of(asked.number, verdict, self.subject)
+        self.rows.append(row)
+        self.judge.take(result)
         self.on_trial(row)
         return row
 
     def confirm(self) -> None:
         """Measure the finalists and the baseline again, interleaved, so that drift hits all alike.
 
-        The first round is always run; later ones only within the budget. Who fails is replaced by the next best.
+        The likely winner and the baseline come first, since the budget may end it. Who fails is replaced by the next
+        best.
         """
         entries = self.judge.finalists(self.limits.finalists)
         baseline = self.judge.baseline()
-        if baseline is not None and baseline not in entries:
-            entries.append(baseline)
+        if baseline is not None and baseline not in entries[:1]:
+            entries = [*entries[:1], baseline, *(one for one in entries[1:] if one != baseline)]
         for round_ in range(1, self.limits.rounds + 1):
             waiting = list(entries)
             while waiting:
                 config = waiting.pop(0)
-                if self.should_stop() or (round_ > 1 and self._late()):
+                if self.should_stop() or self._late():
                     return
                 confirmed = self._confirm_one(config, f"round {round_} of {self.limits.rounds}", round_)
                 if confirmed is None:
@@ -200,14 +272,14 @@ class Study:
         return self._stale() >= self.limits.patience
 
     def _full(self) -> bool:
-        return self.limits.trials is not None and len(self.rows) >= self.limits.trials
+        return self.limits.trials is not None and len(self.rows) + len(self._open) >= self.limits.trials
 
     def _reserve_s(self) -> float:
-        """What confirming will take, half as long again as the probes so far, but at most half the budget."""
+        """What confirming will take, twice as long as the probes so far, but at most half the budget."""
         if not self._probe_times:
             return 0.0
         entries = min(len(self._probe_times), self.limits.finalists) + 1
-        need = 1.5 * statistics.median(self._probe_times) * entries * self.limits.rounds
+        need = 2.0 * statistics.median(self._probe_times) * entries * self.limits.rounds
         return min(need, self.limits.budget_s / 2)
 
     def _late(self) -> bool:
@@ -226,15 +298,6 @@ class Study:
             since = 0 if improved else since + 1
             best = max(best, row.tokens_per_second)
         return since
-
-    def _queue_neighbour(self, seen: set[str]) -> bool:
-        """Have a configuration tried that is one knob away from the best, while there is one."""
-        space, best = self.subject.space, self.best()
-        near = iter(()) if best is None else neighbours(space, best.config)
-        chosen = next((one for one in near if space.config(one).digest not in seen), None)
-        if chosen is not None:
-            self.search.enqueue(chosen)
-        return chosen is not None
 
     def _queue_any(self, seen: set[str]) -> bool:
         space = self.subject.space
@@ -264,93 +327,3 @@ class Study:
         result = verdict.result
         value = score(result, self.subject.workload)
         self.search.tell(number, result.outcome, value, margins(result), reused=verdict.reused, reason=result.reason)
-
-    def _note(self, number: int, verdict: Verdict) -> TrialRow:
-        """Keep what a trial found out, and its row."""
-        result = verdict.result
-        if result.outcome is Outcome.OK and not verdict.reused:
-            self._probe_times.append(result.seconds.get("total", 0.0))
-        row = row_of(number, verdict, self.subject)
-        self.rows.append(row)
-        self.judge.take(result)
-        return row
-
-
-def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
-    """A verdict as the row that people see."""
-    result, measurement = verdict.result, verdict.result.measurement
-    return TrialRow(
-        number=number,
-        config=result.config,
-        outcome=result.outcome,
-        rung=result.rung,
-        evidence=result.evidence,
-        reused=verdict.reused,
-        reason=result.reason,
-        tokens_per_second=score(result, subject.workload),
-        peak_reserved_gib=measurement.peak_reserved_gib if measurement else None,
-        limit_gib=measurement.limit_gib if measurement else result.oom.limit_gib if result.oom else None,
-        margin=margins(result)["memory"] if measurement or result.oom else None,
-        oom=result.oom,
-        seconds=verdict.seconds,
-        log=result.log,
-    )
-
-
-def recall(subject: Subject, finished: list[Told], stored: list[StoredProbe]) -> tuple[list[TrialRow], Judge]:
-    """A study's rows and judge from what Optuna and the probe table remember."""
-    judge = Judge(subject)
-    searched = [row for row in stored if row.result.rung is not Rung.CONFIRM and row.result.depth is None]
-    by_trial = {row.trial: row.result for row in searched if row.trial is not None}
-    seconds: dict[int | None, float] = {}
-    for row in stored:
-        seconds[row.trial] = seconds.get(row.trial, 0.0) + row.result.seconds.get("total", 0.0)
-    by_config = {row.result.config.digest: row.result for row in searched}
-    rows = []
-    for told in finished:
-        result = by_trial.get(told.number) or by_config.get(told.config.digest)
-        if result is None:  # answered from another study's probe
-            result = ProbeResult(
-                request_digest="",
-                config=told.config,
-                rung=Rung.FULL,
-                outcome=told.outcome,
-                reason=told.reason,
-            )
-        spent = 0.0 if told.reused else seconds.get(told.number, 0.0)
-        rows.append(row_of(told.number, Verdict(result=result, reused=told.reused, seconds=spent), subject))
-        judge.take(result)
-    for row in searched:
-        if row.trial is None and row.result.rung is Rung.FULL:
-            judge.take(row.result)
-    for row in stored:
-        if row.result.rung is Rung.CONFIRM:
-            if row.result.outcome is Outcome.OK and row.result.measurement is not None:
-                judge.confirm(row.result.config, row.result.measurement)
-            else:
-                judge.drop(row.result.config, row.result.reason or row.result.outcome)
-    return rows, judge
-
-
-def summarize(
-    rows: list[TrialRow],
-    judge: Judge,
-    fingerprint: Fingerprint,
-    *,
-    probe_seconds: float,
-    wall_seconds: float,
-    importances: dict[str, float],
-    notes: tuple[str, ...] = (),
-) -> StudySummary:
-    """What the study says so far."""
-    price = judge.subject.price
-    return StudySummary(
-        study=judge.subject.study,
-        recipe=judge.recipe(fingerprint),
-        trials=tuple(rows),
-        probe_seconds=probe_seconds,
-        wall_seconds=wall_seconds,
-        search_usd=None if price is None else wall_seconds / 3600 * price.usd_per_hour,
-        importances=importances,
-        notes=notes,
-    )

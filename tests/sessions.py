@@ -16,12 +16,13 @@ from autotune.config import TrainConfig
 from autotune.judge import Subject
 from autotune.ladder import Ladder
 from autotune.objective import Floors
+from autotune.recall import summarize
 from autotune.recipe import StudySummary, TrialRow
 from autotune.result import ProbeRequest
 from autotune.search import Search
 from autotune.space import Knob, SearchSpace
 from autotune.store import ProbeStore
-from autotune.study import Limits, Study, summarize
+from autotune.study import Limits, Study
 from autotune.workload import Workload
 
 

@@ -114,9 +114,10 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     """Search, confirm, write, print. Raises Cancelled where a stop leaves nothing to write."""
     from autotune.footing import find_footing
     from autotune.ladder import Ladder
+    from autotune.recall import summarize
     from autotune.search import Search, stored_facts
     from autotune.store import ProbeStore
-    from autotune.study import Limits, Study, summarize
+    from autotune.study import Limits, Study
 
     spec, setup, out, name = task.spec, task.setup, task.out, task.study
     store = ProbeStore(task.url)

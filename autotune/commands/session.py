@@ -60,9 +60,9 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
         UsageError: there is no such study.
         StorageError: the database cannot be read.
     """
+    from autotune.recall import recall, summarize
     from autotune.search import Search, stored_facts, study_names
     from autotune.store import ProbeStore
-    from autotune.study import recall, summarize
 
     url = storage_url(storage)
     names = study_names(url)

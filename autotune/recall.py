@@ -1,0 +1,89 @@
+"""A study's trials as people see them: from verdicts as they fall, and from what Optuna and our table remember."""
+
+from autotune.judge import Judge, Subject
+from autotune.ladder import Verdict
+from autotune.objective import margins, score
+from autotune.recipe import StudySummary, TrialRow
+from autotune.result import Fingerprint, Outcome, ProbeResult, Rung
+from autotune.search import Told
+from autotune.store import StoredProbe
+
+
+def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
+    """A verdict as the row that people see."""
+    result, measurement = verdict.result, verdict.result.measurement
+    return TrialRow(
+        number=number,
+        config=result.config,
+        outcome=result.outcome,
+        rung=result.rung,
+        evidence=result.evidence,
+        reused=verdict.reused,
+        reason=result.reason,
+        tokens_per_second=score(result, subject.workload),
+        peak_reserved_gib=measurement.peak_reserved_gib if measurement else None,
+        limit_gib=measurement.limit_gib if measurement else result.oom.limit_gib if result.oom else None,
+        margin=margins(result)["memory"] if measurement or result.oom else None,
+        oom=result.oom,
+        seconds=verdict.seconds,
+        log=result.log,
+    )
+
+
+def recall(subject: Subject, finished: list[Told], stored: list[StoredProbe]) -> tuple[list[TrialRow], Judge]:
+    """A study's rows and judge from what Optuna and the probe table remember."""
+    judge = Judge(subject)
+    searched = [row for row in stored if row.result.rung is not Rung.CONFIRM and row.result.depth is None]
+    by_trial = {row.trial: row.result for row in searched if row.trial is not None}
+    seconds: dict[int | None, float] = {}
+    for row in stored:
+        seconds[row.trial] = seconds.get(row.trial, 0.0) + row.result.seconds.get("total", 0.0)
+    by_config = {row.result.config.digest: row.result for row in searched}
+    rows = []
+    for told in finished:
+        result = by_trial.get(told.number) or by_config.get(told.config.digest)
+        if result is None:  # answered from another study's probe
+            result = ProbeResult(
+                request_digest="",
+                config=told.config,
+                rung=Rung.FULL,
+                outcome=told.outcome,
+                reason=told.reason,
+            )
+        spent = 0.0 if told.reused else seconds.get(told.number, 0.0)
+        rows.append(row_of(told.number, Verdict(result=result, reused=told.reused, seconds=spent), subject))
+        judge.take(result)
+    for row in searched:
+        if row.trial is None and row.result.rung is Rung.FULL:
+            judge.take(row.result)
+    for row in stored:
+        if row.result.rung is Rung.CONFIRM:
+            if row.result.outcome is Outcome.OK and row.result.measurement is not None:
+                judge.confirm(row.result.config, row.result.measurement)
+            else:
+                judge.drop(row.result.config, row.result.reason or row.result.outcome)
+    return rows, judge
+
+
+def summarize(
+    rows: list[TrialRow],
+    judge: Judge,
+    fingerprint: Fingerprint,
+    *,
+    probe_seconds: float,
+    wall_seconds: float,
+    importances: dict[str, float],
+    notes: tuple[str, ...] = (),
+) -> StudySummary:
+    """What the study says so far."""
+    price = judge.subject.price
+    return StudySummary(
+        study=judge.subject.study,
+        recipe=judge.recipe(fingerprint),
+        trials=tuple(rows),
+        probe_seconds=probe_seconds,
+        wall_seconds=wall_seconds,
+        search_usd=None if price is None else wall_seconds / 3600 * price.usd_per_hour,
+        importances=importances,
+        notes=notes,
+    )

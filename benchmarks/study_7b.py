@@ -1,0 +1,80 @@
+"""The whole of `autotune run` on a 7B model, from the start of the process to the exported files: what did it take?
+
+Runs the command as a person would, in a directory of its own, then reads what it stored: how many configurations
+were judged, how many full-depth probes ran out of memory, and where the seconds went, by rung and by what they were
+spent on.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from common import save, table
+
+from autotune.commands.session import open_study
+from autotune.result import Evidence, Fingerprint, Outcome, from_data
+from autotune.store import ProbeStore
+
+SPENT_ON = ("load", "first_step", "steady", "evaluate", "save", "cleanup", "total")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--model", default="mistral-7b")
+    parser.add_argument("--budget", default="4m30s")
+    parser.add_argument("--keep", type=Path, help="a directory to run in, and to leave the study in")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ["--gpu", args.gpu, "--model", args.model, "--budget", args.budget]
+    command = [sys.executable, "-m", "autotune.cli", "run", *options, "--study", "study", "--out", "study", "--json"]
+    begin = time.monotonic()
+    done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+    wall = time.monotonic() - begin
+    said = json.loads(done.stdout)
+
+    url = f"sqlite:///{folder}/runs/autotune.db"
+    study = open_study("study", url)
+    probes = [row.result for row in ProbeStore(url).of_study("study")]
+    launched = [one for one in probes if one.seconds]
+    rows: list[dict[str, Any]] = []
+    for kind in dict.fromkeys((one.rung.value, one.depth, one.config.compile != "none") for one in launched):
+        of_kind = [one for one in launched if (one.rung.value, one.depth, one.config.compile != "none") == kind]
+        seconds: dict[str, float] = defaultdict(float)
+        for one in of_kind:
+            for name, spent in one.seconds.items():
+                seconds[name] += spent / len(of_kind)
+        rows.append(
+            {"rung": kind[0], "depth": kind[1], "compiled": kind[2], "probes": len(of_kind)}
+            | {name: seconds.get(name, 0.0) for name in SPENT_ON}
+        )
+    probing = sum(one.seconds.get("total", 0.0) for one in launched)
+    summary = {
+        "wall_seconds": wall,
+        "configs_judged": said["trials"]["judged"],
+        "full_depth_ooms": sum(
+            one.outcome is Outcome.OOM and one.evidence is Evidence.MEASURED and one.depth is None for one in probes
+        ),
+        "speedup": said["speedup"],
+        "trials": said["trials"],
+        "probing_seconds": probing,
+        "seconds_beside_probes": wall - probing,
+        "tokens_per_second": said["winner"]["performance"]["tokens_per_second"],
+        "exported": sorted(path.name for path in (folder / "study" / "export").iterdir()),
+    }
+    fingerprint: Fingerprint = from_data(Fingerprint, study.facts["fingerprint"])
+    save("study_7b", fingerprint, summary, rows, args.out)
+    table(rows, ["rung", "depth", "compiled", "probes", *SPENT_ON])
+    print(json.dumps(summary, indent=1))
+
+
+if __name__ == "__main__":
+    main()
