@@ -22,11 +22,14 @@ HOST_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extrapolation:
-    """A whole model's measurement, foretold. `time_error` is relative, about two standard deviations."""
+    """A whole model's measurement, foretold. Its `time_error` is about two standard deviations."""
 
     measurement: Measurement
-    time_error: float
     host_bound: bool
+
+    @property
+    def time_error(self) -> float:
+        return self.measurement.time_error
 
     def corrected(self, ratio: float) -> "Extrapolation":
         """With its times multiplied by what whole models took of what was foretold for them."""
@@ -134,8 +137,8 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
             trainable_params=round(line(low.trainable_params, high.trainable_params)),
             total_params=round(line(low.total_params, high.total_params)),
             telemetry=None,
+            time_error=math.hypot(floor, noise),
         ),
-        time_error=math.hypot(floor, noise),
         host_bound=host_bound,
     )
 

@@ -49,14 +49,18 @@ def step_time_s(measurement: Measurement, accumulation: int) -> float:
 
 
 def step_spread(measurements: Iterable[Measurement], accumulation: int) -> tuple[float, float]:
-    """Range of the timed steps of all these probes, relative to the step time that is reported for them."""
+    """Range of the timed steps of all these probes, relative to the step time that is reported for them.
+
+    Where they were extrapolated, at least the error that this may have.
+    """
     measurements = list(measurements)
     reported = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
     samples = []
     for measurement in measurements:
         scale = step_time_s(measurement, accumulation) / statistics.median(measurement.step_s)
         samples += [step * scale for step in measurement.step_s]
-    return min(samples) / reported - 1.0, max(samples) / reported - 1.0
+    error = max(measurement.time_error for measurement in measurements)
+    return min(min(samples) / reported - 1.0, -error), max(max(samples) / reported - 1.0, error)
 
 
 def performance(

@@ -161,7 +161,7 @@ class Measurement:
     clipping, optimizer, logging, data loader. `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is
     finer: it parts the backward pass where its peak may move from one place to another as depth grows. `host_micro_s`
     is what the host alone takes to issue a micro batch: where it is as long as the device takes, the host is the
-    bottleneck.
+    bottleneck. `time_error` is the relative error that extrapolated times may have, 0 where they were measured.
     """
 
     step_s: tuple[float, ...]
@@ -172,6 +172,7 @@ class Measurement:
     phase_peak_gib: dict[Phase, float]
     segment_peak_gib: dict[str, float] = field(default_factory=dict)
     host_micro_s: float | None = None
+    time_error: float = 0.0
     model_gib: float  # resident base weights
     adapters_gib: float
     gradients_gib: float

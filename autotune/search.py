@@ -195,10 +195,20 @@ class Search:
         ]
 
     def importances(self) -> dict[str, float]:
-        """How much each knob mattered (PED-ANOVA), or nothing where there are too few trials to say."""
+        """How much each knob mattered (PED-ANOVA), or nothing where there are too few trials to say.
+
+        What was pruned as slow counts with its extrapolated value: Optuna alone looks at complete trials only.
+        """
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return dict(optuna.importance.get_param_importances(self._study))
+            known = optuna.create_study(direction="maximize")
+            for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
+                values = [trial.value] if trial.value is not None else [*trial.intermediate_values.values()][-1:]
+                for value in values:
+                    known.add_trial(
+                        optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=value)
+                    )
+            return dict(optuna.importance.get_param_importances(known))
         return {}
 
     def _trial(self, number: int) -> FrozenTrial:

@@ -42,7 +42,7 @@ def facts(recipe: Recipe) -> list[str]:
         f" peak {fmt_gib(memory.peak_reserved_gib)} of {fmt_gib(memory.limit_gib)}",
         f"Full run: {workload.examples:,} examples, {workload.epochs} epoch(s), {workload.num_steps:,} steps:"
         f" {fmt_seconds(3600 * cost.full_run_hours)} ({low} to {high}), {fmt_usd(cost.full_run_usd)}",
-        f"Measured with {recipe.trainer} on {', '.join(machine)}",
+        f"Probed with {recipe.trainer} on {', '.join(machine)}",
         f"Fingerprint {fingerprint.digest}: python {fingerprint.python}, {', '.join(packages)}",
     ]
 
