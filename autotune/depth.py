@@ -69,7 +69,8 @@ def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] |
         return None
     period = math.lcm(shape.period, checkpoint_every or 1)
     rest = (shape.num_layers - shape.prefix) % period
-    possible = range(shape.prefix + rest, shape.num_layers // 2 + 1, period)
+    # Every kind of layer must be there, since the largest sets the peak.
+    possible = range(shape.prefix + period + rest, shape.num_layers // 2 + 1, period)
     shallow = next((depth for depth in possible if depth >= 2), None)
     if shallow is None:
         return None
@@ -152,7 +153,8 @@ def _excess(measurement: Measurement) -> float:
 def _time(low: Sequence[float], high: Sequence[float], reach: float) -> tuple[float, float]:
     """(seconds at full depth, standard error): medians extended, each one's error multiplied by its weight."""
     value = statistics.median(low) * (1 - reach) + statistics.median(high) * reach
-    return max(value, 0.0), math.hypot((1 - reach) * _error(low), reach * _error(high))
+    # A whole model takes at least what a part of it does, whatever disturbed the shallow probe.
+    return max(value, statistics.median(high)), math.hypot((1 - reach) * _error(low), reach * _error(high))
 
 
 def _error(times: Sequence[float]) -> float:

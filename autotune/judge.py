@@ -102,6 +102,7 @@ class Judge:
     def drop(self, config: TrainConfig, reason: str) -> None:
         """A configuration that came through the search but not its confirmation is out."""
         self.measured.pop(config.digest, None)
+        self.extrapolated.pop(config.digest, None)
         self.confirmed.pop(config.digest, None)
         self.caveats.append(f"{config.label()} came through the search but not its confirmation: {reason}")
 

@@ -82,15 +82,16 @@ class Ladder:
         self._model = model
         self._frontier = Frontier()
         self._memory = MemoryModel()
-        self._truncated: dict[str, dict[int, Measurement]] = {}  # by configuration, then depth
+        self._truncated: dict[tuple[TrainConfig, int], dict[int, Measurement]] = {}  # by micro steps too, then depth
+        self._failed: set[TrainConfig] = set()  # truncated, for reasons that the whole model may not share
         self._ratios: dict[tuple[Any, ...], list[float]] = {}  # measured / extrapolated time, by kind of step
         self._failures = 0
-        self._seconds = 0.0
+        self._seconds: dict[TrainConfig, float] = {}  # spent since the last verdict
 
     def learn_from_others(self) -> None:
         """Take over what other studies of this model measured here. Their OOMs may have been under another limit."""
         for row in self._store.of_model(self._model, self._prober.fingerprint.digest):
-            if row.result.measurement is not None:
+            if row.result.outcome is Outcome.OK:
                 self.learn(None, row.result)
 
     def learn(self, trial: int | None, result: ProbeResult) -> None:
@@ -102,13 +103,13 @@ class Ladder:
         if measurement is None or result.outcome is not Outcome.OK:
             return
         if result.depth is not None:
-            self._truncated.setdefault(config.digest, {})[result.depth] = measurement
-        foretold = self._extrapolated(config)
+            self._truncated.setdefault((config, measurement.micro_steps), {})[result.depth] = measurement
+        foretold = self._extrapolated(config, measurement.micro_steps)
         if result.depth is not None and foretold is not None:
             self._memory.learn(config, foretold.measurement)
         if result.depth is None and result.evidence is Evidence.MEASURED:
             self._memory.learn(config, measurement)
-            if foretold is not None and measurement.micro_steps == foretold.measurement.micro_steps:
+            if foretold is not None:
                 ratio = statistics.median(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
                 self._ratios.setdefault(_kind(config, foretold), []).append(ratio)
 
@@ -128,10 +129,13 @@ class Ladder:
                 trial,
                 _decided(request, Outcome.SLOW, Rung.SHALLOW, slow, measurement=looked.measurement),
             )
+        if self._shallow_only:
+            reason = "its layers cannot be left out, or failed without the others (--shallow-only)"
+            return self._decide(trial, _decided(self._request(config), Outcome.REFUSED, Rung.GATE, reason))
         result = self._probe(self._request(config), trial, "")
         self.learn(trial, result)
         self._count(result)
-        return Verdict(result=result, seconds=self._seconds)
+        return Verdict(result=result, seconds=self._seconds.pop(config))
 
     def look(self, config: TrainConfig, trial: int | None) -> Verdict | Extrapolation | None:
         """Everything below the full-depth probe: the verdict where that decides, else what truncated depths foretell.
@@ -139,7 +143,6 @@ class Ladder:
         None where they foretell nothing. Looking again costs nothing.
         """
         request = self._request(config)
-        self._seconds = 0.0
         stored = self._store.find(request.digest, self._prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM))
         if stored is not None and not self._shallow_only:
             self.learn(trial, stored)
@@ -154,7 +157,8 @@ class Ladder:
 
     def _decide(self, trial: int | None, result: ProbeResult) -> Verdict:
         self.learn(trial, result)
-        return Verdict(result=self._stored(trial, result), reused=self._seconds == 0.0, seconds=self._seconds)
+        spent = self._seconds.pop(result.config, 0.0)
+        return Verdict(result=self._stored(trial, result), reused=spent == 0.0, seconds=spent)
 
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int) -> ProbeResult:
         """Measure a finalist again: more micro batches a step, one evaluation and one save included."""
@@ -188,7 +192,7 @@ class Ladder:
         """What two truncated depths decide, else what they foretell; None where they tell nothing."""
         config = request.config
         pair = None if self._shape is None else depths(self._shape, config.checkpoint_every)
-        if self._shape is None or pair is None:
+        if self._shape is None or pair is None or config in self._failed:
             return None
         for depth in pair:
             short = replace(
@@ -205,8 +209,9 @@ class Ladder:
                 reason = f"{result.reason} with {depth} of {self._shape.num_layers} layers alone"
                 return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=result.oom, phase=result.phase)
             if result.outcome is not Outcome.OK:
-                return None  # a truncated model may fail for its own reasons
-        foretold = self._foretell(config)
+                self._failed.add(config)
+                return None
+        foretold = self._foretell(config, request.micro_steps)
         if foretold is None:
             return None
         measurement = foretold.measurement
@@ -220,23 +225,24 @@ class Ladder:
             return _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=measurement)
         return foretold
 
-    def _extrapolated(self, config: TrainConfig) -> Extrapolation | None:
+    def _extrapolated(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
         """The whole model, from this configuration's truncated probes."""
-        probed = sorted(self._truncated.get(config.digest, {}).items())
+        probed = sorted(self._truncated.get((config, micro_steps), {}).items())
         if self._shape is None or len(probed) != 2:
             return None
         return extrapolate(probed, self._shape.num_layers)
 
-    def _foretell(self, config: TrainConfig) -> Extrapolation | None:
+    def _foretell(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
         """The same, its time corrected by what whole models took of what was foretold for them."""
-        foretold = self._extrapolated(config)
+        foretold = self._extrapolated(config, micro_steps)
         ratios = self._ratios.get(_kind(config, foretold)) if foretold else None
         return foretold.corrected(statistics.median(ratios)) if foretold and ratios else foretold
 
     def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
         name = "settle" if trial is None else f"trial-{trial:04d}"
         result = self._stored(trial, self._prober.probe(request, self._logs / f"{name}{suffix}.log"))
-        self._seconds += result.seconds.get("total", 0.0)
+        spent = result.seconds.get("total", 0.0)
+        self._seconds[request.config] = self._seconds.get(request.config, 0.0) + spent
         return result
 
     def _stored(self, trial: int | None, result: ProbeResult) -> ProbeResult:

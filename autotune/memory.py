@@ -113,13 +113,15 @@ class MemoryModel:
 
     def learn(self, config: TrainConfig, measurement: Measurement) -> None:
         """Of the whole model, measured or extrapolated; what was learned last of a configuration counts."""
-        self._known[(config.digest, measurement.micro_steps)] = _Known(config=config, measurement=measurement)
+        key = (config.digest, measurement.micro_steps)
+        if key not in self._known or not measurement.time_error:  # what was measured outranks what is extrapolated
+            self._known[key] = _Known(config=config, measurement=measurement)
 
     def predict(self, config: TrainConfig, micro_steps: int, offered_gib: float) -> MemoryEstimate | None:
         """None where nothing is known that this could be told from. `offered_gib` is the device's, less headroom."""
         way = _way(config, micro_steps)
         alike = [one for one in self._known.values() if one.way == way]
-        statics = self._statics(config)
+        statics = self._statics(config, micro_steps)
         if not alike or statics is None:
             return None
         names = set.intersection(*(set(_segments(one.measurement)) for one in alike))
@@ -127,10 +129,8 @@ class MemoryModel:
             return None
         low = gib = high = 0.0
         for name in names:
-            points = [
-                (one.config.tokens, max(_segments(one.measurement)[name] - held_gib(one.measurement), -statics))
-                for one in alike
-            ]
+            moving = [_segments(one.measurement)[name] - held_gib(one.measurement, micro_steps) for one in alike]
+            points = [(one.config.tokens, max(moved, -statics)) for one, moved in zip(alike, moving, strict=True)]
             bounds = _at(points, config.tokens)
             low, gib, high = max(low, bounds[0]), max(gib, bounds[1]), max(high, bounds[2])
         beyond = [one.measurement.peak_reserved_gib / one.measurement.peak_allocated_gib for one in alike]
@@ -143,8 +143,8 @@ class MemoryModel:
             basis=len(alike),
         )
 
-    def _statics(self, config: TrainConfig) -> float | None:
-        """Weights, adapters, gradients and optimizer state of a configuration; None where one of them is unknown."""
+    def _statics(self, config: TrainConfig, micro_steps: int) -> float | None:
+        """What stays in memory through the steps of a configuration; None where a part of it is unknown."""
         bases = [one for one in self._known.values() if _base(one.config) == _base(config)]
         states = [one for one in bases if one.config.optimizer == config.optimizer]
         if not states:
@@ -152,16 +152,17 @@ class MemoryModel:
         # Adapters, and with them gradients and state, are proportional to the rank.
         nearest = min(states, key=lambda one: abs(_rank(one.config) - _rank(config)))
         measured, scale = nearest.measurement, _rank(config) / _rank(nearest.config)
-        return measured.model_gib + scale * (measured.adapters_gib + measured.gradients_gib + measured.optimizer_gib)
+        return measured.model_gib + scale * (held_gib(measured, micro_steps) - measured.model_gib)
 
     def _managed(self, config: TrainConfig, alike: list[_Known]) -> float:
         paged = [one for one in alike if one.config.optimizer == config.optimizer]
         return max((one.measurement.managed_gib * _rank(config) / _rank(one.config) for one in paged), default=0.0)
 
 
-def held_gib(measurement: Measurement) -> float:
-    """What stays in memory through a step, once gradients are alive."""
-    return measurement.model_gib + measurement.adapters_gib + measurement.gradients_gib + measurement.optimizer_gib
+def held_gib(measurement: Measurement, micro_steps: int) -> float:
+    """Weights, adapters and optimizer state, and gradients where those of one micro batch wait for the next."""
+    held = measurement.model_gib + measurement.adapters_gib + measurement.optimizer_gib
+    return held + (measurement.gradients_gib if micro_steps > 1 else 0.0)
 
 
 def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:

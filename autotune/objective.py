@@ -15,6 +15,8 @@ from autotune.result import Measurement, Outcome, ProbeResult
 from autotune.space import Removal, SearchSpace
 from autotune.workload import Workload
 
+# Headroom counts from a tenth of the limit on: a smaller difference is not worth any speed.
+ROOMIER = 0.1
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 
 
@@ -199,8 +201,7 @@ def choose(candidates: list[Scored], slack: float) -> tuple[Scored, str]:
     """
     cheapest = max(candidates, key=lambda candidate: candidate.score)
     close = [candidate for candidate in candidates if candidate.score >= cheapest.score / (1.0 + slack)]
-    # Headroom counts from a tenth of the limit on: a smaller difference is not worth any speed.
-    roomy = cheapest.headroom + 0.1
+    roomy = cheapest.headroom + ROOMIER
     winner = max(close, key=lambda one: (capability(one.config), one.headroom >= roomy, one.score))
     if winner is cheapest:
         return winner, "the cheapest above the floors; nothing more capable is within the slack"
@@ -210,6 +211,13 @@ def choose(candidates: list[Scored], slack: float) -> tuple[Scored, str]:
         what = "it is more capable: " + _differences(winner.config, cheapest.config)
     extra = cheapest.score / winner.score - 1.0
     return winner, f"{what}, for {extra:.1%} more cost than the cheapest (slack {slack:.0%})"
+
+
+def to_beat(candidate: Scored, best: Scored, slack: float) -> float:
+    """The score from which on `choose` may prefer the candidate to the best."""
+    roomier = candidate.headroom >= best.headroom + ROOMIER
+    preferred = (capability(candidate.config), roomier) > (capability(best.config), False)
+    return best.score / (1.0 + slack) if preferred else best.score
 
 
 def _differences(winner: TrainConfig, other: TrainConfig) -> str:

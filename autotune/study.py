@@ -18,7 +18,7 @@ from autotune.depth import Extrapolation
 from autotune.errors import Cancelled
 from autotune.judge import DISAGREEMENT, Judge, Subject
 from autotune.ladder import Ladder, Verdict
-from autotune.objective import capability, margins, performance, score
+from autotune.objective import Scored, capability, margins, performance, score, to_beat
 from autotune.recall import recall, row_of
 from autotune.recipe import TrialRow
 from autotune.result import Outcome
@@ -178,14 +178,14 @@ class Study:
                 self.judge.add(config, result.measurement)
 
     def _promise(self, config: TrainConfig, foretold: Extrapolation) -> str | None:
-        """Why an extrapolated candidate cannot win; None while it can. A more capable one may cost the slack more."""
+        """Why an extrapolated candidate cannot win; None while it can."""
         best = self.best()
         if best is None or best.tokens_per_second is None:
             return None
-        speed = self._speed(config, foretold)
-        bar = best.tokens_per_second
-        if capability(config) > capability(best.config):
-            bar /= 1 + self.subject.floors.slack
+        speed, need = self._speed(config, foretold), foretold.measurement
+        candidate = Scored(config=config, score=speed, headroom=1 - need.peak_reserved_gib / need.limit_gib)
+        fastest = Scored(config=best.config, score=best.tokens_per_second, headroom=-(best.margin or 0.0))
+        bar = to_beat(candidate, fastest, self.subject.floors.slack)
         if speed * (1 + foretold.time_error) >= bar:
             return None
         return f"{speed:,.0f} tokens/s foretold (within {foretold.time_error:.0%}), {bar:,.0f} are to be beaten"

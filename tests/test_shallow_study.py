@@ -1,0 +1,256 @@
+"""Whole studies with the shallow rung: the same winner for less, what Optuna is told, what the judge makes of it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from factories import measurement, result
+from layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
+from optuna.trial import FrozenTrial, TrialState
+from replay import ReplayProber
+from sessions import BASELINE, Session, by_tokens, space, subject_of
+
+from autotune.config import TrainConfig
+from autotune.judge import Judge, Subject
+from autotune.ladder import Ladder
+from autotune.objective import Floors
+from autotune.result import Evidence, ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.search import Search
+from autotune.store import ProbeStore
+from autotune.study import Limits, Study
+
+SPACE = space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16, 32), checkpointing=("none", "full"))
+Open = Callable[..., Session]
+Finished = tuple[Session, Session, list[FrozenTrial]]
+
+
+def opener(folder: Path, opened: list[Any]) -> Open:
+    def start(
+        answers: Answer,
+        *,
+        name: str = "study",
+        subject: Subject | None = None,
+        shape: ModelShape | None = SHAPE,
+        shallow_only: bool = False,
+        limit_gib: float = 4.0,
+        clock: Callable[[], float] = lambda: 0.0,
+        **limits: Any,
+    ) -> Session:
+        """A session of the study 'one' in the database `name`, the baseline in its queue."""
+        subject, url = subject or subject_of(SPACE), f"sqlite:///{folder / name}.db"
+        prober, store = ReplayProber(answers, shape=shape), ProbeStore(url)
+        search = Search.create(url, "one", subject.space, seed=0, facts={})
+        opened.extend((store, search))
+
+        def request(config: TrainConfig) -> ProbeRequest:
+            return ProbeRequest(config=config, model={}, memory_gib=limit_gib / 0.95)
+
+        more: dict[str, Any] = {"shape": shape, "shallow_only": shallow_only}
+        ladder = Ladder(prober, store, study="one", logs=folder / "logs", request=request, **more)
+        study = Study(subject, search, ladder, Limits(**({"budget_s": 1e6} | limits)), 0.0, clock=clock)
+        study.resume(store.of_study("one"))
+        if not search.is_waiting():
+            study.begin([BASELINE])
+        return Session(study=study, prober=prober, search=search, ladder=ladder, store=store, said=[])
+
+    return start
+
+
+@pytest.fixture
+def open_study(tmp_path: Path) -> Iterator[Open]:
+    opened: list[Any] = []
+    yield opener(tmp_path, opened)
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    """A study that tried the whole space, the session that came after it, and its trials as Optuna knows them."""
+    folder, opened = tmp_path_factory.mktemp("finished"), list[Any]()
+    start = opener(folder, opened)
+    first = whole(start(layered(by_tokens, slower=1.03), patience=100, limit_gib=100.0))
+    yield first, start(layered(by_tokens), limit_gib=100.0), trials(folder)
+    for one in opened:
+        one.close()
+
+
+def whole(session: Session) -> Session:
+    session.study.run()
+    session.study.confirm()
+    return session
+
+
+def full_depth(session: Session) -> int:
+    return sum(request.rung is Rung.FULL for request in session.prober.requests)
+
+
+def trials(tmp_path: Path, name: str = "study") -> list[FrozenTrial]:
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path / name}.db")
+    found = optuna.load_study(storage=storage, study_name="one").trials
+    storage.engine.dispose()
+    return found
+
+
+def test_the_winner_is_the_same_for_fewer_whole_models(open_study: Open, finished: Finished) -> None:
+    with_it = finished[0]
+    without = whole(open_study(layered(by_tokens, slower=1.03), patience=100, limit_gib=100.0, shape=None))
+    assert with_it.winner() == without.winner()
+    assert full_depth(with_it) < full_depth(without) == SPACE.size()
+    assert {row.config for row in with_it.study.rows} == {row.config for row in without.study.rows}
+
+
+def test_the_winner_is_the_same_where_memory_is_short(open_study: Open) -> None:
+    answers = layered(by_tokens)
+    with_it = whole(open_study(answers, trials=9, limit_gib=2.2))
+    without = whole(open_study(answers, trials=9, limit_gib=2.2, shape=None, name="without"))
+    assert with_it.winner() == without.winner()
+    assert full_depth(with_it) < full_depth(without)
+
+
+def test_who_leaves_more_memory_free_within_the_slack_wins_with_it_too(open_study: Open) -> None:
+    two = subject_of(space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16,), checkpointing=("none",)))
+    answers = layered(lambda config: 1000.0 if config.micro_batch_size == 8 else 970.0)
+    with_it = whole(open_study(answers, subject=two, limit_gib=3.2))
+    without = whole(open_study(answers, subject=two, limit_gib=3.2, shape=None, name="without"))
+    assert without.winner().micro_batch_size == 4
+    assert with_it.winner() == without.winner()
+
+
+def test_what_was_slow_is_pruned_with_what_it_would_have_done(
+    finished: Finished,
+) -> None:
+    session, _, found = finished
+    slow = [row for row in session.study.rows if row.outcome is Outcome.SLOW]
+    assert slow
+    for row in slow:
+        trial = found[row.number]
+        assert trial.state is TrialState.PRUNED
+        assert trial.intermediate_values == pytest.approx({0: row.tokens_per_second})
+        assert trial.constraints["memory"] < 0 and trial.constraints["health"] == 0
+    best = session.study.best()
+    assert best is not None and all((row.tokens_per_second or 0) < (best.tokens_per_second or 0) for row in slow)
+
+
+def test_a_study_is_remembered_as_it_was(finished: Finished) -> None:
+    first, again, _ = finished
+    assert {row.outcome for row in first.study.rows} == {Outcome.OK, Outcome.SLOW}
+    assert again.summary().recipe == first.summary().recipe
+    for then, now in zip(first.study.rows, again.study.rows, strict=True):
+        assert now == then
+
+
+def test_only_what_was_known_before_is_said_to_be_reused(
+    finished: Finished,
+) -> None:
+    first = {row.config: row for row in reversed(finished[0].study.rows)}
+    assert len(first) == SPACE.size()
+    assert [row.config.label() for row in first.values() if row.reused] == []
+
+
+@pytest.mark.parametrize("depth", [8, None])
+def test_a_session_that_was_killed_between_depths_told_nothing_wrong(
+    open_study: Open, tmp_path: Path, depth: int | None
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(request: ProbeRequest) -> ProbeResult:
+        if request.depth == depth:
+            raise Killed
+        return layered()(request)
+
+    first = open_study(killed)
+    cut_off = first.search.ask()
+    with pytest.raises(Killed):
+        first.ladder.evaluate(cut_off.config, cut_off.number)
+    second = open_study(layered(), trials=1)
+    assert second.study.rows == []
+    second.study.run()
+    (row,) = second.study.rows
+    assert (row.config, row.outcome, row.rung) == (cut_off.config, Outcome.OK, Rung.FULL)
+    assert asked(second.prober) == ([8, None] if depth == 8 else [None])
+    assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL, TrialState.COMPLETE]
+
+
+@pytest.mark.parametrize("budget_s", [60.0, 200.0])
+def test_the_budget_is_kept_to_within_one_configuration(open_study: Open, budget_s: float) -> None:
+    now, answers = [0.0], layered(by_tokens)
+
+    def takes_time(request: ProbeRequest) -> ProbeResult:
+        answer = answers(request)
+        now[0] += answer.seconds["total"]
+        return answer
+
+    whole(open_study(takes_time, clock=lambda: now[0], budget_s=budget_s, patience=100))
+    assert now[0] <= budget_s + FULL_S + 2 * SHORT_S
+
+
+# What the judge makes of it
+
+
+def test_a_cell_just_behind_the_best_is_measured_in_the_end(open_study: Open) -> None:
+    """The lesser rank is foretold to be 4 % slower: it cannot win, but readers will want to know what it costs."""
+    two = subject_of(space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16, 32), checkpointing=("full",)))
+    answers = layered(lambda config: 1000.0 if config.lora_rank == 32 else 960.0)
+    first = open_study(answers, subject=two)
+    first.search.enqueue({"lora_rank": 32})
+    session = whole(first)
+    recipe = session.summary().recipe
+    assert recipe is not None
+    assert {cell.config.lora_rank: cell.evidence for cell in recipe.cells} == dict.fromkeys((16, 32), Evidence.MEASURED)
+
+
+def test_where_nothing_was_measured_what_was_foretold_wins_and_says_so(open_study: Open) -> None:
+    session = open_study(layered(by_tokens), shallow_only=True, trials=10, limit_gib=100.0)
+    session.study.run()
+    assert full_depth(session) == 0
+    recipe = session.summary().recipe
+    assert recipe is not None and recipe.baseline is not None
+    assert recipe.winner.evidence is recipe.baseline.evidence is Evidence.EXTRAPOLATED
+    assert any("nothing was probed at full depth" in caveat for caveat in recipe.caveats)
+    assert recipe.winner.config == replace(BASELINE, checkpointing="none")
+
+
+def told(judge: Judge, config: TrainConfig, micro_s: float, evidence: Evidence) -> None:
+    outcome = Outcome.SLOW if evidence is Evidence.EXTRAPOLATED else Outcome.OK
+    judge.take(result(config, outcome, evidence=evidence, measurement=measurement(micro_s)))
+
+
+def test_what_was_measured_outranks_what_was_foretold() -> None:
+    judge, slower = Judge(subject_of(SPACE)), replace(BASELINE, lora_rank=32)
+    told(judge, BASELINE, 1.0, Evidence.MEASURED)
+    told(judge, slower, 0.5, Evidence.EXTRAPOLATED)
+    assert judge.finalists(5) == [BASELINE]  # only a measurement wins
+    assert judge.close_calls() == [slower]
+    assert judge.candidate(slower).evidence is Evidence.EXTRAPOLATED
+    told(judge, slower, 1.5, Evidence.MEASURED)
+    assert judge.candidate(slower).evidence is Evidence.MEASURED
+    assert judge.candidate(slower).measurement.micro_step_s[0] == 1.5
+    assert judge.close_calls() == []
+
+
+def test_only_the_best_of_a_cell_within_the_slack_is_a_close_call() -> None:
+    judge = Judge(subject_of(SPACE, floors=Floors(slack=0.05)))
+    assert judge.close_calls() == []
+    told(judge, BASELINE, 1.0, Evidence.MEASURED)
+    near, far = (replace(BASELINE, lora_rank=32, checkpointing=checkpointing) for checkpointing in ("none", "full"))
+    told(judge, near, 1.04, Evidence.EXTRAPOLATED)
+    told(judge, far, 1.2, Evidence.EXTRAPOLATED)
+    told(judge, replace(BASELINE, checkpointing="none"), 1.01, Evidence.EXTRAPOLATED)  # its cell has a better one
+    assert judge.close_calls() == [near]
+    assert Judge(subject_of(SPACE)).close_calls() == []
+
+
+def test_who_failed_to_confirm_does_not_come_back_as_foretold() -> None:
+    judge, failed = Judge(subject_of(SPACE)), replace(BASELINE, lora_rank=32)
+    told(judge, BASELINE, 1.0, Evidence.MEASURED)
+    told(judge, failed, 1.01, Evidence.EXTRAPOLATED)
+    judge.add(failed, measurement(1.01))
+    judge.drop(failed, "out of memory")
+    assert failed not in judge.close_calls()
+    recipe = judge.recipe(ReplayProber({}).fingerprint)
+    assert recipe is not None and [cell.config for cell in recipe.cells] == [BASELINE]
