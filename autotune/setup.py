@@ -19,6 +19,7 @@ from autotune.units import fmt_gib
 from autotune.workload import Workload
 
 DEFAULT_TOKENS = 1024
+NO_SDPA = {"gemma2", "gpt_oss"}  # transformers refuses SDPA for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,14 @@ def _possible(
     if find_spec("bitsandbytes") is None:
         narrow("quantization", {"int8", "nf4"}, "bitsandbytes is not installed")
         narrow("optimizer", {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"}, "bitsandbytes is not installed")
+    if model.config["model_type"] in NO_SDPA:
+        knob = space.knob("attention")
+        reason = f"{model.config['model_type']} has no SDPA attention; eager in its place"
+        if knob is None or knob.choices() == ("sdpa",):
+            space = space.pin("attention", "eager")
+            removals.append(Removal(knob="attention", values=("sdpa",), reason=reason))
+        else:
+            narrow("attention", {"sdpa"}, f"{model.config['model_type']} has no SDPA attention")
     if device.kind == "cpu":
         narrow("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
         narrow("optimizer", {"lion_8bit"}, "has no CPU kernel")

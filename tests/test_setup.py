@@ -255,3 +255,17 @@ def test_no_two_names_share_a_slug():
     names += [slug(name) for name in HOSTILE]  # a study called like another one's directory
     names = list(dict.fromkeys(names))
     assert len({slug(name) for name in names}) == len(names)
+
+
+def test_a_model_without_sdpa_is_probed_with_eager_attention_and_that_is_told(installed):
+    for space in ("lora", "default"):
+        setup = set_up(StudySpec(model="gemma-2-9b", space=space), H200)
+        assert setup.subject.space.knob("attention").choices() == ("eager",)
+        assert setup.subject.baselines()[0].attention == "eager"
+        assert any(removal.knob == "attention" and "SDPA" in removal.reason for removal in setup.removals)
+
+
+def test_where_another_attention_is_left_it_is_kept(installed):
+    installed("bitsandbytes", "flash_attn")
+    setup = set_up(StudySpec(model="gemma-2-9b", space="default"), H200)
+    assert setup.subject.space.knob("attention").choices() == ("flash_attention_2",)

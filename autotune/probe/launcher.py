@@ -159,11 +159,11 @@ class WorkerProber:
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
         """How the model's layers repeat; None where the worker cannot tell. Raises EnvironmentProblem, Cancelled."""
-        self.fingerprint  # noqa: B018 (a worker is up from here on)
+        if self._process is None:
+            self.launch()
+        if not self._ready:
+            self._await_ready()
         try:
-            if self._process is None:
-                self.launch()
-                self._await_ready()
             self._send({"describe": model})
             message = self._receive(_Watch(None, self._deadlines))
         except (BrokenPipeError, ConnectionError, EOFError):

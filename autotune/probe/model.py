@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from autotune.config import TrainConfig
 from autotune.depth import repetition
@@ -177,6 +178,7 @@ def set_checkpointing(base: PreTrainedModel, every: int | None) -> None:
 
 def _from_config(model_config: Any, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
+    model.tie_weights()  # `no_init_weights` leaves it out, and a head of its own would count twice
     return model
 
 
@@ -236,12 +238,13 @@ def describe(model: dict[str, Any]) -> ModelShape:
     model_config = _config_of(model)
     with torch.device("meta"), no_init_weights():
         built = _from_config(model_config, torch.bfloat16, "eager")
-    said = list(_layer_lists(model_config).values())
+    lists = _layer_lists(model_config).values()
+    said = [values for values in lists if values != list(range(len(values)))]  # that one says which, not what
     kinds: list[Any] = []
     for index, layer in enumerate(decoder_layers(built)):
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
         kinds.append((type(layer).__name__, shapes, [str(values[index]) for values in said]))
-    linear = {id(module.weight) for module in built.modules() if isinstance(module, nn.Linear)}
+    linear = {id(module.weight) for module in built.modules() if isinstance(module, nn.Linear | Conv1D)}
     unreached = sum(
         parameter.numel()
         for layer in decoder_layers(built)
@@ -254,14 +257,14 @@ def describe(model: dict[str, Any]) -> ModelShape:
 
 
 def _fill(model: nn.Module) -> None:
-    """Random values for matrices; norm weights keep their ones, biases are zeroed."""
+    """Random values for matrices; norm weights keep their ones, biases and other vectors are zeroed."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
                 continue  # quantised already
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.02)
-            elif name.endswith("bias"):
+            elif not name.endswith("weight"):
                 parameter.zero_()
 
 
