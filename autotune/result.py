@@ -5,6 +5,7 @@ A failed probe is a ProbeResult too. GiB is 2**30 bytes, seconds are wall or dev
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import Any, TypeVar
 
 from autotune.config import TrainConfig, digest_of
@@ -232,7 +233,8 @@ class ProbeResult:
     schema_version: int = SCHEMA_VERSION
 
 
-def _adapter(kind: type[T]) -> Any:
+@cache
+def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)

@@ -53,6 +53,7 @@ class Search:
 
     def __init__(self, url: str, storage: RDBStorage, study: optuna.Study, space: SearchSpace) -> None:
         self._url, self._storage, self._study, self._space = url, storage, study, space
+        self._asked: dict[int, optuna.Trial] = {}  # a Trial that is made anew samples anew
 
     @classmethod
     def create(cls, url: str, name: str, space: SearchSpace, *, seed: int, facts: dict[str, Any]) -> "Search":
@@ -137,6 +138,7 @@ class Search:
                     chosen[knob.name] = trial._suggest(knob.name, distribution(knob))
             config = self._space.config(chosen)
             trial.set_user_attr("config", config.as_dict())
+            self._asked[trial.number] = trial
             return Asked(number=trial.number, config=config)
 
     def tell(
@@ -151,7 +153,9 @@ class Search:
     ) -> None:
         """Tell what became of a trial. Margins are signed: above 0 is infeasible."""
         with _errors(self._url):
-            trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
+            trial = self._asked.pop(number, None)
+            if trial is None:  # asked for by a session that was killed
+                trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
             for key, margin in margins.items():
                 if math.isfinite(margin):
                     trial.set_constraint(key, margin)
@@ -170,6 +174,7 @@ class Search:
     def give_back(self, number: int) -> None:
         """The trial was not finished: it goes back to the queue, as a new trial."""
         with _errors(self._url):
+            self._asked.pop(number, None)
             params = self._trial(number).params
             fixed = self._trial(number).system_attrs.get("fixed_params")
             self._study.tell(number, state=TrialState.FAIL)
