@@ -5,13 +5,13 @@ A failed probe is a ProbeResult too. GiB is 2**30 bytes, seconds are wall or dev
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from typing import Any, TypeVar
 
 from autotune.config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
 T = TypeVar("T")
+_adapters: dict[type[Any], Any] = {}  # made once: it takes milliseconds
 
 
 class Outcome(StrEnum):
@@ -233,11 +233,12 @@ class ProbeResult:
     schema_version: int = SCHEMA_VERSION
 
 
-@cache
-def _adapter(kind: Any) -> Any:
+def _adapter(kind: type[Any]) -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind)
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
 
 
 def to_data(value: Any) -> Any:
