@@ -1,6 +1,7 @@
 """Databases for the contract tests: a SQLite file, and a real PostgreSQL server started once a session."""
 
 import os
+import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,15 @@ from typing import Any
 
 import pytest
 from sessions import Start, starter
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+
+@event.listens_for(Engine, "connect")
+def _without_waiting_for_the_disk(connection: Any, record: Any) -> None:
+    """Tests kill processes, not machines: what SQLite handed to the kernel is safe enough."""
+    if isinstance(connection, sqlite3.Connection):
+        connection.execute("PRAGMA synchronous=OFF")
 
 
 @pytest.fixture(scope="session")
