@@ -93,8 +93,11 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
     def line(at_low: float, at_high: float) -> float:
         return at_low + (at_high - at_low) * reach
 
-    segments = {name: line(low.segment_peak_gib[name], high.segment_peak_gib[name]) for name in high.segment_peak_gib}
-    phases = {phase: line(low.phase_peak_gib[phase], high.phase_peak_gib[phase]) for phase in high.phase_peak_gib}
+    def lines(at_low: dict[Any, float], at_high: dict[Any, float]) -> dict[Any, float]:
+        return {key: line(at_low[key], at_high[key]) for key in at_high if key in at_low}
+
+    segments = lines(low.segment_peak_gib, high.segment_peak_gib)
+    phases = lines(low.phase_peak_gib, high.phase_peak_gib)
     backward = [peak for name, peak in segments.items() if name.startswith(Phase.BACKWARD)]
     if backward:
         phases[Phase.BACKWARD] = max(backward)
@@ -122,7 +125,7 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
             step_s=tuple(one * scale for one in high.step_s),
             micro_step_s=(micro,),
             rest_s=(rest,) if high.rest_s else (),
-            phase_s={phase: line(low.phase_s[phase], high.phase_s[phase]) for phase in high.phase_s},
+            phase_s=lines(low.phase_s, high.phase_s),
             phase_peak_gib=phases,
             segment_peak_gib=segments,
             host_micro_s=host,

@@ -83,8 +83,9 @@ class Ladder:
         self._frontier = Frontier()
         self._memory = MemoryModel()
         self._truncated: dict[tuple[TrainConfig, int], dict[int, Measurement]] = {}  # by micro steps too, then depth
-        self._failed: set[TrainConfig] = set()  # truncated, for reasons that the whole model may not share
-        self._ratios: dict[tuple[Any, ...], list[float]] = {}  # measured / extrapolated time, by kind of step
+        self._failed: dict[TrainConfig, str] = {}  # truncated, for reasons that the whole model may not share
+        # Measured / extrapolated time, by kind of step, then configuration.
+        self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
         self._failures = 0
         self._seconds: dict[TrainConfig, float] = {}  # spent since the last verdict
 
@@ -111,7 +112,7 @@ class Ladder:
             self._memory.learn(config, measurement)
             if foretold is not None:
                 ratio = statistics.median(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
-                self._ratios.setdefault(_kind(config, foretold), []).append(ratio)
+                self._ratios.setdefault(_kind(config, foretold), {})[config] = ratio
 
     def evaluate(self, config: TrainConfig, trial: int | None, promise: Promise | None = None) -> Verdict:
         """Climb until something decides. `promise` says why an extrapolated candidate cannot win, or None.
@@ -122,17 +123,16 @@ class Ladder:
         looked = self.look(config, trial)
         if isinstance(looked, Verdict):
             return looked
-        slow = promise(config, looked) if promise is not None and looked is not None else None
-        if slow is not None and looked is not None:
-            request = self._request(config)
-            return self._decide(
-                trial,
-                _decided(request, Outcome.SLOW, Rung.SHALLOW, slow, measurement=looked.measurement),
-            )
+        request = self._request(config)
+        if looked is not None and promise is not None and (slow := promise(config, looked)):
+            result = _decided(request, Outcome.SLOW, Rung.SHALLOW, slow, measurement=looked.measurement)
+            return self._decide(trial, result)
         if self._shallow_only:
-            reason = "its layers cannot be left out, or failed without the others (--shallow-only)"
-            return self._decide(trial, _decided(self._request(config), Outcome.REFUSED, Rung.GATE, reason))
-        result = self._probe(self._request(config), trial, "")
+            reason = self._failed.get(config, "its layers cannot be left out (--shallow-only)")
+            failed = _decided(request, Outcome.CRASH, Rung.SHALLOW, reason)
+            self._count(failed)
+            return self._decide(trial, failed)
+        result = self._probe(request, trial, "")
         self.learn(trial, result)
         self._count(result)
         return Verdict(result=result, seconds=self._seconds.pop(config))
@@ -146,9 +146,10 @@ class Ladder:
         stored = self._store.find(request.digest, self._prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM))
         if stored is not None and not self._shallow_only:
             self.learn(trial, stored)
+            known = replace(stored, rung=Rung.FULL, log=None)
             if trial is not None:  # this study's own row, so that it can be read without the one that measured it
-                self._stored(trial, replace(stored, seconds={}, log=None))
-            return Verdict(result=replace(stored, log=None), reused=True)
+                self._stored(trial, replace(known, seconds={}))
+            return Verdict(result=known, reused=True)
         refused = self._gate(request)
         if refused is not None:
             return Verdict(result=self._stored(trial, refused))
@@ -209,7 +210,7 @@ class Ladder:
                 reason = f"{result.reason} with {depth} of {self._shape.num_layers} layers alone"
                 return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=result.oom, phase=result.phase)
             if result.outcome is not Outcome.OK:
-                self._failed.add(config)
+                self._failed[config] = result.reason or result.outcome
                 return None
         foretold = self._foretell(config, request.micro_steps)
         if foretold is None:
@@ -236,7 +237,7 @@ class Ladder:
         """The same, its time corrected by what whole models took of what was foretold for them."""
         foretold = self._extrapolated(config, micro_steps)
         ratios = self._ratios.get(_kind(config, foretold)) if foretold else None
-        return foretold.corrected(statistics.median(ratios)) if foretold and ratios else foretold
+        return foretold.corrected(statistics.median(ratios.values())) if foretold and ratios else foretold
 
     def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
         name = "settle" if trial is None else f"trial-{trial:04d}"

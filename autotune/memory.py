@@ -112,9 +112,9 @@ class MemoryModel:
         self._known: dict[tuple[str, int], _Known] = {}
 
     def learn(self, config: TrainConfig, measurement: Measurement) -> None:
-        """Of the whole model, measured or extrapolated; what was learned last of a configuration counts."""
+        """Of the whole model, measured or extrapolated; what was measured outranks."""
         key = (config.digest, measurement.micro_steps)
-        if key not in self._known or not measurement.time_error:  # what was measured outranks what is extrapolated
+        if key not in self._known or not measurement.time_error:
             self._known[key] = _Known(config=config, measurement=measurement)
 
     def predict(self, config: TrainConfig, micro_steps: int, offered_gib: float) -> MemoryEstimate | None:
@@ -129,7 +129,7 @@ class MemoryModel:
             return None
         low = gib = high = 0.0
         for name in names:
-            moving = [_segments(one.measurement)[name] - held_gib(one.measurement, micro_steps) for one in alike]
+            moving = [_segments(one.measurement)[name] - static_gib(one.measurement, micro_steps) for one in alike]
             points = [(one.config.tokens, max(moved, -statics)) for one, moved in zip(alike, moving, strict=True)]
             bounds = _at(points, config.tokens)
             low, gib, high = max(low, bounds[0]), max(gib, bounds[1]), max(high, bounds[2])
@@ -152,14 +152,14 @@ class MemoryModel:
         # Adapters, and with them gradients and state, are proportional to the rank.
         nearest = min(states, key=lambda one: abs(_rank(one.config) - _rank(config)))
         measured, scale = nearest.measurement, _rank(config) / _rank(nearest.config)
-        return measured.model_gib + scale * (held_gib(measured, micro_steps) - measured.model_gib)
+        return measured.model_gib + scale * (static_gib(measured, micro_steps) - measured.model_gib)
 
     def _managed(self, config: TrainConfig, alike: list[_Known]) -> float:
         paged = [one for one in alike if one.config.optimizer == config.optimizer]
         return max((one.measurement.managed_gib * _rank(config) / _rank(one.config) for one in paged), default=0.0)
 
 
-def held_gib(measurement: Measurement, micro_steps: int) -> float:
+def static_gib(measurement: Measurement, micro_steps: int) -> float:
     """Weights, adapters and optimizer state, and gradients where those of one micro batch wait for the next."""
     held = measurement.model_gib + measurement.adapters_gib + measurement.optimizer_gib
     return held + (measurement.gradients_gib if micro_steps > 1 else 0.0)

@@ -203,12 +203,16 @@ class OomDetail:
     terms_gib: dict[str, float] = field(default_factory=dict)
 
     @property
+    def need_gib(self) -> float:
+        """What was needed at least: the request that failed is part of it."""
+        return max(self.allocated_gib + (self.requested_gib or 0.0), self.reserved_gib)
+
+    @property
     def margin(self) -> float:
-        """(what was needed at least) / limit - 1, always positive: the request that failed is part of the need."""
+        """Need / limit - 1, always positive."""
         if self.limit_gib <= 0:  # the context alone is more than what was allowed
             return 1.0
-        need = max(self.allocated_gib + (self.requested_gib or 0.0), self.reserved_gib)
-        return max(need / self.limit_gib - 1.0, 1e-3)
+        return max(self.need_gib / self.limit_gib - 1.0, 1e-3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,8 @@ class Study:
     should_stop: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
     rows: list[TrialRow] = field(default_factory=list)
-    _open: list[int] = field(default_factory=list)  # asked for, not told yet
+    _open: list[int] = field(default_factory=list)  # asked for, not told yet; `run` gives them back
+    _climbed: set[int] = field(default_factory=set)
     judge: Judge = field(init=False)
     _probe_times: list[float] = field(default_factory=list)
     _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (no secret hangs on it)
@@ -109,7 +110,7 @@ class Study:
         tried = {row.config.digest: row.outcome for row in self.rows}
         while (best := self.best()) is not None and not self._done():
             seen = len(tried)
-            self._settle(self._pass(best, tried))
+            self._measure_waiting(self._pass(best, tried))
             if len(tried) == seen or self.best() is best:
                 return
 
@@ -121,6 +122,7 @@ class Study:
             while not self._done() and (chosen := move(self.subject.space, here, name, tried)) is not None:
                 self.search.enqueue(chosen)
                 asked = self._ask()
+                self._climbed.add(asked.number)
                 looked = self.ladder.look(asked.config, asked.number)
                 if looked is None:
                     looked = self.ladder.evaluate(asked.config, asked.number)
@@ -136,10 +138,10 @@ class Study:
                     here, speed = asked.config, reached
         return waiting
 
-    def _settle(self, waiting: list[tuple[float, Asked]]) -> None:
+    def _measure_waiting(self, waiting: list[tuple[float, Asked]]) -> None:
         """Whole models of those that wait, the most promising first, while they can still win."""
         for place, (_, asked) in enumerate(sorted(waiting, key=lambda one: one[0], reverse=True)):
-            if place and self._late():
+            if place and self._is_spent():
                 self._open.remove(asked.number)
                 self.search.give_back(asked.number)
             else:
@@ -159,7 +161,7 @@ class Study:
     def _raise_capability(self) -> None:
         """The best with its learning knobs at their most capable."""
         for chosen in self._more_capable({row.config.digest for row in self.rows}):
-            if self.should_stop() or self._late() or self._full():
+            if self.should_stop() or self._is_spent() or self._full():
                 return
             self.search.enqueue(chosen)
             self._step()
@@ -206,8 +208,8 @@ class Study:
     def _close(self, asked: Asked, verdict: Verdict) -> TrialRow:
         """Tell what became of a trial, keep what it found out, and its row."""
         result = verdict.result
+        self._open.remove(asked.number)  # its result is stored: whatever fails now, `repair` settles it
         self._tell(asked.number, verdict)
-        self._open.remove(asked.number)
         if result.outcome is Outcome.OK and not verdict.reused:
             self._probe_times.append(result.seconds.get("total", 0.0))
         row = row_of(asked.number, verdict, self.subject)
@@ -267,9 +269,13 @@ class Study:
     def _done(self) -> bool:
         if self.should_stop() or self._full():
             return True
-        if self.rows and self.clock() - self.started + self._reserve_s() >= self.limits.budget_s:
+        if self.rows and self._is_spent():
             return True
         return self._stale() >= self.limits.patience
+
+    def _is_spent(self) -> bool:
+        """Whether what is left of the budget is wanted for confirming."""
+        return self.clock() - self.started + self._reserve_s() >= self.limits.budget_s
 
     def _full(self) -> bool:
         return self.limits.trials is not None and len(self.rows) + len(self._open) >= self.limits.trials
@@ -286,17 +292,16 @@ class Study:
         return self.clock() - self.started >= self.limits.budget_s
 
     def _stale(self) -> int:
-        """Feasible trials since the best improved by more than twice the noise."""
+        """Feasible trials since the best improved by more than twice the noise; a climb's own do not count."""
         best, since = 0.0, 0
         for row in self.rows:
             if row.tokens_per_second is None or row.reused:
                 continue
-            if row.outcome is Outcome.SLOW:
-                since += 1
-                continue
-            improved = row.tokens_per_second > best * (1 + 2 * max(self.judge.noise(row.config), 0.005))
-            since = 0 if improved else since + 1
-            best = max(best, row.tokens_per_second)
+            improved = False
+            if row.outcome is Outcome.OK:
+                improved = row.tokens_per_second > best * (1 + 2 * max(self.judge.noise(row.config), 0.005))
+                best = max(best, row.tokens_per_second)
+            since = 0 if improved else since + (row.number not in self._climbed)
         return since
 
     def _queue_any(self, seen: set[str]) -> bool:

@@ -6,13 +6,15 @@ as long as the device computes, the probe says that the host is the bottleneck.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import save, table
+from common import Rows, save, table
 
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
@@ -53,45 +55,27 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--memory-gib", type=float, default=135.0)
+    parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call, to go on from")
+    parser.add_argument("--seconds", type=float, default=540.0, help="stop after so long")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    until = time.monotonic() + args.seconds
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    rows: list[dict[str, Any]] = []
+    kept = Rows("depth_extrapolation", args.out, args.rows)
     with WorkerProber(args.device, logs) as prober:
         fingerprint = prober.fingerprint
-        for name in args.models:
-            model = dict(resolve_model(name).config)
-            if MODELS.get(name):
-                model["num_hidden_layers"] = MODELS[name]
-            shape = prober.describe(model)
-            assert shape is not None
-            for settings in CONFIGS:
-                config = TrainConfig(**settings, **({"attention": "eager"} if name in EAGER else {}))
-                pair = depths(shape, config.checkpoint_every)
-                assert pair is not None
-                whole = ProbeRequest(config=config, model=model, device=args.device, memory_gib=args.memory_gib)
-                short = replace(whole, rung=Rung.SHALLOW, min_timed_s=0.5, min_timed_steps=3)
-                found: dict[int | None, Measurement] = {}
-                seconds = {}
-                for depth in (*pair, None):
-                    request = whole if depth is None else replace(short, depth=depth)
-                    result = prober.probe(request, logs / "probe.log")
-                    seconds[depth] = result.seconds.get("total", 0.0)
-                    if result.outcome is not Outcome.OK or result.measurement is None:
-                        print(
-                            f"{name} {config.label()} at depth {depth}: {result.outcome}, {result.reason}", flush=True
-                        )
-                        break
-                    found[depth] = result.measurement
-                if None in found:
-                    rows.append(row(name, config, pair, found, shape.num_layers) | {"seconds": list(seconds.values())})
-                    table(rows[-1:], ["model", "config", "peak_error", "reserved_error", "time_error", "host_bound"])
+        for name, settings in itertools.product(args.models, CONFIGS):
+            config = TrainConfig(**settings, **({"attention": "eager"} if name in EAGER else {}))
+            if time.monotonic() < until and not kept.has(model=name, config=config.label()):
+                kept.add(compare(prober, args, name, config, logs))
+                table(kept.all[-1:], ["model", "config", "peak_error", "reserved_error", "time_error", "host_bound"])
+    rows = [row for row in kept.all if "peak_error" in row]
 
     def errors(key: str) -> tuple[float, float]:
         found = [abs(one[key]) for one in rows]
         return statistics.median(found), max(found)
 
-    peak, reserved, time = errors("peak_error"), errors("reserved_error"), errors("time_error")
+    peak, reserved, step = errors("peak_error"), errors("reserved_error"), errors("time_error")
     summary = {
         "configs": len(rows),
         "families": len({one["model"] for one in rows}),
@@ -99,8 +83,8 @@ def main() -> None:
         "peak_error_max": peak[1],
         "reserved_error_median": reserved[0],
         "reserved_error_max": reserved[1],
-        "time_error_median": time[0],
-        "time_error_max": time[1],
+        "time_error_median": step[0],
+        "time_error_max": step[1],
         "time_error_max_device_bound": max(
             (abs(one["time_error"]) for one in rows if not one["host_bound"]), default=0.0
         ),
@@ -111,16 +95,34 @@ def main() -> None:
     print(summary)
 
 
-def row(
-    name: str, config: TrainConfig, pair: tuple[int, int], found: dict[int | None, Measurement], layers: int
+def compare(
+    prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig, logs: Path
 ) -> dict[str, Any]:
-    """The extrapolation against the whole. Errors are relative and signed."""
-    foretold, whole = extrapolate([(depth, found[depth]) for depth in pair], layers), found[None]
-    guess = foretold.measurement
-    return {
+    """The extrapolation against the whole. Errors are relative and signed; without them where a probe failed."""
+    model = dict(resolve_model(name).config)
+    if MODELS.get(name):
+        model["num_hidden_layers"] = MODELS[name]
+    shape = prober.describe(model)
+    pair = depths(shape, config.checkpoint_every) if shape else None
+    assert shape is not None and pair is not None
+    whole_request = ProbeRequest(config=config, model=model, device=args.device, memory_gib=args.memory_gib)
+    short = replace(whole_request, rung=Rung.SHALLOW, min_timed_s=0.5, min_timed_steps=3)
+    about: dict[str, Any] = {
         "model": name,
         "config": config.label(),
-        "depths": [*pair, layers],
+        "depths": [*pair, shape.num_layers],
+        "seconds": [],
+    }
+    found: dict[int | None, Measurement] = {}
+    for depth in (*pair, None):
+        result = prober.probe(whole_request if depth is None else replace(short, depth=depth), logs / "probe.log")
+        about["seconds"].append(result.seconds.get("total"))
+        if result.outcome is not Outcome.OK or result.measurement is None:
+            return about | {"failed": f"at depth {depth}: {result.outcome}, {result.reason}"}
+        found[depth] = result.measurement
+    foretold, whole = extrapolate([(depth, found[depth]) for depth in pair], shape.num_layers), found[None]
+    guess = foretold.measurement
+    return about | {
         "peak_gib": whole.peak_allocated_gib,
         "peak_error": guess.peak_allocated_gib / whole.peak_allocated_gib - 1,
         "segments_gib": {key: [guess.segment_peak_gib.get(key), gib] for key, gib in whole.segment_peak_gib.items()},

@@ -9,11 +9,13 @@ import argparse
 import itertools
 import random
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import save, table
+from common import Rows, save, table
 
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
@@ -39,73 +41,99 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--memory-gib", type=float, default=135.0)
     parser.add_argument("--caps", type=float, nargs="*", default=list(CAPS_GIB))
+    parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call, to go on from")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin no other cap after so long")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model = resolve_model(args.model)
-    logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    configs = [TrainConfig(**dict(zip(GRID, values, strict=True))) for values in itertools.product(*GRID.values())]
-    configs += [TrainConfig(**settings) for settings in EXTRA]
-
-    def request(config: TrainConfig, memory_gib: float) -> ProbeRequest:
-        # Two short steps: memory is asked for here, not time.
-        return ProbeRequest(
-            config=config, model=model.config, device=args.device, memory_gib=memory_gib, min_timed_s=0.0
-        )
-
-    rows: list[dict[str, Any]] = []
-    with WorkerProber(args.device, logs) as prober:
-        fingerprint, shape = prober.fingerprint, prober.describe(model.config)
-        free = {config: prober.probe(request(config, args.memory_gib), logs / "truth.log") for config in configs}
+    until = time.monotonic() + args.seconds
+    kept = Rows("oom_gate", args.out, args.rows)
+    with WorkerProber(args.device, Path(tempfile.mkdtemp(prefix="autotune-bench-"))) as prober:
+        fingerprint = prober.fingerprint
+        for config in configs():
+            if not kept.has(truth=config.label()):
+                kept.add(truth(prober, args, config))
         for cap in args.caps:
-            store = ProbeStore(f"sqlite:///{logs}/gate-{cap:g}.db")
-            ladder = Ladder(
-                prober,
-                store,
-                study=f"cap-{cap:g}",
-                logs=logs,
-                request=lambda config, cap=cap: request(config, cap),
-                model=model.digest,
-                shape=shape,
-            )
-            order = random.Random(0).sample(configs, len(configs))
-            for number, config in enumerate(order):
-                result = ladder.evaluate(config, number).result
-                measured = free[config].measurement
-                limit = cap * 0.95 - (measured.context_gib if measured else 0.0)
-                over = measured.peak_reserved_gib / limit - 1 if measured else None
-                fits = over is not None and over <= 0
-                if over is not None and abs(over) < NEAR:
-                    capped = (
-                        result if result.rung is Rung.FULL else prober.probe(request(config, cap), logs / "truth.log")
-                    )
-                    fits = capped.outcome is Outcome.OK
-                stopped = result.outcome in (Outcome.REFUSED, Outcome.OOM) and result.rung is not Rung.FULL
-                rows.append(
-                    {
-                        "cap_gib": cap,
-                        "config": config.label(),
-                        "needs_over_limit": over,
-                        "fits": fits,
-                        "rung": result.rung.value,
-                        "outcome": result.outcome.value,
-                        "false_refusal": stopped and fits and (over is None or over < -GATE_BAND),
-                        "missed_oom": not fits and not stopped,
-                        "reason": result.reason,
-                    }
-                )
-                table(rows[-1:], ["cap_gib", "config", "needs_over_limit", "fits", "rung", "outcome"])
-            store.close()
+            if time.monotonic() < until and not kept.has(cap_gib=cap):
+                for row in under(prober, args, cap, kept):
+                    kept.add(row)
+                    table([row], ["cap_gib", "config", "needs_over_limit", "fits", "rung", "outcome"])
+    rows = [row for row in kept.all if "cap_gib" in row]
     summary = {
         "configs": len(rows),
-        "false_refusals": sum(row["false_refusal"] for row in rows),
-        "missed_ooms": sum(row["missed_oom"] for row in rows),
-        "stopped_within_the_band_though_they_fit": sum(
-            row["fits"] and row["outcome"] != "ok" and not row["false_refusal"] for row in rows
+        # Stopped, though it fits with more than the band to spare.
+        "false_refusals": sum(row["stopped"] and row["fits"] and not row["in_band"] for row in rows),
+        "missed_ooms": sum(not row["fits"] and not row["stopped"] for row in rows),
+        "stopped_within_the_band_though_it_fits": sum(
+            row["stopped"] and row["fits"] and row["in_band"] for row in rows
         ),
+        "do_not_fit": sum(not row["fits"] for row in rows),
         "by_rung_and_outcome": dict(Counter(f"{row['rung']} {row['outcome']}" for row in rows)),
     }
     save("oom_gate", fingerprint, summary, rows, args.out)
     print(summary)
+
+
+def configs() -> list[TrainConfig]:
+    grid = (dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values()))
+    return [TrainConfig(**settings) for settings in (*grid, *EXTRA)]
+
+
+def request_of(args: argparse.Namespace, config: TrainConfig, memory_gib: float) -> ProbeRequest:
+    """As short as can be: memory is asked for here, not time."""
+    model = resolve_model(args.model).config
+    return ProbeRequest(config=config, model=model, device=args.device, memory_gib=memory_gib, min_timed_s=0.0)
+
+
+def truth(prober: WorkerProber, args: argparse.Namespace, config: TrainConfig) -> dict[str, Any]:
+    """What the whole model reserves, and its context, where nothing holds it back."""
+    result = prober.probe(request_of(args, config, args.memory_gib), prober.logs / "truth.log")
+    assert result.outcome in (Outcome.OK, Outcome.OOM), result.reason
+    one = result.measurement if result.outcome is Outcome.OK else None
+    return {
+        "truth": config.label(),
+        "reserved_gib": one.peak_reserved_gib if one else None,
+        "context_gib": one.context_gib if one else 0.0,
+    }
+
+
+def under(prober: WorkerProber, args: argparse.Namespace, cap: float, kept: Rows) -> Iterator[dict[str, Any]]:
+    """Each configuration through the ladder under one cap, in a random order, and whether it was right."""
+    model = resolve_model(args.model)
+    store = ProbeStore(f"sqlite:///{prober.logs}/gate-{cap:g}.db")
+    ladder = Ladder(
+        prober,
+        store,
+        study="gate",
+        logs=prober.logs,
+        request=lambda config: request_of(args, config, cap),
+        model=model.digest,
+        shape=prober.describe(model.config),
+    )
+    true = {row["truth"]: row for row in kept.all if "truth" in row}
+    everything = configs()
+    for number, config in enumerate(random.Random(0).sample(everything, len(everything))):
+        result = ladder.evaluate(config, number).result
+        assert result.outcome in (Outcome.OK, Outcome.OOM, Outcome.REFUSED), result.reason
+        known = true[config.label()]
+        limit = cap * 0.95 - known["context_gib"]
+        over = None if known["reserved_gib"] is None else known["reserved_gib"] / limit - 1
+        fits = over is not None and over <= 0
+        if over is not None and abs(over) < NEAR and result.rung is not Rung.FULL:
+            fits = prober.probe(request_of(args, config, cap), prober.logs / "truth.log").outcome is Outcome.OK
+        elif result.rung is Rung.FULL:
+            fits = result.outcome is Outcome.OK
+        yield {
+            "cap_gib": cap,
+            "config": config.label(),
+            "needs_over_limit": over,
+            "fits": fits,
+            "in_band": over is not None and abs(over) <= GATE_BAND,
+            "stopped": result.rung is not Rung.FULL,
+            "rung": result.rung.value,
+            "outcome": result.outcome.value,
+            "reason": result.reason,
+        }
+    store.close()
 
 
 if __name__ == "__main__":

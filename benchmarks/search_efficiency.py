@@ -1,21 +1,20 @@
 """How many seconds of GPU until a configuration within 2 % of the best is found: ours against other searches.
 
-`measure` probes every configuration of a space of Mistral-7B, in the product's own worker, and writes a line each: two
-truncated depths and the whole model, with what each took (run again with the file it wrote, it goes on where it ended).
-`replay` runs each search on that table, over many seeds; every trial is charged what it was measured to take:
+`replay` runs each search on the table that `search_table` measured, over many seeds; every trial is charged what it was
+measured to take:
 
 - ours: the product's own study, one worker start, shallow and full probes;
 - optuna_cold: TPE with its defaults; a process for every trial; out of memory is FAIL;
-- random_cold: the same with random proposals;
+- random: the same with random proposals;
 - doubling: the defaults of a guide, the batch doubled until it no longer fits.
 
-`live` runs ours and optuna_cold for real, one after the other on the same machine, and is held against the replay.
+A search that never arrives counts with the longest budget. `live` runs ours and optuna_cold for real, one after the
+other on the same machine, and is held against the replay.
 """
 
 import argparse
 import itertools
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -26,157 +25,23 @@ from typing import Any
 
 import optuna
 from common import save
+from search_table import SPACE, TABLE, WORKLOAD, Table, request_of
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
-from autotune.depth import depths
 from autotune.judge import Subject
 from autotune.ladder import Ladder
 from autotune.objective import Floors, score
 from autotune.probe.launcher import WorkerProber
 from autotune.recipe import TrialRow
-from autotune.result import Fingerprint, ModelShape, Outcome, ProbeRequest, ProbeResult, Rung, from_data, to_data
+from autotune.result import ModelShape, Outcome, ProbeRequest, ProbeResult, from_data
 from autotune.search import Search, distribution
-from autotune.space import Knob, SearchSpace
 from autotune.store import ProbeStore
 from autotune.study import Limits, Study
-from autotune.workload import Workload
 
-TABLE = Path(__file__).parent / "data" / "mistral_7b_h200.jsonl"
 WITHIN = 0.02
 LONGEST_S = 3600.0
-SPACE = SearchSpace(
-    name="search_efficiency",
-    knobs=(
-        Knob(name="quantization", values=("none", "nf4"), kind="learning"),
-        Knob(name="precision", values=("bf16_mixed", "bf16_pure"), kind="learning"),
-        Knob(name="attention", values=("sdpa", "eager")),
-        Knob(name="checkpointing", values=("none", "every_2", "full")),
-        Knob(name="compile", values=("none", "per_layer")),
-        Knob(name="micro_batch_size", values=(1, 2, 4, 8, 16)),
-        Knob(name="seq_len", values=(512,), kind="learning"),
-        Knob(name="lora_rank", values=(16,), kind="learning"),
-    ),
-)
-WORKLOAD = Workload(examples=10_000, tokens_per_example=512, tokens_assumed=False, global_batch=32)
 GUIDE = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="full")  # bf16, rank 16, AdamW, nothing compiled
-
-
-def request_of(config: TrainConfig, model: dict[str, Any], memory_gib: float, device: str = "cuda") -> ProbeRequest:
-    return ProbeRequest(
-        config=config,
-        model=model,
-        device=device,
-        memory_gib=memory_gib,
-        micro_steps=min(WORKLOAD.accumulation(config.micro_batch_size), 2),
-    )
-
-
-def shallow_of(whole: ProbeRequest, depth: int) -> ProbeRequest:
-    """As the ladder asks for it."""
-    return replace(whole, depth=depth, rung=Rung.SHALLOW, min_timed_s=0.5, min_timed_steps=3)
-
-
-class Table:
-    """What was measured: results by configuration and depth, and the circumstances."""
-
-    def __init__(self, path: Path) -> None:
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        self.about: dict[str, Any] = next((line for line in lines if "fingerprint" in line), {})
-        self.results: dict[tuple[TrainConfig, int | None], ProbeResult] = {}
-        self.cold: dict[TrainConfig, float] = {}
-        for line in lines:
-            if "results" in line:
-                for data in line["results"]:
-                    result = from_data(ProbeResult, data)
-                    self.results[(result.config, result.depth)] = result
-            elif "cold_seconds" in line:
-                self.cold[TrainConfig(**line["config"])] = line["cold_seconds"]
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        found: Fingerprint = from_data(Fingerprint, self.about["fingerprint"])
-        return found
-
-    @property
-    def configs(self) -> list[TrainConfig]:
-        return [config for config, depth in self.results if depth is None]
-
-    def value(self, config: TrainConfig) -> float | None:
-        result = self.results[(config, None)]
-        return score(result, WORKLOAD) if result.outcome is Outcome.OK else None
-
-    def best(self) -> float:
-        return max(value for config in self.configs if (value := self.value(config)) is not None)
-
-    def cold_seconds(self, config: TrainConfig) -> float:
-        """A process of its own: its start, the probe, and the compilation that the shallow probe had paid for."""
-        whole = self.results[(config, None)].seconds.get("total", 0.0)
-        first = [one for (other, depth), one in self.results.items() if other == config and depth is not None]
-        compiling = max((one.seconds.get("first_step", 0.0) for one in first), default=0.0)
-        return float(self.about["start_s"]) + whole + (compiling if config.compile != "none" else 0.0)
-
-
-def measure(args: argparse.Namespace) -> None:
-    """Every configuration of the space that the table lacks, until the time is up."""
-    until = time.monotonic() + args.seconds
-    model = resolve_model(args.model)
-    out = args.out / TABLE.name
-    table = Table(args.table)
-    if args.table.exists() and args.table != out:
-        out.write_text(args.table.read_text())
-    logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    with WorkerProber(args.device, logs) as prober, out.open("a") as file:
-        prober.fingerprint  # noqa: B018 (the files are in the page cache from here on)
-        prober.close()
-        start = time.monotonic()
-        prober.launch()
-        fingerprint = prober.fingerprint
-        shape = prober.describe(model.config)
-        if not table.about:
-            about = {"start_s": time.monotonic() - start, "memory_gib": args.memory_gib, "shape": to_data(shape)}
-            file.write(json.dumps({"fingerprint": to_data(fingerprint), **about}) + "\n")
-        assert shape is not None
-        missing = [config for config in map(SPACE.config, SPACE.enumerate()) if (config, None) not in table.results]
-        # A few in a process of their own, to hold the charges for those against.
-        sample = random.Random(1).sample(missing, len(missing))[: args.cold]
-        for config in missing:
-            if time.monotonic() > until:
-                break
-            whole = request_of(config, model.config, args.memory_gib, args.device)
-            requests = [shallow_of(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()] + [whole]
-            found = []
-            for request in requests:
-                found.append(prober.probe(request, logs / "probe.log"))
-            line = {"results": [_slim(to_data(result)) for result in found]}
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            last = found[-1]
-            print(f"{config.label():<70} {last.outcome} {sum(one.seconds['total'] for one in found):.1f} s", flush=True)
-        prober.close()
-        for config in sample:
-            if time.monotonic() > until:
-                break
-            start = time.monotonic()
-            with WorkerProber(args.device, logs) as fresh:
-                fresh.probe(request_of(config, model.config, args.memory_gib, args.device), logs / "probe.log")
-            file.write(json.dumps({"config": config.as_dict(), "cold_seconds": time.monotonic() - start}) + "\n")
-
-
-def _slim(data: dict[str, Any]) -> dict[str, Any]:
-    """Without what the table repeats on every line, times to the microsecond."""
-
-    def rounded(value: Any) -> Any:
-        if isinstance(value, float):
-            return round(value, 6)
-        if isinstance(value, list):
-            return [rounded(item) for item in value]
-        if isinstance(value, dict):
-            return {key: rounded(item) for key, item in value.items() if item is not None}
-        return value
-
-    slim: dict[str, Any] = rounded(data)
-    return {key: value for key, value in slim.items() if key not in ("log", "started_at", "notes")}
 
 
 class TableProber:
@@ -184,15 +49,23 @@ class TableProber:
 
     def __init__(self, table: Table) -> None:
         self._table, self.fingerprint = table, table.fingerprint
+        self._compiled: TrainConfig | None = None  # as in the worker, whose compiled code serves one configuration
         self.seconds = float(table.about["start_s"])
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
         shape: ModelShape = from_data(ModelShape, self._table.about["shape"])
         return shape
 
+    def _depths(self, config: TrainConfig) -> list[int]:
+        return [depth for other, depth in self._table.results if other == config and depth is not None]
+
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
         result = self._table.results[(request.config, request.depth)]
         self.seconds += result.seconds["total"]
+        first = request.depth is not None and request.depth == min(self._depths(request.config))
+        if request.config != self._compiled and not first:
+            self.seconds += self._table.compile_seconds(request.config)
+        self._compiled = request.config
         return replace(result, request_digest=request.digest, rung=request.rung)
 
 
@@ -297,6 +170,9 @@ SEARCHES: dict[str, Callable[[Table, int, float], float]] = {
 def replay(args: argparse.Namespace) -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     table = Table(args.table)
+    missing = [config.label() for config in map(SPACE.config, SPACE.enumerate()) if (config, None) not in table.results]
+    if missing:
+        raise SystemExit(f"the table lacks {len(missing)} configurations, the first: {missing[0]}; run `measure` again")
     goal = table.best() * (1 - WITHIN)
     good = [config for config in table.configs if (table.value(config) or 0.0) >= goal]
     rows: list[dict[str, Any]] = []
@@ -327,9 +203,10 @@ def live(args: argparse.Namespace) -> None:
     table = Table(args.table)
     goal = table.best() * (1 - WITHIN)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    rows = [{"search": name, **run(args, table, goal)} for name, run in LIVE.items()]
-    for row in rows:
-        print(row)
+    rows = []
+    for name, run in LIVE.items():
+        rows.append({"search": name, **run(args, table, goal)})
+        print(rows[-1], flush=True)
     save("search_efficiency_live", table.fingerprint, {row["search"]: row["seconds"] for row in rows}, rows, args.out)
 
 
@@ -354,7 +231,7 @@ def live_ours(args: argparse.Namespace, table: Table, goal: float) -> dict[str, 
 def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str, Any]:
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     model = resolve_model("mistral-7b")
-    begin, charged, trials = time.monotonic(), 0.0, 0
+    begin, charged, trials, reached = time.monotonic(), 0.0, 0, False
     while time.monotonic() - begin < args.seconds:
         trials += 1
         trial = study.ask({knob.name: distribution(knob) for knob in SPACE.knobs})
@@ -369,8 +246,10 @@ def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str
             continue
         study.tell(trial, value)
         if value >= goal:
+            reached = True
             break
-    return {"seconds": time.monotonic() - begin, "charged_seconds": charged, "trials": trials}
+    took = time.monotonic() - begin
+    return {"seconds": took, "charged_seconds": charged, "trials": trials, "reached": reached}
 
 
 LIVE = {"ours": live_ours, "optuna_cold": live_optuna}
@@ -378,17 +257,14 @@ LIVE = {"ours": live_ours, "optuna_cold": live_optuna}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("measure", "replay", "live"))
-    parser.add_argument("--model", default="mistral-7b")
+    parser.add_argument("what", choices=("replay", "live"))
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--memory-gib", type=float, default=135.0)
     parser.add_argument("--table", type=Path, default=TABLE)
-    parser.add_argument("--seconds", type=float, default=540.0, help="measure, live: stop after so long")
-    parser.add_argument("--cold", type=int, default=8, help="measure: configurations in a process of their own")
+    parser.add_argument("--seconds", type=float, default=400.0, help="live: stop Optuna after so long")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    {"measure": measure, "replay": replay, "live": live}[args.what](args)
+    {"replay": replay, "live": live}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -35,13 +35,17 @@ def main() -> None:
     folder = args.keep or Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
     options = ["--gpu", args.gpu, "--model", args.model, "--budget", args.budget]
-    command = [sys.executable, "-m", "autotune.cli", "run", *options, "--study", "study", "--out", "study", "--json"]
+    url = f"sqlite:///{folder.absolute()}/autotune.db"
+    options += ["--study", "study", "--out", "study", "--storage", url, "--json"]
     begin = time.monotonic()
-    done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune.cli", "run", *options], cwd=folder, check=False, stdout=subprocess.PIPE
+    )
     wall = time.monotonic() - begin
+    if done.returncode:
+        raise SystemExit(f"the command ended with {done.returncode}")
     said = json.loads(done.stdout)
 
-    url = f"sqlite:///{folder}/runs/autotune.db"
     study = open_study("study", url)
     probes = [row.result for row in ProbeStore(url).of_study("study")]
     launched = [one for one in probes if one.seconds]

@@ -8,6 +8,7 @@ process: the compiled rows count for the errors, and their walls are summed apar
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -58,6 +59,11 @@ def main() -> None:
     model = resolve_model(args.model)
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
 
+    def own_cache() -> None:
+        """Inductor's cache on disk starts empty for each process, so that compilations are compared with their like."""
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            os.environ[name] = tempfile.mkdtemp(prefix="autotune-cache-")
+
     def request(settings: dict[str, Any]) -> ProbeRequest:
         return ProbeRequest(config=TrainConfig(**settings), model=model.config, memory_gib=args.memory_gib)
 
@@ -67,6 +73,7 @@ def main() -> None:
         return result, time.monotonic() - start
 
     warm: list[tuple[ProbeResult, float]] = []
+    own_cache()
     with WorkerProber("cuda", logs) as prober:
         start = time.monotonic()
         fingerprint = prober.fingerprint
@@ -83,6 +90,7 @@ def main() -> None:
         if before == "nothing":
             assert (result.outcome is Outcome.OOM) is (settings == OOM[1])
             continue
+        own_cache()
         start = time.monotonic()
         with WorkerProber("cuda", logs) as prober:
             cold, _ = probe(prober, settings)

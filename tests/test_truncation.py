@@ -365,3 +365,13 @@ def test_layers_that_were_compiled_for_one_depth_serve_another(prober: WorkerPro
     for depth, found in compiled.items():
         assert found == pytest.approx(plain[depth], rel=1e-4)
     assert prober.starts == starts
+
+
+def test_recomputation_leaves_no_hook_behind(prober: WorkerProber) -> None:
+    """Where the embedding's output required gradients, the next probe would run through one more segment."""
+    model = family("llama", 4)
+    before = measure(prober, model, checkpointing="none")
+    measure(prober, model, checkpointing="full")
+    after = measure(prober, model, checkpointing="none")
+    assert after.segment_peak_gib.keys() == before.segment_peak_gib.keys()
+    assert "backward_inputs" not in after.segment_peak_gib

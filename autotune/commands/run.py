@@ -163,7 +163,9 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         display.note("nothing else fits: quantised bases and other optimizers are searched too", "yellow")
         setup = open_reserve(setup)
     same = facts_of(setup.subject, fingerprint, memory_gib=memory_gib, headroom=spec.headroom)
-    same |= {"reserve opened": opened, "shallow only": spec.shallow_only}
+    same["reserve opened"] = opened
+    if spec.shallow_only or facts.get("shallow only"):
+        same["shallow only"] = spec.shallow_only
     search = Search.create(task.url, name, setup.subject.space, seed=spec.seed, facts=same)
     search.remember("subject", to_data(setup.subject))
     search.remember("out", str(out))

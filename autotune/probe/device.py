@@ -28,7 +28,6 @@ class Meter(Protocol):
     torch_device: torch.device
     peaks_are_free: bool  # reading phase peaks does not disturb the times
     aside_gib: float  # held by models that wait for a later probe: not counted, and not capped
-    crowded: bool  # what is held aside leaves less than the limit: running out of memory then says nothing
 
     def settle(self) -> None: ...
     def rebase(self, resident_gib: float) -> None: ...
@@ -55,7 +54,6 @@ class CudaMeter:
 
     peaks_are_free = True
     aside_gib = 0.0
-    crowded = False
 
     def __init__(self) -> None:
         torch.cuda.init()
@@ -75,10 +73,8 @@ class CudaMeter:
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         total = gib(self._properties.total_memory)
         limit = min(memory_gib * (1 - headroom) - self.context_gib() - managed_gib, total)
-        room = total * (1 - headroom) - self.context_gib() - managed_gib
-        self.crowded = self.aside_gib > 0 and limit + self.aside_gib > room
-        allowed = min(max(limit, 0.01) + self.aside_gib, room if self.crowded else total)
-        torch.cuda.set_per_process_memory_fraction(allowed / total)
+        room = max(total * (1 - headroom) - self.context_gib() - managed_gib, limit)
+        torch.cuda.set_per_process_memory_fraction(min(max(limit, 0.01) + self.aside_gib, room) / total)
         return limit
 
     def uncap(self) -> None:
@@ -110,7 +106,8 @@ class CudaMeter:
 
     def peak_gib(self) -> tuple[float, float]:
         """(allocated, reserved) since the last reset."""
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        stats = torch.cuda.memory_stats_as_nested_dict()  # a fifth of the time of the flat one
+        allocated, reserved = (stats[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
         return gib(allocated) - self.aside_gib, gib(reserved) - self.aside_gib
 
     def context_gib(self) -> float:
@@ -119,7 +116,7 @@ class CudaMeter:
         return 0.6 if used is None else max(used - gib(torch.cuda.memory_reserved()), 0.0)
 
     def alloc_retries(self) -> int:
-        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+        return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
     def release(self) -> None:
         gc.collect()
@@ -155,7 +152,6 @@ class CpuMeter:
 
     peaks_are_free = False
     aside_gib = 0.0
-    crowded = False  # the cap moves with what is held aside
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")

@@ -104,10 +104,7 @@ def attach(resident: Resident, config: TrainConfig, device: torch.device, seed: 
     if config.method == "full":
         return base.requires_grad_(True)
     wanted = (config.lora_rank, config.lora_alpha, config.precision == "bf16_pure")
-    if resident.adapted is not None and resident.adapted_for == wanted:
-        if base.is_gradient_checkpointing:  # as PEFT does when it puts adapters on
-            resident.adapted.prepare_model_for_gradient_checkpointing(base)
-    else:
+    if resident.adapted is None or resident.adapted_for != wanted:
         _detach(resident)
         resident.adapted, resident.adapted_for = _adapt(base, config, device), wanted
     torch.manual_seed(seed)  # the same adapters whether they are new or not
@@ -146,6 +143,9 @@ def clean(resident: Resident) -> None:
     set_checkpointing(base, None)
     if getattr(base, "_require_grads_hooks", None):
         base.disable_input_require_grads()
+    # With checkpointing transformers and PEFT each have the embedding's output require gradients, and only the last
+    # hook is remembered: the other would go on into probes without checkpointing.
+    base.get_input_embeddings()._forward_hooks.clear()
     for layer in decoder_layers(base):
         layer._compiled_call_impl = None
     for model in (base, resident.adapted):

@@ -103,7 +103,9 @@ class Worker:
         clock = Clock()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         fields, reusable = self._attempt(request, clock)
-        if fields["outcome"] is Outcome.OOM and self.meter.crowded and reusable:
+        oom: OomDetail | None = fields.get("oom")
+        if oom is not None and oom.need_gib <= oom.limit_gib and self.meter.aside_gib and reusable:
+            # Less than the limit was held: the models that wait aside may have taken the room.
             self._drop([depth for depth in self._residents if depth != request.depth])
             fields, reusable = self._attempt(request, clock)
         self._served += 1

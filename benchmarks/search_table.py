@@ -1,0 +1,177 @@
+"""Measures every configuration of a space of Mistral-7B: the table on which `search_efficiency` replays searches.
+
+A line a configuration: two truncated depths and the whole model, by the product's own worker, with what each took. Run
+again with the file it wrote, it goes on where it ended. A few configurations are also run in a process of their own, to
+hold the charges for those against.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autotune.catalog import resolve_model
+from autotune.config import TrainConfig
+from autotune.depth import depths
+from autotune.objective import score
+from autotune.probe.launcher import WorkerProber
+from autotune.result import Fingerprint, Outcome, ProbeRequest, ProbeResult, Rung, from_data, to_data
+from autotune.space import Knob, SearchSpace
+from autotune.workload import Workload
+
+TABLE = Path(__file__).parent / "data" / "mistral_7b_h200.jsonl"
+SPACE = SearchSpace(
+    name="search_efficiency",
+    knobs=(
+        Knob(name="quantization", values=("none", "nf4"), kind="learning"),
+        Knob(name="precision", values=("bf16_mixed", "bf16_pure"), kind="learning"),
+        Knob(name="attention", values=("sdpa", "eager")),
+        Knob(name="checkpointing", values=("none", "every_2", "full")),
+        Knob(name="compile", values=("none", "per_layer")),
+        Knob(name="micro_batch_size", values=(1, 2, 4, 8, 16)),
+        Knob(name="seq_len", values=(512,), kind="learning"),
+        Knob(name="lora_rank", values=(16,), kind="learning"),
+    ),
+)
+WORKLOAD = Workload(examples=10_000, tokens_per_example=512, tokens_assumed=False, global_batch=32)
+
+
+def request_of(config: TrainConfig, model: dict[str, Any], memory_gib: float, device: str = "cuda") -> ProbeRequest:
+    return ProbeRequest(
+        config=config,
+        model=model,
+        device=device,
+        memory_gib=memory_gib,
+        micro_steps=min(WORKLOAD.accumulation(config.micro_batch_size), 2),
+    )
+
+
+def shallow_of(whole: ProbeRequest, depth: int) -> ProbeRequest:
+    """As the ladder asks for it."""
+    return replace(whole, depth=depth, rung=Rung.SHALLOW, min_timed_s=0.5, min_timed_steps=3)
+
+
+class Table:
+    """What was measured: results by configuration and depth, and the circumstances."""
+
+    def __init__(self, path: Path) -> None:
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.about: dict[str, Any] = next((line for line in lines if "fingerprint" in line), {})
+        self.results: dict[tuple[TrainConfig, int | None], ProbeResult] = {}
+        self.cold: dict[TrainConfig, float] = {}
+        for line in lines:
+            if "results" in line:
+                for data in line["results"]:
+                    result = from_data(ProbeResult, data)
+                    self.results[(result.config, result.depth)] = result
+            elif "cold_seconds" in line:
+                self.cold[TrainConfig(**line["config"])] = line["cold_seconds"]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        found: Fingerprint = from_data(Fingerprint, self.about["fingerprint"])
+        return found
+
+    @property
+    def configs(self) -> list[TrainConfig]:
+        return [config for config, depth in self.results if depth is None]
+
+    def value(self, config: TrainConfig) -> float | None:
+        result = self.results[(config, None)]
+        return score(result, WORKLOAD) if result.outcome is Outcome.OK else None
+
+    def best(self) -> float:
+        return max(value for config in self.configs if (value := self.value(config)) is not None)
+
+    def compile_seconds(self, config: TrainConfig) -> float:
+        """What compiling took: the first steps of the shallowest probe are little else. The others found it done."""
+        first = [one for (other, depth), one in self.results.items() if other == config and depth is not None]
+        return max((one.seconds.get("first_step", 0.0) for one in first if config.compile != "none"), default=0.0)
+
+    def cold_seconds(self, config: TrainConfig) -> float:
+        """A process of its own: its start, the probe, and the compilation that the shallow probe had paid for."""
+        whole = self.results[(config, None)].seconds.get("total", 0.0)
+        return float(self.about["start_s"]) + whole + self.compile_seconds(config)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Every configuration of the space that the table lacks, until the time is up."""
+    until = time.monotonic() + args.seconds
+    model = resolve_model(args.model)
+    out = (args.out or TABLE.parent) / TABLE.name
+    out.parent.mkdir(parents=True, exist_ok=True)
+    table = Table(args.table)
+    if args.table.exists() and args.table != out:
+        out.write_text(args.table.read_text())
+    logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    with WorkerProber(args.device, logs) as first:
+        first.fingerprint  # noqa: B018 (the files are in the page cache from here on)
+    with WorkerProber(args.device, logs) as prober, out.open("a") as file:
+        start = time.monotonic()
+        fingerprint = prober.fingerprint
+        start_s = time.monotonic() - start
+        shape = prober.describe(model.config)
+        if not table.about:
+            about = {"start_s": start_s, "memory_gib": args.memory_gib, "shape": to_data(shape)}
+            file.write(json.dumps({"fingerprint": to_data(fingerprint), **about}) + "\n")
+        assert shape is not None
+        missing = [config for config in map(SPACE.config, SPACE.enumerate()) if (config, None) not in table.results]
+        # A few in a process of their own, to hold the charges for those against.
+        sample = random.Random(1).sample(missing, len(missing))[: args.cold]
+        for config in missing:
+            if time.monotonic() > until:
+                break
+            whole = request_of(config, model.config, args.memory_gib, args.device)
+            requests = [shallow_of(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()] + [whole]
+            found = []
+            for request in requests:
+                found.append(prober.probe(request, logs / "probe.log"))
+            line = {"results": [_slim(to_data(result)) for result in found]}
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            last = found[-1]
+            print(f"{config.label():<70} {last.outcome} {sum(one.seconds['total'] for one in found):.1f} s", flush=True)
+        prober.close()
+        for config in sample:
+            if time.monotonic() > until:
+                break
+            start = time.monotonic()
+            with WorkerProber(args.device, logs) as fresh:
+                fresh.probe(request_of(config, model.config, args.memory_gib, args.device), logs / "probe.log")
+            file.write(json.dumps({"config": config.as_dict(), "cold_seconds": time.monotonic() - start}) + "\n")
+
+
+def _slim(data: dict[str, Any]) -> dict[str, Any]:
+    """Without what the table repeats on every line, times to the microsecond."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, float):
+            return round(value, 6)
+        if isinstance(value, list):
+            return [rounded(item) for item in value]
+        if isinstance(value, dict):
+            return {key: rounded(item) for key, item in value.items() if item is not None}
+        return value
+
+    slim: dict[str, Any] = rounded(data)
+    return {key: value for key, value in slim.items() if key not in ("log", "started_at", "notes")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="mistral-7b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--memory-gib", type=float, default=135.0)
+    parser.add_argument("--table", type=Path, default=TABLE, help="what an earlier call wrote")
+    parser.add_argument("--seconds", type=float, default=500.0, help="stop after so long")
+    parser.add_argument("--cold", type=int, default=8, help="configurations in a process of their own")
+    parser.add_argument("--out", type=Path)
+    measure(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
