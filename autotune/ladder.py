@@ -185,7 +185,7 @@ class Ladder:
                 f"needs {fmt_gib(estimate.low_gib)} to {fmt_gib(estimate.high_gib)} of "
                 f"{fmt_gib(estimate.limit_gib)}, as learned from {alike} alike"
             )
-            oom = _foretold_oom(estimate.gib, estimate.limit_gib, {})
+            oom = _foretold_oom(estimate.phase, estimate.gib, estimate.limit_gib, {})
             return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
         return None
 
@@ -220,7 +220,7 @@ class Ladder:
         if need > limit * (1 + SHALLOW_BAND):
             reason = f"needs {fmt_gib(need)} of {fmt_gib(limit)}, extrapolated from {pair[0]} and {pair[1]} layers"
             phase = max(measurement.phase_peak_gib, key=lambda one: measurement.phase_peak_gib[one])
-            oom = replace(_foretold_oom(need, limit, _terms(measurement)), phase=phase)
+            oom = _foretold_oom(phase, need, limit, _terms(measurement))
             return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=oom, phase=phase, measurement=measurement)
         if self._shallow_only:
             return _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=measurement)
@@ -277,9 +277,9 @@ def _decided(request: ProbeRequest, outcome: Outcome, rung: Rung, reason: str | 
     )
 
 
-def _foretold_oom(need_gib: float, limit_gib: float, terms: dict[str, float]) -> OomDetail:
+def _foretold_oom(phase: Phase, need_gib: float, limit_gib: float, terms: dict[str, float]) -> OomDetail:
     return OomDetail(
-        phase=Phase.BACKWARD,
+        phase=phase,
         requested_gib=None,
         allocated_gib=need_gib,
         reserved_gib=need_gib,

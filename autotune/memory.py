@@ -9,7 +9,7 @@ import statistics
 from dataclasses import dataclass
 
 from autotune.config import TrainConfig
-from autotune.result import Measurement, OomDetail
+from autotune.result import Measurement, OomDetail, Phase
 
 LINE_DOUBT = 0.02  # of what a line adds beyond the points it goes through
 
@@ -84,13 +84,14 @@ class _Known:
 class MemoryEstimate:
     """Reserved memory that a configuration will need at full depth: between `low_gib` and `high_gib`, likely `gib`.
 
-    `basis` is the number of configurations it was learned from.
+    `phase` is where the peak is likely to be, `basis` the number of configurations it was learned from.
     """
 
     low_gib: float
     gib: float
     high_gib: float
     limit_gib: float
+    phase: Phase
     basis: int
 
     @property
@@ -128,10 +129,13 @@ class MemoryModel:
         if not names:
             return None
         low = gib = high = 0.0
+        largest = Phase.FORWARD.value
         for name in names:
             moving = [_segments(one.measurement)[name] - static_gib(one.measurement, micro_steps) for one in alike]
             points = [(one.config.tokens, max(moved, -statics)) for one, moved in zip(alike, moving, strict=True)]
             bounds = _at(points, config.tokens)
+            if bounds[1] > gib:
+                largest = name
             low, gib, high = max(low, bounds[0]), max(gib, bounds[1]), max(high, bounds[2])
         beyond = [one.measurement.peak_reserved_gib / one.measurement.peak_allocated_gib for one in alike]
         paged = self._managed(config, alike)
@@ -140,6 +144,7 @@ class MemoryModel:
             gib=(statics + gib) * statistics.median(beyond),
             high_gib=(statics + high) * max(beyond),
             limit_gib=offered_gib - min(one.measurement.context_gib for one in alike) - paged,
+            phase=Phase.BACKWARD if largest.startswith(Phase.BACKWARD) else Phase(largest),
             basis=len(alike),
         )
 

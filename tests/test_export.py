@@ -269,7 +269,7 @@ def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], tmp_pat
                 for name, p in module.named_parameters(recurse=False)
             ],
         ]
-        for module in probed.attach(resident, config, device).modules()
+        for module in probed.attach(resident, config, device, seed=0).modules()
     ]
     assert trained == expected
 
