@@ -289,11 +289,11 @@ def _foretold_oom(phase: Phase, need_gib: float, limit_gib: float, terms: dict[s
 
 
 def _terms(measurement: Measurement) -> dict[str, float]:
-    """What a foretold peak consists of; the logits are among the activations."""
+    """What a foretold peak consists of; how much of the activations is logits is not known."""
     held = {
         "weights": measurement.model_gib,
         "adapters": measurement.adapters_gib,
         "gradients": measurement.gradients_gib,
         "optimizer": measurement.optimizer_gib,
     }
-    return held | {"logits": 0.0, "activations": max(measurement.peak_reserved_gib - sum(held.values()), 0.0)}
+    return held | {"activations": max(measurement.peak_reserved_gib - sum(held.values()), 0.0)}

@@ -258,7 +258,7 @@ def too_tight(measurement: Measurement, phase: Phase) -> dict[str, Any]:
         allocated_gib=measurement.peak_allocated_gib,
         reserved_gib=measurement.peak_reserved_gib,
         limit_gib=measurement.limit_gib,
-        terms_gib=held | {"logits": 0.0, "activations": max(measurement.peak_allocated_gib - sum(held.values()), 0.0)},
+        terms_gib=held | {"activations": max(measurement.peak_allocated_gib - sum(held.values()), 0.0)},
     )
     times = f"{measurement.alloc_retries} time" + ("s" if measurement.alloc_retries > 1 else "")
     reason = f"too tight in {phase}: the allocator ran out, gave back what it cached and tried again {times}"
