@@ -72,8 +72,10 @@ class CudaMeter:
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         total = gib(self._properties.total_memory)
-        limit = min(memory_gib * (1 - headroom) - self.context_gib() - managed_gib, total)
-        room = max(total * (1 - headroom) - self.context_gib() - managed_gib, limit)
+        taken = self.context_gib() + managed_gib
+        limit = memory_gib * (1 - headroom) - taken
+        # A few layers may be judged against a larger card than this one.
+        room = max(total * (1 - headroom) - taken, min(limit, total))
         torch.cuda.set_per_process_memory_fraction(min(max(limit, 0.01) + self.aside_gib, room) / total)
         return limit
 
