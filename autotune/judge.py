@@ -212,6 +212,11 @@ class Judge:
             )
         if workload.examples_assumed:
             found.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
+        if self.subject.device.kind == "cpu":
+            found.append(
+                "on a CPU, probes give large blocks of memory straight back to the kernel, so that peaks repeat; the "
+                "full run does not, and can be twice as fast"
+            )
         if (cut := workload.truncated(config.seq_len)) > 0:
             found.append(f"{cut:.1%} of the tokens are cut off at seq_len {config.seq_len}")
         return found

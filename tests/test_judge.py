@@ -172,6 +172,13 @@ def test_a_dropped_configuration_is_out_and_named():
 # --- caveats
 
 
+def test_times_on_a_cpu_are_upper_bounds_and_that_is_said():
+    made = confirmed()
+    made.subject = replace(made.subject, device=resolve_device("cpu"), price=None)
+    (caveat,) = made.recipe(FINGERPRINT).caveats
+    assert "can be twice as fast" in caveat
+
+
 def test_a_study_that_was_cut_short():
     assert judge().recipe(FINGERPRINT).caveats == (
         "the winner was not measured a second time: the study was cut short",
