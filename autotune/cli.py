@@ -58,7 +58,7 @@ def run(
     global_batch: Annotated[int | None, typer.Option(help="Sequences an optimizer step. [32]")] = None,
     budget: Annotated[str | None, typer.Option(help="Wall time for the whole command: 90s, 15m, 1h. [15m]")] = None,
     trials: Annotated[int | None, typer.Option(help="Total number of trials, refusals included.")] = None,
-    patience: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one. [20]")] = None,
+    patience: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one. [30]")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Pin the sequence length.")] = None,
     rank: Annotated[int | None, typer.Option(help="Pin the LoRA rank.")] = None,
     set_: Annotated[

@@ -17,25 +17,36 @@ from autotune.result import Measurement, ModelShape, Phase
 # from 2 and 8 layers of a 7B on an H200 up to 1 % where the device was the bottleneck, 2 to 5 % where the host was;
 # from 2 and 4 of 16 small layers on a CPU up to 16 %. `benchmarks/depth_extrapolation.py` is to hold them against more.
 DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.05, 0.15
+# Once so many whole models were compared, their spread counts in place of these, but not as less than the last.
+ENOUGH_RATIOS, SEEN = 4, 0.01
 MIN_APART = 4  # layers between the two depths, where there are so many
 # The host is the bottleneck where issuing a micro batch takes it nearly as long as the micro batch lasts.
-HOST_SHARE = 0.95
+HOST_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extrapolation:
-    """A whole model's measurement, foretold. Its `time_error` is about two standard deviations."""
+    """A whole model's measurement, foretold. Its `time_error` is about two standard deviations.
+
+    `noise` is the part of it that the timed steps themselves show.
+    """
 
     measurement: Measurement
     host_bound: bool
+    noise: float = 0.0
 
     @property
     def time_error(self) -> float:
         return self.measurement.time_error
 
-    def corrected(self, ratio: float) -> "Extrapolation":
-        """With its times multiplied by what whole models took of what was foretold for them."""
-        one = self.measurement
+    def corrected(self, ratios: Sequence[float]) -> "Extrapolation":
+        """With its times multiplied by what whole models took of what was foretold for them.
+
+        Where there are enough of these ratios, their spread tells the error better than what is allowed unseen.
+        """
+        one, ratio, error = self.measurement, statistics.median(ratios), self.time_error
+        if len(ratios) >= ENOUGH_RATIOS:
+            error = min(error, math.hypot(max(2 * statistics.stdev(ratios), SEEN), self.noise))
         return replace(
             self,
             measurement=replace(
@@ -43,6 +54,7 @@ class Extrapolation:
                 step_s=tuple(step * ratio for step in one.step_s),
                 micro_step_s=tuple(micro * ratio for micro in one.micro_step_s),
                 phase_s={phase: seconds * ratio for phase, seconds in one.phase_s.items()},
+                time_error=error,
             ),
         )
 
@@ -146,6 +158,7 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
             time_error=math.hypot(floor, noise),
         ),
         host_bound=host_bound,
+        noise=noise,
     )
 
 
@@ -156,14 +169,17 @@ def _excess(measurement: Measurement) -> float:
 
 
 def _time(low: Sequence[float], high: Sequence[float], reach: float) -> tuple[float, float]:
-    """(seconds at full depth, standard error): medians extended, each one's error multiplied by its weight."""
-    value = statistics.median(low) * (1 - reach) + statistics.median(high) * reach
+    """(seconds at full depth, standard error): means extended, each one's error multiplied by its weight.
+
+    A card at its power limit swings by some percent within a second: the mean is what the whole model will see.
+    """
+    value = statistics.fmean(low) * (1 - reach) + statistics.fmean(high) * reach
     # A whole model takes at least what a part of it does, whatever disturbed the shallow probe.
-    return max(value, statistics.median(high)), math.hypot((1 - reach) * _error(low), reach * _error(high))
+    return max(value, statistics.fmean(high)), math.hypot((1 - reach) * _error(low), reach * _error(high))
 
 
 def _error(times: Sequence[float]) -> float:
-    """Standard error of a median of few; a single time is taken to be 1 % uncertain."""
+    """Standard error of a mean of few; a single time is taken to be 1 % uncertain."""
     if len(times) < 2:
         return 0.01 * times[0]
     return statistics.stdev(times) / math.sqrt(len(times))

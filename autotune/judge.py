@@ -111,9 +111,13 @@ class Judge:
         known = self.measured or self.extrapolated
         return next((config for config in self.subject.baselines() if config.digest in known), None)
 
+    def pool(self) -> list[Scored]:
+        """What the search found so far: measured at full depth, or else extrapolated."""
+        return self._scored({digest: [one] for digest, one in (self.measured or self.extrapolated).items()})
+
     def finalists(self, count: int) -> list[TrainConfig]:
         """The likely winner and the fastest others."""
-        pool = self._scored({digest: [one] for digest, one in (self.measured or self.extrapolated).items()})
+        pool = self.pool()
         if not pool:
             return []
         likely, _ = choose(pool, self.subject.floors.slack)

@@ -111,7 +111,7 @@ class Ladder:
         if result.depth is None and result.evidence is Evidence.MEASURED:
             self._memory.learn(config, measurement)
             if foretold is not None:
-                ratio = statistics.median(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
+                ratio = statistics.fmean(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
                 self._ratios.setdefault(_kind(config, foretold), {})[config] = ratio
 
     def evaluate(self, config: TrainConfig, trial: int | None, promise: Promise | None = None) -> Verdict:
@@ -163,7 +163,8 @@ class Ladder:
 
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int) -> ProbeResult:
         """Measure a finalist again: more micro batches a step, one evaluation and one save included."""
-        request = replace(self._request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_steps=3)
+        request = self._request(config)
+        request = replace(request, rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_micros=2 * micro_steps)
         log = self._logs / f"confirm-{config.digest}-{round_}.log"
         result = self._stored(None, self._prober.probe(request, log))
         self.learn(None, result)
@@ -196,13 +197,7 @@ class Ladder:
         if self._shape is None or pair is None or config in self._failed:
             return None
         for depth in pair:
-            short = replace(
-                request,
-                depth=depth,
-                rung=Rung.SHALLOW,
-                min_timed_s=min(request.min_timed_s, 0.5),
-                min_timed_steps=max(request.min_timed_steps, 3),
-            )
+            short = shortened(request, depth)
             stored = self._store.find(short.digest, self._prober.fingerprint.digest, (Rung.SHALLOW,))
             result = stored or self._probe(short, trial, f"-depth{depth}")
             self.learn(trial, result)
@@ -237,7 +232,7 @@ class Ladder:
         """The same, its time corrected by what whole models took of what was foretold for them."""
         foretold = self._extrapolated(config, micro_steps)
         ratios = self._ratios.get(_kind(config, foretold)) if foretold else None
-        return foretold.corrected(statistics.median(ratios.values())) if foretold and ratios else foretold
+        return foretold.corrected(list(ratios.values())) if foretold and ratios else foretold
 
     def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
         name = "settle" if trial is None else f"trial-{trial:04d}"
@@ -258,6 +253,12 @@ class Ladder:
                 f"{self._failures} probes in a row failed for reasons other than memory; the last: {result.reason}",
                 remedy=f"read {self._logs / (result.log or 'worker.log')}, run `autotune doctor`, go on with --study",
             )
+
+
+def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
+    """The same question to a truncated model. A card at its power limit swings within tenths of a second."""
+    min_timed_s = min(request.min_timed_s, 0.7)
+    return replace(request, depth=depth, rung=Rung.SHALLOW, min_timed_s=min_timed_s, min_timed_micros=3)
 
 
 def _kind(config: TrainConfig, foretold: Extrapolation) -> tuple[Any, ...]:

@@ -213,11 +213,21 @@ def choose(candidates: list[Scored], slack: float) -> tuple[Scored, str]:
     return winner, f"{what}, for {extra:.1%} more cost than the cheapest (slack {slack:.0%})"
 
 
-def to_beat(candidate: Scored, best: Scored, slack: float) -> float:
-    """The score from which on `choose` may prefer the candidate to the best."""
-    roomier = candidate.headroom >= best.headroom + ROOMIER
-    preferred = (capability(candidate.config), roomier) > (capability(best.config), False)
-    return best.score / (1.0 + slack) if preferred else best.score
+def to_beat(candidate: Scored, others: list[Scored], slack: float) -> float:
+    """The score from which on the candidate would be the cheapest, or what `choose` prefers to the others.
+
+    Raises ValueError without others.
+    """
+    cheapest = max(others, key=lambda one: one.score)
+    bar, roomy = cheapest.score / (1.0 + slack), cheapest.headroom + ROOMIER
+
+    def preference(one: Scored) -> tuple[Any, ...]:
+        return capability(one.config), one.headroom >= roomy
+
+    chosen = max((one for one in others if one.score >= bar), key=lambda one: (preference(one), one.score))
+    if preference(candidate) == preference(chosen):
+        return chosen.score
+    return bar if preference(candidate) > preference(chosen) else cheapest.score
 
 
 def _differences(winner: TrainConfig, other: TrainConfig) -> str:

@@ -71,8 +71,9 @@ class ProbeRequest:
 
     `model` is the transformers config as plain data; `weights` a local directory with safetensors, or None for random
     weights. `micro_steps` is the number of micro batches in each probed optimizer step (2 whenever the full run
-    accumulates at all, since gradients that stay alive raise the second one's peak). `memory_gib` is what the device
-    offers in all; `headroom` the fraction of it that must stay free. `depth` is None for the whole model.
+    accumulates at all, since gradients that stay alive raise the second one's peak). Whole steps are timed, for at
+    least `min_timed_s` and `min_timed_micros` micro batches. `memory_gib` is what the device offers in all; `headroom`
+    the fraction of it that must stay free. `depth` is None for the whole model.
     """
 
     config: TrainConfig
@@ -87,9 +88,9 @@ class ProbeRequest:
     trainer: str = "transformers"
     num_gpus: int = 1
     strategy: str = "none"
-    min_timed_steps: int = 2
+    min_timed_micros: int = 2
     max_timed_steps: int = 10
-    min_timed_s: float = 2.0
+    min_timed_s: float = 1.0
     seed: int = 0
 
     @property
@@ -157,9 +158,9 @@ class Telemetry:
 class Measurement:
     """Raw times and peaks of one probe on one rank.
 
-    `step_s` is start to start of whole probed optimizer steps; `micro_step_s` start to start of micro batches within
-    one (the whole step where there is a single micro batch); `rest_s` what a step takes beyond its micro batches:
-    clipping, optimizer, logging, data loader. `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is
+    `step_s` is start to start of whole probed optimizer steps; `micro_step_s` of each of their micro batches (the whole
+    step where there is a single one); `rest_s` what each step takes beyond its micro batches: clipping, optimizer,
+    logging. `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is
     finer: it parts the backward pass where its peak may move from one place to another as depth grows. `host_micro_s`
     is what the host alone takes to issue a micro batch: where it is as long as the device takes, the host is the
     bottleneck. `time_error` is the relative error that extrapolated times may have, 0 where they were measured.

@@ -32,7 +32,7 @@ class StudySpec:
     global_batch: int = 32
     budget: str = "15m"
     trials: int | None = None
-    patience: int = 20
+    patience: int = 30
     memory_gib: float | None = None
     headroom: float = 0.05
     price: float | None = None

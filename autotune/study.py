@@ -34,7 +34,7 @@ class Limits:
 
     budget_s: float
     trials: int | None = None
-    patience: int = 20
+    patience: int = 30
     finalists: int = 3
     rounds: int = 2
 
@@ -181,13 +181,12 @@ class Study:
 
     def _promise(self, config: TrainConfig, foretold: Extrapolation) -> str | None:
         """Why an extrapolated candidate cannot win; None while it can."""
-        best = self.best()
-        if best is None or best.tokens_per_second is None:
+        others = self.judge.pool()
+        if not others:
             return None
         speed, need = self._speed(config, foretold), foretold.measurement
         candidate = Scored(config=config, score=speed, headroom=1 - need.peak_reserved_gib / need.limit_gib)
-        fastest = Scored(config=best.config, score=best.tokens_per_second, headroom=-(best.margin or 0.0))
-        bar = to_beat(candidate, fastest, self.subject.floors.slack)
+        bar = to_beat(candidate, others, self.subject.floors.slack)
         if speed * (1 + foretold.time_error) >= bar:
             return None
         return f"{speed:,.0f} tokens/s foretold (within {foretold.time_error:.0%}), {bar:,.0f} are to be beaten"

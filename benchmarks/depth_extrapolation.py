@@ -10,7 +10,6 @@ import itertools
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from common import Rows, save, table
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
 from autotune.depth import depths, extrapolate
+from autotune.ladder import shortened
 from autotune.objective import step_time_s
 from autotune.probe.launcher import WorkerProber
-from autotune.result import Measurement, Outcome, ProbeRequest, Rung
+from autotune.result import Measurement, Outcome, ProbeRequest
 
 # A model, and how many of its layers count as the whole: a mixture does not fit with all of them.
 MODELS: dict[str, int | None] = {
@@ -106,7 +106,6 @@ def compare(
     pair = depths(shape, config.checkpoint_every) if shape else None
     assert shape is not None and pair is not None
     whole_request = ProbeRequest(config=config, model=model, device=args.device, memory_gib=args.memory_gib)
-    short = replace(whole_request, rung=Rung.SHALLOW, min_timed_s=0.5, min_timed_steps=3)
     about: dict[str, Any] = {
         "model": name,
         "config": config.label(),
@@ -115,7 +114,7 @@ def compare(
     }
     found: dict[int | None, Measurement] = {}
     for depth in (*pair, None):
-        result = prober.probe(whole_request if depth is None else replace(short, depth=depth), logs / "probe.log")
+        result = prober.probe(whole_request if depth is None else shortened(whole_request, depth), logs / "probe.log")
         about["seconds"].append(result.seconds.get("total"))
         if result.outcome is not Outcome.OK or result.measurement is None:
             return about | {"failed": f"at depth {depth}: {result.outcome}, {result.reason}"}

@@ -10,16 +10,16 @@ import json
 import random
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
 from autotune.depth import depths
+from autotune.ladder import shortened
 from autotune.objective import score
 from autotune.probe.launcher import WorkerProber
-from autotune.result import Fingerprint, Outcome, ProbeRequest, ProbeResult, Rung, from_data, to_data
+from autotune.result import Fingerprint, Outcome, ProbeRequest, ProbeResult, from_data, to_data
 from autotune.space import Knob, SearchSpace
 from autotune.workload import Workload
 
@@ -48,11 +48,6 @@ def request_of(config: TrainConfig, model: dict[str, Any], memory_gib: float, de
         memory_gib=memory_gib,
         micro_steps=min(WORKLOAD.accumulation(config.micro_batch_size), 2),
     )
-
-
-def shallow_of(whole: ProbeRequest, depth: int) -> ProbeRequest:
-    """As the ladder asks for it."""
-    return replace(whole, depth=depth, rung=Rung.SHALLOW, min_timed_s=0.5, min_timed_steps=3)
 
 
 class Table:
@@ -126,7 +121,7 @@ def measure(args: argparse.Namespace) -> None:
             if time.monotonic() > until:
                 break
             whole = request_of(config, model.config, args.memory_gib, args.device)
-            requests = [shallow_of(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()] + [whole]
+            requests = [shortened(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()] + [whole]
             found = []
             for request in requests:
                 found.append(prober.probe(request, logs / "probe.log"))

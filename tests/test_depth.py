@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from factories import measurement
 
-from autotune.depth import DEVICE_BOUND, HOST_BOUND, ON_CPU, Extrapolation, depths, extrapolate, repetition
+from autotune.depth import DEVICE_BOUND, HOST_BOUND, ON_CPU, SEEN, Extrapolation, depths, extrapolate, repetition
 from autotune.result import Measurement, ModelShape, Phase
 
 LAYERS = 32
@@ -299,7 +299,7 @@ def test_the_whole_model_never_takes_less_than_its_part() -> None:
 
 def test_a_correction_multiplies_times_and_nothing_else() -> None:
     plain = foretold(affine(2), affine(8))
-    longer = plain.corrected(1.1)
+    longer = plain.corrected([1.1])
     for name in ("step_s", "micro_step_s"):
         ratios = [
             now / then
@@ -310,6 +310,24 @@ def test_a_correction_multiplies_times_and_nothing_else() -> None:
     assert (longer.time_error, longer.host_bound) == (plain.time_error, plain.host_bound)
     assert longer.measurement.peak_reserved_gib == plain.measurement.peak_reserved_gib
     assert longer.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
+
+
+def test_what_whole_models_took_tells_the_error_once_there_are_enough() -> None:
+    plain = foretold(affine(2), affine(8))
+    assert plain.corrected([1.0, 1.002, 0.998]).time_error == plain.time_error
+    assert plain.corrected([1.0, 1.002, 0.998, 1.0]).time_error == pytest.approx(SEEN)
+    assert plain.corrected([1.0, 1.1, 0.9, 1.2]).time_error == plain.time_error  # never more than is allowed unseen
+    noise = foretold(noisy(2, 0.01), noisy(8, 0.01))
+    assert SEEN < noise.corrected([1.0] * 4).time_error < noise.time_error
+
+
+def test_the_mean_of_swinging_times_counts() -> None:
+    """A card at its power limit swings: the whole model takes the mean, and no middle value."""
+    swinging = {
+        depth: replace(affine(depth), micro_step_s=(0.9 * micro, 1.3 * micro, 0.8 * micro))
+        for depth, micro in ((2, 0.06), (8, 0.12))
+    }
+    assert foretold(swinging[2], swinging[8]).measurement.micro_step_s == pytest.approx((0.04 + 0.01 * LAYERS,))
 
 
 @pytest.mark.parametrize("found", [(), (2,), (8, 8), (8, 2), (2, 4, 8)], ids=str)

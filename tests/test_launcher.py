@@ -44,7 +44,7 @@ def request(memory_gib: float = 4.0, *, rung: Rung = Rung.FULL, model: dict[str,
         device="cpu",
         memory_gib=memory_gib,
         micro_steps=1,
-        min_timed_steps=1,
+        min_timed_micros=1,
         min_timed_s=0.0,
         rung=rung,
     )

@@ -16,6 +16,7 @@ from autotune.objective import (
     score,
     step_spread,
     step_time_s,
+    to_beat,
 )
 from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace, load_space
@@ -271,3 +272,24 @@ def test_headroom_counts_in_tenths():
 def test_nobody_wins_an_empty_list():
     with pytest.raises(ValueError, match="empty"):
         choose([], 0.05)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "bar"),
+    [
+        ({"lora_rank": 16}, 100.0),  # no more capable than the cheapest: it has to be faster
+        ({"lora_rank": 32}, 100.0),  # nor than what is chosen already
+        ({"lora_rank": 64}, 97.0),  # as capable as that: faster than that is enough
+        ({"lora_rank": 128}, 100.0 / 1.05),  # more capable: within the slack is enough
+        ({"lora_rank": 64, "headroom": 0.5}, 100.0 / 1.05),  # or as capable, and leaves more free
+    ],
+)
+def test_what_a_candidate_must_beat(candidate, bar):
+    others = [scored(speed, 0.2, lora_rank=rank) for speed, rank in ((100.0, 16), (97.0, 64), (94.0, 256))]
+    candidate = {"headroom": 0.2} | candidate
+    need = to_beat(scored(0.0, **candidate), others, 0.05)
+    assert need == pytest.approx(bar)
+    better, worse = scored(need * 1.001, **candidate), scored(need * 0.999, **candidate)
+    assert choose([*others, worse], 0.05)[0] is not worse
+    cheapest = max([*others, better], key=lambda one: one.score)
+    assert better in (choose([*others, better], 0.05)[0], cheapest)

@@ -93,7 +93,7 @@ def test_two_depths_come_before_the_whole_model_and_all_of_it_is_stored(session:
     assert asked(prober) == [2, 8, None]
     assert [request.rung for request in prober.requests] == [Rung.SHALLOW, Rung.SHALLOW, Rung.FULL]
     assert prober.logs == ["trial-0003-depth2.log", "trial-0003-depth8.log", "trial-0003.log"]
-    assert all(request.min_timed_s <= 0.5 and request.min_timed_steps >= 3 for request in prober.requests[:2])
+    assert all(request.min_timed_s < 1 and request.min_timed_micros >= 3 for request in prober.requests[:2])
     assert how(verdict) == (Outcome.OK, Rung.FULL, Evidence.MEASURED)
     assert (verdict.reused, verdict.seconds) == (False, FULL_S + 2 * SHORT_S)
     rows = store.of_study("one")

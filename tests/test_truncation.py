@@ -69,7 +69,7 @@ def ask(
         device="cpu",
         memory_gib=memory_gib,
         micro_steps=1,
-        min_timed_steps=1,
+        min_timed_micros=1,
         min_timed_s=0.0,
         depth=depth,
     )

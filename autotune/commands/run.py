@@ -137,7 +137,6 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             micro_steps=min(accumulation, 2),
             memory_gib=memory_gib,
             headroom=spec.headroom,
-            min_timed_s=1.0 if task.card is None else 2.0,
             seed=spec.seed,
         )
 

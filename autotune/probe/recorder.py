@@ -1,6 +1,7 @@
 """Marks and peaks at the seams of a training step, and the plan of how many steps to time."""
 
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from autotune.result import Phase, ProbeRequest
 MAX_WARMUP_STEPS = 5
 # Relative spread of step times: below the first, more of them say nothing new; above the second, they are worth having.
 AGREED, DISAGREED = 0.01, 0.02
+ENOUGH_TO_AGREE = 2  # steps
 
 
 class NotSteady(Exception):
@@ -41,6 +43,7 @@ class Recorder:
         self.first_timed: int | None = None
         self.last_timed: int | None = None
         self.starts: list[list[Any]] = [[]]  # by step: a mark at the start of each micro batch
+        self.ends: list[list[Any]] = [[]]  # and at its end
         self.spans: list[tuple[int, Phase, Any, Any]] = []
         self.peaks: dict[Phase, float] = {}
         self.segments: dict[str, float] = {}
@@ -88,6 +91,7 @@ class Recorder:
     def end_micro_batch(self) -> None:
         self.issued.append(time.perf_counter() - self._began)
         self.enter(Phase.OPTIMIZER)
+        self.ends[self.step].append(self._mark)
 
     def end_step(self) -> bool:
         """An optimizer step is done; returns whether to stop. The start of a last, untimed micro batch closes it."""
@@ -98,6 +102,7 @@ class Recorder:
         done = self.step == self.last_timed
         self.step += 1
         self.starts.append([])
+        self.ends.append([])
         if done:
             self.enter(Phase.STEADY)
             self.starts[self.step].append(self._mark)
@@ -118,8 +123,9 @@ class Recorder:
             return
         step_s = max(self.meter.seconds(self.starts[self.step][0], self._now()), 1e-6)
         self.emit(Phase.STEADY)
-        wanted = math.ceil(self.request.min_timed_s / step_s)
-        wanted = min(max(wanted, self.request.min_timed_steps), self.request.max_timed_steps)
+        request = self.request
+        wanted = max(request.min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
+        wanted = min(math.ceil(wanted), request.max_timed_steps)
         # Where reading peaks costs milliseconds, the step that had them read counts only if it was long.
         self.first_timed = self.step if self.meter.peaks_are_free or step_s > 2.0 else self.step + 1
         self.last_timed = self.first_timed + wanted - 1
@@ -128,14 +134,14 @@ class Recorder:
         """Stop early once steps agree, go on a little where they disagree: the host's share of a step is noisy."""
         assert self.first_timed is not None and self.last_timed is not None
         ends = [self.starts[index + 1][0] for index in range(self.first_timed, self.step)]
-        if len(ends) + 1 == self.request.min_timed_steps and self.step < self.last_timed:
-            ends.append(self._now())  # worth waiting for the device once: it may save the next step
+        if len(ends) + 1 == ENOUGH_TO_AGREE or self.step == self.last_timed:
+            ends.append(self._now())  # worth waiting for the device: it may save the next step, or ask for another
         finished = [
             self.meter.seconds(self.starts[self.first_timed + index][0], end)
             for index, end in enumerate(ends)
             if self.meter.passed(end)
         ]
-        if len(finished) < self.request.min_timed_steps:
+        if len(finished) < ENOUGH_TO_AGREE:
             return
         spread = (max(finished) - min(finished)) / min(finished)
         if spread < AGREED:
@@ -163,21 +169,27 @@ class Recorder:
             raise NotSteady("the compiled model was compiled again while it was timed")
 
     def times(self) -> tuple[list[float], list[float], list[float], dict[Phase, float]]:
-        """(steps, micro batches, rest of each step, seconds a step by phase), of the timed steps."""
+        """(steps, micro batches, rest of each step, seconds a step by phase), of the timed steps.
+
+        Every micro batch counts, not the first of each step alone: after the pause between two steps a card at its
+        power limit is faster for a moment.
+        """
         assert self.first_timed is not None and self.last_timed is not None
         steps, micros, rests = [], [], []
         between = self.meter.seconds
         timed = range(self.first_timed, self.last_timed + 1)
         for index in timed:
-            starts, after = self.starts[index], self.starts[index + 1][0]
+            starts, ends, after = self.starts[index], self.ends[index], self.starts[index + 1][0]
             step = between(starts[0], after)
             steps.append(step)
             if len(starts) == 1:
                 micros.append(step)
                 continue
-            micro = between(starts[0], starts[-1]) / (len(starts) - 1)
-            micros.append(micro)
-            rests.append(step - micro * len(starts))
+            # What passes between two micro batches (loader, bookkeeping) passes after the last one too.
+            gap = statistics.fmean(map(between, ends[:-1], starts[1:]))
+            rest = max(between(ends[-1], after) - gap, 0.0)
+            micros += [*map(between, starts[:-1], starts[1:]), between(starts[-1], after) - rest]
+            rests.append(rest)
         phases: dict[Phase, float] = {}
         for index, phase, start, end in self.spans:
             if index in timed:

@@ -1,0 +1,96 @@
+"""The plan of how many steps are timed, and what their marks say, against a clock that the test turns."""
+
+from typing import Any
+
+import pytest
+
+from autotune.config import TrainConfig
+from autotune.probe.recorder import Recorder
+from autotune.result import Phase, ProbeRequest
+
+
+class Clock:
+    """A device whose time passes when the test says so. Peaks cost nothing to read, as on a GPU."""
+
+    peaks_are_free = True
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def reset_peak(self) -> None: ...
+
+    def peak_gib(self) -> tuple[float, float]:
+        return 1.0, 2.0
+
+    def alloc_retries(self) -> int:
+        return 0
+
+
+def recorded(micros: list[float], gap: float = 0.0, optimizer: float = 0.0, **wanted: Any) -> Recorder:
+    """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first."""
+    clock: Any = Clock()
+    request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=2, **wanted)
+    recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0)
+    count, done = 0, False
+    while not done:
+        for _ in range(request.micro_steps):
+            recorder.begin_micro_batch()
+            clock.now += micros[count % len(micros)] / 3
+            recorder.enter(Phase.BACKWARD)
+            clock.now += micros[count % len(micros)] * 2 / 3
+            recorder.end_micro_batch()
+            count += 1
+            clock.now += gap
+        clock.now += optimizer
+        done = recorder.end_step()
+    return recorder
+
+
+def test_every_micro_batch_counts_not_the_first_of_each_step_alone() -> None:
+    """A card at its power limit runs ahead after each pause: the first of two is the faster one."""
+    steps, micros, rests, _ = recorded([0.9, 1.1], gap=0.01, optimizer=0.2).times()
+    assert steps == pytest.approx([2.22])
+    assert micros == pytest.approx([0.91, 1.11])
+    assert rests == pytest.approx([0.2])
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.05])
+def test_a_step_is_its_micro_batches_and_the_rest(gap: float) -> None:
+    recorder = recorded([0.1, 0.12, 0.11], gap=gap, optimizer=0.03, min_timed_s=2.0)
+    steps, micros, rests, phases = recorder.times()
+    assert sum(micros) + sum(rests) == pytest.approx(sum(steps))
+    assert len(micros) == 2 * len(steps) == 2 * len(rests)
+    assert sum(phases[phase] for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)) * len(
+        steps
+    ) == pytest.approx(sum(steps))
+
+
+@pytest.mark.parametrize(
+    ("micro_s", "wanted", "num_steps"),
+    [
+        (1.0, {}, 1),  # a step is long enough, and has two micro batches
+        (1.0, {"min_timed_micros": 3}, 2),
+        (1.0, {"min_timed_micros": 4}, 2),
+        (0.3, {}, 2),
+        (0.1, {}, 2),  # five would be timed, but two agree
+    ],
+)
+def test_no_more_steps_are_timed_than_say_something_new(micro_s: float, wanted: dict[str, int], num_steps: int) -> None:
+    assert len(recorded([micro_s], **wanted).times()[0]) == num_steps
+
+
+def test_steps_that_disagree_are_followed_by_more() -> None:
+    swinging = [0.45, 0.45, 0.55, 0.55]
+    assert len(recorded(swinging, min_timed_s=1.8).times()[0]) == 4
+    assert len(recorded(swinging, min_timed_s=1.8, max_timed_steps=3).times()[0]) == 3
