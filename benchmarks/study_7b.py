@@ -36,7 +36,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     options = ["--gpu", args.gpu, "--model", args.model, "--budget", args.budget]
     url = f"sqlite:///{folder.absolute()}/autotune.db"
-    options += ["--study", "study", "--out", "study", "--storage", url, "--json"]
+    name = f"{args.gpu}-{args.model}"
+    options += ["--study", name, "--out", name, "--storage", url, "--json"]
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "autotune.cli", "run", *options], cwd=folder, check=False, stdout=subprocess.PIPE
@@ -46,8 +47,8 @@ def main() -> None:
         raise SystemExit(f"the command ended with {done.returncode}")
     said = json.loads(done.stdout)
 
-    study = open_study("study", url)
-    probes = [row.result for row in ProbeStore(url).of_study("study")]
+    study = open_study(name, url)
+    probes = [row.result for row in ProbeStore(url).of_study(name)]
     launched = [one for one in probes if one.seconds]
     rows: list[dict[str, Any]] = []
     for kind in dict.fromkeys((one.rung.value, one.depth, one.config.compile != "none") for one in launched):
@@ -72,7 +73,7 @@ def main() -> None:
         "probing_seconds": probing,
         "seconds_beside_probes": wall - probing,
         "tokens_per_second": said["winner"]["performance"]["tokens_per_second"],
-        "exported": sorted(path.name for path in (folder / "study" / "export").iterdir()),
+        "exported": sorted(path.name for path in (folder / name / "export").iterdir()),
     }
     fingerprint: Fingerprint = from_data(Fingerprint, study.facts["fingerprint"])
     save("study_7b", fingerprint, summary, rows, args.out)
