@@ -164,7 +164,7 @@ class Ladder:
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int) -> ProbeResult:
         """Measure a finalist again: more micro batches a step, one evaluation and one save included."""
         request = self._request(config)
-        request = replace(request, rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_micros=2 * micro_steps)
+        request = replace(request, rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
         log = self._logs / f"confirm-{config.digest}-{round_}.log"
         result = self._stored(None, self._prober.probe(request, log))
         self.learn(None, result)

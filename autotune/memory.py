@@ -131,7 +131,12 @@ class MemoryModel:
         low = gib = high = 0.0
         largest = Phase.FORWARD.value
         for name in names:
-            moving = [_segments(one.measurement)[name] - static_gib(one.measurement, micro_steps) for one in alike]
+            moving = [
+                # Where one took a single micro batch and the other does not, all gradients count as alive at the peak.
+                _segments(one.measurement)[name]
+                - static_gib(one.measurement, max(micro_steps, one.measurement.micro_steps))
+                for one in alike
+            ]
             points = [(one.config.tokens, max(moved, -statics)) for one, moved in zip(alike, moving, strict=True)]
             bounds = _at(points, config.tokens)
             if bounds[1] > gib:
@@ -183,7 +188,7 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
         config.compile,
         config.checkpointing,
         config.optimizer if config.method == "full" else None,
-        min(micro_steps, 2),
+        min(micro_steps, 2) if config.method == "full" else None,  # an adapter's gradients are few
         length,
     )
 

@@ -55,11 +55,11 @@ def main() -> None:
         of_kind = [one for one in launched if (one.rung.value, one.depth, one.config.compile != "none") == kind]
         seconds: dict[str, float] = defaultdict(float)
         for one in of_kind:
-            for name, spent in one.seconds.items():
-                seconds[name] += spent / len(of_kind)
+            for phase, spent in one.seconds.items():
+                seconds[phase] += spent / len(of_kind)
         rows.append(
             {"rung": kind[0], "depth": kind[1], "compiled": kind[2], "probes": len(of_kind)}
-            | {name: seconds.get(name, 0.0) for name in SPENT_ON}
+            | {phase: seconds.get(phase, 0.0) for phase in SPENT_ON}
         )
     probing = sum(one.seconds.get("total", 0.0) for one in launched)
     summary = {

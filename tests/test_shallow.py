@@ -210,12 +210,12 @@ def test_what_was_foretold_to_need_more_than_another_limit_is_not_refused_under_
 
 
 def test_depths_of_steps_of_one_micro_batch_and_of_two_are_not_mixed(session: Start) -> None:
-    """TWICE is a whole batch here, and was half of one in a study before; MIDDLE needs 3.5 GiB of 3.6."""
-    gradients = layered(gradients_gib=0.5)
-    session(gradients, study="larger batch")[0].evaluate(TWICE, 0, never)
+    """`twice` is a whole batch here, and was half of one in a study before; MIDDLE needs 3.5 GiB of 3.6."""
+    gradients, twice = layered(gradients_gib=0.5), replace(TWICE, method="full", lora_rank=None)
+    session(gradients, study="larger batch")[0].evaluate(twice, 0, never)
     ladder, _ = session(gradients, limit_gib=3.6, micro_steps=lambda config: 8 // config.micro_batch_size)
     ladder.learn_from_others()
-    assert ladder.evaluate(TWICE, 0).result.outcome is Outcome.OOM
+    assert ladder.evaluate(twice, 0).result.outcome is Outcome.OOM
     assert ladder.evaluate(MIDDLE, 1).result.outcome is Outcome.OK
 
 
