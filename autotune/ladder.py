@@ -162,9 +162,9 @@ class Ladder:
         return Verdict(result=self._stored(trial, result), reused=spent == 0.0, seconds=spent)
 
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int) -> ProbeResult:
-        """Measure a finalist again: more micro batches a step, one evaluation and one save included."""
-        request = self._request(config)
-        request = replace(request, rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
+        """Measure a finalist again: more micro batches a step; one evaluation and one save in the first round."""
+        request = replace(self._request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
+        request = replace(request, evaluate=round_ == 1)
         log = self._logs / f"confirm-{config.digest}-{round_}.log"
         result = self._stored(None, self._prober.probe(request, log))
         self.learn(None, result)

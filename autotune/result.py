@@ -72,8 +72,9 @@ class ProbeRequest:
     `model` is the transformers config as plain data; `weights` a local directory with safetensors, or None for random
     weights. `micro_steps` is the number of micro batches in each probed optimizer step (2 whenever the full run
     accumulates at all, since gradients that stay alive raise the second one's peak). Whole steps are timed, for at
-    least `min_timed_s` and `min_timed_micros` micro batches. `memory_gib` is what the device offers in all; `headroom`
-    the fraction of it that must stay free. `depth` is None for the whole model.
+    least `min_timed_s` and `min_timed_micros` micro batches; with `evaluate` one evaluation batch and one adapter save
+    follow, since full runs die there. `memory_gib` is what the device offers in all; `headroom` the fraction of it that
+    must stay free. `depth` is None for the whole model.
     """
 
     config: TrainConfig
@@ -91,6 +92,7 @@ class ProbeRequest:
     min_timed_micros: int = 2
     max_timed_steps: int = 10
     min_timed_s: float = 1.0
+    evaluate: bool = False
     seed: int = 0
 
     @property

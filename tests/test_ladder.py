@@ -199,6 +199,7 @@ def test_confirming_asks_for_more_and_is_never_answered_from_the_table(session: 
         assert ladder.confirm(MIDDLE, 4, round_).rung is Rung.CONFIRM
     asked = prober.requests[2:]
     assert [(request.rung, request.micro_steps) for request in asked] == [(Rung.CONFIRM, 4)] * 2
+    assert [request.evaluate for request in asked] == [True, False]
     assert prober.logs == [
         "trial-0000.log",
         "settle.log",

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_a_probe_comes_through(prober: WorkerProber) -> None:
 
 
 def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:
-    result = prober.probe(request(rung=Rung.CONFIRM), prober.logs / "confirm.log")
+    result = prober.probe(replace(request(rung=Rung.CONFIRM), evaluate=True), prober.logs / "confirm.log")
     assert result.outcome is Outcome.OK and result.rung is Rung.CONFIRM
     assert {"evaluate", "save"} <= result.seconds.keys()
     assert result.measurement is not None and Phase.EVALUATE in result.measurement.phase_peak_gib

@@ -108,6 +108,7 @@ def test_another_question_has_another_digest(change):
         {"seed": 7},
         {"max_timed_steps": 3},
         {"min_timed_s": 9.0},
+        {"evaluate": True},
         {"memory_gib": 139.8 + 1e-6},  # NVML's total, read twice
         {"model": dict(reversed(REQUEST.model.items()))},
     ],

@@ -21,7 +21,7 @@ from autotune.probe.device import Meter
 from autotune.probe.model import Resident, attach, decoder_layers, set_checkpointing
 from autotune.probe.recorder import MAX_WARMUP_STEPS, Recorder
 from autotune.probe.weigh import logical_params, optimizer_gib, tensor_gib
-from autotune.result import Measurement, Phase, ProbeRequest, Rung
+from autotune.result import Measurement, Phase, ProbeRequest
 from autotune.units import gib
 
 
@@ -130,7 +130,7 @@ class Probe:
             losses = [float(loss) for loss in self.recorder.losses]
             if not all(math.isfinite(loss) and loss != 0.0 for loss in losses):
                 raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
-            if request.rung is Rung.CONFIRM:
+            if request.evaluate:
                 self._evaluate_and_save(scratch)
         return self._measurement(losses)
 
@@ -233,7 +233,7 @@ class Probe:
         return trainer
 
     def _evaluate_and_save(self, scratch: str) -> None:
-        """One evaluation batch and one adapter save, since full runs die there."""
+        """One evaluation batch and one adapter save."""
         assert self.trainer is not None
         self.recorder.phase = Phase.EVALUATE
         self.recorder.emit(Phase.EVALUATE)

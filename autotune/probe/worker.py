@@ -216,6 +216,7 @@ class Worker:
                 self._residents.pop(depth, None)
             gc.unfreeze()
             self.meter.release()
+            gc.freeze()  # the next collection, which the Trainer asks for at its start, need not walk all libraries
 
     def _failure(self, error: Exception, probe: Any) -> dict[str, Any]:
         """What went wrong, as fields of the result. Holds no reference to the error."""
