@@ -25,7 +25,7 @@ from typing import Any
 
 import optuna
 from common import save
-from search_table import SPACE, TABLE, WORKLOAD, Table, request_of
+from search_table import SPACE, TABLE, WORKLOAD, Charges, Table, request_of
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
@@ -50,6 +50,7 @@ class TableProber:
     def __init__(self, table: Table) -> None:
         self._table, self.fingerprint = table, table.fingerprint
         self._compiled: TrainConfig | None = None  # as in the worker, whose compiled code serves one configuration
+        self._charges = Charges(table)
         self.seconds = float(table.about["start_s"])
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
@@ -62,9 +63,11 @@ class TableProber:
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
         result = self._table.results[(request.config, request.depth)]
         self.seconds += result.seconds["total"]
-        first = request.depth is not None and request.depth == min(self._depths(request.config))
-        if request.config != self._compiled and not first:
-            self.seconds += self._table.compile_seconds(request.config)
+        if request.config != self._compiled:
+            compiling, again = self._charges.compiling(request.config)
+            first = request.depth is not None and request.depth == min(self._depths(request.config))
+            # The first of the shallow probes compiled when it was measured, in more or less time than is charged.
+            self.seconds += compiling - result.seconds.get("first_step", 0.0) if compiling and first else again
         self._compiled = request.config
         return replace(result, request_digest=request.digest, rung=request.rung)
 
@@ -130,11 +133,11 @@ def random_cold(table: Table, seed: int, goal: float) -> float:
 
 def _plain(table: Table, goal: float, sampler: optuna.samplers.BaseSampler) -> float:
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    seconds = 0.0
+    charges, seconds = Charges(table), 0.0
     while seconds < LONGEST_S:
         trial = study.ask({knob.name: distribution(knob) for knob in SPACE.knobs})
         config = SPACE.config(trial.params)
-        seconds += table.cold_seconds(config)
+        seconds += charges.cold(config)
         value = table.value(config)
         if value is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -147,10 +150,10 @@ def _plain(table: Table, goal: float, sampler: optuna.samplers.BaseSampler) -> f
 
 def doubling(table: Table, seed: int, goal: float) -> float:
     """The largest batch of the guide's configuration: it knows no other knob."""
-    seconds = 0.0
+    charges, seconds = Charges(table), 0.0
     for size in itertools.takewhile(lambda size: size <= 16, (2**power for power in range(10))):
         config = replace(GUIDE, micro_batch_size=size)
-        seconds += table.cold_seconds(config)
+        seconds += charges.cold(config)
         value = table.value(config)
         if value is None:
             break
@@ -181,7 +184,7 @@ def replay(args: argparse.Namespace) -> None:
         rows.append(row)
         print(row, flush=True)
     median = {name: statistics.median(row[name] for row in rows) for name in SEARCHES}
-    cold = [(table.cold_seconds(config), seconds) for config, seconds in table.cold.items()]
+    cold = [(Charges(table).cold(config), seconds) for config, seconds in table.cold.items()]
     summary = {
         **{f"{name}_seconds": seconds for name, seconds in median.items()},
         "ratio_to_optuna": median["optuna_cold"] / median["ours"],
@@ -231,7 +234,7 @@ def live_ours(args: argparse.Namespace, table: Table, goal: float) -> dict[str, 
 def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str, Any]:
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     model = resolve_model("mistral-7b")
-    begin, charged, trials, reached = time.monotonic(), 0.0, 0, False
+    charges, begin, charged, trials, reached = Charges(table), time.monotonic(), 0.0, 0, False
     while time.monotonic() - begin < args.seconds:
         trials += 1
         trial = study.ask({knob.name: distribution(knob) for knob in SPACE.knobs})
@@ -239,7 +242,7 @@ def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str
         logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
         with WorkerProber(args.device, logs) as prober:
             result = prober.probe(request_of(config, model.config, table.about["memory_gib"]), logs / "probe.log")
-        charged += table.cold_seconds(config)
+        charged += charges.cold(config)
         value = score(result, WORKLOAD) if result.outcome is Outcome.OK else None
         if value is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)

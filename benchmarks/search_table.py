@@ -10,6 +10,8 @@ import json
 import random
 import tempfile
 import time
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,15 @@ SPACE = SearchSpace(
     knobs=(
         Knob(name="quantization", values=("none", "nf4"), kind="learning"),
         Knob(name="precision", values=("bf16_mixed", "bf16_pure"), kind="learning"),
-        Knob(name="attention", values=("sdpa", "eager")),
         Knob(name="checkpointing", values=("none", "every_2", "full")),
         Knob(name="compile", values=("none", "per_layer")),
         Knob(name="micro_batch_size", values=(1, 2, 4, 8, 16)),
+        Knob(name="optimizer", values=("adamw_torch_fused", "adamw_8bit")),
         Knob(name="seq_len", values=(512,), kind="learning"),
         Knob(name="lora_rank", values=(16,), kind="learning"),
     ),
 )
+OPTIMIZER = "adamw_torch_fused"
 WORKLOAD = Workload(examples=10_000, tokens_per_example=512, tokens_assumed=False, global_batch=32)
 
 
@@ -82,15 +85,44 @@ class Table:
     def best(self) -> float:
         return max(value for config in self.configs if (value := self.value(config)) is not None)
 
-    def compile_seconds(self, config: TrainConfig) -> float:
-        """What compiling took: the first steps of the shallowest probe are little else. The others found it done."""
-        first = [one for (other, depth), one in self.results.items() if other == config and depth is not None]
-        return max((one.seconds.get("first_step", 0.0) for one in first if config.compile != "none"), default=0.0)
+    @cached_property
+    def compile_seconds(self) -> dict[TrainConfig, tuple[float, float]]:
+        """By compiled code, the first steps on a few layers, little else than compiling: (all of it, found on disk).
 
-    def cold_seconds(self, config: TrainConfig) -> float:
-        """A process of its own: its start, the probe, and the compilation that the shallow probe had paid for."""
-        whole = self.results[(config, None)].seconds.get("total", 0.0)
-        return float(self.about["start_s"]) + whole + self.compile_seconds(config)
+        Which configuration of those that share code paid for it was chance.
+        """
+        first: dict[TrainConfig, list[float]] = {}
+        depths_of: dict[TrainConfig, list[int]] = {}
+        for config, depth in self.results:
+            if depth is not None and config.compile != "none":
+                depths_of.setdefault(config, []).append(depth)
+        for config, found in depths_of.items():
+            seconds = self.results[(config, min(found))].seconds.get("first_step", 0.0)
+            first.setdefault(replace(config, optimizer=OPTIMIZER, checkpointing="none"), []).append(seconds)
+        return {code: (max(seconds), min(seconds)) for code, seconds in first.items()}
+
+
+class Charges:
+    """What each probe of one search costs. Inductor's cache on disk outlasts processes, and is empty at first."""
+
+    def __init__(self, table: Table) -> None:
+        self._table, self._on_disk = table, set[TrainConfig]()
+
+    def compiling(self, config: TrainConfig) -> tuple[float, float]:
+        """Seconds that the first steps take: in a process that never ran this, and in one that ran another since."""
+        if config.compile == "none":
+            return 0.0, 0.0
+        all_of_it, found = self._table.compile_seconds[replace(config, optimizer=OPTIMIZER, checkpointing="none")]
+        # The backward pass may be another where layers are recomputed: that such code is shared is not counted on.
+        code = replace(config, optimizer=OPTIMIZER)
+        is_new = code not in self._on_disk
+        self._on_disk.add(code)
+        return (all_of_it if is_new else found), found
+
+    def cold(self, config: TrainConfig) -> float:
+        """A process of its own: its start, the probe, and the compilation that a shallow probe had paid for."""
+        whole = self._table.results[(config, None)].seconds.get("total", 0.0)
+        return float(self._table.about["start_s"]) + whole + self.compiling(config)[0]
 
 
 def measure(args: argparse.Namespace) -> None:
