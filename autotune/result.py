@@ -55,14 +55,18 @@ class Evidence(StrEnum):
 class ModelShape:
     """How a model's decoder layers repeat: `prefix` layers of their own, then the same `period` layers over and over.
 
-    `period` is None where nothing repeats. `unreached` is the share of all parameters that stand in the layers but in
-    no linear module, such as the fused experts of a mixture: neither LoRA nor quantisation touches them.
+    `period` is None where nothing repeats. `unquantized` is the share of all parameters that stand in the layers but in
+    no linear module, such as the fused experts of a mixture: quantisation does not touch them. `untrained` is the part
+    of it that adapters on every linear layer leave out; where PEFT reaches the others, it does so by
+    `parametrized` weights, which cannot be compiled.
     """
 
     num_layers: int
     prefix: int
     period: int | None
-    unreached: float = 0.0
+    unquantized: float = 0.0
+    untrained: float = 0.0
+    parametrized: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

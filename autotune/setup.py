@@ -13,6 +13,7 @@ from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, match_dev
 from autotune.errors import EnvironmentProblem
 from autotune.judge import Subject
 from autotune.objective import Floors, apply_floors
+from autotune.result import ModelShape
 from autotune.space import Removal, SearchSpace, load_space
 from autotune.spec import StudySpec
 from autotune.units import fmt_gib
@@ -20,6 +21,7 @@ from autotune.workload import Workload
 
 DEFAULT_TOKENS = 1024
 NO_SDPA = {"gemma2", "gpt_oss"}  # transformers refuses SDPA for them
+OUT_OF_REACH = 0.02  # share of the parameters from which on it is told that adapters or quantisation do not reach them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,37 @@ def set_up(spec: StudySpec, device: DeviceSpec) -> Setup:
         space=space,
     )
     return Setup(subject=subject, reserve=reserve, removals=tuple(removals), warnings=tuple(warnings))
+
+
+def suit(setup: Setup, shape: ModelShape | None) -> Setup:
+    """The same study of a model whose layers are like this: what they cannot do is taken out, what they lack is told.
+
+    Raises UsageError where nothing is left.
+    """
+    methods = knob.choices() if (knob := setup.subject.space.knob("method")) else ("lora",)
+    if shape is None or methods == ("full",):
+        return setup
+    warnings = list(setup.warnings)
+    if shape.untrained > OUT_OF_REACH:
+        warnings.append(
+            f"{shape.untrained:.0%} of the parameters are fused experts of a mixture: adapters on linear layers do not "
+            "train them"
+        )
+    quantized = setup.subject.space.knob("quantization")
+    if shape.unquantized > OUT_OF_REACH and quantized and quantized.choices() != ("none",):
+        warnings.append(f"{shape.unquantized:.0%} of the parameters are fused experts: they are never quantised")
+    if not shape.parametrized:
+        return replace(setup, warnings=tuple(warnings))
+    reason = "adapters on fused experts replace whole weights in each forward pass, which does not compile"
+    space, removed = setup.subject.space.narrow("compile", lambda value: value == "none", reason)
+    reserve, _ = setup.reserve.narrow("compile", lambda value: value == "none", reason)
+    return replace(
+        setup,
+        subject=replace(setup.subject, space=space),
+        reserve=reserve,
+        removals=(*setup.removals, *removed),
+        warnings=tuple(warnings),
+    )
 
 
 def open_reserve(setup: Setup) -> Setup:

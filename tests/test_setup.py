@@ -12,7 +12,8 @@ from autotune.catalog import resolve_device
 from autotune.errors import EnvironmentProblem, UsageError
 from autotune.gpu import GpuInfo
 from autotune.judge import BASELINE
-from autotune.setup import find_device, open_reserve, set_up, slug
+from autotune.result import ModelShape
+from autotune.setup import find_device, open_reserve, set_up, slug, suit
 from autotune.spec import StudySpec
 
 CPU = resolve_device("cpu")
@@ -269,3 +270,34 @@ def test_where_another_attention_is_left_it_is_kept(installed):
     installed("bitsandbytes", "flash_attn")
     setup = set_up(StudySpec(model="gemma-2-9b", space="default"), H200)
     assert setup.subject.space.knob("attention").choices() == ("flash_attention_2",)
+
+
+MIXTURE = ModelShape(num_layers=32, prefix=0, period=1, unquantized=0.9, untrained=0.0, parametrized=True)
+
+
+def test_adapters_on_fused_experts_are_not_compiled(installed):
+    setup = suit(set_up(StudySpec(model="mixtral-8x7b", gpu="h200"), H200), MIXTURE)
+    for space in (setup.subject.space, setup.reserve):
+        assert space.knob("compile").choices() == ("none",)
+    assert [removal.values for removal in setup.removals if removal.knob == "compile"] == [("per_layer",)]
+    with pytest.raises(UsageError, match="does not compile"):
+        suit(set_up(StudySpec(model="mixtral-8x7b", gpu="h200", pins={"compile": "per_layer"}), H200), MIXTURE)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "told"),
+    [
+        ({}, MIXTURE, []),
+        ({}, replace(MIXTURE, untrained=0.9), ["do not train them"]),
+        ({"allow_quantized": True}, MIXTURE, ["never quantised"]),
+        ({"space": "full", "allow_pure_bf16": True}, replace(MIXTURE, untrained=0.9), []),
+        ({}, None, []),
+    ],
+)
+def test_what_adapters_and_quantisation_do_not_reach_is_told(installed, spec, shape, told):
+    setup = set_up(StudySpec(model="mixtral-8x7b", gpu="h200", **spec), H200)
+    warnings = [text for text in suit(setup, shape).warnings if text not in setup.warnings]
+    assert len(warnings) == len(told)
+    assert all(part in text for part, text in zip(told, warnings, strict=True))
+    if shape is None or spec.get("space") == "full":
+        assert suit(setup, shape) is setup

@@ -113,7 +113,7 @@ def test_a_model_says_how_its_layers_repeat(
     shape = prober.describe(model)
     assert shape is not None
     assert (shape.num_layers, shape.prefix, shape.period) == (model["num_hidden_layers"], prefix, period)
-    assert (shape.unreached == 0) is (model["model_type"] not in ("deepseek_v3", "llama4_text"))
+    assert (shape.unquantized == 0) is (model["model_type"] not in ("deepseek_v3", "llama4_text"))
     pair = depths(shape, None)
     if model["num_hidden_layers"] >= 16:
         assert pair is not None
@@ -123,17 +123,22 @@ def test_a_model_says_how_its_layers_repeat(
 
 
 @pytest.mark.parametrize(
-    ("model", "period"),
+    ("model", "period", "reached"),
     [
-        (family("mixtral", 4, num_local_experts=8), 1),
-        (family("qwen3_moe", 6, head_dim=16, num_experts=8, moe_intermediate_size=64, decoder_sparse_step=2), 2),
+        (family("mixtral", 4, num_local_experts=8), 1, True),
+        (family("qwen3_moe", 6, head_dim=16, num_experts=8, moe_intermediate_size=64, decoder_sparse_step=2), 2, True),
+        (family("gpt_oss", 4, head_dim=16, num_local_experts=8), 2, False),
     ],
-    ids=["mixtral", "qwen3_moe"],
+    ids=["mixtral", "qwen3_moe", "gpt_oss"],
 )
-def test_fused_experts_are_out_of_reach(prober: WorkerProber, model: dict[str, Any], period: int) -> None:
+def test_fused_experts_are_reached_by_adapters_as_parametrizations_at_best(
+    prober: WorkerProber, model: dict[str, Any], period: int, reached: bool
+) -> None:
+    """PEFT knows the experts of some families, and replaces the whole weight in each forward pass."""
     shape = prober.describe(model)
     assert shape is not None and shape.period == period
-    assert 0.5 < shape.unreached < 1
+    assert 0.5 < shape.unquantized < 1
+    assert (shape.untrained == 0) is shape.parametrized is reached
 
 
 def test_a_model_that_nobody_knows_has_no_shape_and_does_no_harm(prober: WorkerProber) -> None:

@@ -22,12 +22,11 @@ from autotune.errors import Cancelled, Interrupted, TooManyFailures, UsageError
 from autotune.gpu import GpuInfo
 from autotune.probe.launcher import WorkerProber
 from autotune.recipe import TrialRow
-from autotune.result import ModelShape, ProbeRequest, to_data
-from autotune.setup import Setup, find_device, open_reserve, set_up
+from autotune.result import ProbeRequest, to_data
+from autotune.setup import Setup, find_device, open_reserve, set_up, suit
 from autotune.spec import StudySpec
 from autotune.units import fmt_gib, parse_duration
 
-UNREACHED = 0.02  # share of the parameters in the layers that adapters cannot reach, from which on it is told
 FOREIGN_GIB = 0.5  # memory that others hold on the card is worth a warning from here on
 
 
@@ -125,6 +124,14 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     display.say("starting the probe worker")
     fingerprint = prober.fingerprint
     memory_gib = _memory(spec, task.card, prober.memory_gib, display)
+    model = setup.subject.model
+    shape = prober.describe(model.config)
+    if spec.shallow_only and (shape is None or depths(shape, None) is None):
+        raise UsageError(
+            "--shallow-only: this model's layers cannot be left out: too few, or no two alike",
+            remedy="leave --shallow-only out",
+        )
+    setup = suit(setup, shape)
     display.plan(setup, fits_gib=memory_gib, trials=spec.trials)
 
     def request(config: TrainConfig) -> ProbeRequest:
@@ -140,9 +147,6 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             seed=spec.seed,
         )
 
-    model = setup.subject.model
-    shape = prober.describe(model.config)
-    _tell_shape(shape, spec, display)
     ladder = Ladder(
         prober,
         store,
@@ -241,21 +245,6 @@ def _memory(spec: StudySpec, card: GpuInfo | None, total_gib: float, display: Di
             remedy="give less, leave it out, or judge from a few layers of the model alone (--shallow-only)",
         )
     return spec.memory_gib
-
-
-def _tell_shape(shape: ModelShape | None, spec: StudySpec, display: Display) -> None:
-    """What a reader should know of the model before anything is probed. Raises UsageError."""
-    if shape is not None and shape.unreached > UNREACHED:
-        display.note(
-            f"{shape.unreached:.0%} of the parameters stand in no linear layer (fused experts of a mixture): adapters "
-            "on linear layers do not train them and a quantised base keeps them unquantised",
-            "yellow",
-        )
-    if spec.shallow_only and (shape is None or depths(shape, None) is None):
-        raise UsageError(
-            "--shallow-only: this model's layers cannot be left out: too few, or no two alike",
-            remedy="leave --shallow-only out",
-        )
 
 
 @contextmanager

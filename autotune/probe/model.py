@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -245,15 +246,20 @@ def describe(model: dict[str, Any]) -> ModelShape:
         shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
         kinds.append((type(layer).__name__, shapes, [str(values[index]) for values in said]))
     linear = {id(module.weight) for module in built.modules() if isinstance(module, nn.Linear | Conv1D)}
-    unreached = sum(
-        parameter.numel()
-        for layer in decoder_layers(built)
-        for parameter in layer.parameters()
-        if parameter.ndim > 1 and id(parameter) not in linear
-    )
+    matrices = [one for layer in decoder_layers(built) for one in layer.parameters() if one.ndim > 1]
     total = sum(parameter.numel() for parameter in built.parameters())
+    adapted = _adapt(built, TrainConfig(), torch.device("meta"))
+    wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
+    wrapped = {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}
     prefix, period = repetition(kinds)
-    return ModelShape(num_layers=len(kinds), prefix=prefix, period=period, unreached=unreached / total)
+    return ModelShape(
+        num_layers=len(kinds),
+        prefix=prefix,
+        period=period,
+        unquantized=sum(one.numel() for one in matrices if id(one) not in linear) / total,
+        untrained=sum(one.numel() for one in matrices if id(one) not in linear | wrapped) / total,
+        parametrized=bool(wrapped),
+    )
 
 
 def _fill(model: nn.Module) -> None:
