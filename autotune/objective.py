@@ -17,6 +17,7 @@ from autotune.workload import Workload
 
 # Headroom counts from a tenth of the limit on: a smaller difference is not worth any speed.
 ROOMIER = 0.1
+UNSEEN = 0.02  # relative spread of a time that was taken once: an assumption, about twice what H200 steps scatter by
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 
 
@@ -53,7 +54,7 @@ def step_time_s(measurement: Measurement, accumulation: int) -> float:
 def step_spread(measurements: Iterable[Measurement], accumulation: int) -> tuple[float, float]:
     """Range of the timed steps of all these probes, relative to the step time that is reported for them.
 
-    Where they were extrapolated, at least the error that this may have.
+    Where they were extrapolated, at least the error that this may have; of a single step, what is assumed.
     """
     measurements = list(measurements)
     reported = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
@@ -61,7 +62,7 @@ def step_spread(measurements: Iterable[Measurement], accumulation: int) -> tuple
     for measurement in measurements:
         scale = step_time_s(measurement, accumulation) / statistics.median(measurement.step_s)
         samples += [step * scale for step in measurement.step_s]
-    error = max(measurement.time_error for measurement in measurements)
+    error = max(*(measurement.time_error for measurement in measurements), UNSEEN if len(samples) == 1 else 0.0)
     return min(min(samples) / reported - 1.0, -error), max(max(samples) / reported - 1.0, error)
 
 

@@ -5,6 +5,7 @@ from factories import measurement, oom_detail, result
 
 from autotune.config import TrainConfig
 from autotune.objective import (
+    UNSEEN,
     Floors,
     Scored,
     apply_floors,
@@ -44,7 +45,7 @@ def test_spread_is_relative_to_the_reported_step():
     assert step_spread([one], 20) == pytest.approx((-0.1, 0.2))
     faster = measurement(step_s=(0.5,), micro_step_s=(0.25,), rest_s=(0.0,))
     assert step_spread([one, faster], 2) == pytest.approx((0.5 / 0.75 - 1, 1.2 / 0.75 - 1))  # 0.75 is reported
-    assert step_spread([faster], 1) == (0.0, 0.0)
+    assert step_spread([faster], 1) == (-UNSEEN, UNSEEN)  # one step tells nothing of its spread
 
 
 def test_performance_by_hand():
