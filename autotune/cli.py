@@ -53,7 +53,14 @@ def run(
     space: Annotated[str | None, typer.Option(help="Search space: a name (`autotune spaces`) or a file.")] = None,
     examples: Annotated[int | None, typer.Option(help="Examples of the full run. [10000]")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over them. [1]")] = None,
-    tokens_per_example: Annotated[int | None, typer.Option(help="Tokens an example. [1024]")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Your examples (.jsonl, .parquet, .csv): how long they are.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Counts their tokens. [the model's]")] = None,
+    lengths: Annotated[str | None, typer.Option(metavar="FILE", help="Their lengths instead, one a line.")] = None,
+    mean_tokens: Annotated[float | None, typer.Option(help="Or their mean length, with --p99-tokens.")] = None,
+    p99_tokens: Annotated[float | None, typer.Option(help="Their 99th percentile.")] = None,
+    tokens_per_example: Annotated[int | None, typer.Option(help="Or one length for all. [1024]")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens a pass, instead of --examples.")] = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences an optimizer step. [32]")] = None,
     budget: Annotated[str | None, typer.Option(help="Wall time for the whole command: 90s, 15m, 1h. [15m]")] = None,

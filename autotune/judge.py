@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.config import TrainConfig
+from autotune.lengths import SAYS
 from autotune.objective import Floors, Scored, choose, performance, step_time_s
 from autotune.projection import by_examples, project
 from autotune.recipe import Candidate, Recipe
@@ -209,11 +210,14 @@ class Judge:
     def _assumptions(self, config: TrainConfig) -> list[str]:
         """What nobody told and the projection rests on."""
         workload, found = self.subject.workload, []
-        if workload.tokens_assumed:
+        lengths = workload.lengths
+        if lengths.source == "assumed":
             found.append(
-                f"the length of an example was not given: {workload.tokens_per_example:,} tokens are assumed "
-                "(--tokens-per-example)"
+                f"the length of an example was not given: {lengths.longest:,} tokens are assumed "
+                "(--dataset, --lengths or --tokens-per-example)"
             )
+        if lengths.source in ("characters", "summary"):
+            found.append(f"the lengths of the examples are {SAYS[lengths.source]}, not counted")
         if workload.examples_assumed:
             found.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
         if self.subject.device.kind == "cpu":
@@ -222,7 +226,15 @@ class Judge:
                 "full run does not, and can be twice as fast"
             )
         if (cut := workload.truncated(config.seq_len)) > 0:
-            found.append(f"{cut:.1%} of the tokens are cut off at seq_len {config.seq_len}")
+            longer = lengths.longer(config.seq_len)
+            found.append(
+                f"{cut:.1%} of the tokens are cut off at seq_len {config.seq_len}, from {longer:.1%} of the examples"
+            )
+        if len(lengths.counts) > 1:
+            found.append(
+                f"{1 - workload.fill(config.seq_len):.0%} of each row of {config.seq_len} tokens is padding, "
+                "which tokens/s leave out"
+            )
         return found
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:

@@ -142,7 +142,7 @@ def apply_floors(space: SearchSpace, workload: Workload, floors: Floors) -> tupl
         space, removed = space.narrow(name, allowed, reason)
         removals.extend(removed)
 
-    length = workload.tokens_per_example
+    length = workload.lengths.longest
     seq_len = space.knob("seq_len")
     if seq_len:
         longest = max(seq_len.choices())

@@ -6,12 +6,16 @@ No GPU time and no torch. Everything that is taken out of the space is told with
 import hashlib
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from autotune import gpu
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, match_device, resolve_device, resolve_model
-from autotune.errors import EnvironmentProblem
+from autotune.dataset import dataset_lengths
+from autotune.errors import EnvironmentProblem, UsageError
 from autotune.judge import Subject
+from autotune.lengths import Lengths, read_lengths
 from autotune.objective import Floors, apply_floors
 from autotune.result import ModelShape
 from autotune.space import Removal, SearchSpace, load_space
@@ -62,8 +66,8 @@ def find_device(name: str) -> tuple[DeviceSpec, gpu.GpuInfo | None]:
     return found, card
 
 
-def set_up(spec: StudySpec, device: DeviceSpec) -> Setup:
-    """Resolve and narrow. Raises UsageError for names and values that cannot be."""
+def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Setup:
+    """Resolve and narrow. `say` is told while examples are read. Raises UsageError for what cannot be."""
     model = resolve_model(spec.model)
     space = load_space(spec.space or ("cpu" if device.kind == "cpu" else "default"))
     lengths = space.knob("seq_len")
@@ -73,7 +77,7 @@ def set_up(spec: StudySpec, device: DeviceSpec) -> Setup:
     removals: list[Removal] = []
     space, removed = _possible(space, device, model, spec.global_batch)
     removals += removed
-    workload, warnings = _workload(spec, space, usual)
+    workload, warnings = _workload(spec, space, _lengths(spec, model, usual, say))
     floors = Floors(
         min_rank=spec.min_rank,
         max_truncated=spec.max_truncated,
@@ -193,29 +197,45 @@ def _possible(
     return space, removals
 
 
-def _workload(spec: StudySpec, space: SearchSpace, usual: int) -> tuple[Workload, list[str]]:
-    """The full run, its examples `usual` tokens long where nobody says otherwise: pinning seq_len cuts them."""
-    lengths = space.knob("seq_len")
-    longest = max(lengths.choices()) if lengths else DEFAULT_TOKENS
-    length = spec.tokens_per_example or usual
+def _workload(spec: StudySpec, space: SearchSpace, lengths: Lengths) -> tuple[Workload, list[str]]:
+    """The full run, and what is odd about it."""
+    knob = space.knob("seq_len")
+    longest = max(knob.choices()) if knob else DEFAULT_TOKENS
     warnings = []
-    if length > longest:
+    cut = 1 - lengths.kept(longest) / lengths.total
+    if cut > 0:
         warnings.append(
-            f"examples of {length} tokens are longer than every seq_len of the space ({longest}): "
-            f"{1 - longest / length:.0%} of the tokens will be cut off"
+            f"{lengths.longer(longest):.0%} of the examples are longer than every seq_len of the space ({longest}): "
+            f"{cut:.0%} of the tokens will be cut off"
         )
     examples = spec.examples
     if spec.tokens is not None:
-        examples = math.ceil(spec.tokens / length)
+        examples = math.ceil(spec.tokens / lengths.mean)
+    elif examples is None and (spec.dataset or spec.lengths):
+        examples = lengths.number
     workload = Workload(
         examples=examples or 10_000,
         epochs=spec.epochs,
-        tokens_per_example=length,
-        tokens_assumed=spec.tokens_per_example is None,
+        lengths=lengths,
         examples_assumed=examples is None,
         global_batch=spec.global_batch,
     )
     return workload, warnings
+
+
+def _lengths(spec: StudySpec, model: ModelSpec, usual: int, say: Callable[[str], None]) -> Lengths:
+    """Of the examples: `usual` tokens where nobody says otherwise."""
+    if spec.dataset is not None:
+        return dataset_lengths(Path(spec.dataset).expanduser(), spec.tokenizer or model.tokenizer, say)
+    if spec.lengths is not None:
+        return read_lengths(Path(spec.lengths).expanduser())
+    if spec.mean_tokens is not None and spec.p99_tokens is not None:
+        try:
+            return Lengths.described(spec.mean_tokens, spec.p99_tokens)
+        except ValueError as error:
+            raise UsageError(f"--mean-tokens, --p99-tokens: {error}", remedy="give --lengths FILE instead") from None
+    given = spec.tokens_per_example
+    return Lengths.constant(given, "given") if given else Lengths.constant(usual, "assumed")
 
 
 def _price(spec: StudySpec, device: DeviceSpec) -> Price | None:

@@ -12,6 +12,8 @@ from autotune.files import read_user_yaml
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+LENGTH_KEYS = ("tokens_per_example", "mean_tokens", "lengths", "dataset")
+ALTERNATIVES = (("tokens", "examples"), (*LENGTH_KEYS, "p99_tokens"))
 MAX_COUNT = 10**15  # no study is as large; beyond it the projection's arithmetic would fail
 
 
@@ -29,6 +31,11 @@ class StudySpec:
     epochs: int = 1
     tokens_per_example: int | None = None
     tokens: int | None = None
+    mean_tokens: float | None = None
+    p99_tokens: float | None = None
+    lengths: str | None = None
+    dataset: str | None = None
+    tokenizer: str | None = None
     global_batch: int = 32
     budget: str = "15m"
     trials: int | None = None
@@ -66,6 +73,8 @@ class StudySpec:
             "price": self.price is None or 0 <= self.price < math.inf,
             "max_truncated": 0 <= self.max_truncated <= 1,
             "slack": 0 <= self.slack <= 1,
+            "mean_tokens": self.mean_tokens is None or 1 <= self.mean_tokens <= MAX_COUNT,
+            "p99_tokens": self.p99_tokens is None or 1 <= self.p99_tokens <= MAX_COUNT,
             "seed": 0 <= self.seed < 2**31,
             "study": self.study is None or self.study.isprintable(),
         }
@@ -74,6 +83,11 @@ class StudySpec:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}")
         if self.tokens is not None and self.examples is not None:
             raise ValueError("give examples or tokens, not both")
+        if (self.mean_tokens is None) is not (self.p99_tokens is None):
+            raise ValueError("give mean_tokens and p99_tokens together")
+        ways = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
+        if len(ways) > 1:
+            raise ValueError(f"the lengths of the examples are given in more than one way: {', '.join(ways)}")
 
 
 def make_spec(path: Path | None, flags: dict[str, Any]) -> StudySpec:
@@ -87,8 +101,9 @@ def make_spec(path: Path | None, flags: dict[str, Any]) -> StudySpec:
         if path is not None:
             base: StudySpec = read_user_yaml(path, _file_model()).root  # type: ignore[attr-defined]
             pins = base.pins | given.pop("pins", {})
-            if "tokens" in given or "examples" in given:  # either flag takes the place of both keys
-                given = {"tokens": None, "examples": None} | given
+            for keys in ALTERNATIVES:  # either flag takes the place of all the keys
+                if any(key in given for key in keys):
+                    given = dict.fromkeys(keys) | given
             return replace(base, **given, pins=pins)
         if "model" not in given:
             raise UsageError("which model?", remedy="give --model NAME (`autotune models` lists them) or --spec FILE")

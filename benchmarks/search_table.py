@@ -19,6 +19,7 @@ from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
 from autotune.depth import depths
 from autotune.ladder import shortened
+from autotune.lengths import Lengths
 from autotune.objective import score
 from autotune.probe.launcher import WorkerProber
 from autotune.result import Fingerprint, Outcome, ProbeRequest, ProbeResult, from_data, to_data
@@ -40,7 +41,7 @@ SPACE = SearchSpace(
     ),
 )
 OPTIMIZER = "adamw_torch_fused"
-WORKLOAD = Workload(examples=10_000, tokens_per_example=512, tokens_assumed=False, global_batch=32)
+WORKLOAD = Workload(examples=10_000, lengths=Lengths.constant(512), global_batch=32)
 
 
 def request_of(config: TrainConfig, model: dict[str, Any], memory_gib: float, device: str = "cuda") -> ProbeRequest:

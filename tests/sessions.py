@@ -15,6 +15,7 @@ from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
 from autotune.judge import Subject
 from autotune.ladder import Ladder
+from autotune.lengths import Lengths
 from autotune.objective import Floors
 from autotune.recall import summarize
 from autotune.recipe import StudySummary, TrialRow
@@ -83,7 +84,7 @@ def subject_of(space: SearchSpace = SPACE, **changes: Any) -> Subject:
         "model": resolve_model("demo-3m"),
         "device": resolve_device("h200"),
         "price": find_price("h200-141gb"),
-        "workload": Workload(examples=1000, tokens_per_example=256, global_batch=32),
+        "workload": Workload(examples=1000, lengths=Lengths.constant(256), global_batch=32),
         "floors": Floors(),
         "space": space,
     }

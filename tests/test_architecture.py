@@ -16,9 +16,9 @@ PACKAGE = ROOT / "autotune"
 
 # A module imports only from layers above its own, or from its own package. `catalog`, `report`, ... are packages.
 LAYERS = [
-    "errors", "units", "files", "gpu", "config", "catalog", "result", "depth", "space", "climb", "workload", "memory",
-    "objective", "projection", "recipe", "judge", "store", "ladder", "footing", "search", "recall", "study", "spec",
-    "setup", "probe", "report", "export", "commands", "cli",
+    "errors", "units", "files", "gpu", "config", "catalog", "result", "depth", "space", "climb", "lengths", "dataset",
+    "workload", "memory", "objective", "projection", "recipe", "judge", "store", "ladder", "footing", "search",
+    "recall", "study", "spec", "setup", "probe", "report", "export", "commands", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
@@ -35,6 +35,8 @@ TORCH = frozenset({"torch", "transformers", "peft", "bitsandbytes", "accelerate"
 HEAVY = TORCH | {"optuna", "sqlalchemy", "plotly", "numpy", "pandas", "pydantic", "jinja2"}
 HOMES = {
     **{library: set(CHILD) for library in TORCH},
+    "transformers": {*CHILD, "dataset"},
+    "datasets": {"dataset"},
     "optuna": {"search"},
     "sqlalchemy": {"store"},
     "plotly": {"report.figures"},

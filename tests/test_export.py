@@ -16,6 +16,7 @@ from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
 from autotune.errors import UsageError
 from autotune.export import FORMATS, common, export_all, inexpressible
+from autotune.lengths import Lengths
 from autotune.recipe import Recipe
 from autotune.result import ProbeRequest
 from autotune.workload import Workload
@@ -48,7 +49,7 @@ def recipe(config: TrainConfig, *, transformers: str = "5.23.0", **changes: Any)
 
 def demo(config: TrainConfig) -> Recipe:
     """Two micro batches a step, of a model that a CPU trains in seconds."""
-    workload = Workload(examples=16, tokens_per_example=32, global_batch=2 * config.micro_batch_size)
+    workload = Workload(examples=16, lengths=Lengths.constant(32), global_batch=2 * config.micro_batch_size)
     return recipe(config, model=resolve_model("demo-3m"), workload=workload)
 
 

@@ -8,12 +8,13 @@ from factories import FINGERPRINT, measurement
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
 from autotune.judge import BASELINE, Judge, Subject
+from autotune.lengths import Lengths
 from autotune.objective import Floors
 from autotune.result import Telemetry
 from autotune.space import load_space
 from autotune.workload import Workload
 
-GIVEN = Workload(examples=3200, tokens_assumed=False, examples_assumed=False)
+GIVEN = Workload(examples=3200, lengths=Lengths.constant(1024), examples_assumed=False)
 SUBJECT = Subject(
     study="s",
     model=resolve_model("mistral-7b"),
@@ -219,11 +220,12 @@ def test_noise_of_what_was_never_measured():
 
 
 def test_assumptions_are_told():
-    workload = Workload(examples=12_345, tokens_per_example=2048)
+    workload = Workload(examples=12_345, lengths=Lengths.constant(2048, "assumed"))
     made = judge(workload)
     made.confirm(FAST, steady(0.5))
     assert made.recipe(FINGERPRINT).caveats == (
-        "the length of an example was not given: 2,048 tokens are assumed (--tokens-per-example)",
+        "the length of an example was not given: 2,048 tokens are assumed "
+        "(--dataset, --lengths or --tokens-per-example)",
         "the number of examples was not given: 12,345 are assumed (--examples)",
-        "50.0% of the tokens are cut off at seq_len 1024",
+        "50.0% of the tokens are cut off at seq_len 1024, from 100.0% of the examples",
     )

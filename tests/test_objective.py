@@ -4,6 +4,7 @@ import pytest
 from factories import measurement, oom_detail, result
 
 from autotune.config import TrainConfig
+from autotune.lengths import Lengths
 from autotune.objective import (
     UNSEEN,
     Floors,
@@ -23,7 +24,7 @@ from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace, load_space
 from autotune.workload import Workload
 
-WORKLOAD = Workload(examples=1000, tokens_per_example=1024, global_batch=32)
+WORKLOAD = Workload(examples=1000, lengths=Lengths.constant(1024), global_batch=32)
 
 
 def space(**knobs) -> SearchSpace:
@@ -153,13 +154,13 @@ def test_the_default_floors():
 )
 def test_the_floor_of_length(length, max_truncated, kept):
     lengths = space(seq_len=(512, 1024, 2048, 4096))
-    workload = Workload(tokens_per_example=length)
+    workload = Workload(lengths=Lengths.constant(length))
     assert narrowed(lengths, workload, max_truncated=max_truncated)["seq_len"] == kept
 
 
 def test_a_floor_of_length_on_a_range():
     lengths = SearchSpace(name="range", knobs=(Knob(name="seq_len", low=64, high=4096),))
-    assert narrowed(lengths, Workload(tokens_per_example=1000))["seq_len"] == tuple(range(990, 1001))
+    assert narrowed(lengths, Workload(lengths=Lengths.constant(1000)))["seq_len"] == tuple(range(990, 1001))
 
 
 @pytest.mark.parametrize(

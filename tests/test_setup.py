@@ -12,6 +12,7 @@ from autotune.catalog import resolve_device
 from autotune.errors import EnvironmentProblem, UsageError
 from autotune.gpu import GpuInfo
 from autotune.judge import BASELINE
+from autotune.lengths import Lengths
 from autotune.result import ModelShape
 from autotune.setup import find_device, open_reserve, set_up, slug, suit
 from autotune.spec import StudySpec
@@ -125,7 +126,7 @@ def test_a_subject(installed):
     assert subject.study == "h200-sxm-mistral-7b-v0.3-default"
     assert (subject.model.short, subject.device, subject.space.name) == ("Mistral-7B-v0.3", H200, "default")
     assert (subject.price.provider, subject.price.usd_per_hour) == ("verda", 3.39)
-    assert subject.workload.tokens_assumed and subject.workload.examples_assumed
+    assert subject.workload.lengths.source == "assumed" and subject.workload.examples_assumed
     assert {removal.knob for removal in setup.removals} == {
         "attention",
         "precision",
@@ -147,7 +148,7 @@ def test_a_subject(installed):
 def test_what_a_processor_cannot_do(installed):
     setup = set_up(StudySpec(model="demo-3m"), CPU)
     assert (setup.subject.study, setup.subject.price) == ("cpu-demo-3m-cpu", None)
-    assert setup.subject.workload.tokens_per_example == 256  # the longest of its space
+    assert setup.subject.workload.lengths == Lengths.constant(256, "assumed")  # the longest of its space
     with pytest.raises(UsageError, match="no value of precision is left in the space 'cpu': fp16_mixed: fp16 does not"):
         set_up(StudySpec(model="demo-3m", pins={"precision": "fp16_mixed"}), CPU)
 
@@ -197,14 +198,14 @@ def test_the_global_batch_and_the_context_bound_the_space(installed):
 )
 def test_the_workload(installed, asked, examples, length, assumed):
     workload = set_up(StudySpec(model="mistral-7b", **asked), H200).subject.workload
-    assert (workload.examples, workload.tokens_per_example) == (examples, length)
-    assert (workload.tokens_assumed, workload.examples_assumed) == assumed
+    assert (workload.examples, workload.lengths.mean) == (examples, length)
+    assert (workload.lengths.source == "assumed", workload.examples_assumed) == assumed
 
 
 def test_examples_that_are_too_long_are_told(installed):
     setup = set_up(StudySpec(model="mistral-7b", tokens_per_example=16_384), H200)
     assert setup.warnings == (
-        "examples of 16384 tokens are longer than every seq_len of the space (4096): 75% of the tokens will be cut off",
+        "100% of the examples are longer than every seq_len of the space (4096): 75% of the tokens will be cut off",
     )
 
 

@@ -44,6 +44,16 @@ def test_one_way_to_give_the_size(tmp_path):
     assert failure(None, {"model": "m", "tokens": 1, "examples": 1}) == "give examples or tokens, not both"
 
 
+def test_one_way_to_give_the_lengths(tmp_path):
+    path = write(tmp_path, "model: demo-3m\nmean_tokens: 300\np99_tokens: 2000\n")
+    assert make_spec(path, {"dataset": "d.jsonl"}) == StudySpec(model="demo-3m", dataset="d.jsonl")
+    assert make_spec(path, {"tokens_per_example": 6}) == StudySpec(model="demo-3m", tokens_per_example=6)
+    assert make_spec(path, {}).mean_tokens == 300
+    assert failure(None, {"model": "m", "mean_tokens": 3.0}) == "give mean_tokens and p99_tokens together"
+    both = failure(None, {"model": "m", "lengths": "l.txt", "dataset": "d.jsonl"})
+    assert both == "the lengths of the examples are given in more than one way: lengths, dataset"
+
+
 def test_no_model():
     assert failure(None, {}) == "which model?"
     assert failure(None, {"gpu": "h200", "model": None}) == "which model?"

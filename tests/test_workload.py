@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from autotune.lengths import Lengths
 from autotune.workload import Workload
 
 
@@ -13,10 +14,6 @@ from autotune.workload import Workload
 )
 def test_a_smaller_last_batch_is_a_step(examples, epochs, batch, steps):
     assert Workload(examples=examples, epochs=epochs, global_batch=batch).num_steps == steps
-
-
-def test_total_tokens():
-    assert Workload(examples=7, epochs=3, tokens_per_example=11).total_tokens == 231
 
 
 def test_the_global_batch_is_kept():
@@ -32,18 +29,14 @@ def test_the_global_batch_is_kept():
     [(1024, 512, 512, 0.5, 1.0), (1024, 1024, 1024, 0.0, 1.0), (768, 1024, 768, 0.0, 0.75), (1000, 990, 990, 0.01, 1)],
 )
 def test_padding_and_truncation(length, seq_len, useful, cut, fill):
-    workload = Workload(tokens_per_example=length)
+    workload = Workload(lengths=Lengths.constant(length))
     assert workload.useful_tokens(seq_len) == useful
     assert workload.truncated(seq_len) == pytest.approx(cut)
     assert workload.fill(seq_len) == pytest.approx(fill)
 
 
-@pytest.mark.parametrize("name", ["examples", "epochs", "tokens_per_example", "global_batch"])
+@pytest.mark.parametrize("name", ["examples", "epochs", "global_batch"])
 @pytest.mark.parametrize("value", [0, -1, -(10**30), -math.inf])
 def test_nothing_is_less_than_one(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be at least 1, not "):
         Workload(**{name: value})
-
-
-def test_huge_counts_stay_exact():
-    assert Workload(examples=10**30, epochs=10, tokens_per_example=10).total_tokens == 10**32

@@ -35,13 +35,14 @@ class ModelSpec:
     """`config` is keyword arguments of the transformers config, `model_type` among them.
 
     `params` is the exact total, tied weights counted once, None when the model is not catalogued. `weights` is a
-    directory with safetensors, None for random weights.
+    directory with safetensors, None for random weights; `tokenizer` a directory with the model's tokenizer.
     """
 
     name: str
     config: dict[str, Any]
     params: int | None = None
     weights: str | None = None
+    tokenizer: str | None = None
     license: str | None = None
     source: str | None = None
     as_of: str | None = None
@@ -123,6 +124,7 @@ def _from_directory(path: Path) -> ModelSpec:
         name=path.name,
         config=_read_config(path / "config.json"),
         weights=str(path) if has_weights else None,
+        tokenizer=str(path) if (path / "tokenizer.json").is_file() else None,
         source="local directory",
     )
 

@@ -51,7 +51,6 @@ class Display(AbstractContextManager["Display"]):
         """What is about to happen, before any GPU time is spent."""
         subject, workload = setup.subject, setup.subject.workload
         space, price, device = subject.space, subject.price, subject.device
-        tokens = f"{workload.tokens_per_example:,} tokens each" + (" (assumed)" if workload.tokens_assumed else "")
         examples = f"{workload.examples:,} examples" + (" (assumed)" if workload.examples_assumed else "")
         budget = fmt_seconds(self._budget_s) + (f" or {trials} trials in all" if trials else "")
         if price is None:
@@ -66,7 +65,8 @@ class Display(AbstractContextManager["Display"]):
             "study": subject.study,
             "model": f"{subject.model.name}, " + ("local weights" if subject.model.weights else "random weights"),
             "device": f"{device.name}, {fmt_gib(fits_gib)} before headroom and context",
-            "workload": f"{examples} x {workload.epochs} epoch(s), {tokens}, global batch {workload.global_batch}",
+            "workload": f"{examples} x {workload.epochs} epoch(s), global batch {workload.global_batch}",
+            "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",
             "baseline": subject.baselines()[0].label(),
             "budget": budget,

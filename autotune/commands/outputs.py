@@ -58,7 +58,7 @@ def write_study(out: Path, summary: StudySummary, formats: list[str] | None = No
         projection = {"schema_version": 1, "study": summary.study, "winner": to_data(recipe.winner.cost)}
         projection["by_examples"] = [to_data(cost) for cost in recipe.by_examples]
         projection["price"] = to_data(recipe.price) if recipe.price else None
-        projection["workload"] = to_data(recipe.workload)
+        projection["workload"] = recipe.workload.facts()
         write_atomic(out / "projection.json", json.dumps(projection, indent=2) + "\n")
         write_exports(out, summary, formats)
     return data

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -74,7 +75,7 @@ class Task:
 
 def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False) -> None:
     """Run or continue a study. Raises AutotuneError for everything a user can act on."""
-    task, stop = _resolve(spec), Stop()
+    task, stop = _resolve(spec, quiet=quiet), Stop()
     with (
         stop.listening(),
         _alone(task.out, task.study),
@@ -92,7 +93,7 @@ def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False) -> None:
         )
 
 
-def _resolve(spec: StudySpec) -> Task:
+def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
     """Everything that can be wrong without a GPU second spent is found here."""
     started = time.monotonic()
     try:
@@ -100,7 +101,7 @@ def _resolve(spec: StudySpec) -> Task:
     except ValueError as error:
         raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
     device, card = find_device(spec.gpu)
-    setup = set_up(spec, device)
+    setup = set_up(spec, device, (lambda text: None) if quiet else partial(print, file=sys.stderr))
     url = storage_url(spec.storage)
     if spec.study is None:
         setup = replace(setup, subject=replace(setup.subject, study=_unused(setup.subject.study, url)))

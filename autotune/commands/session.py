@@ -46,7 +46,7 @@ def facts_of(subject: Subject, fingerprint: Fingerprint, *, memory_gib: float, h
         "weights": subject.model.weights is not None,
         "device": subject.device.name,
         "trainer": subject.trainer,
-        "workload": to_data(subject.workload),
+        "workload": subject.workload.facts(),
         "memory in GiB": round(memory_gib),  # neighbours on the card move it a little
         "headroom": headroom,
         "fingerprint": to_data(fingerprint),

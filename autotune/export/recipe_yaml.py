@@ -28,7 +28,7 @@ def _data(recipe: Recipe) -> dict[str, Any]:
         "study": recipe.study,
         "model": {"name": model.name, "params": model.params, "weights": model.weights, "config": model.config},
         "device": {"name": device.name, "memory_gib": device.memory_gib},
-        "workload": to_data(workload)
+        "workload": workload.facts()
         | {
             "global_batch": {
                 "sequences": workload.global_batch,

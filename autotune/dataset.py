@@ -1,0 +1,118 @@
+"""The user's own examples, as the exported script will read them: text, prompt and completion, or messages."""
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import EnvironmentProblem, UsageError
+from autotune.lengths import Lengths
+
+LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+BYTES_PER_TOKEN = 4.0  # of UTF-8; English text under the vocabularies of today has 3.5 to 4.5
+FORMS = "`text`, `prompt` and `completion`, or `messages` with a `role` and a `content` each"
+
+BATCH = 1000  # rows that are counted at once: a tokenizer takes them side by side
+Render = Callable[[dict[str, Any]], str]
+Count = Callable[[list[str], bool], list[int]]
+
+
+def dataset_lengths(path: Path, tokenizer: str | None, say: Callable[[str], None] = lambda text: None) -> Lengths:
+    """How long each example is: counted with the tokenizer of a directory, else estimated from its bytes.
+
+    Raises:
+        UsageError: a file that cannot be read, or a row that has none of the forms; the row is named.
+        EnvironmentProblem: the `datasets` library is not installed.
+    """
+    say(f"reading {path.name}")
+    render, count = _counting(tokenizer) if tokenizer else (_joined, _estimated)
+    rows, found, said = enumerate(_rows(path), 1), list[int](), time.monotonic()
+    while batch := list(islice(rows, BATCH)):
+        for is_chat in (False, True):  # a chat template writes its own special tokens
+            texts = [_rendered(path, *one, render) for one in batch if is_chat is (one[1].get("messages") is not None)]
+            found += count(texts, is_chat) if texts else []
+        if time.monotonic() - said > 2:
+            say(f"{len(found):,} examples of {path.name}")
+            said = time.monotonic()
+    if not found:
+        raise _no_rows(path)
+    return Lengths.of((max(tokens, 1) for tokens in found), "counted" if tokenizer else "characters")
+
+
+def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> str:
+    try:
+        return render(row)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = "" if isinstance(error, KeyError) else f" ({error})"
+        raise UsageError(
+            f"{path}, row {number}: it has none of the known forms{reason}; its columns: {', '.join(row)}",
+            remedy=f"give rows with {FORMS}",
+        ) from None
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    loader = LOADERS.get(path.suffix.lower())
+    if loader is None:
+        raise UsageError(f"--dataset: {path.name} is none of {', '.join(LOADERS)}", remedy="convert it to JSON lines")
+    if not path.is_file():
+        raise UsageError(f"--dataset: there is no file {path}", remedy="name a file on this machine")
+    if not path.stat().st_size:
+        raise _no_rows(path)
+    try:
+        import datasets
+    except ImportError:
+        raise EnvironmentProblem(
+            "--dataset needs the datasets library", remedy="pip install 'autotune-llm[data]', or give --lengths FILE"
+        ) from None
+    datasets.disable_progress_bars()
+    try:
+        yield from datasets.load_dataset(loader, data_files=str(path), split="train", streaming=True)
+    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
+        raise UsageError(
+            f"cannot read {path}: {str(error).splitlines()[0]}", remedy=f"give rows with {FORMS}"
+        ) from None
+
+
+def _no_rows(path: Path) -> UsageError:
+    return UsageError(f"{path} has no rows", remedy=f"give rows with {FORMS}")
+
+
+def _counting(directory: str) -> tuple[Render, Count]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the tokenizer in {directory} cannot be loaded: {str(error).splitlines()[0]}",
+            remedy="put tokenizer.json and tokenizer_config.json beside config.json",
+        ) from None
+
+    def render(row: dict[str, Any]) -> str:
+        if row.get("messages") is None:
+            return _text(row) + (tokenizer.eos_token or "")
+        chat: str = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        return chat
+
+    def count(texts: list[str], is_chat: bool) -> list[int]:
+        return [len(ids) for ids in tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]]
+
+    return render, count
+
+
+def _joined(row: dict[str, Any]) -> str:
+    if row.get("messages") is None:
+        return _text(row)
+    return "".join(f"{message['role']}{message['content']}" for message in row["messages"])
+
+
+def _estimated(texts: list[str], is_chat: bool) -> list[int]:
+    return [round(len(text.encode(errors="replace")) / BYTES_PER_TOKEN) for text in texts]
+
+
+def _text(row: dict[str, Any]) -> str:
+    text: str = row["text"] if row.get("text") is not None else row["prompt"] + row["completion"]
+    if not isinstance(text, str):
+        raise TypeError("not text")
+    return text
