@@ -28,7 +28,9 @@ def move(space: SearchSpace, here: TrainConfig, name: str, tried: Mapping[str, O
     """The choice to try next from `here` by knob `name`; None where nothing is left. `tried` is keyed by digest."""
     knob = space.knob(name)
     for value in _better(knob, here) if knob else ():
-        for config in _sizes(space, replace(here, **{name: value}), name):
+        moved = replace(here, **{name: value})
+        # Less recomputation may pay even at the price of a smaller micro batch.
+        for config in sizes(space, moved) if name == "checkpointing" else [moved]:
             chosen = space.clip(config)
             outcome = tried.get(space.config(chosen).digest)
             if outcome is None:
@@ -55,10 +57,10 @@ def _better(knob: Knob, here: TrainConfig) -> list[Any]:
     return sorted((value for value in values if order.index(value) < order.index(present)), key=order.index)
 
 
-def _sizes(space: SearchSpace, config: TrainConfig, name: str) -> Iterator[TrainConfig]:
-    """This configuration, and with smaller micro batches: less recomputation may pay even at that price."""
+def sizes(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
+    """This configuration, then with ever smaller micro batches."""
     yield config
     knob = space.knob("micro_batch_size")
-    if knob and name == "checkpointing":
-        for size in sorted((size for size in knob.choices() if size < config.micro_batch_size), reverse=True):
+    for size in sorted(knob.choices() if knob else (), reverse=True):
+        if size < config.micro_batch_size:
             yield replace(config, micro_batch_size=size)

@@ -124,6 +124,13 @@ class Search:
         with _errors(self._url):
             self._study.enqueue_trial(chosen)
 
+    def hold(self, params: dict[str, Any]) -> None:
+        """Propose nothing but these values of these knobs from now on."""
+        if params:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                self._study.sampler = optuna.samplers.PartialFixedSampler(params, self._study.sampler)
+
     def is_waiting(self) -> bool:
         """Whether something is queued already."""
         with _errors(self._url):

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
-from autotune.climb import ORDER, move
+from autotune.climb import ORDER, TOO_LARGE, move, sizes
 from autotune.config import TrainConfig
 from autotune.depth import Extrapolation
 from autotune.errors import Cancelled
@@ -95,6 +94,7 @@ class Study:
             while self.search.is_waiting() and not self._done():
                 self._step()
             self._climb()
+            self._raise_capability()
             self._sample()
             self._raise_capability()
             self._measure_close_calls()
@@ -148,8 +148,14 @@ class Study:
                 self._close(asked, self.ladder.evaluate(asked.config, asked.number, self._promise))
 
     def _sample(self) -> None:
-        """What the sampler proposes, until a limit is reached."""
+        """What the sampler proposes, until a limit is reached.
+
+        The rank is held: it moves the speed by a percent or two and costs a compilation, and it is raised at the end.
+        """
         seen = {row.config.digest for row in self.rows}
+        best = self.best()
+        if best is not None and self.subject.space.knob("lora_rank") and best.config.lora_rank:
+            self.search.hold({"lora_rank": best.config.lora_rank})
         while not self._done():
             config = self._step().config
             known = config.digest in seen
@@ -159,12 +165,17 @@ class Study:
                 return
 
     def _raise_capability(self) -> None:
-        """The best with its learning knobs at their most capable."""
-        for chosen in self._more_capable({row.config.digest for row in self.rows}):
-            if self.should_stop() or self._is_spent() or self._full():
-                return
-            self.search.enqueue(chosen)
-            self._step()
+        """The best with its learning knobs at their most capable; what does not fit, with smaller micro batches."""
+        outcomes = {row.config: row.outcome for row in self.rows}
+        for config in self._more_capable():
+            for smaller in sizes(self.subject.space, config):
+                if smaller not in outcomes:
+                    if self.should_stop() or self._is_spent() or self._full():
+                        return
+                    self.search.enqueue(self.subject.space.clip(smaller))
+                    outcomes[smaller] = self._step().outcome
+                if outcomes[smaller] not in TOO_LARGE:
+                    break
 
     def _measure_close_calls(self) -> None:
         """Whole models of the cells that a truncated one left just behind the best."""
@@ -304,14 +315,28 @@ class Study:
         return since
 
     def _queue_any(self, seen: set[str]) -> bool:
-        space = self.subject.space
-        untried = [one for one in islice(space.enumerate(), 100_000) if space.config(one).digest not in seen]
-        if untried:
-            self.search.enqueue(self._random.choice(untried))
-        return bool(untried)
+        """What differs least from the best so far, of what was not tried; False where everything was."""
+        space, best = self.subject.space, self.best()
+        choices = [(one, space.config(one)) for one in islice(space.enumerate(), 100_000)]
+        untried = [(one, config) for one, config in choices if config.digest not in seen]
+        if not untried:
+            return False
 
-    def _more_capable(self, seen: set[str]) -> list[dict[str, Any]]:
-        """The best with every learning knob at its most capable, then each alone: within the slack one of them wins."""
+        def apart(config: TrainConfig) -> tuple[bool, int]:
+            if best is None:
+                return False, 0
+            changed = config.as_dict().items() ^ best.config.as_dict().items()
+            return config.lora_rank != best.config.lora_rank, len(changed)
+
+        least = min(apart(config) for _, config in untried)
+        self.search.enqueue(self._random.choice([one for one, config in untried if apart(config) == least]))
+        return True
+
+    def _more_capable(self) -> list[TrainConfig]:
+        """The best with every learning knob at its most capable, then each alone: within the slack one of them wins.
+
+        Then the ranks between, for what they cost.
+        """
         space, best = self.subject.space, self.best()
         if best is None:
             return []
@@ -323,9 +348,10 @@ class Study:
             if knob.kind == "learning" and len(knob.choices()) > 1
         }
         wanted = [raised, *({name: value} for name, value in raised.items())]
-        choices = [space.clip(replace(best.config, **changes)) for changes in wanted]
-        distinct = {space.config(chosen).digest: chosen for chosen in choices}
-        return [chosen for digest, chosen in distinct.items() if digest not in seen]
+        if "lora_rank" in raised and best.config.lora_rank:
+            ranks = space.knob("lora_rank").choices()  # type: ignore[union-attr]
+            wanted += [{"lora_rank": rank} for rank in sorted(ranks) if rank > best.config.lora_rank]
+        return list(dict.fromkeys(space.config(space.clip(replace(best.config, **changes))) for changes in wanted))
 
     def _tell(self, number: int, verdict: Verdict) -> None:
         result = verdict.result

@@ -60,6 +60,45 @@ def test_a_small_space_is_tried_out_and_then_it_ends(start: Start) -> None:
     assert "every configuration of the space has been tried" in session.said
 
 
+def test_the_rank_is_held_while_the_sampler_proposes(start: Start) -> None:
+    """It is raised after the climb and at the end: the best of each rank, and nothing else of it."""
+    wide = space(
+        micro_batch_size=(1, 2, 4, 8, 16),
+        seq_len=(256,),
+        lora_rank=(16, 32, 64, 128),
+        checkpointing=("none", "every_2", "full"),
+        optimizer=("adamw_torch_fused", "adamw_8bit"),
+    )
+    fast = machine(rate=by_tokens, limit_gib=100.0)
+    session = start(fast, subject=subject_of(wide), begin=[BASELINE], patience=100, trials=28)
+    session.study.run()
+    ranks = [row.config.lora_rank for row in session.study.rows]
+    assert len(ranks) == 28 and {16, 32, 64, 128} == set(ranks)
+    assert sum(rank != 16 for rank in ranks) <= 6
+
+
+def test_what_is_more_capable_and_does_not_fit_is_tried_with_smaller_micro_batches(start: Start) -> None:
+    longer = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256, 512), lora_rank=(16,), checkpointing=("none",))
+    session = start(machine(rate=by_tokens), subject=subject_of(longer), begin=[BASELINE], trials=8)
+    session.study.run()
+    tried = [(row.config.micro_batch_size, row.outcome) for row in session.study.rows if row.config.seq_len == 512]
+    assert tried[0] == (8, Outcome.OOM)  # 1 GiB and 4 GiB of tokens, where there are 4
+    assert tried[1] == (4, Outcome.OK)
+
+
+def test_a_proposal_that_is_known_is_replaced_by_a_neighbour_of_the_best(start: Start) -> None:
+    session = start(machine(rate=by_tokens), begin=[BASELINE], trials=6)
+    session.study.run()
+    best = session.study.best()
+    assert best is not None
+    seen = {row.config.digest for row in session.study.rows}
+    assert session.study._queue_any(seen)
+    asked = session.search.ask().config
+    assert asked.digest not in seen
+    changed = [name for name, value in asked.as_dict().items() if value != best.config.as_dict()[name]]
+    assert len(changed) == 1
+
+
 def test_patience_counts_trials_without_a_better_one(start: Start) -> None:
     large = space(micro_batch_size=(1, 2, 4, 8, 16, 32), seq_len=tuple(range(64, 320, 8)), lora_rank=(16,))
     session = start(machine(limit_gib=100.0), subject=subject_of(large), patience=4)

@@ -26,7 +26,7 @@ class Recorder:
     """Marks and peaks at the seams of a training step, and the plan of how many steps to time.
 
     Step 0 warms up, step 1 tells how long a step takes (later if something still compiles), the rest are timed: for
-    `min_timed_s`, fewer if the steps agree, more if they do not. Where reading a phase's peak costs time (CPU), it is
+    `min_timed_s`, fewer if the steps agree, more if those of a whole model do not. Where reading a phase's peak costs time (CPU), it is
     not read in timed steps.
     """
 
@@ -146,7 +146,7 @@ class Recorder:
         spread = (max(finished) - min(finished)) / min(finished)
         if spread < AGREED:
             self.last_timed = min(self.last_timed, self.step)
-        elif spread > DISAGREED and self.step == self.last_timed:
+        elif spread > DISAGREED and self.step == self.last_timed and self.request.depth is None:
             num_steps = self.last_timed - self.first_timed + 1
             if num_steps < self.request.max_timed_steps and sum(finished) < 2 * self.request.min_timed_s:
                 self.last_timed += 1
