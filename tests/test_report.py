@@ -9,6 +9,7 @@ import pytest
 from factories import FINGERPRINT, summary
 
 from autotune.config import TrainConfig
+from autotune.lengths import Lengths
 from autotune.recipe import Recipe, StudySummary
 from autotune.report import figures, infos, render
 from autotune.report.html import script_json, stats
@@ -151,6 +152,11 @@ def test_cells_are_relative_to_the_winner(study: StudySummary) -> None:
     first, second = infos.cells(recipe_of(study))
     assert (first.is_winner, first.extra) == (True, 0.0)
     assert second.extra == pytest.approx((recipe_of(study).speedup or 0) - 1.0)
+    # Rows of 1,024 tokens: half of the first is padding, a third of the second is cut off.
+    workload = replace(recipe_of(study).workload, lengths=Lengths.of([512, 1536], "counted"))
+    first, _ = infos.cells(replace(recipe_of(study), workload=workload))
+    assert first.candidate.config.seq_len == 1024
+    assert (first.cut, first.padding) == (0.25, 0.25)
 
 
 def test_words_and_fingerprint(study: StudySummary) -> None:

@@ -100,10 +100,15 @@ class CompareRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRow:
-    """The best of one learning cell. `extra` is its cost a useful token over the winner's, minus 1."""
+    """The best of one learning cell. `extra` is its cost a useful token over the winner's, minus 1.
+
+    `cut` is the share of all tokens that its length cuts off, `padding` the share of its rows that is none.
+    """
 
     candidate: Candidate
     extra: float
+    cut: float
+    padding: float
     is_winner: bool
 
 
@@ -203,6 +208,8 @@ def cells(recipe: Recipe) -> tuple[CellRow, ...]:
         CellRow(
             candidate=candidate,
             extra=reference / candidate.performance.tokens_per_second - 1.0,
+            cut=recipe.workload.truncated(candidate.config.seq_len),
+            padding=1.0 - recipe.workload.fill(candidate.config.seq_len),
             is_winner=candidate.config == recipe.winner.config,
         )
         for candidate in recipe.cells
