@@ -1,5 +1,7 @@
 """The user's own examples, as the exported script will read them: text, prompt and completion, or messages."""
 
+import glob
+import json
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -9,7 +11,7 @@ from typing import Any
 from autotune.errors import EnvironmentProblem, UsageError
 from autotune.lengths import Lengths
 
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+LOADERS = {".jsonl": "lines", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 BYTES_PER_TOKEN = 4.0  # of UTF-8; English text under the vocabularies of today has 3.5 to 4.5
 FORMS = "`text`, `prompt` and `completion`, or `messages` with a `role` and a `content` each"
 
@@ -43,11 +45,15 @@ def dataset_lengths(path: Path, tokenizer: str | None, say: Callable[[str], None
 def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> str:
     try:
         return render(row)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = "" if isinstance(error, KeyError) else f" ({error})"
+    except (KeyError, TypeError, AttributeError):
         raise UsageError(
-            f"{path}, row {number}: it has none of the known forms{reason}; its columns: {', '.join(row)}",
+            f"{path}, row {number}: it has none of the known forms; its columns: {', '.join(map(str, row))}",
             remedy=f"give rows with {FORMS}",
+        ) from None
+    except Exception as error:  # a chat template says in its own way what it does not take
+        raise UsageError(
+            f"{path}, row {number}: the tokenizer's chat template refuses it: {error}",
+            remedy="change the messages, or leave the tokenizer out for an estimate",
         ) from None
 
 
@@ -59,23 +65,42 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         raise UsageError(f"--dataset: there is no file {path}", remedy="name a file on this machine")
     if not path.stat().st_size:
         raise _no_rows(path)
+    yield from _json_lines(path) if loader == "lines" else _loaded(path, loader)
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """As the exported script reads them: each line by itself, so that rows of several forms may be mixed."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(
+                    f"{path}, line {number} is no JSON: {error}", remedy=f"give rows with {FORMS}"
+                ) from None
+            if not isinstance(row, dict):
+                raise UsageError(f"{path}, line {number} is no JSON object", remedy=f"give rows with {FORMS}")
+            yield row
+
+
+def _loaded(path: Path, loader: str) -> Iterator[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
         raise EnvironmentProblem(
-            "--dataset needs the datasets library", remedy="pip install 'autotune-llm[data]', or give --lengths FILE"
+            f"--dataset {path.name} needs the datasets library",
+            remedy="pip install datasets, or give JSON lines or --lengths FILE",
         ) from None
     datasets.disable_progress_bars()
-    try:
-        yield from datasets.load_dataset(loader, data_files=str(path), split="train", streaming=True)
-    except (datasets.exceptions.DatasetsError, ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
+    try:  # a path is a pattern to it
+        yield from datasets.load_dataset(loader, data_files=glob.escape(str(path)), split="train", streaming=True)
+    except Exception as error:  # of pyarrow, pandas and its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"cannot read {path}: {str(error).splitlines()[0]}", remedy=f"give rows with {FORMS}"
+            f"cannot read {path}: {reason}", remedy="check the file, or convert it to JSON lines"
         ) from None
-
-
-def _no_rows(path: Path) -> UsageError:
-    return UsageError(f"{path} has no rows", remedy=f"give rows with {FORMS}")
 
 
 def _counting(directory: str) -> tuple[Render, Count]:
@@ -83,10 +108,11 @@ def _counting(directory: str) -> tuple[Render, Count]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever is wrong with its files
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"the tokenizer in {directory} cannot be loaded: {str(error).splitlines()[0]}",
-            remedy="put tokenizer.json and tokenizer_config.json beside config.json",
+            f"the tokenizer in {directory} cannot be loaded: {reason}",
+            remedy="put tokenizer.json and tokenizer_config.json of the model there, or estimate without --tokenizer",
         ) from None
 
     def render(row: dict[str, Any]) -> str:
@@ -112,7 +138,11 @@ def _estimated(texts: list[str], is_chat: bool) -> list[int]:
 
 
 def _text(row: dict[str, Any]) -> str:
-    text: str = row["text"] if row.get("text") is not None else row["prompt"] + row["completion"]
+    text: str = row["text"] if row.get("text") is not None else row["prompt"] + row["completion"]  # as train.py does
     if not isinstance(text, str):
         raise TypeError("not text")
     return text
+
+
+def _no_rows(path: Path) -> UsageError:
+    return UsageError(f"{path} has no rows", remedy=f"give rows with {FORMS}")

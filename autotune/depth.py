@@ -18,7 +18,7 @@ from autotune.result import Measurement, ModelShape, Phase
 # from 2 and 4 of 16 small layers on a CPU up to 16 %. `benchmarks/depth_extrapolation.py` is to hold them against more.
 DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.05, 0.15
 # Once so many whole models were compared, their spread counts in place of these, but not as less than the last.
-ENOUGH_RATIOS, SEEN = 4, 0.01
+ENOUGH_RATIOS, SEEN = 8, 0.01
 MIN_APART = 4  # layers between the two depths, where there are so many
 # The host is the bottleneck where issuing a micro batch takes it nearly as long as the micro batch lasts.
 HOST_SHARE = 0.85

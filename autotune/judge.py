@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.config import TrainConfig
 from autotune.lengths import SAYS
-from autotune.objective import Floors, Scored, choose, performance, step_time_s
+from autotune.objective import Floors, Scored, capability, choose, performance, step_time_s, to_beat
 from autotune.projection import by_examples, project
 from autotune.recipe import Candidate, Recipe
 from autotune.result import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
@@ -85,16 +85,27 @@ class Judge:
         self.measured[config.digest] = measurement
 
     def close_calls(self) -> list[TrainConfig]:
-        """The best of each learning cell, where it was only extrapolated and is within the slack of the fastest."""
+        """What was only extrapolated and may be worth a whole model, the most promising first.
+
+        The best of each learning cell that is within the slack of the fastest; and what can win by now, since what
+        it had to beat when it was stopped may have fallen out of the slack.
+        """
         pool = self._scored({digest: [one] for digest, one in self.measured.items()})
         if not pool:
             return []
-        bar = max(one.score for one in pool) / (1 + self.subject.floors.slack)
+        slack = self.subject.floors.slack
+        bar = max(one.score for one in pool) / (1 + slack)
         best: dict[tuple[object, ...], Scored] = {}
-        everything = {digest: [one] for digest, one in (self.extrapolated | self.measured).items()}
-        for one in sorted(self._scored(everything), key=lambda one: one.score):
+        everything = self._scored({digest: [one] for digest, one in (self.extrapolated | self.measured).items()})
+        for one in sorted(everything, key=lambda one: one.score):
             best[_cell(one.config)] = one
-        return [one.config for one in best.values() if one.score >= bar and one.config.digest not in self.measured]
+        close = [one for one in best.values() if one.score >= bar]
+        for one in everything:
+            error = self.extrapolated[one.config.digest].time_error if one.config.digest in self.extrapolated else 0.0
+            if one.score * (1 + error) >= to_beat(one, pool, slack):
+                close.append(one)
+        ranked = sorted(close, key=lambda one: (capability(one.config), one.score), reverse=True)
+        return [config for config in dict.fromkeys(one.config for one in ranked) if config.digest not in self.measured]
 
     def confirm(self, config: TrainConfig, measurement: Measurement) -> None:
         self.configs[config.digest] = config

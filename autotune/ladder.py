@@ -111,7 +111,8 @@ class Ladder:
         if result.depth is None and result.evidence is Evidence.MEASURED:
             self._memory.learn(config, measurement)
             if foretold is not None:
-                ratio = statistics.fmean(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
+                # The median, which scores count: one hiccup of a whole model must not make all others look slow.
+                ratio = statistics.median(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
                 self._ratios.setdefault(_kind(config, foretold), {})[config] = ratio
 
     def evaluate(self, config: TrainConfig, trial: int | None, promise: Promise | None = None) -> Verdict:

@@ -2,9 +2,11 @@
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
@@ -13,7 +15,7 @@ from autotune.errors import UsageError
 
 Source = Literal["assumed", "given", "counted", "characters", "summary"]
 P99 = NormalDist().inv_cdf(0.99)
-QUANTILES = 1000  # that a described distribution is drawn at
+BINS = 1000  # that a described distribution is drawn in
 
 SAYS: dict[Source, str] = {
     "assumed": "assumed",
@@ -55,9 +57,11 @@ class Lengths:
         if under_root < 0:
             raise ValueError(f"no log-normal distribution has a 99th percentile of {p99 / mean:.0f} times its mean")
         deviation = P99 - math.sqrt(under_root)
-        normal = NormalDist(math.log(mean) - deviation**2 / 2, deviation) if deviation else None
-        points = [(index + 0.5) / QUANTILES for index in range(QUANTILES)]
-        drawn = [math.exp(normal.inv_cdf(point)) if normal else mean for point in points]
+        # The mean within each of equally likely bins: their mean is the one that was given, far tail and all.
+        unit = NormalDist()
+        edges = [-math.inf, *(unit.inv_cdf(index / BINS) for index in range(1, BINS)), math.inf]
+        below = [unit.cdf(edge - deviation) if math.isfinite(edge) else float(edge > 0) for edge in edges]
+        drawn = [mean * BINS * (high - low) for low, high in pairwise(below)]
         return cls.of((max(round(tokens), 1) for tokens in drawn), "summary")
 
     @property
@@ -122,7 +126,7 @@ def read_lengths(path: Path) -> Lengths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if not line.strip():
                 continue
-            if not line.strip().isdecimal() or not 1 <= int(line) < 2**31:
+            if not re.fullmatch(r"\s*[0-9]{1,9}\s*", line) or int(line) < 1:
                 raise UsageError(
                     f"{path}, line {number}: {line.strip()[:40]!r} is no number of tokens",
                     remedy="write the length of one example on each line, 1 or more",

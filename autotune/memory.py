@@ -120,8 +120,7 @@ class MemoryModel:
 
     def predict(self, config: TrainConfig, micro_steps: int, offered_gib: float) -> MemoryEstimate | None:
         """None where nothing is known that this could be told from. `offered_gib` is the device's, less headroom."""
-        way = _way(config, micro_steps)
-        alike = [one for one in self._known.values() if one.way == way]
+        alike = self._alike(config, micro_steps)
         statics = self._statics(config, micro_steps)
         if not alike or statics is None:
             return None
@@ -132,9 +131,7 @@ class MemoryModel:
         largest = Phase.FORWARD.value
         for name in names:
             moving = [
-                # Where one took a single micro batch and the other does not, all gradients count as alive at the peak.
-                _segments(one.measurement)[name]
-                - static_gib(one.measurement, max(micro_steps, one.measurement.micro_steps))
+                _segments(one.measurement)[name] - static_gib(one.measurement, one.measurement.micro_steps)
                 for one in alike
             ]
             points = [(one.config.tokens, max(moved, -statics)) for one, moved in zip(alike, moving, strict=True)]
@@ -152,6 +149,15 @@ class MemoryModel:
             phase=Phase.BACKWARD if largest.startswith(Phase.BACKWARD) else Phase(largest),
             basis=len(alike),
         )
+
+    def _alike(self, config: TrainConfig, micro_steps: int) -> list[_Known]:
+        """Those that compute in the same way; for a single micro batch a step else those of two, as a lower bound.
+
+        They differ by gradients that are there from the start, or come as the backward pass goes: few, with adapters.
+        """
+        by_steps = {steps: [one for one in self._known.values() if one.way == _way(config, steps)] for steps in (1, 2)}
+        same = by_steps[min(micro_steps, 2)]
+        return same or (by_steps[2] if config.method == "lora" else [])
 
     def _statics(self, config: TrainConfig, micro_steps: int) -> float | None:
         """What stays in memory through the steps of a configuration; None where a part of it is unknown."""
@@ -188,7 +194,7 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
         config.compile,
         config.checkpointing,
         config.optimizer if config.method == "full" else None,
-        min(micro_steps, 2) if config.method == "full" else None,  # an adapter's gradients are few
+        min(micro_steps, 2),
         length,
     )
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from os.path import expanduser
 from pathlib import Path
 
 from autotune import gpu
@@ -25,6 +26,7 @@ from autotune.workload import Workload
 
 DEFAULT_TOKENS = 1024
 NO_SDPA = {"gemma2", "gpt_oss"}  # transformers refuses SDPA for them
+TOLD = 0.005  # share of the tokens from which on it is told that no seq_len keeps them
 OUT_OF_REACH = 0.02  # share of the parameters from which on it is told that adapters or quantisation do not reach them
 
 
@@ -203,7 +205,7 @@ def _workload(spec: StudySpec, space: SearchSpace, lengths: Lengths) -> tuple[Wo
     longest = max(knob.choices()) if knob else DEFAULT_TOKENS
     warnings = []
     cut = 1 - lengths.kept(longest) / lengths.total
-    if cut > 0:
+    if cut >= TOLD:
         warnings.append(
             f"{lengths.longer(longest):.0%} of the examples are longer than every seq_len of the space ({longest}): "
             f"{cut:.0%} of the tokens will be cut off"
@@ -226,9 +228,9 @@ def _workload(spec: StudySpec, space: SearchSpace, lengths: Lengths) -> tuple[Wo
 def _lengths(spec: StudySpec, model: ModelSpec, usual: int, say: Callable[[str], None]) -> Lengths:
     """Of the examples: `usual` tokens where nobody says otherwise."""
     if spec.dataset is not None:
-        return dataset_lengths(Path(spec.dataset).expanduser(), spec.tokenizer or model.tokenizer, say)
+        return dataset_lengths(Path(expanduser(spec.dataset)), expanduser(spec.tokenizer or "") or model.tokenizer, say)
     if spec.lengths is not None:
-        return read_lengths(Path(spec.lengths).expanduser())
+        return read_lengths(Path(expanduser(spec.lengths)))
     if spec.mean_tokens is not None and spec.p99_tokens is not None:
         try:
             return Lengths.described(spec.mean_tokens, spec.p99_tokens)

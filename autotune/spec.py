@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 LENGTH_KEYS = ("tokens_per_example", "mean_tokens", "lengths", "dataset")
-ALTERNATIVES = (("tokens", "examples"), (*LENGTH_KEYS, "p99_tokens"))
+ALTERNATIVES = (("tokens", "examples"), (*LENGTH_KEYS, "p99_tokens", "tokenizer"))
 MAX_COUNT = 10**15  # no study is as large; beyond it the projection's arithmetic would fail
 
 
@@ -85,6 +85,8 @@ class StudySpec:
             raise ValueError("give examples or tokens, not both")
         if (self.mean_tokens is None) is not (self.p99_tokens is None):
             raise ValueError("give mean_tokens and p99_tokens together")
+        if self.tokenizer is not None and self.dataset is None:
+            raise ValueError("a tokenizer counts the examples of a dataset: give dataset too")
         ways = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
         if len(ways) > 1:
             raise ValueError(f"the lengths of the examples are given in more than one way: {', '.join(ways)}")

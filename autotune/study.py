@@ -178,17 +178,19 @@ class Study:
                     break
 
     def _measure_close_calls(self) -> None:
-        """Whole models of the cells that a truncated one left just behind the best."""
-        for config in self.judge.close_calls():
+        """Whole models of what a truncated one left close to the best, while there are any."""
+        asked = set[TrainConfig]()
+        while left := [config for config in self.judge.close_calls() if config not in asked]:
             if self.should_stop() or self._late():
                 return
-            self.say(f"close to the best, at full depth: {config.label()}")
+            asked.add(left[0])
+            self.say(f"close to the best, at full depth: {left[0].label()}")
             try:
-                result = self.ladder.evaluate(config, None).result
+                result = self.ladder.evaluate(left[0], None).result
             except Cancelled:
                 return
             if result.outcome is Outcome.OK and result.measurement is not None and result.depth is None:
-                self.judge.add(config, result.measurement)
+                self.judge.add(left[0], result.measurement)
 
     def _promise(self, config: TrainConfig, foretold: Extrapolation) -> str | None:
         """Why an extrapolated candidate cannot win; None while it can."""

@@ -1,8 +1,10 @@
 """What every benchmark shares: the shape of its result file."""
 
 import json
+import os
 import shlex
 import sys
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,12 @@ def save(
         "rows": rows,
     }
     write_atomic((out or RESULTS) / f"{name}.json", json.dumps(data, indent=1) + "\n")
+
+
+def own_cache() -> None:
+    """Inductor's cache on disk starts empty for the next process, so that compilations are compared with their like."""
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        os.environ[name] = tempfile.mkdtemp(prefix="autotune-cache-")
 
 
 class Rows:

@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from common import own_cache
+
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
 from autotune.depth import depths
@@ -167,6 +169,7 @@ def measure(args: argparse.Namespace) -> None:
         for config in sample:
             if time.monotonic() > until:
                 break
+            own_cache()
             start = time.monotonic()
             with WorkerProber(args.device, logs) as fresh:
                 fresh.probe(request_of(config, model.config, args.memory_gib, args.device), logs / "probe.log")

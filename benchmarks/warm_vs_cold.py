@@ -8,14 +8,13 @@ process: the compiled rows count for the errors, and their walls are summed apar
 """
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from common import save, table
+from common import own_cache, save, table
 
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
@@ -60,11 +59,6 @@ def main() -> None:
     args = parser.parse_args()
     model = resolve_model(args.model)
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-
-    def own_cache() -> None:
-        """Inductor's cache on disk starts empty for each process, so that compilations are compared with their like."""
-        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-            os.environ[name] = tempfile.mkdtemp(prefix="autotune-cache-")
 
     def request(settings: dict[str, Any]) -> ProbeRequest:
         return ProbeRequest(config=TrainConfig(**settings), model=model.config, memory_gib=args.memory_gib)

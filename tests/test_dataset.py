@@ -1,6 +1,7 @@
 """The user's own file, in each of its forms, counted as the exported script counts it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +62,37 @@ def test_each_form_in_each_kind_of_file(
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("text", "message"),
     [
-        ([{"text": "fine"}, {"text": None}], "row 2"),
-        ([{"question": "what?"}], "row 1.*its columns: question"),
-        ([{"messages": [{"role": "user"}]}], "row 1"),
-        ([], "no rows"),
+        ('{"text": "fine"}\n{"text": null}\n', "row 2.*its columns: text"),
+        ('{"question": "what?"}\n', "row 1.*its columns: question"),
+        ('{"messages": [{"role": "user"}]}\n', "row 1"),
+        ('{"text": "fine"}\n\n{"text": \n', "line 3 is no JSON"),
+        ("null\n", "line 1 is no JSON object"),
+        ("\n\n", "no rows"),
+        ("", "no rows"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
+def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
     with pytest.raises(UsageError, match=message):
-        dataset_lengths(written(tmp_path / "data.jsonl", rows), None)
+        dataset_lengths(file, None)
+
+
+def test_lines_of_several_forms_as_other_tools_write_them(tmp_path: Path, tokenizer: str) -> None:
+    """A byte order mark, blank lines, columns that are null in some rows; and a name that is a pattern."""
+    rows = [row | dict.fromkeys({"text", "prompt", "completion", "messages"} - set(row)) for row, _, _ in FORMS]
+    file = tmp_path / "a[1].jsonl"
+    file.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    assert dataset_lengths(file, tokenizer) == Lengths.of([4, 6, 7], "counted")
+    csv = written(tmp_path / "b[1].csv", [{"text": "one two three"}])
+    assert dataset_lengths(csv, tokenizer) == Lengths.of([4], "counted")
 
 
 def test_files_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
-    broken = tmp_path / "data.jsonl"
-    broken.write_text('{"text": "fine"}\n{"text": \n')
+    broken = tmp_path / "data.parquet"
+    broken.write_text("no parquet")
     for file, message in (
         (broken, "cannot read"),
         (tmp_path / "none.jsonl", "no file"),
@@ -84,8 +100,24 @@ def test_files_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             dataset_lengths(file, None)
-    with pytest.raises(UsageError, match="tokenizer"):
-        dataset_lengths(written(tmp_path / "fine.jsonl", [{"text": "a"}]), str(tmp_path))
+
+
+def test_tokenizers_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
+    fine = written(tmp_path / "fine.jsonl", [FORMS[2][0]])
+    for content in (None, "{}", "no JSON"):
+        folder = tmp_path / str(content)
+        folder.mkdir()
+        if content is not None:
+            (folder / "tokenizer.json").write_text(content)
+        with pytest.raises(UsageError, match="cannot be loaded"):
+            dataset_lengths(fine, str(folder))
+    mute = shutil.copytree(tokenizer, tmp_path / "mute")
+    (mute / "chat_template.jinja").unlink()
+    with pytest.raises(UsageError, match="row 1: the tokenizer's chat template refuses it"):
+        dataset_lengths(fine, str(mute))
+    (mute / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UsageError, match="roles must alternate"):
+        dataset_lengths(fine, str(mute))
 
 
 def test_a_study_takes_its_examples_from_the_file(tmp_path: Path, tokenizer: str) -> None:

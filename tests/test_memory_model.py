@@ -238,13 +238,26 @@ def test_nothing_is_told_before_anything_is_learned() -> None:
     assert MemoryModel().predict(ONE, 2, OFFERED) is None
 
 
-@pytest.mark.parametrize(("known", "asked"), [(1, 2), (2, 1)])
-def test_a_step_of_one_micro_batch_and_one_of_two_differ_by_the_gradients(known: int, asked: int) -> None:
+def test_a_single_micro_batch_is_told_from_two_where_only_adapters_are_trained() -> None:
     whole = TrainConfig(method="full", micro_batch_size=1, checkpointing="full")
-    assert learned([whole], micro_steps=known).predict(whole, asked, OFFERED) is None  # as much as the weights
-    estimate, truth = told(learned([ONE], micro_steps=known), ONE, asked), need(ONE, asked)
+    assert learned([whole]).predict(whole, 1, OFFERED) is None  # its gradients are as large as its weights
+    estimate, truth = told(learned([ONE]), ONE, 1), need(ONE, 1)
     assert truth - 0.5 < estimate.low_gib <= truth
+    assert learned([ONE], micro_steps=1).predict(ONE, 2, OFFERED) is None
     assert told(learned([ONE], micro_steps=4), ONE, 2).gib == pytest.approx(need(ONE))
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("tokens", [(256, 2048), (512, 1536)])
+def test_points_of_both_kinds_are_not_put_on_one_line(rank: int, tokens: tuple[int, int]) -> None:
+    """A line through what a single micro batch needs and what two need is steeper than either."""
+    model, few = MemoryModel(), replace(ONE, micro_batch_size=8, lora_rank=rank, checkpointing="full")
+    for (length, steps), size in zip(zip(tokens, (1, 2), strict=True), (8, 4), strict=True):
+        config = replace(few, micro_batch_size=size, seq_len=length)
+        model.learn(config, machine(config, steps))
+    for steps in (1, 2):
+        large = replace(few, micro_batch_size=4, seq_len=8192)
+        assert told(model, large, steps).low_gib <= need(large, steps)
 
 
 def test_the_optimizer_of_full_fine_tuning_is_its_own_way() -> None:

@@ -10,12 +10,14 @@ from optuna.trial import TrialState
 from replay import machine
 from sessions import BASELINE, SPACE, Session, Start, by_tokens, space, states, subject_of, whole
 
+from autotune.commands.session import open_study
 from autotune.config import TrainConfig
-from autotune.errors import Cancelled, NothingFits, TooManyFailures
+from autotune.errors import Cancelled, NothingFits, TooManyFailures, UsageError
 from autotune.footing import find_footing
 from autotune.judge import Subject
 from autotune.recipe import TrialRow
-from autotune.result import Outcome, ProbeRequest, ProbeResult
+from autotune.result import Outcome, ProbeRequest, ProbeResult, to_data
+from autotune.search import Search
 from autotune.space import Knob, SearchSpace
 
 # Sessions that are cut off
@@ -229,3 +231,14 @@ def test_the_footing_is_the_first_trials_and_is_not_probed_twice(start: Start) -
     assert session.prober.num_probes == 3
     recipe = session.summary().recipe
     assert recipe is not None and recipe.baseline is not None and recipe.baseline.config == baseline(2)
+
+
+def test_a_study_of_before_lengths_is_refused_and_not_misread(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'autotune.db'}"
+    search = Search.create(url, "old", SPACE, seed=0, facts={})
+    subject = to_data(subject_of())
+    del subject["workload"]["lengths"]
+    search.remember("subject", subject | {"workload": subject["workload"] | {"tokens_per_example": 100}})
+    search.close()
+    with pytest.raises(UsageError, match="'old' was made by an earlier autotune"):
+        open_study("old", url)

@@ -254,3 +254,18 @@ def test_who_failed_to_confirm_does_not_come_back_as_foretold() -> None:
     assert failed not in judge.close_calls()
     recipe = judge.recipe(ReplayProber({}).fingerprint)
     assert recipe is not None and [cell.config for cell in recipe.cells] == [BASELINE]
+
+
+def test_what_was_stopped_and_can_win_by_now_is_a_close_call() -> None:
+    """What it had to beat was more capable, and has fallen out of the slack since: only the fastest is left."""
+    judge = Judge(subject_of(SPACE))
+    able, lean = replace(BASELINE, lora_rank=32), replace(BASELINE, optimizer="adamw_8bit")
+    told(judge, replace(lean, micro_batch_size=4), 0.5, Evidence.MEASURED)
+    told(judge, able, 1.04, Evidence.MEASURED)
+    told(judge, BASELINE, 1.01, Evidence.EXTRAPOLATED)
+    assert judge.finalists(1) == [able]  # 4 % dearer than the fastest
+    assert judge.close_calls() == []
+    told(judge, replace(lean, micro_batch_size=2), 0.24, Evidence.MEASURED)
+    assert judge.finalists(1) == [replace(lean, micro_batch_size=2)]
+    told(judge, replace(BASELINE, micro_batch_size=1), 0.122, Evidence.EXTRAPOLATED)
+    assert judge.close_calls() == [replace(BASELINE, micro_batch_size=1)]

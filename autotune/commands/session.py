@@ -77,6 +77,11 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
     facts = stored_facts(url, name) or {}
     if "subject" not in facts:
         raise UsageError(f"{name!r} is not a study of autotune", remedy="name one that `autotune run` made")
+    if "lengths" not in facts["subject"]["workload"]:
+        raise UsageError(
+            f"{name!r} was made by an earlier autotune, which kept no distribution of lengths",
+            remedy="run the study again under another name",
+        )
     subject = from_data(Subject, facts["subject"])
     search = Search.open(url, name, subject.space)
     store = ProbeStore(url)

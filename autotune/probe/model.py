@@ -248,7 +248,10 @@ def describe(model: dict[str, Any]) -> ModelShape:
     linear = {id(module.weight) for module in built.modules() if isinstance(module, nn.Linear | Conv1D)}
     matrices = [one for layer in decoder_layers(built) for one in layer.parameters() if one.ndim > 1]
     total = sum(parameter.numel() for parameter in built.parameters())
-    adapted = _adapt(built, TrainConfig(), torch.device("meta"))
+    try:
+        adapted: nn.Module = _adapt(built, TrainConfig(), torch.device("meta"))
+    except ValueError:  # adapters on every linear layer are not for every family
+        adapted = built
     wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
     wrapped = {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}
     prefix, period = repetition(kinds)

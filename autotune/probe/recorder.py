@@ -94,7 +94,7 @@ class Recorder:
         self.ends[self.step].append(self._mark)
 
     def end_step(self) -> bool:
-        """An optimizer step is done; returns whether to stop. The start of a last, untimed micro batch closes it."""
+        """An optimizer step is done; returns whether to stop. The last one ends here, before it is logged."""
         if self.first_timed is None:
             self._plan()
         else:
