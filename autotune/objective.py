@@ -209,7 +209,7 @@ def choose(candidates: list[Scored], slack: float) -> tuple[Scored, str]:
     if capability(winner.config) == capability(cheapest.config):
         what = "it leaves more memory free"
     else:
-        what = "it is more capable: " + _differences(winner.config, cheapest.config)
+        what = "it is more capable: " + differences(winner.config, cheapest.config)
     extra = cheapest.score / winner.score - 1.0
     return winner, f"{what}, for {extra:.1%} more cost than the cheapest (slack {slack:.0%})"
 
@@ -231,10 +231,11 @@ def to_beat(candidate: Scored, others: list[Scored], slack: float) -> float:
     return bar if preference(candidate) > preference(chosen) else cheapest.score
 
 
-def _differences(winner: TrainConfig, other: TrainConfig) -> str:
+def differences(one: TrainConfig, other: TrainConfig) -> str:
+    """What changes the result of training, as 'lora_rank 64 instead of 16'."""
     names = ("quantization", "lora_rank", "seq_len", "precision", "optimizer")
     return ", ".join(
-        f"{name} {getattr(winner, name)} instead of {getattr(other, name)}"
+        f"{name} {getattr(one, name)} instead of {getattr(other, name)}"
         for name in names
-        if getattr(winner, name) != getattr(other, name)
+        if getattr(one, name) != getattr(other, name)
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.config import TrainConfig
-from autotune.objective import Performance
+from autotune.objective import Performance, differences
 from autotune.projection import CostProjection
 from autotune.result import Evidence, Fingerprint, Measurement, OomDetail, Outcome, Rung, to_data
 from autotune.workload import Workload
@@ -49,6 +49,21 @@ class Recipe:
         if self.baseline is None:
             return None
         return self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
+
+    def prices(self) -> list[str]:
+        """What the best of each other learning cell would cost against the winner, the cheapest first."""
+        told = []
+        for cell in self.cells:
+            changes = differences(cell.config, self.winner.config)
+            if not changes:
+                continue
+            extra = self.winner.performance.tokens_per_second / cell.performance.tokens_per_second - 1.0
+            text = f"{changes}: {extra:+.1%} cost"
+            before, after = (self.workload.truncated(one.config.seq_len) for one in (self.winner, cell))
+            if before != after:
+                text += f", {after:.1%} instead of {before:.1%} of the tokens cut off"
+            told.append((extra, f"{text} [{cell.evidence}]"))
+        return [text for _, text in sorted(told)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,6 +127,8 @@ class Display(AbstractContextManager["Display"]):
         for name, one in (("full run", winner), ("baseline", baseline)):
             if one is not None:
                 self._print(f"{name:<9} {self._cost(one)}")
+        for price in recipe.prices():
+            self._print(f"price     {price}")
         for caveat in recipe.caveats:
             self._print(f"note      {caveat}", "yellow")
         self._print(f"files     {out_dir}")
