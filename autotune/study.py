@@ -178,10 +178,10 @@ class Study:
                     break
 
     def _measure_close_calls(self) -> None:
-        """Whole models of what a truncated one left close to the best, while there are any."""
+        """Whole models of what a truncated one left close to the best: one, and more while confirming has its time."""
         asked = set[TrainConfig]()
         while left := [config for config in self.judge.close_calls() if config not in asked]:
-            if self.should_stop() or self._late():
+            if self.should_stop() or self._late() or (asked and self._is_spent()):
                 return
             asked.add(left[0])
             self.say(f"close to the best, at full depth: {left[0].label()}")
