@@ -84,6 +84,7 @@ def test_a_step_is_its_micro_batches_and_the_rest(gap: float) -> None:
         (1.0, {"min_timed_micros": 4}, 2),
         (0.3, {}, 2),
         (0.1, {}, 2),  # five would be timed, but two agree
+        (0.02, {}, 8),  # as many as last 0.3 s: two short steps agree by chance
     ],
 )
 def test_no_more_steps_are_timed_than_say_something_new(micro_s: float, wanted: dict[str, int], num_steps: int) -> None:

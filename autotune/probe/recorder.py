@@ -15,7 +15,7 @@ from autotune.result import Phase, ProbeRequest
 MAX_WARMUP_STEPS = 5
 # Relative spread of step times: below the first, more of them say nothing new; above the second, they are worth having.
 AGREED, DISAGREED = 0.01, 0.02
-ENOUGH_TO_AGREE = 2  # steps
+ENOUGH_TO_AGREE, ENOUGH_S = 2, 0.3  # steps, and seconds of them: two short steps agree by chance
 
 
 class NotSteady(Exception):
@@ -55,6 +55,7 @@ class Recorder:
         self._mark: Any = None
         self._graphs = 0
         self._began = 0.0
+        self._agree_at = ENOUGH_TO_AGREE
 
     def enter(self, phase: Phase) -> None:
         """The phase before ends here, and `phase` begins."""
@@ -129,12 +130,13 @@ class Recorder:
         # Where reading peaks costs milliseconds, the step that had them read counts only if it was long.
         self.first_timed = self.step if self.meter.peaks_are_free or step_s > 2.0 else self.step + 1
         self.last_timed = self.first_timed + wanted - 1
+        self._agree_at = max(ENOUGH_TO_AGREE, math.ceil(ENOUGH_S / step_s))
 
     def _adapt(self) -> None:
         """Stop early once steps agree, go on a little where they disagree: the host's share of a step is noisy."""
         assert self.first_timed is not None and self.last_timed is not None
         ends = [self.starts[index + 1][0] for index in range(self.first_timed, self.step)]
-        if len(ends) + 1 == ENOUGH_TO_AGREE or self.step == self.last_timed:
+        if len(ends) + 1 == self._agree_at or self.step == self.last_timed:
             ends.append(self._now())  # worth waiting for the device: it may save the next step, or ask for another
         finished = [
             self.meter.seconds(self.starts[self.first_timed + index][0], end)
@@ -144,7 +146,7 @@ class Recorder:
         if len(finished) < ENOUGH_TO_AGREE:
             return
         spread = (max(finished) - min(finished)) / min(finished)
-        if spread < AGREED:
+        if spread < AGREED and len(finished) >= self._agree_at:
             self.last_timed = min(self.last_timed, self.step)
         elif spread > DISAGREED and self.step == self.last_timed and self.request.depth is None:
             num_steps = self.last_timed - self.first_timed + 1
