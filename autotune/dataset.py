@@ -44,7 +44,13 @@ def dataset_lengths(path: Path, tokenizer: str | None, say: Callable[[str], None
 
 def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> str:
     try:
-        return render(row)
+        text = render(row)
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{path}, row {number}: half of a surrogate pair is no character", remedy="write the text anew as UTF-8"
+        ) from None
     except (KeyError, TypeError, AttributeError):
         raise UsageError(
             f"{path}, row {number}: it has none of the known forms; its columns: {', '.join(map(str, row))}",
@@ -70,7 +76,11 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """As the exported script reads them: each line by itself, so that rows of several forms may be mixed."""
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
+    try:
+        file = path.open(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", remedy="check who may read it") from None
+    with file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -134,7 +144,7 @@ def _joined(row: dict[str, Any]) -> str:
 
 
 def _estimated(texts: list[str], is_chat: bool) -> list[int]:
-    return [round(len(text.encode(errors="replace")) / BYTES_PER_TOKEN) for text in texts]
+    return [round(len(text.encode()) / BYTES_PER_TOKEN) for text in texts]
 
 
 def _text(row: dict[str, Any]) -> str:

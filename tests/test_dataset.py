@@ -48,13 +48,13 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".parquet", ".csv"])
-@pytest.mark.parametrize(("row", "words", "characters"), FORMS, ids=["text", "prompt", "messages"])
+IN_EACH_KIND = [(kind, *form) for kind in (".jsonl", ".parquet", ".csv") for form in FORMS]
+
+
+@pytest.mark.parametrize(("kind", "row", "words", "characters"), IN_EACH_KIND[:-1])  # a cell of CSV holds no list
 def test_each_form_in_each_kind_of_file(
     tmp_path: Path, tokenizer: str, kind: str, row: dict[str, Any], words: int, characters: int
 ) -> None:
-    if kind == ".csv" and "messages" in row:
-        pytest.skip("a cell of CSV holds no list")
     file = written(tmp_path / f"data{kind}", [row] * 3)
     assert dataset_lengths(file, tokenizer) == Lengths(counts=((words, 3),), source="counted")
     estimated = dataset_lengths(file, None)
@@ -78,6 +78,23 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, text: str, message: 
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
         dataset_lengths(file, None)
+
+
+def test_messages_in_a_table_of_text_are_refused(tmp_path: Path, tokenizer: str) -> None:
+    kind, row, _, _ = IN_EACH_KIND[-1]
+    file = written(tmp_path / f"data{kind}", [row])
+    for given in (tokenizer, None):
+        with pytest.raises(UsageError, match="row 1"):
+            dataset_lengths(file, given)
+
+
+def test_half_a_character_is_refused_by_its_row(tmp_path: Path, tokenizer: str) -> None:
+    """JSON can escape one half of a surrogate pair; no tokenizer takes it."""
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "fine"}\n{"text": "\\ud83d"}\n')
+    for given in (tokenizer, None):
+        with pytest.raises(UsageError, match="row 2: half of a surrogate pair"):
+            dataset_lengths(file, given)
 
 
 def test_lines_of_several_forms_as_other_tools_write_them(tmp_path: Path, tokenizer: str) -> None:
