@@ -324,14 +324,17 @@ class Study:
         if not untried:
             return False
 
-        def apart(config: TrainConfig) -> tuple[bool, int]:
-            if best is None:
-                return False, 0
-            changed = config.as_dict().items() ^ best.config.as_dict().items()
-            return config.lora_rank != best.config.lora_rank, len(changed)
-
-        least = min(apart(config) for _, config in untried)
-        self.search.enqueue(self._random.choice([one for one, config in untried if apart(config) == least]))
+        there = best.config.as_dict() if best else {}
+        apart = [  # another rank last
+            (
+                best is not None and config.lora_rank != best.config.lora_rank,
+                len(config.as_dict().items() ^ there.items()),
+            )
+            for _, config in untried
+        ]
+        least = min(apart)
+        nearest = [one for (one, _), distance in zip(untried, apart, strict=True) if distance == least]
+        self.search.enqueue(self._random.choice(nearest))
         return True
 
     def _more_capable(self) -> list[TrainConfig]:
