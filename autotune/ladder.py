@@ -87,6 +87,7 @@ class Ladder:
         # Measured / extrapolated time, by kind of step, then configuration.
         self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
         self._failures = 0
+        self._confirmed: set[TrainConfig] = set()
         self._seconds: dict[TrainConfig, float] = {}  # spent since the last verdict
 
     def learn_from_others(self) -> None:
@@ -163,9 +164,10 @@ class Ladder:
         return Verdict(result=self._stored(trial, result), reused=spent == 0.0, seconds=spent)
 
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int) -> ProbeResult:
-        """Measure a finalist again: more micro batches a step; one evaluation and one save in the first round."""
+        """Measure a finalist again: more micro batches a step; the first time one evaluation and one save."""
         request = replace(self._request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
-        request = replace(request, evaluate=round_ == 1)
+        request = replace(request, evaluate=config not in self._confirmed)
+        self._confirmed.add(config)
         log = self._logs / f"confirm-{config.digest}-{round_}.log"
         result = self._stored(None, self._prober.probe(request, log))
         self.learn(None, result)

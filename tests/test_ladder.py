@@ -191,6 +191,15 @@ def test_anything_else_between_them_starts_the_count_anew(session: Session, betw
     assert prober.num_probes == 5
 
 
+def test_who_joins_in_the_second_round_is_evaluated_too(session: Session) -> None:
+    """It takes the place of one that failed in the first."""
+    ladder, prober = session(machine(limit_gib=100.0))
+    ladder.confirm(MIDDLE, 4, 1)
+    ladder.confirm(TrainConfig(), 4, 2)
+    ladder.confirm(MIDDLE, 4, 2)
+    assert [request.evaluate for request in prober.requests] == [True, True, False]
+
+
 def test_confirming_asks_for_more_and_is_never_answered_from_the_table(session: Session, store: ProbeStore) -> None:
     ladder, prober = session(machine(limit_gib=100.0))
     ladder.evaluate(MIDDLE, 0)
