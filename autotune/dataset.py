@@ -77,10 +77,15 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """As the exported script reads them: each line by itself, so that rows of several forms may be mixed."""
     try:
-        file = path.open(encoding="utf-8-sig", errors="replace")
+        yield from _parsed(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", remedy="check who may read it") from None
-    with file:
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no UTF-8: {error}", remedy="write it anew as UTF-8") from None
+
+
+def _parsed(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

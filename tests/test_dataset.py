@@ -108,10 +108,12 @@ def test_lines_of_several_forms_as_other_tools_write_them(tmp_path: Path, tokeni
 
 
 def test_files_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
-    broken = tmp_path / "data.parquet"
+    broken, latin = tmp_path / "data.parquet", tmp_path / "latin.jsonl"
     broken.write_text("no parquet")
+    latin.write_bytes('{"text": "é"}\n'.encode("latin-1"))
     for file, message in (
         (broken, "cannot read"),
+        (latin, "is no UTF-8"),
         (tmp_path / "none.jsonl", "no file"),
         (tmp_path / "data.xlsx", "none of .jsonl"),
     ):
