@@ -192,7 +192,10 @@ def at_depths(
 def test_two_depths_foretell_the_whole_model(
     prober: WorkerProber, model: dict[str, Any], knobs: dict[str, Any]
 ) -> None:
-    probes, foretold, whole = at_depths(prober, model, {"micro_batch_size": 8} | knobs)
+    for _ in range(2):
+        probes, foretold, whole = at_depths(prober, model, {"micro_batch_size": 8} | knobs)
+        if foretold.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.02):
+            break  # else Python's table of interned strings doubled meanwhile: 4 MiB, once in a process's life
     (_, shallow), _ = probes
     assert whole.peak_allocated_gib > max(1.5 * shallow.peak_allocated_gib, 150 * MIB)  # there was much to foretell
     assert foretold.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.02)

@@ -113,10 +113,11 @@ class Recorder:
         self.meter.synchronize()
         graphs = compiled_graphs()
         settled, self._graphs = graphs == self._graphs, graphs
-        if self.step == 0 and not self.meter.peaks_are_free:
-            # A process's memory holds more than tensors: buffers that libraries made in the first step are context.
-            # Between steps only weights, adapters and optimizer state are alive, and their size is known.
+        if not self.meter.peaks_are_free:
+            # A process's memory holds more than tensors: buffers that libraries made meanwhile are context. Between
+            # steps only weights, adapters and optimizer state are alive, and their size is known.
             self.meter.rebase(self._state_gib())
+        if self.step == 0 and not self.meter.peaks_are_free:
             self.peaks.clear()
             self.segments.clear()
             self.reserved = 0.0
