@@ -14,12 +14,13 @@ from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace
 
 # Compilation comes last: it costs seconds for every configuration, and helps the one that the others lead to.
-ORDER = ("checkpointing", "micro_batch_size", "precision", "attention", "compile")
+ORDER = ("packing", "checkpointing", "micro_batch_size", "precision", "attention", "compile")
 # The fastest first. What stands behind the present value is slower wherever both fit, and is not tried.
 FASTEST_FIRST = {
     "precision": ("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
     "attention": ("flash_attention_2", "sdpa", "flex_attention", "eager"),
     "compile": ("per_layer", "none"),
+    "packing": (True, False),
 }
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 
@@ -29,9 +30,11 @@ def move(space: SearchSpace, here: TrainConfig, name: str, tried: Mapping[str, O
     knob = space.knob(name)
     for value in _better(knob, here) if knob else ():
         moved = replace(here, **{name: value})
-        # Less recomputation may pay even at the price of a smaller micro batch.
-        for config in sizes(space, moved) if name == "checkpointing" else [moved]:
+        # Less recomputation may pay even at the price of a smaller micro batch, and packing may need one.
+        for config in sizes(space, moved) if name in ("checkpointing", "packing") else [moved]:
             chosen = space.clip(config)
+            if getattr(space.config(chosen), name) != value:
+                continue  # it has no effect beside the others
             outcome = tried.get(space.config(chosen).digest)
             if outcome is None:
                 return chosen

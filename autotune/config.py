@@ -25,8 +25,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer": OPTIMIZERS,
     "attention": ATTENTIONS,
     "compile": COMPILES,
+    "packing": (True, False),
 }
 INTEGERS = ("micro_batch_size", "seq_len", "lora_rank")
+BOOLEANS = ("double_quant", "packing")
 
 # What a knob needs of the others to have any effect; a knob that has none is dropped from the configuration.
 ACTIVE_WHEN: dict[str, dict[str, Any]] = {
@@ -40,9 +42,10 @@ ACTIVE_WHEN: dict[str, dict[str, Any]] = {
 class TrainConfig:
     """One configuration.
 
-    `micro_batch_size` counts sequences a forward pass on one GPU, `seq_len` tokens a sequence, `lora_rank` is None in
-    full fine-tuning. `checkpointing` is `none`, `full` or `every_K` (each K-th layer recomputed). `precision`:
-    `bf16_mixed` keeps trained parameters in fp32 under autocast, `bf16_pure` keeps everything in bf16.
+    `micro_batch_size` counts rows a forward pass on one GPU, `seq_len` tokens a row, `lora_rank` is None in full
+    fine-tuning. `checkpointing` is `none`, `full` or `every_K` (each K-th layer recomputed). `precision`: `bf16_mixed`
+    keeps trained parameters in fp32 under autocast, `bf16_pure` keeps everything in bf16. `packing` puts as many whole
+    examples into a row as it holds, each attending to itself alone.
     """
 
     method: str = "lora"
@@ -56,6 +59,7 @@ class TrainConfig:
     checkpointing: str = "full"
     attention: str = "sdpa"
     compile: str = "none"
+    packing: bool = False
 
     def __post_init__(self) -> None:
         if self.method == "full":
@@ -119,6 +123,8 @@ class TrainConfig:
             parts.append("compiled")
         if self.attention != "sdpa":
             parts.append(self.attention)
+        if self.packing:
+            parts.append("packed")
         return " ".join(parts)
 
 
@@ -146,9 +152,9 @@ def check_value(knob: str, value: Any) -> None:
     elif knob in INTEGERS:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**24:
             raise ValueError(f"{knob} is a positive integer, not {value!r}")
-    elif knob == "double_quant":
+    elif knob in BOOLEANS:
         if not isinstance(value, bool):
-            raise ValueError(f"double_quant is true or false, not {value!r}")
+            raise ValueError(f"{knob} is true or false, not {value!r}")
     elif value not in CHOICES[knob] or isinstance(value, bool):
         raise ValueError(f"{knob} is one of {', '.join(map(str, CHOICES[knob]))}, not {value!r}")
 

@@ -148,7 +148,7 @@ class Judge:
         )
         largest = max(measurements, key=lambda one: one.peak_reserved_gib)
         power = largest.telemetry.power_w if largest.telemetry else None
-        cost = project(subject.workload, speed, subject.price, power)
+        cost = project(subject.workload, config, speed, subject.price, power)
         return Candidate(
             config=config,
             performance=speed,
@@ -188,7 +188,7 @@ class Judge:
             reason=reason,
             trainer=subject.trainer,
             fingerprint=fingerprint,
-            by_examples=tuple(by_examples(subject.workload, best.performance, subject.price, power)),
+            by_examples=tuple(by_examples(subject.workload, best.config, best.performance, subject.price, power)),
             cells=tuple(self.candidate(config) for config in cells.values()),
             caveats=(*self.caveats, *self._assumptions(winner.config), *self._doubts(winner, pool)),
         )
@@ -241,9 +241,15 @@ class Judge:
             found.append(
                 f"{cut:.1%} of the tokens are cut off at seq_len {config.seq_len}, from {longer:.1%} of the examples"
             )
-        if len(lengths.counts) > 1:
+        if config.packing:
             found.append(
-                f"{1 - workload.fill(config.seq_len):.0%} of each row of {config.seq_len} tokens is padding, "
+                f"rows are packed: {workload.examples_per_row(config):.1f} examples each on average, "
+                f"{workload.fill(config):.1%} of them filled; a step has {workload.examples_per_step(config):.1f} "
+                f"examples on average, {workload.global_batch} were asked for"
+            )
+        elif len(lengths.counts) > 1:
+            found.append(
+                f"{1 - workload.fill(config):.0%} of each row of {config.seq_len} tokens is padding, "
                 "which tokens/s leave out"
             )
         return found

@@ -266,7 +266,8 @@ def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
 
 def _kind(config: TrainConfig, foretold: Extrapolation) -> tuple[Any, ...]:
     """Steps whose extrapolated time is off by the same ratio."""
-    return (config.method, config.quantization, config.compile, config.checkpointing, foretold.host_bound)
+    way = (config.method, config.quantization, config.compile, config.packing, config.checkpointing)
+    return (*way, foretold.host_bound)
 
 
 def _decided(request: ProbeRequest, outcome: Outcome, rung: Rung, reason: str | None, **fields: Any) -> ProbeResult:

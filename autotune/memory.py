@@ -15,7 +15,7 @@ LINE_DOUBT = 0.02  # of what a line adds beyond its points; assumed: `benchmarks
 
 # Bytes of optimizer state a parameter, in order; optimizers that are not here are compared only with themselves.
 _STATE_ORDER = {"paged_adamw_8bit": 0, "lion_8bit": 1, "adamw_8bit": 2, "adamw_torch": 3, "adamw_torch_fused": 3}
-_SAME = ("method", "precision", "quantization", "double_quant", "attention", "compile")
+_SAME = ("method", "precision", "quantization", "double_quant", "attention", "compile", "packing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +183,9 @@ def static_gib(measurement: Measurement, micro_steps: int) -> float:
 
 def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
     """How a step computes: configurations alike in this keep the same bytes a token."""
-    # Only kernels that never hold the scores of a whole row against itself are linear in its length.
-    length = 0 if config.attention in ("sdpa", "flash_attention_2", "flex_attention") else config.seq_len
+    # Only kernels that never hold the scores of a whole row against itself are linear in its length; nor must they need
+    # a mask of that form, as packed rows do.
+    length = 0 if config.attention != "eager" and not config.packing else config.seq_len
     return (
         config.method,
         config.precision,
@@ -192,6 +193,7 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
         config.double_quant,
         config.attention,
         config.compile,
+        config.packing,
         config.checkpointing,
         config.optimizer if config.method == "full" else None,
         min(micro_steps, 2),

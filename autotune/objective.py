@@ -75,16 +75,16 @@ def performance(
     peak_tflops: float | None = None,
 ) -> Performance:
     """What the full run will do, from one or more measurements of the same configuration (their median counts)."""
-    accumulation = workload.accumulation(config.micro_batch_size)
+    accumulation = workload.accumulation(config)
     step = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
-    tokens_per_s = workload.global_batch * workload.useful_tokens(config.seq_len) / step
+    rows_per_s = accumulation * config.micro_batch_size / step
     mfu = None
     if flops_per_token and peak_tflops:
         # Padding is arithmetic too: model FLOPs are counted over whole rows.
-        mfu = flops_per_token * workload.global_batch * config.seq_len / step / (peak_tflops * 1e12)
+        mfu = flops_per_token * rows_per_s * config.seq_len / (peak_tflops * 1e12)
     return Performance(
-        samples_per_second=workload.global_batch / step,
-        tokens_per_second=tokens_per_s,
+        samples_per_second=rows_per_s * workload.examples_per_row(config),
+        tokens_per_second=rows_per_s * workload.useful_tokens(config),
         step_time_s=step,
         spread=step_spread(measurements, accumulation),
         mfu=mfu,
@@ -180,6 +180,7 @@ def leanest(space: SearchSpace) -> dict[str, Any]:
         "optimizer": ("lion_8bit", "adafactor", "paged_adamw_8bit", "adamw_8bit", "adamw_torch_fused", "adamw_torch"),
         "attention": ("flash_attention_2", "sdpa", "flex_attention", "eager"),
         "compile": ("none", "per_layer"),
+        "packing": (False, True),
     }
     chosen: dict[str, Any] = {}
     for knob in space.knobs:

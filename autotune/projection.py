@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from autotune.catalog import Price
+from autotune.config import TrainConfig
 from autotune.objective import Performance
 from autotune.result import Evidence
 from autotune.workload import Workload
@@ -33,19 +34,24 @@ class CostProjection:
 
 
 def project(
-    workload: Workload, performance: Performance, price: Price | None, power_w: float | None = None
+    workload: Workload,
+    config: TrainConfig,
+    performance: Performance,
+    price: Price | None,
+    power_w: float | None = None,
 ) -> CostProjection:
-    """The cost of `workload` at the measured performance."""
-    hours = workload.num_steps * performance.step_time_s / 3600
+    """The cost of `workload` with `config` at the measured performance."""
+    num_steps = workload.num_steps(config)
+    hours = num_steps * performance.step_time_s / 3600
     low, high = performance.spread
     interval = (hours * (1 + low), hours * (1 + high))
     usd_per_hour = price.usd_per_hour if price else None
     spot = price.spot_usd_per_hour if price else None
-    per_sample = performance.step_time_s / workload.global_batch / 3600
+    per_sample = 1 / performance.samples_per_second / 3600
     return CostProjection(
         examples=workload.examples,
         epochs=workload.epochs,
-        num_steps=workload.num_steps,
+        num_steps=num_steps,
         full_run_hours=hours,
         interval_hours=interval,
         usd_per_hour=usd_per_hour,
@@ -58,7 +64,14 @@ def project(
 
 
 def by_examples(
-    workload: Workload, performance: Performance, price: Price | None, power_w: float | None = None
+    workload: Workload,
+    config: TrainConfig,
+    performance: Performance,
+    price: Price | None,
+    power_w: float | None = None,
 ) -> list[CostProjection]:
     """The same run for 10k, 50k and 100k examples."""
-    return [project(replace(workload, examples=examples), performance, price, power_w) for examples in TABLE_EXAMPLES]
+    return [
+        project(replace(workload, examples=examples), config, performance, price, power_w)
+        for examples in TABLE_EXAMPLES
+    ]

@@ -42,7 +42,7 @@ class Recipe:
 
     @property
     def accumulation(self) -> int:
-        return self.workload.accumulation(self.winner.config.micro_batch_size)
+        return self.workload.accumulation(self.winner.config)
 
     @property
     def speedup(self) -> float | None:

@@ -124,6 +124,15 @@ class SearchSpace:
             raise UsageError(f"--set {name}: {error}", remedy="give one of the values named") from None
         return self._with(Knob(name=name, values=(value,), kind=self.kind(name)))
 
+    def condition(self, name: str, other: str, allowed: tuple[Any, ...]) -> "SearchSpace":
+        """The space where knob `name` exists only beside these values of another."""
+        knob = self.knob(name)
+        if knob is None:
+            return self
+        before = _as_list((knob.when or {}).get(other, list(allowed)))
+        when = (knob.when or {}) | {other: [value for value in allowed if value in before]}
+        return replace(self, knobs=tuple(_in_order(list(self._with(replace(knob, when=when)).knobs))))
+
     def _with(self, knob: Knob) -> "SearchSpace":
         if self.knob(knob.name) is None:
             return replace(self, knobs=tuple(_in_order([knob, *self.knobs])))

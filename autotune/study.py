@@ -261,7 +261,7 @@ class Study:
 
     def _confirm_one(self, config: TrainConfig, why: str, round_: int) -> bool | None:
         """Whether the configuration came through again; None if the user asked to stop meanwhile."""
-        micro_steps = min(self.subject.workload.accumulation(config.micro_batch_size), 4)
+        micro_steps = min(self.subject.workload.accumulation(config), 4)
         self.say(f"confirming, {why}: {config.label()}")
         try:
             result = self.ladder.confirm(config, micro_steps, round_)

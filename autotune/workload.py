@@ -1,17 +1,22 @@
-"""Workload: what the full run must process. Examples are padded or cut to seq_len, one to a row, as probes train."""
+"""Workload: what the full run must process. Examples are cut to seq_len; one to a padded row, or packed, as probed."""
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.lengths import Lengths
+from autotune.config import TrainConfig
+from autotune.lengths import Lengths, Rows
+
+PROBED_ROWS = 16  # kinds of row that a packed probe trains on in turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`examples` a pass, as long as `lengths` says, `epochs` passes; `global_batch` sequences an optimizer step.
+    """`examples` a pass, as long as `lengths` says, `epochs` passes; `global_batch` examples an optimizer step.
 
-    The global batch is the user's and the same for every candidate.
+    The global batch is the user's and the same for every candidate, as nearly as whole rows of packed examples allow.
     """
 
     examples: int = 10_000
@@ -25,28 +30,64 @@ class Workload:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
+    def examples_per_row(self, config: TrainConfig) -> float:
+        """Mean number of examples in a row: 1 unless they are packed."""
+        if not config.packing:
+            return 1.0
+        return self.lengths.number * self._times / sum(rows.number for rows in self._packed(config))
+
     @property
-    def num_steps(self) -> int:
+    def _times(self) -> int:
+        """How often the lengths that are known must be taken to make up for all examples."""
+        return max(1, round(self.examples / self.lengths.number))
+
+    def _packed(self, config: TrainConfig) -> tuple[Rows, ...]:
+        return self.lengths.packed(config.seq_len, self._times)
+
+    def accumulation(self, config: TrainConfig) -> int:
+        """Micro batches an optimizer step; of packed rows, as many as hold about the examples of the global batch.
+
+        Raises ValueError if the micro batch does not divide the global batch.
+        """
+        if config.packing:
+            return max(1, round(self.global_batch / self.examples_per_row(config) / config.micro_batch_size))
+        if self.global_batch % config.micro_batch_size:
+            raise ValueError(
+                f"micro batch {config.micro_batch_size} does not divide the global batch {self.global_batch}"
+            )
+        return self.global_batch // config.micro_batch_size
+
+    def examples_per_step(self, config: TrainConfig) -> float:
+        """The global batch; packed, what it comes to on average."""
+        if not config.packing:
+            return self.global_batch
+        return self.accumulation(config) * config.micro_batch_size * self.examples_per_row(config)
+
+    def num_steps(self, config: TrainConfig) -> int:
         """Optimizer steps of the full run; the last batch of an epoch may be smaller and counts as a step."""
-        return math.ceil(self.examples / self.global_batch) * self.epochs
+        return math.ceil(round(self.examples / self.examples_per_step(config), 6)) * self.epochs
 
-    def accumulation(self, micro_batch_size: int) -> int:
-        """Micro batches an optimizer step. Raises ValueError if the micro batch does not divide the global batch."""
-        if self.global_batch % micro_batch_size:
-            raise ValueError(f"micro batch {micro_batch_size} does not divide the global batch {self.global_batch}")
-        return self.global_batch // micro_batch_size
+    def useful_tokens(self, config: TrainConfig) -> float:
+        """Tokens of a mean row that are trained on: neither padding nor cut off."""
+        return self.lengths.kept(config.seq_len) / self.lengths.number * self.examples_per_row(config)
 
-    def useful_tokens(self, seq_len: int) -> float:
-        """Tokens of a mean example that are trained on: neither padding nor cut off."""
-        return self.lengths.kept(seq_len) / self.lengths.number
+    def fill(self, config: TrainConfig) -> float:
+        """Share of the rows that is not padding."""
+        return self.useful_tokens(config) / config.seq_len
 
     def truncated(self, seq_len: int) -> float:
         """Share of all tokens that is cut off at `seq_len`."""
         return 1.0 - self.lengths.kept(seq_len) / self.lengths.total
 
-    def fill(self, seq_len: int) -> float:
-        """Share of the rows that is not padding."""
-        return self.useful_tokens(seq_len) / seq_len
+    def packed_rows(self, config: TrainConfig) -> tuple[tuple[int, ...], ...]:
+        """Rows such as a packed run trains on, for a probe: the lengths of the examples in each. () unless packed."""
+        if not config.packing:
+            return ()
+        rows = self._packed(config)
+        ends = list(itertools.accumulate(one.number for one in rows))
+        # Equally far apart in the order in which they were filled, so that all kinds of row are there.
+        places = ((2 * index + 1) * ends[-1] / (2 * PROBED_ROWS) for index in range(PROBED_ROWS))
+        return tuple(rows[bisect.bisect_right(ends, place)].examples for place in places)
 
     def facts(self) -> dict[str, Any]:
         """As plain data, its lengths described."""

@@ -87,7 +87,7 @@ def summary(
         measured = measurement(micro_s, peak_gib)
         flops = spec.flops_per_token(config.method, config.seq_len)
         speed = performance(config, [measured], workload, flops_per_token=flops, peak_tflops=gpu.bf16_tflops)
-        cost = project(workload, speed, price, 650.0)
+        cost = project(workload, config, speed, price, 650.0)
         return Candidate(config=config, performance=speed, measurement=measured, cost=cost)
 
     baseline = candidate(TrainConfig(), 1.02, 19.2)
@@ -131,7 +131,7 @@ def summary(
         reason="the cheapest above the floors; nothing more capable is within the slack",
         trainer="transformers",
         fingerprint=FINGERPRINT,
-        by_examples=tuple(by_examples(workload, winner.performance, price, 650.0)),
+        by_examples=tuple(by_examples(workload, winner.config, winner.performance, price, 650.0)),
         cells=(winner, baseline),
         caveats=("nobody gave the length of an example: 1,024 tokens are assumed",),
     )

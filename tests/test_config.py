@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from autotune.config import CHOICES, INTEGERS, KNOBS, TrainConfig, check_value, checkpoint_every, digest_of
+from autotune.config import BOOLEANS, CHOICES, INTEGERS, KNOBS, TrainConfig, check_value, checkpoint_every, digest_of
 
 
 def test_knobs_without_effect_are_dropped():
@@ -37,6 +37,7 @@ def test_every_knob_changes_the_digest():
         "checkpointing": "none",
         "attention": "eager",
         "compile": "per_layer",
+        "packing": True,
     }
     assert set(others) == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
@@ -112,7 +113,7 @@ def test_the_ends_of_a_size():
     assert TrainConfig(seq_len=2**24).seq_len == 16_777_216
 
 
-@pytest.mark.parametrize("knob", [knob for knob in CHOICES if knob != "double_quant"])
+@pytest.mark.parametrize("knob", [knob for knob in CHOICES if knob not in BOOLEANS])
 @pytest.mark.parametrize("value", ["bogus", "", "NONE ", None, 1, True, math.nan, ["none"], {}])
 def test_what_is_no_choice(knob, value):
     with pytest.raises(ValueError, match=f"{knob} is one of {CHOICES[knob][0]}, "):
@@ -121,10 +122,11 @@ def test_what_is_no_choice(knob, value):
         TrainConfig(**{knob: value})
 
 
+@pytest.mark.parametrize("knob", BOOLEANS)
 @pytest.mark.parametrize("value", [1, 0, "true", None, []])
-def test_double_quant_is_a_bool(value):
-    with pytest.raises(ValueError, match="double_quant is true or false, not"):
-        TrainConfig(quantization="nf4", double_quant=value)
+def test_what_is_no_bool(knob, value):
+    with pytest.raises(ValueError, match=f"{knob} is true or false, not"):
+        TrainConfig(quantization="nf4", **{knob: value})
 
 
 def test_rank_is_needed_by_lora_alone():

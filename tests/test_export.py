@@ -28,6 +28,7 @@ CONFIGS = [
     TrainConfig(quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"),
     TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
     TrainConfig(method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1),
+    TrainConfig(quantization="nf4", compile="per_layer", packing=True),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 
@@ -122,14 +123,15 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         and (every in (None, 1) or kwargs.get("every_n_layers") == every),
         "attention": data["attn_implementation"] == config.attention,
         "compile": data["torch_compile"] is False and config.compile == "none",
+        "packing": data["packing"] is False and not config.packing,
     }
-    named = {item.split()[0] for item in inexpressible(made)}
+    named = {item.split()[0].rstrip(":") for item in inexpressible(made)}
     assert set(config.as_dict()) <= {knob for knob, is_said in said.items() if is_said} | named
     assert ("checkpointing" in named) is (transformers == "5.17.0" and (every or 1) > 1)
     assert all(f"# not expressed: {item}\n" in text for item in inexpressible(made))
     assert data["gradient_accumulation_steps"] == 32 // config.micro_batch_size
     assert isinstance(data["warmup_steps"], int)
-    assert data["packing"] is False
+    assert data["packing"] is config.packing and data.get("packing_strategy") == ("bfd" if config.packing else None)
     assert data["logging_nan_inf_filter"] is False
     assert isinstance(data["learning_rate"], float)
     assert "was not tuned" in text
@@ -175,6 +177,7 @@ def test_formats_are_chosen_by_name() -> None:
         "recipe.yaml",
         "trl_sft.yaml",
         "train.py",
+        "rows.py",
         "launch.sh",
         "model_config.json",
     }
@@ -188,7 +191,7 @@ def test_hostile_names_execute_nothing(tmp_path: Path) -> None:
     made = recipe(TrainConfig(), study=HOSTILE, model=model, reason=HOSTILE, trainer=HOSTILE, caveats=(HOSTILE,))
     files = export_all(made, FORMATS)
     directory = write(files, tmp_path / "out; touch CANARY $(touch CANARY)")
-    for name in ("recipe.yaml", "trl_sft.yaml", "train.py", "launch.sh"):
+    for name in ("recipe.yaml", "trl_sft.yaml", "train.py", "rows.py", "launch.sh"):
         comments = [line for line in files[name].splitlines() if "touch CANARY" in line and line.startswith("#")]
         assert comments, f"{name} does not show the name in its head"
     assert yaml.safe_load(files["recipe.yaml"])["study"] == HOSTILE
@@ -298,6 +301,50 @@ def test_train_py_trains_real_weights_on_each_kind_of_row(tmp_path: Path) -> Non
     done = run(directory, "--dataset", "rows.jsonl")
     assert done.returncode == 1
     assert "rows.jsonl:2: needs text, prompt and completion, or messages" in done.stderr
+
+
+@pytest.mark.probe
+def test_train_py_packs_as_it_was_planned(tmp_path: Path) -> None:
+    weights = _save_demo(tmp_path / "weights")
+    config = TrainConfig(micro_batch_size=2, seq_len=16, precision="fp32", optimizer="adamw_torch", packing=True)
+    lengths = [2, 3, 5, 9, 16, 4, 2, 2] * 4  # with </s>; as the texts below
+    workload = Workload(examples=len(lengths), lengths=Lengths.of(lengths, "counted"), global_batch=12)
+    weighted = replace(resolve_model("demo-3m"), weights=str(weights))
+    made = recipe(config, model=weighted, workload=workload)
+    directory = write(export_all(made, ["train"]), tmp_path / "out")
+    texts = [{"text": "a " * (tokens - 1 + 9 * (tokens == 16))} for tokens in lengths]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    assert workload.accumulation(config) == 2  # 43 tokens in 3 rows, 4 times: 12 examples are 4 or 5 rows
+    for source in (("--dataset", "rows.jsonl"), ("--random-weights",)):
+        done = run(directory, *source, "--max-steps", "3", "--output-dir", "trained")
+        assert done.returncode == 0, done.stderr[-2000:]
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        tokens = 2 * 2 * workload.useful_tokens(config)
+        assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds_per_step"], rel=0.05)
+
+
+def test_exported_rows_are_those_of_the_projection() -> None:
+    """The script's own packing, and batches in which each token is in its place."""
+    torch = pytest.importorskip("torch")
+    text = export_all(recipe(TrainConfig()), ["train"])["rows.py"]
+    rows: dict[str, Any] = {}
+    exec(compile(text, "rows.py", "exec"), rows)
+    lengths = [3, 60, 100, 7, 7, 41, 12, 99, 1, 64] * 30
+    packed = rows["pack"]([torch.full((length,), length) for length in lengths], 100)
+    planned = [row.examples for row in Lengths.of(lengths, "counted").packed(100) for _ in range(row.number)]
+    assert sorted(tuple(map(len, row)) for row in packed) == sorted(planned)
+
+    batch = rows["collate"]([[torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [torch.arange(1, 7)]], 6, True)
+    assert {key: value.tolist() for key, value in batch.items()} == {
+        "input_ids": [[5, 6, 7, 8, 9, 0], [1, 2, 3, 4, 5, 6]],
+        "labels": [[-100, 6, 7, -100, 9, -100], [-100, 2, 3, 4, 5, 6]],
+        "position_ids": [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]],
+    }
+    alone = rows["collate"]([[torch.tensor([5, 6])]], 4, False)
+    assert {key: value.tolist() for key, value in alone.items()} == {
+        "input_ids": [[5, 6, 0, 0]],
+        "labels": [[-100, 6, -100, -100]],
+    }
 
 
 def _save_demo(directory: Path) -> Path:

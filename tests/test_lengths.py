@@ -2,6 +2,7 @@
 
 import pytest
 
+from autotune.config import TrainConfig
 from autotune.errors import UsageError
 from autotune.lengths import Lengths, read_lengths
 from autotune.result import from_data, to_data
@@ -19,9 +20,9 @@ def test_what_is_cut_by_hand(seq_len: int, kept: int, longer: float) -> None:
     assert SKEWED.kept(seq_len) == kept
     assert SKEWED.longer(seq_len) == longer
     workload = Workload(lengths=SKEWED)
-    assert workload.useful_tokens(seq_len) == kept / 10
+    assert workload.useful_tokens(TrainConfig(seq_len=seq_len)) == kept / 10
     assert workload.truncated(seq_len) == pytest.approx(1 - kept / 6400)
-    assert workload.fill(seq_len) == pytest.approx(kept / 10 / seq_len)
+    assert workload.fill(TrainConfig(seq_len=seq_len)) == pytest.approx(kept / 10 / seq_len)
 
 
 def test_the_figures_of_a_distribution() -> None:

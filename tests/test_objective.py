@@ -199,6 +199,7 @@ def test_the_leanest_choice():
         "checkpointing": "full",
         "compile": "none",
         "attention": "flash_attention_2",
+        "packing": False,
     }
     assert leanest(space(checkpointing=("none", "every_4", "every_2"))) == {"checkpointing": "every_2"}
     assert leanest(space(method=("full", "lora"), lora_rank=(8, 4))) == {"method": "lora", "lora_rank": 4}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.catalog import Price
+from autotune.config import TrainConfig
 from autotune.objective import Performance
 from autotune.projection import by_examples, project
 from autotune.result import Evidence
@@ -19,7 +20,7 @@ SPEED = Performance(
 
 
 def test_by_hand():
-    cost = project(WORKLOAD, SPEED, PRICE, 700.0)
+    cost = project(WORKLOAD, TrainConfig(), SPEED, PRICE, 700.0)
     assert (cost.examples, cost.epochs, cost.num_steps) == (3200, 2, 200)
     assert cost.full_run_hours == pytest.approx(2.0)
     assert cost.interval_hours == pytest.approx((1.8, 2.5))
@@ -33,7 +34,7 @@ def test_by_hand():
 
 
 def test_without_price_and_power():
-    cost = project(WORKLOAD, SPEED, None)
+    cost = project(WORKLOAD, TrainConfig(), SPEED, None)
     assert cost.full_run_hours == pytest.approx(2.0)
     unknown = (cost.usd_per_hour, cost.full_run_usd, cost.interval_usd, cost.spot_usd, cost.kwh)
     assert unknown == (None,) * 5
@@ -41,14 +42,14 @@ def test_without_price_and_power():
 
 
 def test_a_free_machine_costs_nothing_and_not_nobody_knows():
-    cost = project(WORKLOAD, SPEED, replace(PRICE, usd_per_hour=0.0, spot_usd_per_hour=None), 0.0)
+    cost = project(WORKLOAD, TrainConfig(), SPEED, replace(PRICE, usd_per_hour=0.0, spot_usd_per_hour=None), 0.0)
     assert (cost.full_run_usd, cost.interval_usd, cost.cost_per_1000_samples_usd) == (0.0, (0.0, 0.0), 0.0)
     assert cost.spot_usd is None
     assert cost.kwh == 0.0
 
 
 def test_the_table_of_sizes():
-    table = by_examples(WORKLOAD, SPEED, PRICE, 700.0)
+    table = by_examples(WORKLOAD, TrainConfig(), SPEED, PRICE, 700.0)
     assert [cost.examples for cost in table] == [10_000, 50_000, 100_000]
     assert [cost.num_steps for cost in table] == [2 * 313, 2 * 1563, 2 * 3125]
     assert [cost.full_run_usd for cost in table] == pytest.approx([6.26 * 3, 31.26 * 3, 62.5 * 3])

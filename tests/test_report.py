@@ -11,7 +11,7 @@ from factories import FINGERPRINT, summary
 from autotune.config import TrainConfig
 from autotune.lengths import Lengths
 from autotune.recipe import Recipe, StudySummary
-from autotune.report import figures, infos, render
+from autotune.report import figures, infos, render, tradeoffs
 from autotune.report.html import script_json, stats
 from autotune.result import Evidence, Outcome
 
@@ -149,14 +149,47 @@ def test_costs_of_all_sizes_once(study: StudySummary) -> None:
 
 
 def test_cells_are_relative_to_the_winner(study: StudySummary) -> None:
-    first, second = infos.cells(recipe_of(study))
+    first, second = tradeoffs.cells(recipe_of(study))
     assert (first.is_winner, first.extra) == (True, 0.0)
     assert second.extra == pytest.approx((recipe_of(study).speedup or 0) - 1.0)
     # Rows of 1,024 tokens: half of the first is padding, a third of the second is cut off.
     workload = replace(recipe_of(study).workload, lengths=Lengths.of([512, 1536], "counted"))
-    first, _ = infos.cells(replace(recipe_of(study), workload=workload))
+    first, _ = tradeoffs.cells(replace(recipe_of(study), workload=workload))
     assert first.candidate.config.seq_len == 1024
     assert (first.cut, first.padding) == (0.25, 0.25)
+
+
+def test_what_more_capability_costs_is_drawn_with_its_interval(study: StudySummary) -> None:
+    """The winner, a cell of a higher rank at 4 / 5 of its speed, and one that differs in nothing learned."""
+    recipe = recipe_of(study)
+    fast = recipe.winner.performance.tokens_per_second
+    speed = replace(recipe.winner.performance, tokens_per_second=0.8 * fast, spread=(-0.1, 0.2))
+    higher = replace(recipe.winner, config=replace(recipe.winner.config, lora_rank=64), performance=speed)
+    winner, row = tradeoffs.cells(replace(recipe, cells=(higher, recipe.winner)))
+    assert winner.is_winner and (row.changes, row.extra) == ("lora_rank 64 instead of 16", pytest.approx(0.25))
+    assert row.interval == (pytest.approx(0.125), pytest.approx(0.5))
+    drawn = figures.capability((winner, row))
+    assert drawn is not None
+    assert (drawn["data"][0]["x"], drawn["data"][0]["y"]) == ([pytest.approx(0.25)], ["lora_rank 64 instead of 16"])
+    assert drawn["data"][0]["error_x"]["array"] == [pytest.approx(0.25)]
+    assert drawn["data"][0]["error_x"]["arrayminus"] == [pytest.approx(0.125)]
+    assert figures.capability((winner,)) is None
+
+
+def test_what_each_row_length_does_to_the_examples(study: StudySummary) -> None:
+    recipe = recipe_of(study)
+    assert tradeoffs.lengths(study) == ()  # all are of one length
+    lengths = Lengths.of([512, 512, 1024, 2048], "counted")
+    skewed = replace(study, recipe=replace(recipe, workload=replace(recipe.workload, examples=4, lengths=lengths)))
+    rows = {row.seq_len: row for row in tradeoffs.lengths(skewed)}
+    assert {128, 256, 512, 1024, 2048} <= rows.keys() and {row.config.seq_len for row in study.trials} <= rows.keys()
+    assert [seq_len for seq_len, row in rows.items() if row.is_winner] == [recipe.winner.config.seq_len] == [1024]
+    one = rows[1024]
+    assert (one.examples_cut, one.tokens_cut, one.fill) == (0.25, 0.25, 0.75)
+    assert (one.packed_fill, one.examples_a_row) == (1.0, pytest.approx(4 / 3))
+    assert (rows[2048].tokens_cut, rows[2048].fill, rows[2048].packed_fill) == (0.0, 0.5, 1.0)
+    heading = "What each row length does to your examples"
+    assert heading in render(skewed, "out") and heading not in render(study, "out")
 
 
 def test_words_and_fingerprint(study: StudySummary) -> None:

@@ -133,6 +133,7 @@ def test_a_subject(installed):
         "seq_len",
         "lora_rank",
         "quantization",
+        "packing",
     }
     assert "attention flash_attention_2: flash-attn is not installed" in map(str, setup.removals)
     assert subject.space.knob("quantization").values == ("none",)

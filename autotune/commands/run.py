@@ -136,13 +136,14 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     display.plan(setup, fits_gib=memory_gib, trials=spec.trials)
 
     def request(config: TrainConfig) -> ProbeRequest:
-        accumulation = setup.subject.workload.accumulation(config.micro_batch_size)
+        workload = setup.subject.workload
         return ProbeRequest(
             config=config,
             model=setup.subject.model.config,
             weights=setup.subject.model.weights,
             device=prober.device,
-            micro_steps=min(accumulation, 2),
+            micro_steps=min(workload.accumulation(config), 2),
+            packed_rows=workload.packed_rows(config),
             memory_gib=memory_gib,
             headroom=spec.headroom,
             seed=spec.seed,

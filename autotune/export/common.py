@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from autotune.config import TrainConfig
 from autotune.recipe import Recipe
 from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
-from autotune.workload import Workload
 
 # torch 2.9 renamed the variable to PYTORCH_ALLOC_CONF and still reads this name, the only one that older ones know.
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
@@ -40,7 +39,7 @@ def facts(recipe: Recipe) -> list[str]:
         f"Expect ({winner.evidence.value}): {fmt_seconds(winner.performance.step_time_s)} a step,"
         f" {fmt_count(winner.performance.tokens_per_second)} useful tokens/s,"
         f" peak {fmt_gib(memory.peak_reserved_gib)} of {fmt_gib(memory.limit_gib)}",
-        f"Full run: {workload.examples:,} examples, {workload.epochs} epoch(s), {workload.num_steps:,} steps:"
+        f"Full run: {workload.examples:,} examples, {workload.epochs} epoch(s), {cost.num_steps:,} steps:"
         f" {fmt_seconds(3600 * cost.full_run_hours)} ({low} to {high}), {fmt_usd(cost.full_run_usd)}",
         f"Probed with {recipe.trainer} on {', '.join(machine)}",
         f"Fingerprint {fingerprint.digest}: python {fingerprint.python}, {', '.join(packages)}",
@@ -61,14 +60,14 @@ def learning_rate(config: TrainConfig) -> float:
     return 2e-4 if config.method == "lora" else 1e-5
 
 
-def warmup_steps(workload: Workload) -> int:
+def warmup_steps(recipe: Recipe) -> int:
     """A whole number, which every version of transformers takes (warmup_ratio is gone since 5.16)."""
-    return round(WARMUP_SHARE * workload.num_steps)
+    return round(WARMUP_SHARE * recipe.winner.cost.num_steps)
 
 
 def save_steps(recipe: Recipe) -> int:
     """A checkpoint about every half hour, and at most one at the end of a shorter run."""
-    return max(1, min(round(SAVE_EVERY_S / recipe.winner.performance.step_time_s), recipe.workload.num_steps))
+    return max(1, min(round(SAVE_EVERY_S / recipe.winner.performance.step_time_s), recipe.winner.cost.num_steps))
 
 
 def model_source(recipe: Recipe) -> str:

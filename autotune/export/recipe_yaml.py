@@ -32,10 +32,11 @@ def _data(recipe: Recipe) -> dict[str, Any]:
         | {
             "global_batch": {
                 "sequences": workload.global_batch,
+                "mean_examples": workload.examples_per_step(recipe.winner.config),
                 "micro_batch_size": recipe.winner.config.micro_batch_size,
                 "accumulation": recipe.accumulation,
             },
-            "num_steps": workload.num_steps,
+            "num_steps": recipe.winner.cost.num_steps,
         },
         "config": winner["config"],
         "evidence": winner["evidence"],

@@ -1,6 +1,7 @@
-"""train.py, launch.sh and model_config.json: a plain transformers + peft script that trains exactly what was probed."""
+"""train.py, rows.py, launch.sh, model_config.json: plain transformers and peft, training exactly what was probed."""
 
 import json
+import math
 import re
 import shlex
 from importlib import resources
@@ -21,10 +22,11 @@ from autotune.export.common import (
 from autotune.recipe import Recipe
 
 _LINE = 116
+SAMPLED = 16  # lengths that stand for all of them
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """The script, its launcher (to be made executable) and the shape that `--random-weights` builds."""
+    """The script, how it makes its rows, its launcher (executable), and the shape that `--random-weights` builds."""
     lines = facts(recipe)
     head = comment("; ".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True))  # the script has 120 lines
     parts = {
@@ -38,6 +40,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     script = re.sub(r"@([A-Z_]+)@", lambda match: parts[match[1]], template)
     return {
         "train.py": script,
+        "rows.py": f"{head}\n{resources.files('autotune.export').joinpath('rows_template.py.txt').read_text('utf-8')}",
         "launch.sh": _launcher(head),
         "model_config.json": json.dumps(recipe.model.config, indent=2) + "\n",
     }
@@ -46,6 +49,10 @@ def export(recipe: Recipe) -> dict[str, str]:
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """Every knob under its own name, and what follows from them, so that the script decides nothing."""
     config = recipe.winner.config
+    # Of random examples: full rows as in the probe; to be packed, as they are in the data.
+    lengths = recipe.workload.lengths.sample(SAMPLED, config.seq_len) if config.packing else [config.seq_len]
+    # Fewer examples would be no batch at all.
+    least = math.ceil(config.micro_batch_size * recipe.workload.examples_per_row(config))
     bitsandbytes: dict[str, Any] | None = None
     linear: dict[str, Any] = {}
     lora: dict[str, Any] | None = None
@@ -72,11 +79,12 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         **({"linear": linear} if linear else {}),
         "lora": lora,
         "checkpoint_every": config.checkpoint_every,
-        "examples": max(recipe.workload.examples, config.micro_batch_size),  # fewer would be no batch at all
+        "examples": max(recipe.workload.examples, least),
+        "lengths": lengths,
         "epochs": recipe.workload.epochs,
         "accumulation": recipe.accumulation,
         "learning_rate": learning_rate(config),
-        "warmup_steps": warmup_steps(recipe.workload),
+        "warmup_steps": warmup_steps(recipe),
         "save_steps": save_steps(recipe),
     }
 

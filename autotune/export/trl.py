@@ -87,6 +87,11 @@ def inexpressible(recipe: Recipe) -> list[str]:
             f"precision {config.precision}: TRL casts the adapters of a quantized base to bf16,"
             " they were measured in fp32"
         )
+    if config.packing:
+        found.append(
+            "packing: TRL fills the same rows, but lays a micro batch out as one without padding; without a flash"
+            " attention kernel its mask is larger than the one that was measured"
+        )
     return found
 
 
@@ -131,13 +136,15 @@ def _batch(recipe: Recipe) -> dict[str, Any]:
     config = recipe.winner.config
     values: dict[str, Any] = {
         "max_length": config.seq_len,
-        "packing": False,
+        "packing": config.packing,
+        **({"packing_strategy": "bfd"} if config.packing else {}),
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": recipe.accumulation,
         "dataloader_drop_last": True,
     }
     if config.compile == "per_layer":
-        values["pad_to_multiple_of"] = config.seq_len  # rows of one length, or each length would be compiled anew
+        # Rows of one length, or each length would be compiled anew; packed ones become a single row.
+        values["pad_to_multiple_of"] = config.tokens if config.packing else config.seq_len
     return values
 
 
@@ -164,7 +171,7 @@ def _schedule(recipe: Recipe) -> dict[str, Any]:
     return {
         "learning_rate": learning_rate(recipe.winner.config),
         "lr_scheduler_type": "cosine",
-        "warmup_steps": warmup_steps(recipe.workload),
+        "warmup_steps": warmup_steps(recipe),
         "num_train_epochs": recipe.workload.epochs,
         "max_grad_norm": 1.0,
         "logging_steps": 10,

@@ -30,19 +30,31 @@ class BadLoss(Exception):
 
 
 class RandomRows(Dataset[dict[str, torch.Tensor]]):
-    """`num_rows` rows of `seq_len` random tokens: full, so without padding and without attention mask."""
+    """`num_rows` rows of `seq_len` random tokens, without attention mask.
 
-    def __init__(self, num_rows: int, seq_len: int, vocab_size: int, seed: int) -> None:
+    They are full, or packed with examples of these lengths: positions that begin anew keep examples apart, and nothing
+    is to be predicted across their seams or of the padding at the end.
+    """
+
+    def __init__(
+        self, num_rows: int, seq_len: int, vocab_size: int, seed: int, packed: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._rows = torch.randint(0, vocab_size, (min(num_rows, 64), seq_len), generator=generator)
+        tokens = torch.randint(0, vocab_size, (min(num_rows, 64), seq_len), generator=generator)
+        self._rows = [{"input_ids": row, "labels": row} for row in tokens]
         self._num_rows = num_rows
+        for index, row in enumerate(self._rows if packed else ()):
+            examples = packed[index % len(packed)]
+            used = sum(examples)
+            positions = torch.cat([torch.arange(length) for length in (*examples, seq_len - used)])
+            row["labels"] = row["labels"].masked_fill((positions == 0) | (torch.arange(seq_len) >= used), -100)
+            row["position_ids"] = positions
 
     def __len__(self) -> int:
         return self._num_rows
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = self._rows[index % len(self._rows)]
-        return {"input_ids": row, "labels": row}
+        return self._rows[index % len(self._rows)]
 
 
 class _Seams(TrainerCallback):
@@ -223,8 +235,10 @@ class Probe:
         trainer = ProbeTrainer(
             model=self.model,
             args=args,
-            train_dataset=RandomRows(num_rows, config.seq_len, vocab_size, request.seed),
-            eval_dataset=RandomRows(config.micro_batch_size, config.seq_len, vocab_size, request.seed + 1),
+            train_dataset=RandomRows(num_rows, config.seq_len, vocab_size, request.seed, request.packed_rows),
+            eval_dataset=RandomRows(
+                config.micro_batch_size, config.seq_len, vocab_size, request.seed + 1, request.packed_rows
+            ),
             callbacks=[_Seams(self.recorder)],
         )
         trainer.remove_callback(PrinterCallback)

@@ -1,7 +1,7 @@
 """The report of a finished study: report.html and the OOM report, made from a StudySummary alone.
 
-`infos` says what each figure and table shows, `figures` draws (plotly), `html` renders, `oom` explains what did not
-fit.
+`infos` and `tradeoffs` say what figures and tables show, `figures` draws (plotly), `html` renders, `oom` explains what
+did not fit.
 """
 
 from autotune.report.html import render

@@ -8,6 +8,7 @@ import html
 from typing import Any
 
 from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
+from autotune.report.tradeoffs import CellRow
 from autotune.result import Outcome
 from autotune.units import fmt_count, fmt_gib
 
@@ -126,6 +127,35 @@ def importances(shares: tuple[tuple[str, float], ...]) -> dict[str, Any] | None:
     # The longest bar has its number beside it.
     figure.update_xaxes(range=[0.0, 1.16 * shares[0][1] or 1.0])
     return _finish(figure, x="share of the variation explained", y=None, height=90 + 34 * len(shares))
+
+
+def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
+    """What each other learning cell costs against the winner, with its interval; the cheapest on top."""
+    others = [row for row in rows if row.changes]
+    if not others:
+        return None
+    figure = _empty()
+    figure.add_bar(
+        x=[row.extra for row in others],
+        y=[escape(row.changes) for row in others],
+        orientation="h",
+        marker={"color": OUTCOMES[Outcome.OK][0]},
+        error_x={
+            "array": [row.interval[1] - row.extra for row in others],
+            "arrayminus": [row.extra - row.interval[0] for row in others],
+            "thickness": 1,
+        },
+        hovertext=[
+            f"{escape(row.candidate.config.label())}<br><b>{row.extra:+.1%}</b> "
+            f"({row.interval[0]:+.1%} to {row.interval[1]:+.1%}) [{row.candidate.evidence}]"
+            for row in others
+        ],
+        hoverinfo="text",
+    )
+    figure.add_vline(x=0, line={"color": ACCENT, "width": 1.5})
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(tickformat="+.0%")
+    return _finish(figure, x="cost a useful token against the winner", y=None, height=110 + 38 * len(others))
 
 
 def memory(bars: tuple[MemoryBar, ...]) -> dict[str, Any] | None:

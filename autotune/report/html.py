@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune.recipe import Recipe, StudySummary
-from autotune.report import figures, infos
+from autotune.report import figures, infos, tradeoffs
 from autotune.report.oom import OomReport, missed, oom_report
 from autotune.result import Evidence, Outcome
 from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
@@ -188,11 +188,13 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
     from markupsafe import Markup
 
     recipe, report = summary.recipe, oom_report(summary)
+    cells = tradeoffs.cells(recipe) if recipe else ()
     drawn = {
         "scatter": figures.scatter(infos.scatter(summary)),
         "history": figures.history(infos.history(summary)),
         "importances": figures.importances(infos.importances(summary)),
         "memory": figures.memory(infos.memory(summary)),
+        "capability": figures.capability(cells),
     }
     # A figure fewer is not a reason for 5 MB: without any, plotly.js stays out.
     source = figures.plotly_js() if any(drawn.values()) else ""
@@ -209,7 +211,8 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
         "compare": infos.compare(recipe) if recipe else (),
         "map": infos.feasibility(summary),
         "costs": infos.costs(recipe) if recipe else (),
-        "cells": infos.cells(recipe) if recipe else (),
+        "cells": cells,
+        "lengths": tradeoffs.lengths(summary),
         "fingerprint": infos.fingerprint(recipe) if recipe else (),
         "oom": report,
         "closest": _closest(report),

@@ -98,20 +98,6 @@ class CompareRow:
     ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellRow:
-    """The best of one learning cell. `extra` is its cost a useful token over the winner's, minus 1.
-
-    `cut` is the share of all tokens that its length cuts off, `padding` the share of its rows that is none.
-    """
-
-    candidate: Candidate
-    extra: float
-    cut: float
-    padding: float
-    is_winner: bool
-
-
 def scatter(summary: StudySummary) -> ScatterInfo:
     points = tuple(point for point in map(_point, summary.trials) if point.peak_gib is not None)
     return ScatterInfo(points=points, marked=_marked(summary.recipe), limit_gib=limit_gib(summary))
@@ -177,7 +163,7 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
     ]
     accumulation = [str(recipe.accumulation), DASH]
     if baseline:
-        accumulation[1] = str(recipe.workload.accumulation(baseline.config.micro_batch_size))
+        accumulation[1] = str(recipe.workload.accumulation(baseline.config))
     rows.append(
         CompareRow(
             group="Configuration",
@@ -201,22 +187,6 @@ def costs(recipe: Recipe) -> tuple[CostProjection, ...]:
     return tuple(sizes[examples] for examples in sorted(sizes))
 
 
-def cells(recipe: Recipe) -> tuple[CellRow, ...]:
-    """The best of each learning cell, the cheapest first."""
-    reference = recipe.winner.performance.tokens_per_second
-    rows = [
-        CellRow(
-            candidate=candidate,
-            extra=reference / candidate.performance.tokens_per_second - 1.0,
-            cut=recipe.workload.truncated(candidate.config.seq_len),
-            padding=1.0 - recipe.workload.fill(candidate.config.seq_len),
-            is_winner=candidate.config == recipe.winner.config,
-        )
-        for candidate in recipe.cells
-    ]
-    return tuple(sorted(rows, key=lambda row: (not row.is_winner, row.extra)))
-
-
 def fingerprint(recipe: Recipe) -> tuple[tuple[str, str], ...]:
     """(field, value), packages one by one."""
     data: dict[str, Any] = to_data(recipe.fingerprint)
@@ -234,12 +204,17 @@ def in_words(recipe: Recipe) -> tuple[str, ...]:
     }[config.quantization]
     every = config.checkpoint_every
     recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
-    sequences = "1 sequence" if config.micro_batch_size == 1 else f"{config.micro_batch_size} sequences"
+    row = "row" if config.packing else "sequence"
+    sequences = f"1 {row}" if config.micro_batch_size == 1 else f"{config.micro_batch_size} {row}s"
     return (
         "full fine-tuning" if config.method == "full" else method,
         f"{sequences} of {config.seq_len:,} tokens at a time"
         + (f", accumulated {times} times" if times > 1 else "")
-        + f": a global batch of {recipe.workload.global_batch}",
+        + (
+            f": packed, a global batch of {recipe.workload.examples_per_step(config):.1f} examples on average"
+            if config.packing
+            else f": a global batch of {recipe.workload.global_batch}"
+        ),
         recomputed.get(every, f"activation checkpointing in one layer of {every}"),
         {
             "bf16_mixed": "bf16 mixed precision, trained parameters kept in fp32",

@@ -1,0 +1,245 @@
+"""Several examples to a row: as many rows as best fit finds, nobody sees a neighbour, a step is what was asked for."""
+
+import importlib.util
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sessions import space
+
+from autotune.catalog import resolve_device
+from autotune.climb import move
+from autotune.config import TrainConfig
+from autotune.errors import UsageError
+from autotune.lengths import Lengths
+from autotune.objective import performance
+from autotune.result import Measurement, Outcome, ProbeRequest
+from autotune.setup import PACKED_APART, Setup, set_up
+from autotune.space import SearchSpace
+from autotune.spec import StudySpec
+from autotune.workload import PROBED_ROWS, Workload
+
+# Cut at 10, the longest first: 10; 7 + 3; 6 + 3 (1 is left); 5 + 5; 5 + 2 (3 are left); 1 goes where 1 is left.
+BY_HAND = Lengths.of([7, 6, 5, 5, 5, 3, 3, 2, 1, 12], "counted")
+PACKED = TrainConfig(seq_len=10, micro_batch_size=1, packing=True)
+SKEWED = Lengths.of([100] * 60 + [300] * 25 + [700] * 10 + [2000] * 5, "counted")
+
+
+def rows_of(lengths: Lengths, seq_len: int) -> list[tuple[int, ...]]:
+    return sorted(row.examples for row in lengths.packed(seq_len) for _ in range(row.number))
+
+
+def best_fit(examples: list[int], seq_len: int) -> list[list[int]]:
+    """As the textbook has it, one example after the other."""
+    rows: list[list[int]] = []
+    for tokens in sorted(examples, reverse=True):
+        having_room = [row for row in rows if sum(row) + tokens <= seq_len]
+        if having_room:
+            max(having_room, key=sum).append(tokens)
+        else:
+            rows.append([tokens])
+    return rows
+
+
+def test_rows_by_hand() -> None:
+    assert rows_of(BY_HAND, 10) == [(5, 2), (5, 5), (6, 3, 1), (7, 3), (10,)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_as_many_rows_as_best_fit_decreasing_and_every_example_once(seed: int) -> None:
+    drawn = random.Random(seed)
+    seq_len = drawn.choice([8, 17, 64, 500])
+    examples = [drawn.randint(1, drawn.choice([seq_len // 4, seq_len + 5])) for _ in range(drawn.randint(1, 120))]
+    rows = rows_of(Lengths.of(examples, "counted"), seq_len)
+    cut = [min(tokens, seq_len) for tokens in examples]
+    assert len(rows) == len(best_fit(cut, seq_len))
+    assert sorted(tokens for row in rows for tokens in row) == sorted(cut)
+    assert max(map(sum, rows)) <= seq_len
+
+
+def test_what_packed_rows_hold_and_how_many_a_step_takes() -> None:
+    workload = Workload(examples=10, epochs=2, lengths=BY_HAND, global_batch=8)
+    assert workload.examples_per_row(PACKED) == 2  # 10 examples in 5 rows
+    assert workload.useful_tokens(PACKED) == (49 - 2) / 5
+    assert workload.fill(PACKED) == pytest.approx(0.94)
+    assert [workload.accumulation(replace(PACKED, micro_batch_size=size)) for size in (1, 2, 4, 3, 16)] == [
+        4,
+        2,
+        1,
+        1,
+        1,
+    ]
+    assert workload.examples_per_step(replace(PACKED, micro_batch_size=3)) == 6  # as near as whole rows allow
+    assert workload.num_steps(PACKED) == 2 * 2  # 4 rows, then 1
+    alone = replace(PACKED, packing=False)
+    assert (workload.fill(alone), workload.num_steps(alone)) == (pytest.approx(0.47), 2 * 2)
+
+
+def test_useful_tokens_of_packed_rows_are_what_counts() -> None:
+    workload = Workload(examples=10, lengths=BY_HAND, global_batch=8)
+    fields = dict.fromkeys(Measurement.__dataclass_fields__, 0.0)
+    measured = Measurement(**fields | {"step_s": (1.0,), "micro_step_s": (0.25,), "rest_s": ()})  # type: ignore[arg-type]
+    packed, alone = (performance(replace(PACKED, packing=on), [measured], workload) for on in (True, False))
+    assert packed.tokens_per_second == pytest.approx(9.4 / 0.25)
+    assert alone.tokens_per_second == pytest.approx(4.7 / 0.25)
+    assert packed.samples_per_second == pytest.approx(2 / 0.25)
+
+
+def test_all_examples_are_packed_not_those_alone_that_were_looked_at() -> None:
+    """One length was given, of many examples: they share rows all the same."""
+    workload = Workload(examples=10_000, lengths=Lengths.constant(3))
+    assert workload.examples_per_row(PACKED) == pytest.approx(3, rel=1e-3)
+
+
+def test_probed_rows_stand_for_all_of_them() -> None:
+    workload = Workload(lengths=Lengths.of([10] * 75 + [5] * 50, "counted"))
+    rows = workload.packed_rows(PACKED)
+    assert rows == ((10,),) * 12 + ((5, 5),) * 4 and len(rows) == PROBED_ROWS
+    assert workload.packed_rows(replace(PACKED, packing=False)) == ()
+
+
+# What of it is proposed.
+
+
+def prepared(lengths: str | None = None, model: str = "mistral-7b", **asked: Any) -> Setup:
+    return set_up(StudySpec(model=model, lengths=lengths, space="lora", **asked), resolve_device("h200"))
+
+
+def removed(setup: Setup) -> list[str]:
+    return [str(one) for one in setup.removals if one.knob == "packing" or "packed" in one.reason]
+
+
+@pytest.fixture
+def skewed(tmp_path: Path) -> str:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(str(tokens) for tokens, number in SKEWED.counts for _ in range(number)))
+    return str(file)
+
+
+def test_packing_is_proposed_beside_micro_batches_that_keep_the_global_batch(skewed: str) -> None:
+    setup = prepared(skewed)
+    knob = setup.subject.space.knob("packing")
+    assert knob is not None and knob.choices() == (False, True)
+    # A row of 2,048 tokens holds 6 of these examples: 32 of them are 5 rows.
+    assert knob.when == {"micro_batch_size": [1, 2, 4]}
+    reason = "a step of packed rows would be over 25% off the global batch of 32"
+    assert removed(setup) == [f"packing True: with micro_batch_size 8, 16, 32, {reason}"]
+    for chosen in setup.subject.space.enumerate():
+        config = setup.subject.space.config(chosen)
+        assert setup.subject.workload.examples_per_step(config) == pytest.approx(32, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, "how long the examples are was not given (--dataset, --lengths)"),
+        ({"tokens_per_example": 4096}, "no row has room for a second example"),
+        ({"tokens_per_example": 16, "global_batch": 1, "pins": {"seq_len": 4096}}, "a row holds 250.0 examples"),
+        ({"mean_tokens": 200, "p99_tokens": 900, "pins": {"attention": "flash_attention_2"}}, "of one row"),
+    ],
+)
+def test_where_packing_is_left_out(asked: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
+    setup = prepared(**asked)
+    assert setup.subject.space.knob("packing").choices() == (False,)  # type: ignore[union-attr]
+    assert len(removed(setup)) == 1 and removed(setup)[0].endswith(reason)
+
+
+def test_packing_may_be_asked_for(skewed: str) -> None:
+    setup = prepared(skewed, pins={"packing": True})
+    assert setup.subject.space.knob("micro_batch_size").choices() == (1, 2, 4)  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="over 25% off the global batch of 2"):
+        prepared(skewed, pins={"packing": True}, global_batch=2)
+
+
+def test_packing_is_climbed_to_with_the_largest_micro_batch_that_allows_it() -> None:
+    here = TrainConfig(micro_batch_size=8)
+    choices: SearchSpace = space(micro_batch_size=(1, 2, 4, 8), packing=(False, True))
+    choices = choices.condition("packing", "micro_batch_size", (1, 2, 4))
+    chosen = move(choices, here, "packing", {here.digest: Outcome.OK})
+    assert chosen == {"micro_batch_size": 4, "packing": True}
+    tried = {here.digest: Outcome.OK, choices.config(chosen).digest: Outcome.OOM}
+    assert move(choices, here, "packing", tried) == {"micro_batch_size": 2, "packing": True}
+    assert move(choices, choices.config(chosen), "packing", tried) is None
+
+
+# What it does, in real models.
+
+EXAMPLES = (20, 13, 7)
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "sliding_window": 8,
+    "num_local_experts": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", sorted(PACKED_APART))
+def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from autotune.probe.trainer import RandomRows
+
+    if (model_type, attention) == ("gemma2", "sdpa"):
+        pytest.skip("transformers refuses it")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SHAPE, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    rows = RandomRows(2, 48, 128, seed=0, packed=(EXAMPLES,))
+    batch = {key: torch.stack([rows[0][key], rows[1][key]]) for key in rows[0]}
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    for row in (0, 1):
+        for index, example in enumerate(batch["input_ids"][row].split([*EXAMPLES, 8])[:3]):
+            start = sum(EXAMPLES[:index])
+            alone = model(input_ids=example[None]).logits[0]
+            torch.testing.assert_close(logits[row, start : start + len(example)], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.probe
+def test_the_seams_and_the_padding_of_a_packed_row_are_not_learned() -> None:
+    from autotune.probe.trainer import RandomRows
+
+    row = RandomRows(1, 8, 128, seed=0, packed=((3, 2),))[0]
+    assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    ids = row["input_ids"].tolist()
+    assert row["labels"].tolist() == [-100, ids[1], ids[2], -100, ids[4], -100, -100, -100]
+
+
+@pytest.mark.probe
+def test_a_packed_probe_is_a_probe_and_leaves_no_trace(tmp_path: Path) -> None:
+    from autotune.catalog import resolve_model
+    from autotune.probe.launcher import WorkerProber
+
+    workload = Workload(lengths=Lengths.of([20] * 50 + [70] * 20 + [128] * 3, "counted"), global_batch=8)
+
+    def request(packing: bool) -> ProbeRequest:
+        config = TrainConfig(micro_batch_size=2, seq_len=128, precision="fp32", checkpointing="full", packing=packing)
+        model = resolve_model("demo-3m").config
+        rows = workload.packed_rows(config)
+        short: dict[str, Any] = {"min_timed_s": 0.0, "min_timed_micros": 1, "evaluate": True}
+        return ProbeRequest(config=config, model=model, device="cpu", memory_gib=2.0, packed_rows=rows, **short)
+
+    with WorkerProber("cpu", tmp_path) as prober:
+        results = [
+            prober.probe(request(on), tmp_path / f"{index}.log") for index, on in enumerate((False, True, False))
+        ]
+        assert prober.starts == 1
+    before, packed, after = (result.measurement for result in results)
+    assert before and packed and after
+    assert packed.micro_step_s and packed.loss_first != before.loss_first
+    assert (before.loss_first, before.loss_last) == pytest.approx((after.loss_first, after.loss_last), rel=1e-6)
+    assert results[0].request_digest != results[1].request_digest
