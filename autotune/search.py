@@ -24,6 +24,7 @@ from autotune.space import Knob, SearchSpace
 from autotune.store import engine_options, public_url, storage_errors
 
 STARTUP_TRIALS = 8
+ENOUGH_TRIALS = 20  # with a value, to tell importances from
 METRIC = "useful tokens/s"
 
 
@@ -207,9 +208,10 @@ class Search:
         ]
 
     def importances(self) -> dict[str, float]:
-        """How much each knob mattered (PED-ANOVA), or nothing where there are too few trials to say.
+        """How much each knob that was varied mattered (PED-ANOVA), or nothing where there are too few trials to say.
 
-        What was pruned as slow counts with its extrapolated value: Optuna alone looks at complete trials only.
+        What was pruned as slow counts with its extrapolated value: Optuna alone looks at complete trials only. The rank
+        is left out: it is held while sampling, so that it goes with what was good and not the other way round.
         """
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -220,7 +222,10 @@ class Search:
                     known.add_trial(
                         optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=value)
                     )
-            return dict(optuna.importance.get_param_importances(known))
+            names = {name for trial in known.trials for name in trial.params} - {"lora_rank"}
+            varied = [name for name in sorted(names) if len({trial.params.get(name) for trial in known.trials}) > 1]
+            if len(known.trials) >= ENOUGH_TRIALS and varied:
+                return dict(optuna.importance.get_param_importances(known, params=varied))
         return {}
 
     def _trial(self, number: int) -> FrozenTrial:

@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.config import TrainConfig
 from autotune.errors import StorageError, UsageError
 from autotune.result import Outcome
-from autotune.search import Search, stored_facts, study_names
+from autotune.search import ENOUGH_TRIALS, Search, stored_facts, study_names
 from autotune.space import Knob, SearchSpace
 
 SPACE = SearchSpace(
@@ -244,11 +244,13 @@ def test_names_and_facts(begin: Begin, database: str) -> None:
 def test_importances(begin: Begin) -> None:
     search = begin()
     assert search.importances() == {}
-    for _ in range(12):
+    for number in range(30):
+        assert bool(search.importances()) is (number >= ENOUGH_TRIALS)
         asked = search.ask()
         search.tell(asked.number, Outcome.OK, float(asked.config.micro_batch_size), FITS)
     importances = search.importances()
     assert {"method", "micro_batch_size", "seq_len"} <= set(importances)
+    assert "lora_rank" not in importances  # it is held
     assert max(importances, key=lambda name: importances[name]) == "micro_batch_size"
 
 
