@@ -26,14 +26,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ATTENTIONS,
     "compile": COMPILES,
     "packing": (True, False),
+    "dora": (True, False),
+    "rslora": (True, False),
 }
 INTEGERS = ("micro_batch_size", "seq_len", "lora_rank")
-BOOLEANS = ("double_quant", "packing")
+BOOLEANS = ("double_quant", "packing", "dora", "rslora")
+RSLORA_ALPHA = 8  # over the root of rank 16 it is 2, LoRA's scale here at any rank
 
 # What a knob needs of the others to have any effect; a knob that has none is dropped from the configuration.
 ACTIVE_WHEN: dict[str, dict[str, Any]] = {
     "lora_rank": {"method": "lora"},
     "quantization": {"method": "lora"},
+    "dora": {"method": "lora"},
+    "rslora": {"method": "lora"},
     "double_quant": {"quantization": "nf4"},
 }
 
@@ -45,7 +50,8 @@ class TrainConfig:
     `micro_batch_size` counts rows a forward pass on one GPU, `seq_len` tokens a row, `lora_rank` is None in full
     fine-tuning. `checkpointing` is `none`, `full` or `every_K` (each K-th layer recomputed). `precision`: `bf16_mixed`
     keeps trained parameters in fp32 under autocast, `bf16_pure` keeps everything in bf16. `packing` puts as many whole
-    examples into a row as it holds, each attending to itself alone.
+    examples into a row as it holds, each attending to itself alone. `dora` trains a magnitude for each output of a
+    layer beside its adapters, `rslora` scales these by the root of the rank instead of the rank.
     """
 
     method: str = "lora"
@@ -60,11 +66,13 @@ class TrainConfig:
     attention: str = "sdpa"
     compile: str = "none"
     packing: bool = False
+    dora: bool = False
+    rslora: bool = False
 
     def __post_init__(self) -> None:
         if self.method == "full":
-            object.__setattr__(self, "lora_rank", None)
-            object.__setattr__(self, "quantization", "none")
+            for name, value in {"lora_rank": None, "quantization": "none", "dora": False, "rslora": False}.items():
+                object.__setattr__(self, name, value)
         elif self.lora_rank is None:
             raise ValueError("lora_rank is needed with method lora")
         if self.quantization != "nf4":
@@ -92,8 +100,10 @@ class TrainConfig:
 
     @property
     def lora_alpha(self) -> int | None:
-        """Scaling numerator: twice the rank, the common default, so that rank alone is compared."""
-        return None if self.lora_rank is None else 2 * self.lora_rank
+        """Scaling numerator: twice the rank, the common default, so that rank alone is compared; fixed for rsLoRA."""
+        if self.lora_rank is None:
+            return None
+        return RSLORA_ALPHA if self.rslora else 2 * self.lora_rank
 
     @property
     def digest(self) -> str:
@@ -103,14 +113,15 @@ class TrainConfig:
         """Every knob that has an effect, by name."""
         values = asdict(self)
         if self.method == "full":
-            del values["lora_rank"], values["quantization"]
+            del values["lora_rank"], values["quantization"], values["dora"], values["rslora"]
         if self.quantization != "nf4":
             del values["double_quant"]
         return values
 
     def label(self) -> str:
         """One short line: 'lora r16 4x1024 bf16_mixed ckpt-full adamw_torch_fused'."""
-        parts = [f"lora r{self.lora_rank}" if self.method == "lora" else "full"]
+        kind = ("rs" if self.rslora else "") + ("dora" if self.dora else "lora")
+        parts = [f"{kind} r{self.lora_rank}" if self.method == "lora" else "full"]
         if self.quantization != "none":
             parts.append(self.quantization + ("-double" if self.double_quant else ""))
         parts += [

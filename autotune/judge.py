@@ -288,4 +288,4 @@ class Judge:
 
 def _cell(config: TrainConfig) -> tuple[object, ...]:
     """What of a configuration changes the result of training."""
-    return (config.method, config.lora_rank, config.seq_len, config.quantization)
+    return (config.method, config.lora_rank, config.dora, config.rslora, config.seq_len, config.quantization)

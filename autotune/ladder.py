@@ -261,12 +261,13 @@ class Ladder:
 def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
     """The same question to a truncated model. A card at its power limit swings within tenths of a second."""
     min_timed_s = min(request.min_timed_s, 0.7)
-    return replace(request, depth=depth, rung=Rung.SHALLOW, min_timed_s=min_timed_s, min_timed_micros=3)
+    min_timed_micros = request.min_timed_micros if request.packed_rows else 3
+    return replace(request, depth=depth, rung=Rung.SHALLOW, min_timed_s=min_timed_s, min_timed_micros=min_timed_micros)
 
 
 def _kind(config: TrainConfig, foretold: Extrapolation) -> tuple[Any, ...]:
     """Steps whose extrapolated time is off by the same ratio."""
-    way = (config.method, config.quantization, config.compile, config.packing, config.checkpointing)
+    way = (config.method, config.dora, config.quantization, config.compile, config.packing, config.checkpointing)
     return (*way, foretold.host_bound)
 
 

@@ -2,12 +2,13 @@
 
 import hashlib
 import math
+import random
 import re
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
@@ -100,15 +101,17 @@ class Lengths:
         return self.longest
 
     def sample(self, number: int, seq_len: int) -> list[int]:
-        """So many lengths that stand for all of them, cut at `seq_len`."""
-        return [min(self.quantile((index + 0.5) / number), seq_len) for index in range(number)]
+        """So many lengths that stand for all of them, in no order, cut at `seq_len`."""
+        drawn = [min(self.quantile((index + 0.5) / number), seq_len) for index in range(number)]
+        random.Random(0).shuffle(drawn)  # noqa: S311 (no secret hangs on it)
+        return drawn
 
     @cache  # noqa: B019
     def kept(self, seq_len: int) -> int:
         """Tokens of all these examples that are left when each is cut at `seq_len`."""
         return sum(min(tokens, seq_len) * number for tokens, number in self.counts)
 
-    @cache  # noqa: B019
+    @lru_cache(maxsize=64)  # noqa: B019
     def packed(self, seq_len: int, times: int = 1) -> tuple["Rows", ...]:
         """All these examples so many times, cut at `seq_len`, in as few rows of it as best-fit decreasing finds.
 

@@ -15,7 +15,7 @@ LINE_DOUBT = 0.02  # of what a line adds beyond its points; assumed: `benchmarks
 
 # Bytes of optimizer state a parameter, in order; optimizers that are not here are compared only with themselves.
 _STATE_ORDER = {"paged_adamw_8bit": 0, "lion_8bit": 1, "adamw_8bit": 2, "adamw_torch": 3, "adamw_torch_fused": 3}
-_SAME = ("method", "precision", "quantization", "double_quant", "attention", "compile", "packing")
+_SAME = ("method", "precision", "quantization", "double_quant", "attention", "compile", "packing", "dora")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +194,7 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
         config.attention,
         config.compile,
         config.packing,
+        config.dora,
         config.checkpointing,
         config.optimizer if config.method == "full" else None,
         min(micro_steps, 2),
@@ -202,7 +203,7 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
 
 
 def _base(config: TrainConfig) -> tuple[object, ...]:
-    return (config.method, config.precision, config.quantization, config.double_quant)
+    return (config.method, config.precision, config.quantization, config.double_quant, config.dora)
 
 
 def _rank(config: TrainConfig) -> int:

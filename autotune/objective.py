@@ -115,6 +115,7 @@ def capability(config: TrainConfig) -> tuple[float, ...]:
     return (
         {"none": 2, "int8": 1, "nf4": 0}[config.quantization],
         config.lora_rank or 0,
+        config.dora,
         config.seq_len,
         {"fp32": 2, "bf16_mixed": 2, "fp16_mixed": 1, "bf16_pure": 0}[config.precision],
         {"adamw_torch_fused": 3, "adamw_torch": 3, "adamw_8bit": 2, "paged_adamw_8bit": 2}.get(config.optimizer, 1),
@@ -181,6 +182,8 @@ def leanest(space: SearchSpace) -> dict[str, Any]:
         "attention": ("flash_attention_2", "sdpa", "flex_attention", "eager"),
         "compile": ("none", "per_layer"),
         "packing": (False, True),
+        "dora": (False, True),
+        "rslora": (False, True),
     }
     chosen: dict[str, Any] = {}
     for knob in space.knobs:
@@ -234,7 +237,7 @@ def to_beat(candidate: Scored, others: list[Scored], slack: float) -> float:
 
 def differences(one: TrainConfig, other: TrainConfig) -> str:
     """What changes the result of training, as 'lora_rank 64 instead of 16'."""
-    names = ("quantization", "lora_rank", "seq_len", "precision", "optimizer")
+    names = ("quantization", "lora_rank", "dora", "rslora", "seq_len", "precision", "optimizer")
     return ", ".join(
         f"{name} {getattr(one, name)} instead of {getattr(other, name)}"
         for name in names

@@ -1,6 +1,6 @@
 """CostProjection: hours, USD and kWh of the full run, from a measured step time. No price: no USD; no power: no kWh."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autotune.catalog import Price
 from autotune.config import TrainConfig
@@ -39,9 +39,11 @@ def project(
     performance: Performance,
     price: Price | None,
     power_w: float | None = None,
+    *,
+    examples: int | None = None,
 ) -> CostProjection:
-    """The cost of `workload` with `config` at the measured performance."""
-    num_steps = workload.num_steps(config)
+    """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance."""
+    num_steps = workload.num_steps(config, examples)
     hours = num_steps * performance.step_time_s / 3600
     low, high = performance.spread
     interval = (hours * (1 + low), hours * (1 + high))
@@ -49,7 +51,7 @@ def project(
     spot = price.spot_usd_per_hour if price else None
     per_sample = 1 / performance.samples_per_second / 3600
     return CostProjection(
-        examples=workload.examples,
+        examples=examples or workload.examples,
         epochs=workload.epochs,
         num_steps=num_steps,
         full_run_hours=hours,
@@ -71,7 +73,4 @@ def by_examples(
     power_w: float | None = None,
 ) -> list[CostProjection]:
     """The same run for 10k, 50k and 100k examples."""
-    return [
-        project(replace(workload, examples=examples), config, performance, price, power_w)
-        for examples in TABLE_EXAMPLES
-    ]
+    return [project(workload, config, performance, price, power_w, examples=examples) for examples in TABLE_EXAMPLES]

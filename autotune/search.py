@@ -222,10 +222,14 @@ class Search:
                     known.add_trial(
                         optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=value)
                     )
-            names = {name for trial in known.trials for name in trial.params} - {"lora_rank"}
-            varied = [name for name in sorted(names) if len({trial.params.get(name) for trial in known.trials}) > 1]
-            if len(known.trials) >= ENOUGH_TRIALS and varied:
-                return dict(optuna.importance.get_param_importances(known, params=varied))
+            tried: dict[str, list[Any]] = {}
+            for trial in known.trials:
+                for name, chosen in trial.params.items():
+                    tried.setdefault(name, []).append(chosen)
+            told = [name for name, all_ in tried.items() if len(all_) >= ENOUGH_TRIALS and len(set(all_)) > 1]
+            return dict(
+                optuna.importance.get_param_importances(known, params=[one for one in told if one != "lora_rank"])
+            )
         return {}
 
     def _trial(self, number: int) -> FrozenTrial:

@@ -10,16 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
 
 from autotune import gpu
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, match_device, resolve_device, resolve_model
-from autotune.config import TrainConfig
 from autotune.dataset import dataset_lengths
 from autotune.errors import EnvironmentProblem, UsageError
 from autotune.judge import Subject
 from autotune.lengths import Lengths, read_lengths
 from autotune.objective import Floors, apply_floors
+from autotune.packing import packable
 from autotune.result import ModelShape
 from autotune.space import Removal, SearchSpace, load_space
 from autotune.spec import StudySpec
@@ -29,11 +28,6 @@ from autotune.workload import Workload
 DEFAULT_TOKENS = 1024
 NO_SDPA = {"gemma2", "gpt_oss"}  # transformers refuses SDPA for them
 TOLD = 0.005  # share of the tokens from which on it is told that no seq_len keeps them
-# Models whose attention was tried to keep packed examples apart (tests/test_packing.py).
-PACKED_APART = {"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"}
-PACKED_APART |= {"qwen3_moe"}
-OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
-WORTH_PACKING = 1.05  # examples a row from which on packing is worth a look
 OUT_OF_REACH = 0.02  # share of the parameters from which on it is told that adapters or quantisation do not reach them
 
 
@@ -99,9 +93,9 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
     reserve, _ = apply_floors(space, workload, opened)
     space, removed = apply_floors(space, workload, floors)
     removals += removed
-    space, removed = _packable(space, workload, model)
+    space, removed = packable(space, workload, model.config["model_type"])
     removals += removed
-    reserve, _ = _packable(reserve, workload, model)
+    reserve, _ = packable(reserve, workload, model.config["model_type"])
     subject = Subject(
         study=spec.study or f"{device.name}-{model.short}-{space.name}".lower(),
         model=model,
@@ -206,52 +200,6 @@ def _possible(
         narrow("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
         narrow("optimizer", {"lion_8bit"}, "has no CPU kernel")
         narrow("attention", {"flash_attention_2", "flex_attention"}, "needs a GPU")
-    return space, removals
-
-
-def _packable(space: SearchSpace, workload: Workload, model: ModelSpec) -> tuple[SearchSpace, list[Removal]]:
-    """The space with packing only where examples stay apart, rows have room, and a step stays near the global batch."""
-    knob = space.knob("packing")
-    if knob is None or True not in knob.choices():
-        return space, []
-    lengths, asked_for = workload.lengths, knob.choices() == (True,)
-
-    def without(reason: str) -> tuple[SearchSpace, list[Removal]]:
-        return space.narrow("packing", lambda value: not value, reason)
-
-    def choices(name: str) -> tuple[Any, ...]:
-        return knob.choices() if (knob := space.knob(name)) else (getattr(TrainConfig(), name),)
-
-    model_type = model.config["model_type"]
-    if model_type not in PACKED_APART:
-        return without(f"whether {model_type} keeps packed examples apart was not tried")
-    if lengths.source == "assumed" and not asked_for:
-        return without("how long the examples are was not given (--dataset, --lengths)")
-    rows = [replace(TrainConfig(), seq_len=length, packing=True) for length in choices("seq_len")]
-    if max(map(workload.examples_per_row, rows)) < WORTH_PACKING and not asked_for:
-        return without("no row has room for a second example")
-    attentions = tuple(one for one in choices("attention") if one != "flash_attention_2")
-    if not attentions:
-        return without("flash_attention_2 keeps packed examples apart only in micro batches of one row")
-
-    def near(size: int) -> bool:
-        steps = (workload.examples_per_step(replace(row, micro_batch_size=size)) for row in rows)
-        return all(abs(step / workload.global_batch - 1) <= OFF_BATCH for step in steps)
-
-    sizes = choices("micro_batch_size")
-    fitting = tuple(size for size in sizes if near(size))
-    reason = f"a step of packed rows would be over {OFF_BATCH:.0%} off the global batch of {workload.global_batch}"
-    if not fitting:
-        return without(f"{reason}: a row holds {max(map(workload.examples_per_row, rows)):.1f} examples")
-    if asked_for:
-        return space.narrow("micro_batch_size", lambda size: size in fitting, reason)
-    removals = []
-    if len(fitting) < len(sizes):
-        space = space.condition("packing", "micro_batch_size", fitting)
-        others = ", ".join(str(size) for size in sizes if size not in fitting)
-        removals.append(Removal(knob="packing", values=(True,), reason=f"with micro_batch_size {others}, {reason}"))
-    if len(attentions) < len(choices("attention")):
-        space = space.condition("packing", "attention", attentions)
     return space, removals
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from autotune.config import TrainConfig
 from autotune.lengths import Lengths, Rows
 
-PROBED_ROWS = 16  # kinds of row that a packed probe trains on in turn
+PROBED_ROWS = 8  # kinds of row that a packed probe trains on in turn
+_SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # their order: any few of them are far apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +64,12 @@ class Workload:
             return self.global_batch
         return self.accumulation(config) * config.micro_batch_size * self.examples_per_row(config)
 
-    def num_steps(self, config: TrainConfig) -> int:
-        """Optimizer steps of the full run; the last batch of an epoch may be smaller and counts as a step."""
-        return math.ceil(round(self.examples / self.examples_per_step(config), 6)) * self.epochs
+    def num_steps(self, config: TrainConfig, examples: int | None = None) -> int:
+        """Optimizer steps of the full run, or of one with so many examples like these.
+
+        The last batch of an epoch may be smaller and counts as a step.
+        """
+        return math.ceil(round((examples or self.examples) / self.examples_per_step(config), 6)) * self.epochs
 
     def useful_tokens(self, config: TrainConfig) -> float:
         """Tokens of a mean row that are trained on: neither padding nor cut off."""
@@ -80,14 +84,24 @@ class Workload:
         return 1.0 - self.lengths.kept(seq_len) / self.lengths.total
 
     def packed_rows(self, config: TrainConfig) -> tuple[tuple[int, ...], ...]:
-        """Rows such as a packed run trains on, for a probe: the lengths of the examples in each. () unless packed."""
+        """Rows such as a packed run trains on, for a probe: the lengths of the examples in each. () unless packed.
+
+        First one of several examples, then one that a single example fills, if there are both: transformers makes a
+        mask for the first alone, and what a probe compiles and weighs, it does in its first steps.
+        """
         if not config.packing:
             return ()
         rows = self._packed(config)
         ends = list(itertools.accumulate(one.number for one in rows))
         # Equally far apart in the order in which they were filled, so that all kinds of row are there.
         places = ((2 * index + 1) * ends[-1] / (2 * PROBED_ROWS) for index in range(PROBED_ROWS))
-        return tuple(rows[bisect.bisect_right(ends, place)].examples for place in places)
+        kinds = [rows[bisect.bisect_right(ends, place)].examples for place in places]
+        kinds = [kinds[index] for index in _SPREAD]
+        first = next((kind for kind in kinds if len(kind) > 1), kinds[0])
+        kinds.remove(first)
+        second = next((kind for kind in kinds if len(kind) == 1), kinds[0])
+        kinds.remove(second)
+        return (first, second, *kinds)
 
     def facts(self) -> dict[str, Any]:
         """As plain data, its lengths described."""

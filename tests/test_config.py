@@ -18,7 +18,9 @@ def test_knobs_without_effect_are_dropped():
 
 def test_only_what_has_an_effect_is_in_the_digest():
     assert set(KNOBS) - set(TrainConfig().as_dict()) == {"double_quant"}
-    assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {"lora_rank", "quantization", "double_quant"}
+    assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
+        *("lora_rank", "quantization", "double_quant", "dora", "rslora")
+    }
     assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS)
     assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
 
@@ -38,6 +40,8 @@ def test_every_knob_changes_the_digest():
         "attention": "eager",
         "compile": "per_layer",
         "packing": True,
+        "dora": True,
+        "rslora": True,
     }
     assert set(others) == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
@@ -55,6 +59,9 @@ def test_derived_values():
     config = TrainConfig(micro_batch_size=4, seq_len=512, lora_rank=32, checkpointing="every_3")
     assert (config.tokens, config.lora_alpha, config.checkpoint_every) == (2048, 64, 3)
     assert TrainConfig(method="full").lora_alpha is None
+    assert (
+        TrainConfig(rslora=True, lora_rank=16).lora_alpha / 16**0.5 == TrainConfig(lora_rank=16).lora_alpha / 16
+    )  # the same scale
 
 
 @pytest.mark.parametrize(
@@ -66,6 +73,8 @@ def test_derived_values():
             TrainConfig(quantization="nf4", double_quant=True, compile="per_layer", attention="eager"),
             "lora r16 nf4-double 8x1024 bf16_mixed ckpt-full adamw_torch_fused compiled eager",
         ),
+        (TrainConfig(dora=True), "dora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),
+        (TrainConfig(rslora=True, packing=True), "rslora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused packed"),
         (TrainConfig(quantization="int8"), "lora r16 int8 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),
     ],
 )

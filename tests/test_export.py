@@ -28,9 +28,11 @@ CONFIGS = [
     TrainConfig(quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"),
     TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
     TrainConfig(method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1),
-    TrainConfig(quantization="nf4", compile="per_layer", packing=True),
+    TrainConfig(quantization="nf4", compile="per_layer", packing=True, dora=True, rslora=True),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
+
+_SAID_ELSEWHERE = ("checkpointing", "lora_rank", "double_quant", "method", "dora", "rslora")
 
 # Canary commands in every syntax that an exported file is read as: bash, Python, YAML, and our own placeholders.
 HOSTILE = (
@@ -124,6 +126,8 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "attention": data["attn_implementation"] == config.attention,
         "compile": data["torch_compile"] is False and config.compile == "none",
         "packing": data["packing"] is False and not config.packing,
+        "dora": data.get("use_dora", False) is config.dora,
+        "rslora": data.get("use_rslora", False) is config.rslora,
     }
     named = {item.split()[0].rstrip(":") for item in inexpressible(made)}
     assert set(config.as_dict()) <= {knob for knob, is_said in said.items() if is_said} | named
@@ -168,7 +172,7 @@ def test_train_py_holds_every_knob_and_is_short(config: TrainConfig) -> None:
     assert settings["bitsandbytes"] is None or settings["quantization"] != "none"
     assert json.loads(files["model_config.json"]) == resolve_model("mistral-7b").config
     for name in settings:  # nothing is written that the script does not use
-        assert f"run.{name}" in script or name in ("checkpointing", "lora_rank", "double_quant", "method")
+        assert f"run.{name}" in script or name in _SAID_ELSEWHERE
 
 
 def test_formats_are_chosen_by_name() -> None:
@@ -237,6 +241,7 @@ print(json.dumps([[type(module).__name__, getattr(module, "gradient_checkpointin
         {"precision": "bf16_mixed", "checkpointing": "every_2"},
         {"method": "full", "precision": "fp32", "checkpointing": "full"},
         {"precision": "bf16_pure", "quantization": "nf4", "double_quant": True},
+        {"precision": "fp32", "dora": True, "rslora": True},
     ],
     ids=lambda knobs: "-".join(str(value) for value in knobs.values()),
 )

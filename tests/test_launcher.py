@@ -73,6 +73,8 @@ def test_a_probe_comes_through(prober: WorkerProber) -> None:
     assert measured.loss_first == pytest.approx(5.545, abs=0.05)  # ln 256
     assert result.request_digest == request().digest
     assert {"load", "first_step", "steady", "total"} <= result.seconds.keys()
+    dora = prober.probe(request(dora=True, rslora=True), log).measurement  # a magnitude for each of 512 outputs a layer
+    assert dora is not None and dora.trainable_params == (16 * 1024 + 512) * 2
 
 
 def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:
@@ -145,6 +147,7 @@ def test_an_error_in_the_model_is_a_crash_with_its_reason(prober: WorkerProber) 
 CONFIGS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 8},
     "rank": {"lora_rank": 64},
+    "dora": {"lora_rank": 8, "dora": True},
     "full": {"method": "full"},
     "bf16": {"precision": "bf16_mixed"},
     "checkpointing": {"checkpointing": "full"},

@@ -42,6 +42,8 @@ def test_larger_in_every_knob(change):
         {"precision": "fp32"},
         {"quantization": "nf4"},
         {"attention": "eager"},
+        {"packing": True},
+        {"dora": True},
         {"compile": "per_layer"},
         {"method": "full"},
         {"micro_batch_size": 32, "seq_len": 512},  # twice the tokens, but shorter rows

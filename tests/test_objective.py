@@ -231,6 +231,7 @@ def test_capability_is_an_order():
         TrainConfig(lora_rank=32, optimizer="adafactor"),
         TrainConfig(lora_rank=32, optimizer="adamw_8bit"),
         TrainConfig(lora_rank=32),
+        TrainConfig(lora_rank=32, dora=True, seq_len=512),
     ]
     assert sorted(ladder, key=capability) == ladder
     assert capability(TrainConfig(micro_batch_size=1, compile="per_layer")) == capability(TrainConfig())

@@ -1,6 +1,7 @@
 """Several examples to a row: as many rows as best fit finds, nobody sees a neighbour, a step is what was asked for."""
 
 import importlib.util
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,11 @@ from autotune.climb import move
 from autotune.config import TrainConfig
 from autotune.errors import UsageError
 from autotune.lengths import Lengths
-from autotune.objective import performance
+from autotune.objective import Performance, performance
+from autotune.packing import PACKED_APART
+from autotune.projection import by_examples
 from autotune.result import Measurement, Outcome, ProbeRequest
-from autotune.setup import PACKED_APART, Setup, set_up
+from autotune.setup import Setup, set_up
 from autotune.space import SearchSpace
 from autotune.spec import StudySpec
 from autotune.workload import PROBED_ROWS, Workload
@@ -93,10 +96,22 @@ def test_all_examples_are_packed_not_those_alone_that_were_looked_at() -> None:
     assert workload.examples_per_row(PACKED) == pytest.approx(3, rel=1e-3)
 
 
+def test_other_sizes_of_the_dataset_take_steps_like_those_that_were_measured() -> None:
+    """Fifty examples fill their rows worse than ten thousand would: the step that was measured is theirs."""
+    lengths = Lengths.of([100] * 30 + [300] * 13 + [700] * 5 + [2000] * 2, "counted")
+    workload = Workload(examples=50, lengths=lengths, global_batch=32)
+    config = TrainConfig(seq_len=2048, micro_batch_size=2, packing=True)
+    speed = Performance(samples_per_second=10.0, tokens_per_second=1.0, step_time_s=3.0, spread=(0, 0), mfu=None)
+    small, large, _ = by_examples(workload, config, speed, None)
+    assert small.num_steps == math.ceil(10_000 / workload.examples_per_step(config))
+    assert large.full_run_hours == pytest.approx(5 * small.full_run_hours, rel=1e-2)
+
+
 def test_probed_rows_stand_for_all_of_them() -> None:
     workload = Workload(lengths=Lengths.of([10] * 75 + [5] * 50, "counted"))
     rows = workload.packed_rows(PACKED)
-    assert rows == ((10,),) * 12 + ((5, 5),) * 4 and len(rows) == PROBED_ROWS
+    assert rows[:2] == ((5, 5), (10,))  # with a mask, and without: both are compiled and weighed at the start
+    assert sorted(rows) == [(5, 5)] * 2 + [(10,)] * 6 and len(rows) == PROBED_ROWS
     assert workload.packed_rows(replace(PACKED, packing=False)) == ()
 
 
@@ -123,9 +138,9 @@ def test_packing_is_proposed_beside_micro_batches_that_keep_the_global_batch(ske
     knob = setup.subject.space.knob("packing")
     assert knob is not None and knob.choices() == (False, True)
     # A row of 2,048 tokens holds 6 of these examples: 32 of them are 5 rows.
-    assert knob.when == {"micro_batch_size": [1, 2, 4]}
-    reason = "a step of packed rows would be over 25% off the global batch of 32"
-    assert removed(setup) == [f"packing True: with micro_batch_size 8, 16, 32, {reason}"]
+    assert knob.when is not None and knob.when["micro_batch_size"] == [1, 2, 4]
+    reason = "a step would be over 25% off the global batch of 32 (--global-batch)"
+    assert removed(setup) == [f"packing True: not beside micro_batch_size 8, 16, 32: {reason}"]
     for chosen in setup.subject.space.enumerate():
         config = setup.subject.space.config(chosen)
         assert setup.subject.workload.examples_per_step(config) == pytest.approx(32, rel=0.25)
@@ -137,7 +152,10 @@ def test_packing_is_proposed_beside_micro_batches_that_keep_the_global_batch(ske
         ({}, "how long the examples are was not given (--dataset, --lengths)"),
         ({"tokens_per_example": 4096}, "no row has room for a second example"),
         ({"tokens_per_example": 16, "global_batch": 1, "pins": {"seq_len": 4096}}, "a row holds 250.0 examples"),
-        ({"mean_tokens": 200, "p99_tokens": 900, "pins": {"attention": "flash_attention_2"}}, "of one row"),
+        (
+            {"mean_tokens": 200, "p99_tokens": 900, "pins": {"attention": "flash_attention_2"}},
+            "sdpa and eager attention alone",
+        ),
     ],
 )
 def test_where_packing_is_left_out(asked: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +165,24 @@ def test_where_packing_is_left_out(asked: dict[str, Any], reason: str, monkeypat
     assert len(removed(setup)) == 1 and removed(setup)[0].endswith(reason)
 
 
-def test_packing_may_be_asked_for(skewed: str) -> None:
-    setup = prepared(skewed, pins={"packing": True})
-    assert setup.subject.space.knob("micro_batch_size").choices() == (1, 2, 4)  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match="over 25% off the global batch of 2"):
+def test_a_row_length_that_does_not_go_with_the_global_batch_is_left_out_alone() -> None:
+    setup = prepared(mean_tokens=200, p99_tokens=900)  # 4,096 tokens hold 20 of them: 32 are no whole rows
+    packed = {one.seq_len for one in map(setup.subject.space.config, setup.subject.space.enumerate()) if one.packing}
+    assert packed == {2048}
+    assert any("not beside seq_len 4096" in line for line in removed(setup))
+
+
+def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
+    setup = set_up(
+        StudySpec(model="mistral-7b", lengths=skewed, space="default", pins={"packing": True}), resolve_device("h200")
+    )
+    choices = [setup.subject.space.config(chosen) for chosen in setup.subject.space.enumerate()]
+    assert {config.micro_batch_size for config in choices} == {1, 2, 4}
+    assert {config.attention for config in choices} == {"sdpa"}  # with flash_attention_2 neighbours may be seen
+    with pytest.raises(
+        UsageError, match="packing was asked for, but a step would be over 25% off the global batch of 2"
+    ):
         prepared(skewed, pins={"packing": True}, global_batch=2)
 
 

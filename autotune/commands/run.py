@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import signal
 import sys
@@ -137,13 +138,15 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
 
     def request(config: TrainConfig) -> ProbeRequest:
         workload = setup.subject.workload
+        rows = workload.packed_rows(config)
         return ProbeRequest(
             config=config,
             model=setup.subject.model.config,
             weights=setup.subject.model.weights,
             device=prober.device,
             micro_steps=min(workload.accumulation(config), 2),
-            packed_rows=workload.packed_rows(config),
+            packed_rows=rows,
+            min_timed_micros=max(2, math.ceil(len(rows) / config.micro_batch_size)),
             memory_gib=memory_gib,
             headroom=spec.headroom,
             seed=spec.seed,

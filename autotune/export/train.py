@@ -52,13 +52,14 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     # Of random examples: full rows as in the probe; to be packed, as they are in the data.
     lengths = recipe.workload.lengths.sample(SAMPLED, config.seq_len) if config.packing else [config.seq_len]
     # Fewer examples would be no batch at all.
-    least = math.ceil(config.micro_batch_size * recipe.workload.examples_per_row(config))
+    least = math.ceil(2 * recipe.workload.examples_per_step(config)) if config.packing else config.micro_batch_size
     bitsandbytes: dict[str, Any] | None = None
     linear: dict[str, Any] = {}
     lora: dict[str, Any] | None = None
     if config.method == "lora":
         lora = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": 0.0}
         lora |= {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        lora |= {"use_dora": config.dora, "use_rslora": config.rslora}
     if config.quantization == "nf4":
         bitsandbytes = {
             "load_in_4bit": True,

@@ -89,8 +89,8 @@ def inexpressible(recipe: Recipe) -> list[str]:
         )
     if config.packing:
         found.append(
-            "packing: TRL fills the same rows, but lays a micro batch out as one without padding; without a flash"
-            " attention kernel its mask is larger than the one that was measured"
+            "packing: TRL fills rows in the same way, but lays a micro batch out as one without padding; without a"
+            " flash attention kernel its mask is larger than the one that was measured"
         )
     return found
 
@@ -129,6 +129,8 @@ def _adapters(recipe: Recipe) -> dict[str, Any]:
         "lora_alpha": config.lora_alpha,
         "lora_dropout": 0.0,
         "lora_target_modules": ["all-linear"],
+        "use_dora": config.dora,
+        "use_rslora": config.rslora,
     }
 
 

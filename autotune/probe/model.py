@@ -104,10 +104,11 @@ def attach(resident: Resident, config: TrainConfig, device: torch.device, seed: 
     base = resident.base
     if config.method == "full":
         return base.requires_grad_(True)
-    wanted = (config.lora_rank, config.lora_alpha, config.precision == "bf16_pure")
+    wanted = (config.lora_rank, config.lora_alpha, config.rslora, config.dora, config.precision == "bf16_pure")
     if resident.adapted is None or resident.adapted_for != wanted:
         _detach(resident)
-        resident.adapted, resident.adapted_for = _adapt(base, config, device), wanted
+        # DoRA's magnitudes are read off the weights: those that a probe has trained serve no other.
+        resident.adapted, resident.adapted_for = _adapt(base, config, device), () if config.dora else wanted
     torch.manual_seed(seed)  # the same adapters whether they are new or not
     for module in resident.adapted.modules():
         if isinstance(module, LoraLayer):
@@ -122,6 +123,8 @@ def _adapt(base: PreTrainedModel, config: TrainConfig, device: torch.device) -> 
         lora_dropout=0.0,
         target_modules="all-linear",
         task_type="CAUSAL_LM",
+        use_dora=config.dora,
+        use_rslora=config.rslora,
     )
     with torch.device(device):
         adapted: PeftModel = get_peft_model(base, lora, autocast_adapter_dtype=config.precision != "bf16_pure")

@@ -131,7 +131,8 @@ class Recorder:
         # Where reading peaks costs milliseconds, the step that had them read counts only if it was long.
         self.first_timed = self.step if self.meter.peaks_are_free or step_s > 2.0 else self.step + 1
         self.last_timed = self.first_timed + wanted - 1
-        self._agree_at = max(ENOUGH_TO_AGREE, math.ceil(ENOUGH_S / step_s))
+        # Packed rows differ from one another: only a whole turn of them tells the mean.
+        self._agree_at = max(ENOUGH_TO_AGREE, math.ceil(ENOUGH_S / step_s), wanted if request.packed_rows else 0)
 
     def _adapt(self) -> None:
         """Stop early once steps agree, go on a little where they disagree: the host's share of a step is noisy."""
@@ -193,6 +194,8 @@ class Recorder:
             rest = max(between(ends[-1], after) - gap, 0.0)
             micros += [*map(between, starts[:-1], starts[1:]), between(starts[-1], after) - rest]
             rests.append(rest)
+        if self.request.packed_rows:
+            micros = [statistics.fmean(micros)]  # of rows of several kinds the mean is what a run takes
         phases: dict[Phase, float] = {}
         for index, phase, start, end in self.spans:
             if index in timed:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -74,6 +74,10 @@ class ProbeTrainer(Trainer):
     """transformers' Trainer with a recorder at the seams of its training step."""
 
     recorder: Recorder
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
+        """In order: packed rows are of several kinds, and come so that any few of them stand for all."""
+        return SequentialSampler(self.train_dataset)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self.recorder.begin_micro_batch()

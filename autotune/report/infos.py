@@ -197,10 +197,12 @@ def fingerprint(recipe: Recipe) -> tuple[tuple[str, str], ...]:
 def in_words(recipe: Recipe) -> tuple[str, ...]:
     """The winner in plain words, one phrase a decision."""
     config, times = recipe.winner.config, recipe.accumulation
+    kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     method = {
-        "none": f"LoRA of rank {config.lora_rank}",
-        "int8": f"LoRA of rank {config.lora_rank} on an 8-bit base",
-        "nf4": f"QLoRA of rank {config.lora_rank} on a 4-bit (NF4) base" + (", double quantised" * config.double_quant),
+        "none": f"{kind} of rank {config.lora_rank}",
+        "int8": f"{kind} of rank {config.lora_rank} on an 8-bit base",
+        "nf4": f"Q{kind} of rank {config.lora_rank} on a 4-bit (NF4) base"
+        + (", double quantised" * config.double_quant),
     }[config.quantization]
     every = config.checkpoint_every
     recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
