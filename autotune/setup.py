@@ -81,6 +81,7 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
     space, removed = _possible(space, device, model, spec.global_batch)
     removals += removed
     workload, warnings = _workload(spec, space, _lengths(spec, model, usual, say))
+    warnings += [f"{knob} has no effect: it needs {need}" for knob in spec.pins if (need := space.idle(knob))]
     floors = Floors(
         min_rank=spec.min_rank,
         max_truncated=spec.max_truncated,

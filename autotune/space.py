@@ -124,6 +124,16 @@ class SearchSpace:
             raise UsageError(f"--set {name}: {error}", remedy="give one of the values named") from None
         return self._with(Knob(name=name, values=(value,), kind=self.kind(name)))
 
+    def idle(self, name: str) -> str | None:
+        """What knob `name` needs of another and no choice of the space gives it; None where it can have an effect."""
+        knob = self.knob(name)
+        for other, want in (ACTIVE_WHEN.get(name, {}) | ((knob.when or {}) if knob else {})).items():
+            deciding = self.knob(other)
+            values = deciding.choices() if deciding else (getattr(_DEFAULTS, other),)
+            if not any(value in _as_list(want) for value in values):
+                return f"{other} {_listed(tuple(_as_list(want)))}"
+        return None
+
     def condition(self, name: str, other: str, allowed: tuple[Any, ...]) -> "SearchSpace":
         """The space where knob `name` exists only beside these values of another."""
         knob = self.knob(name)

@@ -210,6 +210,14 @@ def test_examples_that_are_too_long_are_told(installed):
     )
 
 
+def test_a_pin_that_has_no_effect_is_told(installed):
+    told = set_up(StudySpec(model="mistral-7b", space="lora", pins={"method": "full", "dora": True}), H200).warnings
+    assert told == ("dora has no effect: it needs method lora",)
+    told = set_up(StudySpec(model="mistral-7b", space="lora", pins={"double_quant": True}), H200).warnings
+    assert told == ("double_quant has no effect: it needs quantization nf4",)
+    assert set_up(StudySpec(model="mistral-7b", space="default", pins={"double_quant": True}), H200).warnings == ()
+
+
 def test_a_price_of_ones_own(installed):
     price = set_up(StudySpec(model="mistral-7b", price=0.0), H200).subject.price
     assert (price.usd_per_hour, price.provider, price.spot_usd_per_hour) == (0.0, "given by --price", None)

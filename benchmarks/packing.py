@@ -1,0 +1,104 @@
+"""Useful tokens a second: what a study says of examples of many lengths, against what the exported run then does.
+
+Each case is one configuration, pinned, through `autotune run` as a person would call it, and its `train.py` on random
+tokens of the very lengths in `benchmarks/data/skewed_lengths.txt` (drawn from a log-normal distribution: 327 tokens on
+average, 2,058 at the 99th percentile).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import Rows, save, table
+
+from autotune.result import Fingerprint, from_data
+
+LENGTHS = Path(__file__).parent.absolute() / "data" / "skewed_lengths.txt"
+PINS = {"method": "lora", "lora_rank": 16, "optimizer": "adamw_torch_fused", "attention": "sdpa"}
+CASES: dict[str, dict[str, Any]] = {
+    "padded": {"micro_batch_size": 4, "checkpointing": "none", "compile": "per_layer"},
+    "packed": {"micro_batch_size": 2, "checkpointing": "none", "compile": "per_layer", "packing": True},
+    "padded, recomputed": {"micro_batch_size": 8, "checkpointing": "full", "compile": "none"},
+    "packed, recomputed": {"micro_batch_size": 2, "checkpointing": "full", "compile": "none", "packing": True},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--model", default="mistral-7b")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--precision", default="bf16_mixed")
+    parser.add_argument("--global-batch", type=int, default=32)
+    parser.add_argument("--max-steps", type=int, default=25)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rows", type=Path, help="the rows of an earlier call on the same machine, to go on from")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = Rows("packing", args.out, args.rows)
+    fingerprint: dict[str, Any] = {}
+    for case in args.cases:
+        if not rows.has(case=case):
+            row = measured(case, args)
+            rows.add(row)
+        fingerprint = next(row for row in rows.all if row["case"] == case)["fingerprint"]
+    shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
+    by_case = {row["case"]: row["tokens_per_s"] for row in rows.all}
+    summary: dict[str, Any] = {"error_max": max(abs(row["error"]) for row in rows.all), "cases": len(rows.all)}
+    if {"packed", "padded"} <= by_case.keys():
+        summary["packed_over_padded"] = by_case["packed"] / by_case["padded"]
+    save("packing", from_data(Fingerprint, fingerprint), summary, shown, args.out)
+    table(shown, ["case", "predicted", "tokens_per_s", "error", "predicted_reserved_gib", "reserved_gib"])
+    print(json.dumps(summary, indent=1))
+
+
+def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One configuration: what the study says of it, and what its export does."""
+    folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    pins = PINS | CASES[case] | {"precision": args.precision, "seq_len": args.seq_len}
+    options = [
+        option for knob, value in pins.items() for option in ("--set", f"{knob}={json.dumps(value).strip(chr(34))}")
+    ]
+    options += ["--gpu", args.gpu, "--model", args.model, "--space", "lora", "--lengths", str(LENGTHS), "--trials", "1"]
+    options += [
+        "--global-batch",
+        str(args.global_batch),
+        "--budget",
+        "4m",
+        "--max-truncated",
+        "1",
+        "--out",
+        "out",
+        "--json",
+    ]
+    said = json.loads(ran([sys.executable, "-m", "autotune.cli", "run", *options], folder))
+    steps = ["--random-weights", "--lengths", str(LENGTHS), "--max-steps", str(args.max_steps)]
+    done = json.loads(ran([sys.executable, "out/export/train.py", *steps], folder).splitlines()[-1])
+    winner = said["winner"]
+    predicted = winner["performance"]["tokens_per_second"]
+    return {
+        "case": case,
+        "config": winner["config"],
+        "predicted": predicted,
+        "tokens_per_s": done["tokens_per_second"],
+        "error": predicted / done["tokens_per_second"] - 1.0,
+        "predicted_reserved_gib": winner["memory"]["peak_reserved_gib"],
+        "reserved_gib": done["peak_reserved_gib"],
+        "fingerprint": {key: value for key, value in said["fingerprint"].items() if key != "digest"},
+    }
+
+
+def ran(command: list[str], folder: Path) -> str:
+    """The command's stdout. Raises SystemExit where it fails."""
+    done = subprocess.run(command, cwd=folder, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command[2]} ended with {done.returncode}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
