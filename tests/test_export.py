@@ -302,6 +302,8 @@ def test_train_py_trains_real_weights_on_each_kind_of_row(tmp_path: Path) -> Non
     assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds_per_step"])
     assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
 
+    done = run(directory, "--dataset", "nowhere.jsonl")
+    assert done.returncode == 2 and done.stderr.endswith("error: there is no file nowhere.jsonl\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"words": "a"}\n')
     done = run(directory, "--dataset", "rows.jsonl")
     assert done.returncode == 1
@@ -328,7 +330,7 @@ def test_train_py_packs_as_it_was_planned(tmp_path: Path) -> None:
         assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds_per_step"], rel=0.05)
 
 
-def test_exported_rows_are_those_of_the_projection() -> None:
+def test_exported_rows_are_those_of_the_projection(tmp_path: Path) -> None:
     """The script's own packing, and batches in which each token is in its place."""
     torch = pytest.importorskip("torch")
     text = export_all(recipe(TrainConfig()), ["train"])["rows.py"]
@@ -345,6 +347,12 @@ def test_exported_rows_are_those_of_the_projection() -> None:
         "labels": [[-100, 6, 7, -100, 9, -100], [-100, 2, 3, 4, 5, 6]],
         "position_ids": [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]],
     }
+    (tmp_path / "lengths").write_text("7\n\n300\n")
+    assert rows["read_lengths"](tmp_path / "lengths", 100) == [7, 100]
+    for wrong in ("", "5\nx\n", "0\n"):
+        (tmp_path / "lengths").write_text(wrong)
+        with pytest.raises(SystemExit, match="lengths: "):
+            rows["read_lengths"](tmp_path / "lengths", 100)
     alone = rows["collate"]([[torch.tensor([5, 6])]], 4, False)
     assert {key: value.tolist() for key, value in alone.items()} == {
         "input_ids": [[5, 6, 0, 0]],
