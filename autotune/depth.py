@@ -58,6 +58,25 @@ class Extrapolation:
             ),
         )
 
+    def beside(self, whole: Measurement) -> "Extrapolation":
+        """With the micro batches of a whole model that differs in its optimizer alone: only the rest is foretold."""
+        one, micro = self.measurement, statistics.median(whole.micro_step_s)
+        rest = statistics.median(one.rest_s) if one.rest_s else 0.0
+        step = one.micro_steps * micro + rest
+        again = ON_CPU / 3 if whole.host_micro_s is None else SEEN  # from one probe of the same to the next
+        noise = 2 * one.micro_steps * _error(whole.micro_step_s)
+        error = math.hypot(again, noise / step, self.time_error * rest / step)
+        scale = step / statistics.median(one.step_s)
+        return replace(
+            self,
+            measurement=replace(
+                one,
+                step_s=tuple(each * scale for each in one.step_s),
+                micro_step_s=(micro,),
+                time_error=error,
+            ),
+        )
+
 
 def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
     """(prefix, period) of a sequence: the fewest items that tell all of it; period None where nothing repeats twice."""

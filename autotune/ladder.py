@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from autotune.config import TrainConfig
 from autotune.depth import Extrapolation, depths, extrapolate
 from autotune.errors import TooManyFailures
-from autotune.memory import Frontier, KnownOom, MemoryModel
+from autotune.memory import Frontier, KnownOom, MemoryEstimate, MemoryModel
 from autotune.result import (
     Evidence,
     Fingerprint,
@@ -86,6 +86,7 @@ class Ladder:
         self._failed: dict[TrainConfig, str] = {}  # truncated, for reasons that the whole model may not share
         # Measured / extrapolated time, by kind of step, then configuration.
         self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
+        self._whole: dict[tuple[Any, ...], Measurement] = {}  # of whole models, by all but the optimizer
         self._failures = 0
         self._confirmed: set[TrainConfig] = set()
         self._seconds: dict[TrainConfig, float] = {}  # spent since the last verdict
@@ -111,6 +112,7 @@ class Ladder:
             self._memory.learn(config, foretold.measurement)
         if result.depth is None and result.evidence is Evidence.MEASURED:
             self._memory.learn(config, measurement)
+            self._whole[_but_optimizer(config, measurement.micro_steps)] = measurement
             if foretold is not None:
                 # The median, which scores count: one hiccup of a whole model must not make all others look slow.
                 ratio = statistics.median(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
@@ -119,10 +121,12 @@ class Ladder:
     def evaluate(self, config: TrainConfig, trial: int | None, promise: Promise | None = None) -> Verdict:
         """Climb until something decides. `promise` says why an extrapolated candidate cannot win, or None.
 
+        Without one the whole model is wanted however fast it is foretold to be: where it surely fits, at once.
+
         Raises:
             TooManyFailures: probes keep failing for reasons other than memory.
         """
-        looked = self.look(config, trial)
+        looked = self.look(config, trial, sure_is_enough=promise is None and not self._shallow_only)
         if isinstance(looked, Verdict):
             return looked
         request = self._request(config)
@@ -139,10 +143,13 @@ class Ladder:
         self._count(result)
         return Verdict(result=result, seconds=self._seconds.pop(config))
 
-    def look(self, config: TrainConfig, trial: int | None) -> Verdict | Extrapolation | None:
+    def look(
+        self, config: TrainConfig, trial: int | None, *, sure_is_enough: bool = False
+    ) -> Verdict | Extrapolation | None:
         """Everything below the full-depth probe: the verdict where that decides, else what truncated depths foretell.
 
-        None where they foretell nothing. Looking again costs nothing.
+        None where they foretell nothing, or are not asked since it surely fits and `sure_is_enough`. Looking again
+        costs nothing.
         """
         request = self._request(config)
         stored = self._store.find(request.digest, self._prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM))
@@ -152,9 +159,12 @@ class Ladder:
             if trial is not None:  # this study's own row, so that it can be read without the one that measured it
                 self._stored(trial, replace(known, seconds={}))
             return Verdict(result=known, reused=True)
-        refused = self._gate(request)
+        estimate = self._memory.predict(config, request.micro_steps, request.memory_gib * (1 - request.headroom))
+        refused = self._gate(request, estimate)
         if refused is not None:
             return Verdict(result=self._stored(trial, refused))
+        if sure_is_enough and estimate is not None and estimate.high_gib < estimate.limit_gib * (1 - GATE_BAND):
+            return None
         found = self._shallow(request, trial)
         return self._decide(trial, found) if isinstance(found, ProbeResult) else found
 
@@ -173,7 +183,7 @@ class Ladder:
         self.learn(None, result)
         return result
 
-    def _gate(self, request: ProbeRequest) -> ProbeResult | None:
+    def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
         """The refusal, if this is at least as large as what ran out, or is predicted to be too large."""
         config = request.config
         known = self._frontier.refuses(config, request.micro_steps)
@@ -181,8 +191,6 @@ class Ladder:
             where = "an earlier probe" if known.trial is None else f"trial {known.trial}"
             reason = f"needs at least what {where} ran out with: {known.config.label()}"
             return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=known.detail)
-        offered_gib = request.memory_gib * (1 - request.headroom)
-        estimate = self._memory.predict(config, request.micro_steps, offered_gib)
         if estimate is not None and estimate.low_gib > estimate.limit_gib * (1 + GATE_BAND):
             alike = "1 configuration" if estimate.basis == 1 else f"{estimate.basis} configurations"
             reason = (
@@ -232,10 +240,17 @@ class Ladder:
         return extrapolate(probed, self._shape.num_layers)
 
     def _foretell(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
-        """The same, its time corrected by what whole models took of what was foretold for them."""
+        """The same, its time corrected by what whole models took: of the same micro batches, or of what was foretold.
+
+        Which optimizer follows does not change a micro batch, where it is timed apart from the rest of a step.
+        """
         foretold = self._extrapolated(config, micro_steps)
-        ratios = self._ratios.get(_kind(config, foretold)) if foretold else None
-        return foretold.corrected(list(ratios.values())) if foretold and ratios else foretold
+        if foretold is None:
+            return None
+        ratios = self._ratios.get(_kind(config, foretold))
+        whole = self._whole.get(_but_optimizer(config, micro_steps))
+        foretold = foretold.corrected(list(ratios.values())) if ratios else foretold
+        return foretold.beside(whole) if whole is not None and whole.rest_s else foretold
 
     def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
         name = "settle" if trial is None else f"trial-{trial:04d}"
@@ -269,6 +284,10 @@ def _kind(config: TrainConfig, foretold: Extrapolation) -> tuple[Any, ...]:
     """Steps whose extrapolated time is off by the same ratio."""
     way = (config.method, config.dora, config.quantization, config.compile, config.packing, config.checkpointing)
     return (*way, foretold.host_bound)
+
+
+def _but_optimizer(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:
+    return micro_steps, replace(config, optimizer=TrainConfig().optimizer)
 
 
 def _decided(request: ProbeRequest, outcome: Outcome, rung: Rung, reason: str | None, **fields: Any) -> ProbeResult:

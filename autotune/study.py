@@ -16,7 +16,7 @@ from autotune.config import TrainConfig
 from autotune.depth import Extrapolation
 from autotune.errors import Cancelled
 from autotune.judge import DISAGREEMENT, Judge, Subject
-from autotune.ladder import Ladder, Verdict
+from autotune.ladder import Ladder, Promise, Verdict
 from autotune.objective import Scored, capability, margins, performance, score, to_beat
 from autotune.recall import recall, row_of
 from autotune.recipe import TrialRow
@@ -92,7 +92,7 @@ class Study:
         """
         try:
             while self.search.is_waiting() and not self._done():
-                self._step()
+                self._step(self._promise)
             self._climb()
             self._raise_capability()
             self._sample()
@@ -157,7 +157,7 @@ class Study:
         if best is not None and self.subject.space.knob("lora_rank") and best.config.lora_rank:
             self.search.hold({"lora_rank": best.config.lora_rank})
         while not self._done():
-            config = self._step().config
+            config = self._step(self._promise).config
             known = config.digest in seen
             seen.add(config.digest)
             if known and not self._done() and not self._queue_any(seen):
@@ -165,7 +165,10 @@ class Study:
                 return
 
     def _raise_capability(self) -> None:
-        """The best with its learning knobs at their most capable; what does not fit, with smaller micro batches."""
+        """The best with its learning knobs at their most capable; what does not fit, with smaller micro batches.
+
+        Whole models, unless memory is in doubt: what capability costs is to be known, and most of them are close.
+        """
         outcomes = {row.config: row.outcome for row in self.rows}
         for config in self._more_capable():
             for smaller in sizes(self.subject.space, config):
@@ -173,7 +176,7 @@ class Study:
                     if self.should_stop() or self._is_spent() or self._full():
                         return
                     self.search.enqueue(self.subject.space.clip(smaller))
-                    outcomes[smaller] = self._step().outcome
+                    outcomes[smaller] = self._step(None).outcome
                 if outcomes[smaller] not in TOO_LARGE:
                     break
 
@@ -207,10 +210,10 @@ class Study:
     def _speed(self, config: TrainConfig, foretold: Extrapolation) -> float:
         return performance(config, [foretold.measurement], self.subject.workload).tokens_per_second
 
-    def _step(self) -> TrialRow:
+    def _step(self, promise: Promise | None) -> TrialRow:
         """One trial, all the way."""
         asked = self._ask()
-        return self._close(asked, self.ladder.evaluate(asked.config, asked.number, self._promise))
+        return self._close(asked, self.ladder.evaluate(asked.config, asked.number, promise))
 
     def _ask(self) -> Asked:
         asked = self.search.ask()

@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--model", default="mistral-7b")
-    parser.add_argument("--budget", default="4m45s")
+    parser.add_argument("--budget", default="4m55s")
     parser.add_argument("--keep", type=Path, help="a directory to run in, and to leave the study in")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -1,5 +1,6 @@
 """What a few layers foretell of all: exact where depth is a line, segment by segment, and honest about the rest."""
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -310,6 +311,19 @@ def test_a_correction_multiplies_times_and_nothing_else() -> None:
     assert (longer.time_error, longer.host_bound) == (plain.time_error, plain.host_bound)
     assert longer.measurement.peak_reserved_gib == plain.measurement.peak_reserved_gib
     assert longer.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
+
+
+def test_beside_a_whole_model_only_what_follows_its_micro_batches_is_in_doubt() -> None:
+    plain = foretold(affine(2), affine(8))
+    rest, steps = plain.measurement.rest_s[0], (0.5, 0.51, 0.49, 0.5)
+    told = plain.beside(affine(LAYERS, micro_step_s=steps))
+    assert told.measurement.micro_step_s == (0.5,)
+    assert told.measurement.rest_s == (rest,)
+    assert statistics.median(told.measurement.step_s) == pytest.approx(1.0 + rest)
+    sure = plain.beside(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
+    assert sure == pytest.approx(math.hypot(SEEN, DEVICE_BOUND * rest / (1.0 + rest)))
+    assert sure < told.time_error < plain.beside(affine(LAYERS, micro_step_s=(0.5,))).time_error
+    assert told.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
 
 
 def test_what_whole_models_took_tells_the_error_once_there_are_enough() -> None:

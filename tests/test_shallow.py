@@ -12,7 +12,7 @@ from layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
 from replay import ReplayProber
 
 from autotune.config import TrainConfig
-from autotune.depth import Extrapolation
+from autotune.depth import SEEN, Extrapolation
 from autotune.ladder import GATE_BAND, Ladder, Verdict
 from autotune.result import Evidence, Measurement, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult, Rung
 from autotune.store import ProbeStore
@@ -72,6 +72,10 @@ def session(store: ProbeStore, tmp_path: Path) -> Start:
 
 def never(config: TrainConfig, foretold: Extrapolation) -> str:
     return "it cannot win"
+
+
+def hopeful(config: TrainConfig, foretold: Extrapolation) -> None:
+    """Whatever is foretold may win."""
 
 
 def how(verdict: Verdict) -> tuple[Outcome, Rung, Evidence]:
@@ -177,7 +181,8 @@ def test_close_to_the_limit_the_whole_model_decides(session: Start, need: float,
         (1 + GATE_BAND + 0.005, Outcome.REFUSED, []),
         (1 + GATE_BAND - 0.005, Outcome.OOM, [2, 8]),
         (1.005, Outcome.OOM, [2, 8, None]),
-        (0.95, Outcome.OK, [2, 8, None]),
+        (0.98, Outcome.OK, [2, 8, None]),
+        (0.96, Outcome.OK, [None]),  # surely fits, and there is no promise to hold it to
     ],
 )
 def test_the_gate_refuses_what_is_foretold_to_be_far_beyond_the_limit(
@@ -244,11 +249,32 @@ def test_what_cannot_win_is_slow(session: Start, store: ProbeStore) -> None:
 def test_what_takes_longer_than_foretold_corrects_what_is_foretold_next(session: Start) -> None:
     ladder, _ = session(layered(slower=1.1))
     assert foretold_of(ladder, HALF).micro_step_s == pytest.approx((1.024,))
-    ladder.evaluate(MIDDLE, 0)
+    ladder.evaluate(MIDDLE, 0, hopeful)
     assert foretold_of(ladder, HALF).micro_step_s == pytest.approx((1.1 * 1.024,))
     assert foretold_of(ladder, HALF).step_s == pytest.approx((1.1 * 2.048,) * 3)
     another_kind = replace(HALF, checkpointing="full")
     assert foretold_of(ladder, another_kind).micro_step_s == pytest.approx((1.024,))
+
+
+def test_another_optimizer_is_foretold_the_micro_batches_that_were_measured(session: Start) -> None:
+    ladder, _ = session(layered(slower=1.1))
+    ladder.evaluate(MIDDLE, 0)
+    told = foretold_of(ladder, replace(MIDDLE, optimizer="adamw_8bit"))
+    assert told.micro_step_s == pytest.approx((1.1 * 2.048,))
+    assert told.step_s == pytest.approx((1.1 * 4.096,) * 3)
+    assert told.time_error == pytest.approx(SEEN)
+    assert foretold_of(ladder, replace(MIDDLE, lora_rank=64)).time_error > 0.015
+
+
+def test_where_a_step_has_a_single_micro_batch_it_is_not_timed_apart_from_the_optimizer(session: Start) -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        found = layered(slower=1.1)(request)
+        assert found.measurement is not None
+        return replace(found, measurement=replace(found.measurement, rest_s=()))
+
+    ladder, _ = session(answer, micro_steps=lambda config: 1)
+    ladder.evaluate(MIDDLE, 0)
+    assert foretold_of(ladder, replace(MIDDLE, optimizer="adamw_8bit")).time_error > 0.015
 
 
 def test_a_disturbed_shallow_probe_does_not_end_the_session(session: Start) -> None:
@@ -263,7 +289,7 @@ def test_a_disturbed_shallow_probe_does_not_end_the_session(session: Start) -> N
 
     ladder, _ = session(disturbed)
     assert ladder.evaluate(MIDDLE, 0).result.outcome is Outcome.OK
-    assert ladder.evaluate(HALF, 1, lambda config, foretold: None).result.outcome is Outcome.OK
+    assert ladder.evaluate(HALF, 1, hopeful).result.outcome is Outcome.OK
 
 
 # Where it is the last rung, and where it fails

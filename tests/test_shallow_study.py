@@ -135,6 +135,13 @@ def test_what_was_slow_is_pruned_with_what_it_would_have_done(
     assert best is not None and all((row.tokens_per_second or 0) < (best.tokens_per_second or 0) for row in slow)
 
 
+def test_what_capability_costs_is_measured_at_once(open_study: Open) -> None:
+    session = open_study(layered(by_tokens), trials=6, limit_gib=100.0)
+    session.study.run()
+    raised = [request.depth for request in session.prober.requests if request.config.lora_rank == 32]
+    assert raised and raised[0] is None
+
+
 def test_a_study_is_remembered_as_it_was(finished: Finished) -> None:
     first, again, _ = finished
     assert {row.outcome for row in first.study.rows} == {Outcome.OK, Outcome.SLOW}
