@@ -64,10 +64,10 @@ class TableProber:
         result = self._table.results[(request.config, request.depth)]
         self.seconds += result.seconds["total"]
         if request.config != self._compiled:
-            compiling, again = self._charges.compiling(request.config)
+            compiling = self._charges.compiling(request.config)
             first = request.depth is not None and request.depth == min(self._depths(request.config))
             # The first of the shallow probes compiled when it was measured, in more or less time than is charged.
-            self.seconds += compiling - result.seconds.get("first_step", 0.0) if compiling and first else again
+            self.seconds += compiling - (result.seconds.get("first_step", 0.0) if compiling and first else 0.0)
         self._compiled = request.config
         return replace(result, request_digest=request.digest, rung=request.rung)
 

@@ -111,21 +111,21 @@ class Charges:
     def __init__(self, table: Table) -> None:
         self._table, self._on_disk = table, set[TrainConfig]()
 
-    def compiling(self, config: TrainConfig) -> tuple[float, float]:
-        """Seconds that the first steps take: in a process that never ran this, and in one that ran another since."""
+    def compiling(self, config: TrainConfig) -> float:
+        """Seconds that the first steps take longer, in a process that holds no code of this configuration."""
         if config.compile == "none":
-            return 0.0, 0.0
+            return 0.0
         all_of_it, found = self._table.compile_seconds[replace(config, optimizer=OPTIMIZER, checkpointing="none")]
         # The backward pass may be another where layers are recomputed: that such code is shared is not counted on.
         code = replace(config, optimizer=OPTIMIZER)
         is_new = code not in self._on_disk
         self._on_disk.add(code)
-        return (all_of_it if is_new else found), found
+        return all_of_it if is_new else found
 
     def cold(self, config: TrainConfig) -> float:
         """A process of its own: its start, the probe, and the compilation that a shallow probe had paid for."""
         whole = self._table.results[(config, None)].seconds.get("total", 0.0)
-        return float(self._table.about["start_s"]) + whole + self.compiling(config)[0]
+        return float(self._table.about["start_s"]) + whole + self.compiling(config)
 
 
 def measure(args: argparse.Namespace) -> None:
