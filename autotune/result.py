@@ -95,7 +95,7 @@ class ProbeRequest:
     num_gpus: int = 1
     strategy: str = "none"
     min_timed_micros: int = 2
-    max_timed_steps: int = 10
+    max_timed_steps: int = 40
     min_timed_s: float = 1.0
     evaluate: bool = False
     seed: int = 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autotune.depth import HOST_SHARE
 from autotune.probe.device import Meter
 from autotune.result import Phase, ProbeRequest
 
@@ -26,8 +27,8 @@ class Recorder:
     """Marks and peaks at the seams of a training step, and the plan of how many steps to time.
 
     Step 0 warms up, step 1 tells how long a step takes (later if something still compiles), the rest are timed: for
-    `min_timed_s`, fewer if the steps agree, more if those of a whole model do not. Where reading a phase's peak costs
-    time (CPU), it is not read in timed steps.
+    `min_timed_s`, fewer if the steps agree, more if they do not and the model is whole or the host the slower one.
+    Where reading a phase's peak costs time (CPU), it is not read in timed steps.
     """
 
     def __init__(
@@ -150,10 +151,17 @@ class Recorder:
         spread = (max(finished) - min(finished)) / min(finished)
         if spread < AGREED and len(finished) >= self._agree_at:
             self.last_timed = min(self.last_timed, self.step)
-        elif spread > DISAGREED and self.step == self.last_timed and self.request.depth is None:
+        elif spread > DISAGREED and self.step == self.last_timed and (self.request.depth is None or self._waits()):
             num_steps = self.last_timed - self.first_timed + 1
             if num_steps < self.request.max_timed_steps and sum(finished) < 2 * self.request.min_timed_s:
                 self.last_timed += 1
+
+    def _waits(self) -> bool:
+        """Whether the device waits for the host, whose share of a step is the noisy one."""
+        assert self.first_timed is not None
+        host, first = self.host_micro_s(), self.first_timed
+        micros = map(self.meter.seconds, self.starts[first], self.ends[first])
+        return host is not None and host >= HOST_SHARE * statistics.median(micros)
 
     def _now(self) -> Any:
         mark = self.meter.mark()
@@ -164,8 +172,7 @@ class Recorder:
         """The host's own time for a micro batch: the shortest, since issuing blocks once the device's queue is full."""
         if self.first_timed is None or self.meter.torch_device.type == "cpu":
             return None
-        each = self.request.micro_steps
-        return min(self.issued[self.first_timed * each : (self.first_timed + 2) * each])
+        return min(self.issued[self.first_timed * self.request.micro_steps :])
 
     def check_steady(self) -> None:
         """Raises NotSteady if anything was compiled during the timed steps."""
