@@ -54,8 +54,9 @@ class Study:
     rows: list[TrialRow] = field(default_factory=list)
     _open: list[int] = field(default_factory=list)  # asked for, not told yet; `run` gives them back
     _climbed: set[int] = field(default_factory=set)
+    _rank: int | None = None  # that is held while sampling
     judge: Judge = field(init=False)
-    _probe_times: list[float] = field(default_factory=list)
+    _probe_times: list[tuple[float, bool]] = field(default_factory=list)  # of whole models, and whether one compiled
     _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (no secret hangs on it)
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class Study:
 
         queued = self.search.repair(settle)
         self.rows, self.judge = recall(self.subject, self.search.finished(), stored)
-        self._probe_times = [row.seconds for row in self.rows if row.outcome is Outcome.OK and not row.reused]
+        self._probe_times = [(row.seconds, False) for row in self.rows if row.outcome is Outcome.OK and not row.reused]
         if self.rows:
             self.say(f"continuing: {len(self.rows)} trials are done, {queued} that were cut off are queued again")
 
@@ -94,8 +95,9 @@ class Study:
             while self.search.is_waiting() and not self._done():
                 self._step(self._promise)
             self._climb()
+            climbed = best.config if (best := self.best()) else None
             self._raise_capability()
-            self._sample()
+            self._sample(climbed)
             self._raise_capability()
             self._measure_close_calls()
         except BaseException as error:
@@ -147,15 +149,16 @@ class Study:
             else:
                 self._close(asked, self.ladder.evaluate(asked.config, asked.number, self._promise))
 
-    def _sample(self) -> None:
+    def _sample(self, climbed: TrainConfig | None) -> None:
         """What the sampler proposes, until a limit is reached.
 
-        The rank is held: it moves the speed by a percent or two and costs a compilation, and it is raised at the end.
+        The rank is held at that of the climb, whose code is compiled: another moves the speed by a percent or two and
+        costs a compilation for each micro batch, and it is raised at the end.
         """
         seen = {row.config.digest for row in self.rows}
-        best = self.best()
-        if best is not None and self.subject.space.knob("lora_rank") and best.config.lora_rank:
-            self.search.hold({"lora_rank": best.config.lora_rank})
+        if climbed is not None and self.subject.space.knob("lora_rank") and climbed.lora_rank:
+            self._rank = climbed.lora_rank
+            self.search.hold({"lora_rank": self._rank})
         while not self._done():
             config = self._step(self._promise).config
             known = config.digest in seen
@@ -226,7 +229,9 @@ class Study:
         self._open.remove(asked.number)  # its result is stored: whatever fails now, `repair` settles it
         self._tell(asked.number, verdict)
         if result.outcome is Outcome.OK and not verdict.reused:
-            self._probe_times.append(result.seconds.get("total", 0.0))
+            took = result.seconds.get("total", 0.0)
+            compiled_here = result.config.compile != "none" and verdict.seconds == took
+            self._probe_times.append((took, compiled_here))
         row = row_of(asked.number, verdict, self.subject)
         self.rows.append(row)
         self.judge.take(result)
@@ -296,11 +301,17 @@ class Study:
         return self.limits.trials is not None and len(self.rows) + len(self._open) >= self.limits.trials
 
     def _reserve_s(self) -> float:
-        """What confirming will take, twice as long as the probes so far, but at most half the budget."""
+        """What confirming will take, twice as long as the probes so far, but at most half the budget.
+
+        It finds compiled code on disk: the probes that had to compile count only where there are no others.
+        """
         if not self._probe_times:
             return 0.0
         entries = min(len(self._probe_times), self.limits.finalists) + 1
-        need = 2.0 * statistics.median(self._probe_times) * entries * self.limits.rounds
+        times = [took for took, compiled in self._probe_times if not compiled] or [
+            took for took, _ in self._probe_times
+        ]
+        need = 2.0 * statistics.median(times) * entries * self.limits.rounds
         return min(need, self.limits.budget_s / 2)
 
     def _late(self) -> bool:
@@ -330,7 +341,7 @@ class Study:
         there = best.config.as_dict() if best else {}
         apart = [  # another rank last
             (
-                best is not None and config.lora_rank != best.config.lora_rank,
+                self._rank is not None and config.lora_rank != self._rank,
                 len(config.as_dict().items() ^ there.items()),
             )
             for _, config in untried

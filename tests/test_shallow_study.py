@@ -142,6 +142,23 @@ def test_what_capability_costs_is_measured_at_once(open_study: Open) -> None:
     assert raised and raised[0] is None
 
 
+def test_the_sampler_stays_at_the_rank_of_the_climb(open_study: Open) -> None:
+    """Though another is faster: its code would have to be compiled for every micro batch."""
+    wide = subject_of(
+        space(micro_batch_size=(1, 2, 4, 8), seq_len=(256,), lora_rank=(16, 32), checkpointing=("none", "full"))
+    )
+    session = open_study(
+        layered(lambda config: by_tokens(config) * (1.2 if config.lora_rank == 32 else 1.0)),
+        subject=wide,
+        trials=9,
+        limit_gib=100.0,
+    )
+    session.study.run()
+    ranks = [row.config.lora_rank for row in session.study.rows]
+    assert session.study.best().config.lora_rank == 32  # type: ignore[union-attr]
+    assert set(ranks[ranks.index(32) + 1 : -1]) == {16}
+
+
 def test_a_study_is_remembered_as_it_was(finished: Finished) -> None:
     first, again, _ = finished
     assert {row.outcome for row in first.study.rows} == {Outcome.OK, Outcome.SLOW}
