@@ -88,6 +88,10 @@ def run(
         bool | None,
         typer.Option("--shallow-only", help="Judge from a few layers alone, for a model this device cannot hold."),
     ] = None,
+    quality: Annotated[
+        bool | None,
+        typer.Option("--quality", help="Then train the finalists on --dataset, and tell their held-out losses."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the search. [0]")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; an existing one is continued.")] = None,
     storage: Storage = None,

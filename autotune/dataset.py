@@ -15,6 +15,8 @@ LOADERS = {".jsonl": "lines", ".json": "json", ".parquet": "parquet", ".csv": "c
 BYTES_PER_TOKEN = 4.0  # of UTF-8; English text under the vocabularies of today has 3.5 to 4.5
 FORMS = "`text`, `prompt` and `completion`, or `messages` with a `role` and a `content` each"
 
+COLUMNS = ("text", "prompt", "completion", "messages")
+
 BATCH = 1000  # rows that are counted at once: a tokenizer takes them side by side
 Render = Callable[[dict[str, Any]], str]
 Count = Callable[[list[str], bool], list[int]]
@@ -29,7 +31,7 @@ def dataset_lengths(path: Path, tokenizer: str | None, say: Callable[[str], None
     """
     say(f"reading {path.name}")
     render, count = _counting(tokenizer) if tokenizer else (_joined, _estimated)
-    rows, found, said = enumerate(_rows(path), 1), list[int](), time.monotonic()
+    rows, found, said = enumerate(read_rows(path), 1), list[int](), time.monotonic()
     while batch := list(islice(rows, BATCH)):
         for is_chat in (False, True):  # a chat template writes its own special tokens
             texts = [_rendered(path, *one, render) for one in batch if is_chat is (one[1].get("messages") is not None)]
@@ -63,7 +65,8 @@ def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> s
         ) from None
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Every example as its file has it, one after the other. Raises as `dataset_lengths`."""
     loader = LOADERS.get(path.suffix.lower())
     if loader is None:
         raise UsageError(f"--dataset: {path.name} is none of {', '.join(LOADERS)}", remedy="convert it to JSON lines")

@@ -3,7 +3,7 @@
 from autotune.judge import Judge, Subject
 from autotune.ladder import Verdict
 from autotune.objective import margins, score
-from autotune.recipe import StudySummary, TrialRow
+from autotune.recipe import Quality, StudySummary, TrialRow
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.search import Told
 from autotune.store import StoredProbe
@@ -73,17 +73,18 @@ def summarize(
     probe_seconds: float,
     wall_seconds: float,
     importances: dict[str, float],
-    notes: tuple[str, ...] = (),
+    quality: Quality | None = None,
 ) -> StudySummary:
     """What the study says so far."""
-    price = judge.subject.price
+    price, recipe = judge.subject.price, judge.recipe(fingerprint)
     return StudySummary(
         study=judge.subject.study,
-        recipe=judge.recipe(fingerprint),
+        recipe=recipe,
         trials=tuple(rows),
         probe_seconds=probe_seconds,
         wall_seconds=wall_seconds,
         search_usd=None if price is None else wall_seconds / 3600 * price.usd_per_hour,
         importances=importances,
-        notes=notes,
+        quality=quality,
+        notes=tuple(quality.said(recipe.winner.config)) if quality and recipe else (),
     )

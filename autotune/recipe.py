@@ -1,5 +1,6 @@
 """Recipe and StudySummary: what a finished study says, as values that the report and the exporters read."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,67 @@ class TrialRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What one finalist learned: the loss of the held-out examples before and after, or the reason why not.
+
+    `full_run_hours` and `full_run_usd` are what its full run is projected to take.
+    """
+
+    config: TrainConfig
+    full_run_hours: float
+    full_run_usd: float | None
+    seconds: float
+    loss_before: float | None = None
+    loss_after: float | None = None
+    reason: str | None = None
+
+    def told(self) -> str:
+        if self.loss_before is None or self.loss_after is None:
+            return f"failed: {self.reason}"
+        return f"held-out loss {self.loss_before:.4f} to {self.loss_after:.4f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """The finalists, each trained for `steps` optimizer steps on the same `trained_on` examples from one seed.
+
+    A loss is the mean over `held_out` other examples, each cut at `tokens`, of the loss a token.
+    """
+
+    steps: int
+    trained_on: int
+    held_out: int
+    tokens: int
+    learned: tuple[Learned, ...] = ()
+
+    def ranked(self) -> tuple[Learned, ...]:
+        """The lowest loss first; those without one last."""
+        return tuple(sorted(self.learned, key=lambda one: math.inf if one.loss_after is None else one.loss_after))
+
+    def front(self) -> tuple[Learned, ...]:
+        """Those that no other beats in both loss and time: the Pareto front, the fastest first."""
+        found: list[Learned] = []
+        for one in sorted(self.ranked(), key=lambda one: one.full_run_hours):
+            if one.loss_after is not None and (not found or one.loss_after < (found[-1].loss_after or 0.0)):
+                found.append(one)
+        return tuple(found)
+
+    def said(self, winner: TrainConfig) -> list[str]:
+        """What a reader of the winner should know of it."""
+        own = next((one for one in self.learned if one.config == winner), None)
+        if own is None:
+            return ["what this winner learns is not known: --quality trained others, before it was found"]
+        if (mine := own.loss_after) is None:
+            return [f"what the winner learns is not known, its training failed: {own.reason}"]
+        better = [one for one in self.ranked() if one.loss_after is not None and one.loss_after < mine]
+        return [
+            f"{one.config.label()} learned more in {self.steps} steps from one seed: "
+            f"loss {one.loss_after:.4f} against the winner's {mine:.4f}"
+            for one in better[:1]
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
     """A whole study. `recipe` is None where no trial came through. Seconds are wall seconds over all sessions."""
 
@@ -97,6 +159,7 @@ class StudySummary:
     wall_seconds: float
     search_usd: float | None
     importances: dict[str, float] = field(default_factory=dict)
+    quality: Quality | None = None
     notes: tuple[str, ...] = ()
 
     def counts(self) -> dict[str, int]:
@@ -168,6 +231,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "search_usd": summary.search_usd,
         "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
         "caveats": list(recipe.caveats) if recipe else [],
+        "quality": to_data(summary.quality) if summary.quality else None,
         "fingerprint": to_data(recipe.fingerprint) if recipe else None,
         "out_dir": out_dir,
     }

@@ -50,6 +50,7 @@ class StudySpec:
     allow_any_optimizer: bool = False
     slack: float = 0.05
     shallow_only: bool = False
+    quality: bool = False
     seed: int = 0
     study: str | None = None
     storage: str | None = None

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "autotune"
 LAYERS = [
     "errors", "units", "files", "gpu", "config", "catalog", "result", "depth", "space", "climb", "lengths", "dataset",
     "workload", "memory", "objective", "packing", "projection", "recipe", "judge", "store", "ladder", "footing",
-    "search", "recall", "study", "spec", "setup", "probe", "report", "export", "commands", "cli",
+    "search", "recall", "study", "spec", "setup", "probe", "report", "export", "quality", "commands", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...

@@ -129,7 +129,9 @@ class Display(AbstractContextManager["Display"]):
                 self._print(f"{name:<9} {self._cost(one)}")
         for price in recipe.prices():
             self._print(f"price     {price}")
-        for caveat in recipe.caveats:
+        for each in summary.quality.ranked() if summary.quality else ():
+            self._print(f"learned   {each.config.label()}: {each.told()}")
+        for caveat in (*recipe.caveats, *summary.notes):
             self._print(f"note      {caveat}", "yellow")
         self._print(f"files     {out_dir}")
         launch = shlex.quote(f"{out_dir}/export/launch.sh")

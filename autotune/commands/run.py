@@ -23,8 +23,8 @@ from autotune.depth import depths
 from autotune.errors import Cancelled, Interrupted, TooManyFailures, UsageError
 from autotune.gpu import GpuInfo
 from autotune.probe.launcher import WorkerProber
-from autotune.recipe import TrialRow
-from autotune.result import ProbeRequest, to_data
+from autotune.recipe import Quality, TrialRow
+from autotune.result import ProbeRequest, from_data, to_data
 from autotune.setup import Setup, find_device, open_reserve, set_up, suit
 from autotune.spec import StudySpec
 from autotune.units import fmt_gib, parse_duration
@@ -102,7 +102,14 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
     except ValueError as error:
         raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
     device, card = find_device(spec.gpu)
+    if spec.quality and spec.shallow_only:
+        raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
     setup = set_up(spec, device, (lambda text: None) if quiet else partial(print, file=sys.stderr))
+    if spec.quality:
+        from autotune.quality import impossible
+
+        if reason := impossible(setup.subject.model, setup.subject.workload, spec.dataset):
+            raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
     url = storage_url(spec.storage)
     if spec.study is None:
         setup = replace(setup, subject=replace(setup.subject, study=_unused(setup.subject.study, url)))
@@ -115,6 +122,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     """Search, confirm, write, print. Raises Cancelled where a stop leaves nothing to write."""
     from autotune.footing import find_footing
     from autotune.ladder import Ladder
+    from autotune.quality import compare
     from autotune.recall import summarize
     from autotune.search import Search, stored_facts
     from autotune.store import ProbeStore
@@ -200,6 +208,15 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         failure = error  # told once what was found so far is written
     finally:
         search.remember("wall_seconds", before + time.monotonic() - task.started)
+    recipe = study.judge.recipe(fingerprint)
+    quality = from_data(Quality, facts["quality"]) if facts.get("quality") else None
+    if spec.quality and spec.dataset and recipe is not None and failure is None and not stop():
+        prober.close()  # its memory is wanted
+        others = [study.judge.candidate(config) for config in study.judge.finalists(limits.finalists)]
+        with suppress(Cancelled):
+            quality = compare(recipe, others, Path(spec.dataset).expanduser(), out / "logs", display.say, stop)
+            search.remember("quality", to_data(quality))
+            search.remember("wall_seconds", before + time.monotonic() - task.started)
     display.say("writing the report")
     summary = summarize(
         study.rows,
@@ -208,6 +225,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in store.of_study(name)),
         wall_seconds=before + time.monotonic() - task.started,
         importances=search.importances(),
+        quality=quality,
     )
     data = write_study(out, summary)
     display.result(summary, _short(out))

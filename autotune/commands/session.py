@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.errors import UsageError
 from autotune.judge import Subject
-from autotune.recipe import StudySummary
+from autotune.recipe import Quality, StudySummary
 from autotune.result import Fingerprint, from_data, to_data
 from autotune.setup import slug
 
@@ -94,5 +94,6 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
         probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in stored),
         wall_seconds=float(facts.get("wall_seconds", 0.0)),
         importances=search.importances(),
+        quality=from_data(Quality, facts["quality"]) if facts.get("quality") else None,
     )
     return StoredStudy(summary=summary, subject=subject, facts=facts, out=Path(facts["out"]))

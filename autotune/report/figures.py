@@ -7,6 +7,8 @@ left to the page, which sets them when it draws.
 import html
 from typing import Any
 
+from autotune.config import TrainConfig
+from autotune.recipe import Quality
 from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
 from autotune.report.tradeoffs import CellRow
 from autotune.result import Outcome
@@ -156,6 +158,38 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat="+.0%")
     return _finish(figure, x="cost a useful token against the winner", y=None, height=110 + 38 * len(others))
+
+
+def quality(found: Quality | None, winner: TrainConfig | None) -> dict[str, Any] | None:
+    """Held-out loss of the finalists after training against the time of the full run, with the Pareto front."""
+    learned = [one for one in found.ranked() if one.loss_after is not None] if found else []
+    if found is None or len(learned) < 2:
+        return None
+    figure = _empty()
+    front = found.front()
+    figure.add_scatter(
+        x=[one.full_run_hours for one in front],
+        y=[one.loss_after for one in front],
+        mode="lines",
+        line={"color": ACCENT, "width": 1.5, "dash": "dot", "shape": "hv"},
+        name="Pareto front",
+        hoverinfo="skip",
+    )
+    for name, members in (
+        ("winner", [one for one in learned if one.config == winner]),
+        ("other finalists", [one for one in learned if one.config != winner]),
+    ):
+        figure.add_scatter(
+            x=[one.full_run_hours for one in members],
+            y=[one.loss_after for one in members],
+            mode="markers",
+            marker={"size": 11, "color": ACCENT if name == "winner" else OUTCOMES[Outcome.OK][0]},
+            name=name,
+            hovertext=[f"{escape(one.config.label())}<br><b>{one.loss_after:.4f}</b>" for one in members],
+            hoverinfo="text",
+            cliponaxis=False,
+        )
+    return _finish(figure, x="hours of the full run", y="held-out loss after training", height=360)
 
 
 def memory(bars: tuple[MemoryBar, ...]) -> dict[str, Any] | None:

@@ -195,6 +195,7 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
         "importances": figures.importances(infos.importances(summary)),
         "memory": figures.memory(infos.memory(summary)),
         "capability": figures.capability(cells),
+        "quality": figures.quality(summary.quality, recipe.winner.config if recipe else None),
     }
     # A figure fewer is not a reason for 5 MB: without any, plotly.js stays out.
     source = figures.plotly_js() if any(drawn.values()) else ""

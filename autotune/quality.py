@@ -1,0 +1,147 @@
+"""What the finalists learn: a short real training of each on the user's own examples, by the exported script itself.
+
+All train on the same examples from the same seed, and none on those held out, whose loss is told before and after.
+Speed says nothing of what a configuration learns. This does, a little: a few steps, from one seed.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autotune.catalog import ModelSpec
+from autotune.dataset import COLUMNS, read_rows
+from autotune.errors import Cancelled
+from autotune.export import train
+from autotune.probe.launcher import child_environment
+from autotune.recipe import Candidate, Learned, Quality, Recipe
+from autotune.workload import Workload
+
+FINALISTS = 4
+STEPS, HELD_OUT = 20, 64  # optimizer steps of each, and examples that only tell a loss: fewer of a small dataset
+HELD_OUT_SHARE = 0.1
+SLOWER = 10.0  # times the measured step: training that takes longer is taken to hang
+START_S = 900.0
+
+
+def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
+    """Why nothing can be learned here; None where it can."""
+    if model.weights is None:
+        return "it needs real weights, from a local directory (--model DIR)"
+    if dataset is None:
+        return "it needs examples to learn from (--dataset FILE)"
+    if model.tokenizer != model.weights:
+        return f"it needs the model's tokenizer beside its weights, in {model.weights}"
+    if _steps(workload) < 1:
+        return f"{workload.lengths.number:,} examples are too few for a step of {workload.global_batch}"
+    return None
+
+
+def compare(
+    recipe: Recipe,
+    others: list[Candidate],
+    dataset: Path,
+    logs: Path,
+    say: Callable[[str], None],
+    should_stop: Callable[[], bool],
+) -> Quality:
+    """Train the winner, the baseline and the other finalists, and tell what each learned. The device must be free.
+
+    Raises Cancelled where `should_stop` says so.
+    """
+    first = [recipe.winner, recipe.baseline] if recipe.baseline else [recipe.winner]
+    candidates = list({one.config: one for one in [*first, *others]}.values())[:FINALISTS]
+    workload, steps = recipe.workload, _steps(recipe.workload)
+    quality = Quality(
+        steps=steps,
+        trained_on=steps * workload.global_batch,
+        held_out=_held_out(workload),
+        tokens=max(one.config.seq_len for one in candidates),
+    )
+    with tempfile.TemporaryDirectory(prefix="autotune-quality-") as scratch:
+        examples = Path(scratch) / "examples.jsonl"
+        _sample(dataset, workload.lengths.number, quality, examples)
+        learned = []
+        for number, one in enumerate(candidates, 1):
+            say(f"learning, {number} of {len(candidates)}: {one.config.label()}")
+            folder = Path(scratch) / one.config.digest
+            folder.mkdir()
+            # As long as this run: the warm-up is a share of it.
+            short = replace(one, cost=replace(one.cost, num_steps=steps))
+            for name, text in train.export(replace(recipe, winner=short)).items():
+                (folder / name).write_text(text, encoding="utf-8")
+            log = logs / f"quality-{one.config.digest}.log"
+            learned.append(_learn(one, quality, folder, examples, log, should_stop))
+    return replace(quality, learned=tuple(learned))
+
+
+def _steps(workload: Workload) -> int:
+    return min(STEPS, (workload.lengths.number - _held_out(workload)) // workload.global_batch)
+
+
+def _held_out(workload: Workload) -> int:
+    return min(HELD_OUT, max(1, round(HELD_OUT_SHARE * workload.lengths.number)))
+
+
+def _sample(dataset: Path, number: int, quality: Quality, out: Path) -> None:
+    """The examples to train on in a random order, then those held out, as JSON lines."""
+    chosen = random.Random(0).sample(range(number), quality.trained_on + quality.held_out)  # noqa: S311
+    wanted = {row: place for place, row in enumerate(chosen)}
+    lines = [""] * len(chosen)
+    for index, row in enumerate(read_rows(dataset)):
+        if (place := wanted.get(index)) is not None:
+            lines[place] = json.dumps({name: row[name] for name in COLUMNS if row.get(name) is not None})
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _learn(
+    one: Candidate, quality: Quality, folder: Path, examples: Path, log: Path, should_stop: Callable[[], bool]
+) -> Learned:
+    command = [sys.executable, str(folder / "train.py"), "--dataset", str(examples), "--max-steps", str(quality.steps)]
+    command += ["--held-out", str(quality.held_out), str(quality.tokens), "--output-dir", ""]
+    begin, said = time.monotonic(), folder / "said"
+    until = begin + START_S + SLOWER * quality.steps * one.performance.step_time_s
+    with said.open("wb") as stdout, log.open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=child_environment(os.environ, "cuda"),  # nothing is weighed: no setting that makes a CPU's peaks repeat
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None and time.monotonic() < until:
+                if should_stop():
+                    raise Cancelled
+                time.sleep(0.1)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    learned = Learned(
+        config=one.config,
+        full_run_hours=one.cost.full_run_hours,
+        full_run_usd=one.cost.full_run_usd,
+        seconds=time.monotonic() - begin,
+    )
+    if process.returncode:
+        return replace(learned, reason=_last_line(log) or f"exit code {process.returncode}")
+    result: dict[str, Any] = json.loads(said.read_text(encoding="utf-8").strip().splitlines()[-1])
+    before, after = result["held_out_loss"]
+    return replace(learned, loss_before=before, loss_after=after)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""

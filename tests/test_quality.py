@@ -1,0 +1,178 @@
+"""The quality check: finalists really train on the user's examples, and who learns less is seen."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import summary
+
+from autotune.catalog import ModelSpec, resolve_model
+from autotune.config import TrainConfig
+from autotune.errors import Cancelled
+from autotune.lengths import Lengths
+from autotune.quality import compare, impossible
+from autotune.recipe import Candidate, Learned, Quality, Recipe
+from autotune.report import render
+from autotune.workload import Workload
+
+GOOD = TrainConfig(
+    micro_batch_size=4, seq_len=32, lora_rank=16, precision="fp32", optimizer="adamw_torch", checkpointing="none"
+)
+CRIPPLED = replace(GOOD, seq_len=4)  # the first four tokens of each example, which the model knows already
+PACKED = replace(GOOD, seq_len=64, packing=True, micro_batch_size=2)
+
+
+def learned(config: TrainConfig = GOOD, hours: float = 1.0, after: float | None = 2.0, **changes: Any) -> Learned:
+    return Learned(
+        config=config,
+        full_run_hours=hours,
+        full_run_usd=None,
+        seconds=1.0,
+        loss_before=3.0,
+        loss_after=after,
+        **changes,
+    )
+
+
+def quality(*found: Learned) -> Quality:
+    return Quality(steps=20, trained_on=640, held_out=64, tokens=32, learned=found)
+
+
+# What is said of it
+
+
+def test_the_lowest_loss_comes_first_and_failures_last() -> None:
+    low, high, failed = learned(after=1.0), learned(CRIPPLED, after=2.0), learned(after=None, reason="out of memory")
+    assert quality(failed, high, low).ranked() == (low, high, failed)
+    assert failed.told() == "failed: out of memory"
+
+
+def test_the_front_has_whom_nobody_beats_in_both() -> None:
+    fast, good = learned(hours=1.0, after=2.0), learned(hours=2.0, after=1.5)
+    beaten, failed = learned(hours=3.0, after=1.7), learned(hours=0.1, after=None, reason="no")
+    assert quality(beaten, good, failed, fast).front() == (fast, good)
+
+
+def test_a_finalist_that_learns_more_than_the_winner_is_named() -> None:
+    found = quality(learned(CRIPPLED, after=2.0), learned(GOOD, after=1.5))
+    assert found.said(GOOD) == []
+    (said,) = found.said(CRIPPLED)
+    assert GOOD.label() in said and "1.5000 against the winner's 2.0000" in said
+    (said,) = found.said(replace(GOOD, lora_rank=64))
+    assert "is not known" in said
+    (said,) = quality(learned(GOOD, after=None, reason="out of memory")).said(GOOD)
+    assert said.endswith("its training failed: out of memory")
+
+
+def test_the_report_shows_the_losses() -> None:
+    plain = summary()
+    assert "What the finalists learned" not in render(plain, "s")
+    assert plain.recipe is not None
+    winner = learned(plain.recipe.winner.config, hours=1.0, after=2.25)
+    page = render(replace(plain, quality=quality(winner, learned(CRIPPLED, hours=0.5, after=2.75))), "s")
+    assert "What the finalists learned" in page and "2.2500" in page and "2.7500" in page
+    assert "Pareto front" in page
+
+
+# When it cannot run
+
+
+def test_why_it_cannot_run(tmp_path: Path) -> None:
+    bare = resolve_model("demo-3m")
+    model = replace(bare, weights=str(tmp_path), tokenizer=str(tmp_path))
+    many = Workload(lengths=Lengths.of([8] * 100, "counted"), global_batch=8)
+
+    def why(model: ModelSpec = model, workload: Workload = many, dataset: str | None = "rows.jsonl") -> str:
+        return impossible(model, workload, dataset) or ""
+
+    assert why() == ""
+    assert "real weights" in why(model=bare)
+    assert "--dataset" in why(dataset=None)
+    assert "tokenizer" in why(model=replace(model, tokenizer=None))
+    assert "too few" in why(workload=replace(many, global_batch=128))
+
+
+# For real
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that has learned to speak: each sentence counts up from any number, modulo sixteen."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("weights")
+    words = {"<s>": 0, "</s>": 1, **{f"w{number}": number + 2 for number in range(16)}}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>", unk_token="<s>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=18, **shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        rows = (torch.randint(0, 16, (32, 1)) + torch.arange(16)) % 16 + 2
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What it does not know: after four words counted up, they count down."""
+    rows = []
+    for number in range(400):
+        start = number % 16
+        up = [(start + step) % 16 for step in range(4)]
+        down = [(start + 3 - step) % 16 for step in range(1, 25)]
+        rows.append({"text": " ".join(f"w{word}" for word in up + down)})
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def finalists(weights: Path) -> tuple[Recipe, list[Candidate]]:
+    base = summary().recipe
+    assert base is not None
+    model = replace(resolve_model(str(weights)), weights=str(weights))
+    workload = Workload(examples=400, lengths=Lengths.of([29] * 400, "counted"), global_batch=8)
+    candidates = [replace(base.winner, config=config) for config in (CRIPPLED, GOOD, PACKED)]
+    return replace(base, model=model, workload=workload, winner=candidates[0], baseline=None), candidates
+
+
+@pytest.mark.probe
+def test_a_crippled_configuration_ranks_last(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    recipe, candidates = finalists(weights)
+    said: list[str] = []
+    found = compare(recipe, candidates, dataset, tmp_path, said.append, lambda: False)
+    assert (found.steps, found.trained_on, found.held_out, found.tokens) == (20, 160, 40, 64)
+    before, after = (
+        {one.config: loss for one in found.learned if (loss := getattr(one, name))}
+        for name in ("loss_before", "loss_after")
+    )
+    assert list(before.values()) == pytest.approx([before[GOOD]] * 3, rel=1e-5)  # the same tokens
+    assert found.ranked()[-1].config == CRIPPLED
+    assert after[GOOD] < 0.98 * before[GOOD] and after[PACKED] == pytest.approx(after[GOOD], rel=0.01)
+    assert after[CRIPPLED] > 0.99 * before[CRIPPLED]
+    assert len(said) == 3 and found.said(CRIPPLED)
+
+
+@pytest.mark.probe
+def test_what_fails_is_told_and_the_rest_go_on(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    recipe, candidates = finalists(weights)
+    broken = replace(candidates[0], config=replace(GOOD, attention="flash_attention_2"))
+    found = compare(
+        replace(recipe, winner=broken), candidates[1:2], dataset, tmp_path, lambda text: None, lambda: False
+    )
+    assert [one.loss_after is None for one in found.learned] == [True, False]
+    assert found.learned[0].reason and "lash" in found.learned[0].reason
+    assert (tmp_path / f"quality-{broken.config.digest}.log").exists()
+    with pytest.raises(Cancelled):
+        compare(recipe, candidates, dataset, tmp_path, lambda text: None, lambda: True)
