@@ -62,7 +62,10 @@ def run(
     p99_tokens: Annotated[float | None, typer.Option(help="Their 99th percentile.")] = None,
     tokens_per_example: Annotated[int | None, typer.Option(help="Or one length for all. [1024]")] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens a pass, instead of --examples.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences an optimizer step. [32]")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Examples an optimizer step. [32]")] = None,
+    global_batch_tokens: Annotated[
+        int | None, typer.Option(help="Or so many tokens of them, as nearly as micro batches allow.")
+    ] = None,
     budget: Annotated[str | None, typer.Option(help="Wall time for the whole command: 90s, 15m, 1h. [15m]")] = None,
     trials: Annotated[int | None, typer.Option(help="Total number of trials, refusals included.")] = None,
     patience: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one. [30]")] = None,

@@ -26,6 +26,8 @@ from autotune.units import fmt_gib
 from autotune.workload import Workload
 
 DEFAULT_TOKENS = 1024
+GLOBAL_BATCH = 32  # examples
+OFF_TOKENS = 0.1  # that a global batch asked for in tokens may be off, where more micro batches divide it then
 NO_SDPA = {"gemma2", "gpt_oss"}  # transformers refuses SDPA for them
 TOLD = 0.005  # share of the tokens from which on it is told that no seq_len keeps them
 OUT_OF_REACH = 0.02  # share of the parameters from which on it is told that adapters or quantisation do not reach them
@@ -78,9 +80,11 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
     for knob, value in spec.pins.items():
         space = space.pin(knob, value)
     removals: list[Removal] = []
-    space, removed = _possible(space, device, model, spec.global_batch)
+    known = _lengths(spec, model, usual, say)
+    global_batch = _global_batch(spec, space, known)
+    space, removed = _possible(space, device, model, global_batch)
     removals += removed
-    workload, warnings = _workload(spec, space, _lengths(spec, model, usual, say))
+    workload, warnings = _workload(spec, space, known, global_batch)
     warnings += [f"{knob} has no effect: it needs {need}" for knob in spec.pins if (need := space.idle(knob))]
     floors = Floors(
         min_rank=spec.min_rank,
@@ -204,7 +208,20 @@ def _possible(
     return space, removals
 
 
-def _workload(spec: StudySpec, space: SearchSpace, lengths: Lengths) -> tuple[Workload, list[str]]:
+def _global_batch(spec: StudySpec, space: SearchSpace, lengths: Lengths) -> int:
+    """Examples an optimizer step. Of those that hold about the tokens asked for, what most micro batches divide."""
+    if spec.global_batch_tokens is None:
+        return spec.global_batch or GLOBAL_BATCH
+    rows, knob = space.knob("seq_len"), space.knob("micro_batch_size")
+    wanted = spec.global_batch_tokens * lengths.number / lengths.kept(max(rows.choices()) if rows else DEFAULT_TOKENS)
+    sizes = knob.choices() if knob else ()
+    nearest = max(1, round(wanted))
+    found: set[int] = {round(wanted / size) * size for size in sizes}
+    near = [batch for batch in found if batch and abs(batch / wanted - 1) <= OFF_TOKENS]
+    return max([nearest, *near], key=lambda batch: (sum(batch % size == 0 for size in sizes), -abs(batch - wanted)))
+
+
+def _workload(spec: StudySpec, space: SearchSpace, lengths: Lengths, global_batch: int) -> tuple[Workload, list[str]]:
     """The full run, and what is odd about it."""
     knob = space.knob("seq_len")
     longest = max(knob.choices()) if knob else DEFAULT_TOKENS
@@ -225,7 +242,7 @@ def _workload(spec: StudySpec, space: SearchSpace, lengths: Lengths) -> tuple[Wo
         epochs=spec.epochs,
         lengths=lengths,
         examples_assumed=examples is None,
-        global_batch=spec.global_batch,
+        global_batch=global_batch,
     )
     return workload, warnings
 

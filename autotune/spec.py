@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 LENGTH_KEYS = ("tokens_per_example", "mean_tokens", "lengths", "dataset")
-ALTERNATIVES = (("tokens", "examples"), (*LENGTH_KEYS, "p99_tokens", "tokenizer"))
+ALTERNATIVES = (
+    ("tokens", "examples"),
+    ("global_batch", "global_batch_tokens"),
+    (*LENGTH_KEYS, "p99_tokens", "tokenizer"),
+)
 MAX_COUNT = 10**15  # no study is as large; beyond it the projection's arithmetic would fail
 
 
@@ -36,7 +40,8 @@ class StudySpec:
     lengths: str | None = None
     dataset: str | None = None
     tokenizer: str | None = None
-    global_batch: int = 32
+    global_batch: int | None = None
+    global_batch_tokens: int | None = None
     budget: str = "15m"
     trials: int | None = None
     patience: int = 30
@@ -63,6 +68,7 @@ class StudySpec:
             "tokens_per_example",
             "tokens",
             "global_batch",
+            "global_batch_tokens",
             "trials",
             "patience",
             "min_rank",
@@ -84,6 +90,8 @@ class StudySpec:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}")
         if self.tokens is not None and self.examples is not None:
             raise ValueError("give examples or tokens, not both")
+        if self.global_batch is not None and self.global_batch_tokens is not None:
+            raise ValueError("give global_batch or global_batch_tokens, not both")
         if (self.mean_tokens is None) is not (self.p99_tokens is None):
             raise ValueError("give mean_tokens and p99_tokens together")
         if self.tokenizer is not None and self.dataset is None:

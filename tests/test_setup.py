@@ -188,6 +188,22 @@ def test_the_global_batch_and_the_context_bound_the_space(installed):
 
 
 @pytest.mark.parametrize(
+    ("tokens", "length", "batch"),
+    [
+        (32 * 1024, 1024, 32),
+        (65_536, 300, 224),  # 218.5 examples: seven times as large a micro batch as there is, 2.5 % more
+        (10_000, 1024, 10),  # 9.8: 8 would be over a tenth off
+        (100, 1024, 1),
+        (10**15, 1024, 976_562_500_000),
+    ],
+)
+def test_a_global_batch_in_tokens(installed, tokens, length, batch):
+    asked = StudySpec(model="mistral-7b", space="lora", global_batch_tokens=tokens, tokens_per_example=length)
+    workload = set_up(asked, H200).subject.workload
+    assert workload.global_batch == batch
+
+
+@pytest.mark.parametrize(
     ("asked", "examples", "length", "assumed"),
     [
         ({}, 10_000, 1024, (True, True)),

@@ -25,7 +25,7 @@ def failure(path: Path | None, flags: dict) -> str:
 def test_flags_alone():
     spec = make_spec(None, {"model": "demo-3m", "epochs": 2, "price": None, "pins": None})
     assert spec == StudySpec(model="demo-3m", epochs=2)
-    assert (spec.gpu, spec.budget, spec.global_batch, spec.min_rank, spec.pins) == ("auto", "15m", 32, 16, {})
+    assert (spec.gpu, spec.budget, spec.global_batch, spec.min_rank, spec.pins) == ("auto", "15m", None, 16, {})
 
 
 def test_flags_go_before_the_file(tmp_path):
@@ -59,7 +59,17 @@ def test_no_model():
     assert failure(None, {"gpu": "h200", "model": None}) == "which model?"
 
 
-COUNTS = ("examples", "epochs", "tokens_per_example", "tokens", "global_batch", "trials", "patience", "min_rank")
+COUNTS = (
+    "examples",
+    "epochs",
+    "tokens_per_example",
+    "tokens",
+    "global_batch",
+    "global_batch_tokens",
+    "trials",
+    "patience",
+    "min_rank",
+)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +106,8 @@ def test_what_can_be(name, value):
         ("model: m\nseed: 1\nprice: .nan\n", "FILE:3: the file: price cannot be nan"),
         ('model: m\nstudy: "a\\e[31m"\n', "FILE:2: the file: study cannot be 'a\\x1b[31m'"),
         ("model: m\nexamples: 1\ntokens: 1\n", "FILE:1: the file: give examples or tokens, not both"),
+        ("model: m\nglobal_batch: 8\nglobal_batch_tokens: 9\n",
+         "FILE:1: the file: give global_batch or global_batch_tokens, not both"),
         ("model: 3\n", "FILE:1: model: Input should be a valid string"),
         ("model: null\n", "FILE:1: model: Input should be a valid string"),
         ("gpu: h200\n", "FILE:1: model: Field required"),

@@ -65,7 +65,7 @@ class Display(AbstractContextManager["Display"]):
             "study": subject.study,
             "model": f"{subject.model.name}, " + ("local weights" if subject.model.weights else "random weights"),
             "device": f"{device.name}, {fmt_gib(fits_gib)} before headroom and context",
-            "workload": f"{examples} x {workload.epochs} epoch(s), global batch {workload.global_batch}",
+            "workload": f"{examples} x {workload.epochs} epoch(s), global batch {workload.global_batch} examples",
             "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",
             "baseline": subject.baselines()[0].label(),
