@@ -13,9 +13,9 @@ from typing import Any
 
 from autotune.result import Measurement, ModelShape, Phase
 
-# Relative error of an extrapolated step time that is allowed even where the timed steps agree perfectly. Tried by hand:
-# from 2 and 8 layers of a 7B on an H200 up to 1 % where the device was the bottleneck, 2 to 5 % where the host was;
-# from 2 and 4 of 16 small layers on a CPU up to 16 %. `benchmarks/depth_extrapolation.py`: 48 of 52 within.
+# Relative error of an extrapolated step time that is allowed even where the timed steps agree perfectly. From 2 and 8
+# layers to 32 on an H200 (`benchmarks/depth_extrapolation.py`): 1 to 4 % where the device was the bottleneck; where the
+# host was, 2 to 5 % on a quiet one and up to 15 % on a busy one. From 2 and 4 of 16 small layers on a CPU up to 16 %.
 DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.08, 0.15
 # Once so many whole models were compared, their spread counts in place of these, but not as less than the last.
 ENOUGH_RATIOS, SEEN = 8, 0.01

@@ -32,8 +32,8 @@ from autotune.store import ProbeStore
 from autotune.units import fmt_gib
 
 MAX_FAILURES_IN_A_ROW = 3
-# So near to the limit the gate leaves the decision to the shallow rung, and that one to the full probe.
-GATE_BAND, SHALLOW_BAND = 0.03, 0.01
+# So near to the limit the gate leaves the decision to the shallow rung.
+GATE_BAND = 0.03
 
 Promise = Callable[[TrainConfig, Extrapolation], str | None]
 
@@ -223,7 +223,7 @@ class Ladder:
             return None
         measurement = foretold.measurement
         need, limit = measurement.peak_reserved_gib, measurement.limit_gib
-        if need > limit * (1 + SHALLOW_BAND):
+        if need > limit:
             reason = f"needs {fmt_gib(need)} of {fmt_gib(limit)}, extrapolated from {pair[0]} and {pair[1]} layers"
             phase = max(measurement.phase_peak_gib, key=lambda one: measurement.phase_peak_gib[one])
             oom = _foretold_oom(phase, need, limit, _terms(measurement))
