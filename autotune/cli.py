@@ -66,7 +66,7 @@ def run(
     global_batch_tokens: Annotated[
         int | None, typer.Option(help="Or so many tokens of them, as nearly as micro batches allow.")
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Wall time for the whole command: 90s, 15m, 1h. [15m]")] = None,
+    budget: Annotated[str | None, typer.Option(help="Wall time for all but --quality: 90s, 15m, 1h. [15m]")] = None,
     trials: Annotated[int | None, typer.Option(help="Total number of trials, refusals included.")] = None,
     patience: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one. [30]")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Pin the sequence length.")] = None,

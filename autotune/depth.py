@@ -20,8 +20,8 @@ DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.08, 0.15
 # Once so many whole models were compared, their spread counts in place of these, but not as less than the last.
 ENOUGH_RATIOS, SEEN = 8, 0.01
 MIN_APART = 4  # layers between the two depths, where there are so many
-# The host is the bottleneck where issuing a micro batch takes it nearly as long as the micro batch lasts: this is the
-# shortest that it took, and on a shared machine others take a fourth longer.
+# The host is the bottleneck where issuing a micro batch takes it nearly as long as the micro batch lasts: the shortest
+# that it took counts, and on a shared machine others take a fourth longer.
 HOST_SHARE = 0.75
 
 
@@ -29,12 +29,13 @@ HOST_SHARE = 0.75
 class Extrapolation:
     """A whole model's measurement, foretold. Its `time_error` is about two standard deviations.
 
-    `noise` is the part of it that the timed steps themselves show.
+    `noise` is the part of it that the timed steps themselves show, `rest_noise` that of what follows the micro batches.
     """
 
     measurement: Measurement
     host_bound: bool
     noise: float = 0.0
+    rest_noise: float = 0.0
 
     @property
     def time_error(self) -> float:
@@ -64,10 +65,13 @@ class Extrapolation:
         one, micro = self.measurement, statistics.median(whole.micro_step_s)
         rest = statistics.median(one.rest_s) if one.rest_s else 0.0
         step = one.micro_steps * micro + rest
-        again = ON_CPU / 3 if whole.host_micro_s is None else SEEN  # from one probe of the same to the next
+        before = statistics.median(one.step_s)
+        # From one probe of the same to the next, and of what is foretold still.
+        again = ON_CPU / 3 if whole.host_micro_s is None else HOST_BOUND if self.host_bound else SEEN
+        floor = ON_CPU if whole.host_micro_s is None else HOST_BOUND if self.host_bound else DEVICE_BOUND
         noise = 2 * one.micro_steps * _error(whole.micro_step_s)
-        error = math.hypot(again, noise / step, self.time_error * rest / step)
-        scale = step / statistics.median(one.step_s)
+        error = math.hypot(again, noise / step, floor * rest / step, self.rest_noise * before / step)
+        scale = step / before
         return replace(
             self,
             measurement=replace(
@@ -140,16 +144,20 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
     beyond = line(low.peak_reserved_gib - low.peak_allocated_gib, high.peak_reserved_gib - high.peak_allocated_gib)
     managed = line(low.managed_gib, high.managed_gib)
 
-    host_bound = _is_host_bound(high)
+    host: float | None = None
+    if low.host_micro_s is not None and high.host_micro_s is not None:
+        # Issuing waits for the device once its queue is full, which two layers are too few for: the line may be too
+        # steep, but a layer takes the host no longer than that.
+        host = min(line(low.host_micro_s, high.host_micro_s), low.host_micro_s * num_layers / shallow)
+    host_bound = host is not None and host >= HOST_SHARE * line(
+        *map(statistics.median, (low.micro_step_s, high.micro_step_s))
+    )
     # A card at its power limit swings within a second, and the whole model will see the mean; a host stumbles.
     middle = statistics.median if host_bound else statistics.fmean
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
     rest, rest_error = _time(low.rest_s, high.rest_s, reach, middle) if high.rest_s else (0.0, 0.0)
-    host: float | None = None
-    if low.host_micro_s is not None and high.host_micro_s is not None:
+    if host is not None:
         # A few layers hide behind the head's arithmetic what the host needs for them; on all layers it shows.
-        host = line(low.host_micro_s, high.host_micro_s)
-        host_bound = host_bound or host > micro
         micro = max(micro, host)
     step = high.micro_steps * micro + rest
     floor = ON_CPU if host is None else HOST_BOUND if host_bound else DEVICE_BOUND
@@ -181,6 +189,7 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
         ),
         host_bound=host_bound,
         noise=noise,
+        rest_noise=2 * rest_error / step,
     )
 
 
@@ -204,8 +213,3 @@ def _error(times: Sequence[float]) -> float:
     if len(times) < 2:
         return 0.01 * times[0]
     return statistics.stdev(times) / math.sqrt(len(times))
-
-
-def _is_host_bound(measurement: Measurement) -> bool:
-    host, micro = measurement.host_micro_s, statistics.median(measurement.micro_step_s)
-    return host is not None and host >= HOST_SHARE * micro

@@ -112,7 +112,9 @@ class Ladder:
             self._memory.learn(config, foretold.measurement)
         if result.depth is None and result.evidence is Evidence.MEASURED:
             self._memory.learn(config, measurement)
-            self._whole[_but_optimizer(config, measurement.micro_steps)] = measurement
+            # Packed rows are of the user's own lengths: another study may have measured others.
+            if not config.packing or result.request_digest == self._request(config).digest:
+                self._whole[_but_optimizer(config, measurement.micro_steps)] = measurement
             if foretold is not None:
                 # The median, which scores count: one hiccup of a whole model must not make all others look slow.
                 ratio = statistics.median(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
@@ -163,7 +165,12 @@ class Ladder:
         refused = self._gate(request, estimate)
         if refused is not None:
             return Verdict(result=self._stored(trial, refused))
-        if sure_is_enough and estimate is not None and estimate.high_gib < estimate.limit_gib * (1 - GATE_BAND):
+        if (
+            sure_is_enough
+            and estimate
+            and estimate.bounded
+            and estimate.high_gib < estimate.limit_gib * (1 - GATE_BAND)
+        ):
             return None
         found = self._shallow(request, trial)
         return self._decide(trial, found) if isinstance(found, ProbeResult) else found

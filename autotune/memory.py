@@ -84,7 +84,8 @@ class _Known:
 class MemoryEstimate:
     """Reserved memory that a configuration will need at full depth: between `low_gib` and `high_gib`, likely `gib`.
 
-    `phase` is where the peak is likely to be, `basis` the number of configurations it was learned from.
+    `phase` is where the peak is likely to be, `basis` the number of configurations it was learned from. `bounded` is
+    whether the upper bound is one: not where steps of two micro batches had to do, or paged state is not known.
     """
 
     low_gib: float
@@ -93,6 +94,7 @@ class MemoryEstimate:
     limit_gib: float
     phase: Phase
     basis: int
+    bounded: bool = True
 
     @property
     def margin(self) -> float:
@@ -148,6 +150,8 @@ class MemoryModel:
             limit_gib=offered_gib - min(one.measurement.context_gib for one in alike) - paged,
             phase=Phase.BACKWARD if largest.startswith(Phase.BACKWARD) else Phase(largest),
             basis=len(alike),
+            bounded=alike[0].way == _way(config, micro_steps)
+            and (not config.optimizer.startswith("paged_") or any(_pages(one.config, config) for one in alike)),
         )
 
     def _alike(self, config: TrainConfig, micro_steps: int) -> list[_Known]:
@@ -171,7 +175,7 @@ class MemoryModel:
         return measured.model_gib + scale * (static_gib(measured, micro_steps) - measured.model_gib)
 
     def _managed(self, config: TrainConfig, alike: list[_Known]) -> float:
-        paged = [one for one in alike if one.config.optimizer == config.optimizer]
+        paged = [one for one in alike if _pages(one.config, config)]
         return max((one.measurement.managed_gib * _rank(config) / _rank(one.config) for one in paged), default=0.0)
 
 
@@ -204,6 +208,10 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
 
 def _base(config: TrainConfig) -> tuple[object, ...]:
     return (config.method, config.precision, config.quantization, config.double_quant, config.dora)
+
+
+def _pages(known: TrainConfig, config: TrainConfig) -> bool:
+    return known.optimizer == config.optimizer
 
 
 def _rank(config: TrainConfig) -> int:

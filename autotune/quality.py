@@ -5,12 +5,14 @@ Speed says nothing of what a configuration learns. This does, a little: a few st
 """
 
 import json
+import math
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +22,7 @@ from typing import Any
 
 from autotune.catalog import ModelSpec
 from autotune.dataset import COLUMNS, read_rows
-from autotune.errors import Cancelled
+from autotune.errors import Cancelled, UsageError
 from autotune.export import train
 from autotune.probe.launcher import child_environment
 from autotune.recipe import Candidate, Learned, Quality, Recipe
@@ -31,6 +33,15 @@ STEPS, HELD_OUT = 20, 64  # optimizer steps of each, and examples that only tell
 HELD_OUT_SHARE = 0.1
 SLOWER = 10.0  # times the measured step: training that takes longer is taken to hang
 START_S = 900.0
+# Runs a script in a process that ends with its parent, however that ends.
+TIED = """
+import ctypes, os, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+parent, *sys.argv = sys.argv[1:]
+os.getppid() == int(parent) or sys.exit("the parent is gone")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+ERROR = re.compile(r"(?m)^[\w.]*(?:Error|Exception|Exit)\b.*")
 
 
 def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
@@ -50,13 +61,17 @@ def compare(
     recipe: Recipe,
     others: list[Candidate],
     dataset: Path,
-    logs: Path,
+    out: Path,
     say: Callable[[str], None],
     should_stop: Callable[[], bool],
 ) -> Quality:
     """Train the winner, the baseline and the other finalists, and tell what each learned. The device must be free.
 
-    Raises Cancelled where `should_stop` says so.
+    `out` is the study's directory: logs stay there. Where `should_stop` says so, those are told that came through.
+
+    Raises:
+        UsageError: the dataset cannot be read any more.
+        OSError: there is no room for the sample.
     """
     first = [recipe.winner, recipe.baseline] if recipe.baseline else [recipe.winner]
     candidates = list({one.config: one for one in [*first, *others]}.values())[:FINALISTS]
@@ -67,20 +82,28 @@ def compare(
         held_out=_held_out(workload),
         tokens=max(one.config.seq_len for one in candidates),
     )
-    with tempfile.TemporaryDirectory(prefix="autotune-quality-") as scratch:
-        examples = Path(scratch) / "examples.jsonl"
+    learned: list[Learned] = []
+    scratch = out / ".quality"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a session that was killed
+    scratch.mkdir()
+    try:
+        examples = scratch / "examples.jsonl"
         _sample(dataset, workload.lengths.number, quality, examples)
-        learned = []
         for number, one in enumerate(candidates, 1):
             say(f"learning, {number} of {len(candidates)}: {one.config.label()}")
-            folder = Path(scratch) / one.config.digest
+            folder = scratch / one.config.digest
             folder.mkdir()
             # As long as this run: the warm-up is a share of it.
             short = replace(one, cost=replace(one.cost, num_steps=steps))
             for name, text in train.export(replace(recipe, winner=short)).items():
                 (folder / name).write_text(text, encoding="utf-8")
-            log = logs / f"quality-{one.config.digest}.log"
-            learned.append(_learn(one, quality, folder, examples, log, should_stop))
+            log = out / "logs" / f"quality-{one.config.digest}.log"
+            on_cpu = recipe.device.kind == "cpu"
+            learned.append(_learn(one, quality, folder, log, should_stop, on_cpu=on_cpu))
+    except Cancelled:
+        pass
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return replace(quality, learned=tuple(learned))
 
 
@@ -100,14 +123,18 @@ def _sample(dataset: Path, number: int, quality: Quality, out: Path) -> None:
     for index, row in enumerate(read_rows(dataset)):
         if (place := wanted.get(index)) is not None:
             lines[place] = json.dumps({name: row[name] for name in COLUMNS if row.get(name) is not None})
+    if "" in lines:
+        raise UsageError(f"{dataset} has fewer rows than at the start", remedy="run again on the whole file")
     out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _learn(
-    one: Candidate, quality: Quality, folder: Path, examples: Path, log: Path, should_stop: Callable[[], bool]
+    one: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool], *, on_cpu: bool
 ) -> Learned:
-    command = [sys.executable, str(folder / "train.py"), "--dataset", str(examples), "--max-steps", str(quality.steps)]
-    command += ["--held-out", str(quality.held_out), str(quality.tokens), "--output-dir", ""]
+    """One finalist's training, in `folder`. Raises Cancelled."""
+    command = [sys.executable, "-c", TIED, str(os.getpid()), "train.py", "--dataset", "../examples.jsonl"]
+    command += ["--max-steps", str(quality.steps), "--held-out", str(quality.held_out), str(quality.tokens)]
+    command += ["--output-dir", ""]
     begin, said = time.monotonic(), folder / "said"
     until = begin + START_S + SLOWER * quality.steps * one.performance.step_time_s
     with said.open("wb") as stdout, log.open("wb") as stderr:
@@ -117,7 +144,8 @@ def _learn(
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env=child_environment(os.environ, "cuda"),  # nothing is weighed: no setting that makes a CPU's peaks repeat
+            # Nothing is weighed here: no setting that makes a CPU's peaks repeat.
+            env=child_environment(os.environ, "cuda") | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}),
             start_new_session=True,
         )
         try:
@@ -136,12 +164,21 @@ def _learn(
         seconds=time.monotonic() - begin,
     )
     if process.returncode:
-        return replace(learned, reason=_last_line(log) or f"exit code {process.returncode}")
-    result: dict[str, Any] = json.loads(said.read_text(encoding="utf-8").strip().splitlines()[-1])
-    before, after = result["held_out_loss"]
+        hung = f"not done after {learned.seconds:.0f} s" if time.monotonic() >= until else None
+        return replace(learned, reason=hung or _error(log) or f"exit code {process.returncode}")
+    try:
+        result: dict[str, Any] = json.loads(said.read_text(encoding="utf-8").strip().splitlines()[-1])
+        (before, after), steps = result["held_out_loss"], result["steps"]
+    except (ValueError, IndexError, KeyError, TypeError):
+        return replace(learned, reason="it did not say how it went")
+    if steps != quality.steps:
+        return replace(learned, reason=f"it took {steps} steps of {quality.steps}")
+    if not (math.isfinite(before) and math.isfinite(after)):
+        return replace(learned, reason=f"its loss went from {before} to {after}")
     return replace(learned, loss_before=before, loss_after=after)
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""
+def _error(log: Path) -> str:
+    """The last error that a log names; progress bars come after it."""
+    found = ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
+    return found[-1].strip()[:300] if found else ""

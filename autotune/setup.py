@@ -21,7 +21,7 @@ from autotune.objective import Floors, apply_floors
 from autotune.packing import packable
 from autotune.result import ModelShape
 from autotune.space import Removal, SearchSpace, load_space
-from autotune.spec import StudySpec
+from autotune.spec import MAX_COUNT, StudySpec
 from autotune.units import fmt_gib
 from autotune.workload import Workload
 
@@ -81,7 +81,7 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
         space = space.pin(knob, value)
     removals: list[Removal] = []
     known = _lengths(spec, model, usual, say)
-    global_batch = _global_batch(spec, space, known)
+    global_batch = _global_batch(spec, space, model, known)
     space, removed = _possible(space, device, model, global_batch)
     removals += removed
     workload, warnings = _workload(spec, space, known, global_batch)
@@ -208,14 +208,17 @@ def _possible(
     return space, removals
 
 
-def _global_batch(spec: StudySpec, space: SearchSpace, lengths: Lengths) -> int:
+def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:
     """Examples an optimizer step. Of those that hold about the tokens asked for, what most micro batches divide."""
     if spec.global_batch_tokens is None:
         return spec.global_batch or GLOBAL_BATCH
     rows, knob = space.knob("seq_len"), space.knob("micro_batch_size")
-    wanted = spec.global_batch_tokens * lengths.number / lengths.kept(max(rows.choices()) if rows else DEFAULT_TOKENS)
+    longest = min(max(rows.choices()) if rows else DEFAULT_TOKENS, model.max_seq_len or MAX_COUNT)
+    wanted = spec.global_batch_tokens * lengths.number / lengths.kept(longest)
     sizes = knob.choices() if knob else ()
-    nearest = max(1, round(wanted))
+    nearest: int = max(1, round(wanted))
+    if sizes and not any(nearest % size == 0 for size in sizes):
+        nearest = max(1, round(wanted / min(sizes))) * min(sizes)
     found: set[int] = {round(wanted / size) * size for size in sizes}
     near = [batch for batch in found if batch and abs(batch / wanted - 1) <= OFF_TOKENS]
     return max([nearest, *near], key=lambda batch: (sum(batch % size == 0 for size in sizes), -abs(batch - wanted)))

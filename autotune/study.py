@@ -76,7 +76,11 @@ class Study:
 
         queued = self.search.repair(settle)
         self.rows, self.judge = recall(self.subject, self.search.finished(), stored)
-        self._probe_times = [(row.seconds, False) for row in self.rows if row.outcome is Outcome.OK and not row.reused]
+        self._probe_times = [
+            (row.seconds, row.config.compile != "none")
+            for row in self.rows
+            if row.outcome is Outcome.OK and not row.reused
+        ]
         if self.rows:
             self.say(f"continuing: {len(self.rows)} trials are done, {queued} that were cut off are queued again")
 
@@ -95,9 +99,8 @@ class Study:
             while self.search.is_waiting() and not self._done():
                 self._step(self._promise)
             self._climb()
-            climbed = best.config if (best := self.best()) else None
             self._raise_capability()
-            self._sample(climbed)
+            self._sample()
             self._raise_capability()
             self._measure_close_calls()
         except BaseException as error:
@@ -149,15 +152,16 @@ class Study:
             else:
                 self._close(asked, self.ladder.evaluate(asked.config, asked.number, self._promise))
 
-    def _sample(self, climbed: TrainConfig | None) -> None:
+    def _sample(self) -> None:
         """What the sampler proposes, until a limit is reached.
 
-        The rank is held at that of the climb, whose code is compiled: another moves the speed by a percent or two and
-        costs a compilation for each micro batch, and it is raised at the end.
+        The rank is held at that of the climb, which most trials have had and whose code is compiled: another moves the
+        speed by a percent or two and costs a compilation for each micro batch, and it is raised at the end.
         """
         seen = {row.config.digest for row in self.rows}
-        if climbed is not None and self.subject.space.knob("lora_rank") and climbed.lora_rank:
-            self._rank = climbed.lora_rank
+        ranks = [row.config.lora_rank for row in self.rows if row.config.lora_rank]
+        if ranks and self.subject.space.knob("lora_rank"):
+            self._rank = statistics.mode(ranks)
             self.search.hold({"lora_rank": self._rank})
         while not self._done():
             config = self._step(self._promise).config

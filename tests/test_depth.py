@@ -253,6 +253,14 @@ def test_a_host_that_was_the_bottleneck_already_is_one_of_the_whole_model() -> N
     assert told.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
 
 
+def test_a_host_that_waits_for_a_full_queue_is_not_taken_for_a_slow_one() -> None:
+    """Eight layers fill the queue: issuing them takes as long as they do. Two do not, and tell what a layer costs."""
+    told = foretold(affine(2, host_micro_s=0.01), affine(8, host_micro_s=0.118))
+    assert told.measurement.host_micro_s == pytest.approx(0.01 * LAYERS / 2)
+    assert told.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
+    assert not told.host_bound
+
+
 def test_a_host_that_is_quick_enough_changes_nothing() -> None:
     told = foretold(affine(2), affine(8))
     assert not told.host_bound
@@ -322,6 +330,9 @@ def test_beside_a_whole_model_only_what_follows_its_micro_batches_is_in_doubt() 
     assert statistics.median(told.measurement.step_s) == pytest.approx(1.0 + rest)
     sure = plain.beside(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
     assert sure == pytest.approx(math.hypot(SEEN, DEVICE_BOUND * rest / (1.0 + rest)))
+    scattered = affine(8, rest_s=(0.001, 0.019, 0.01))  # what follows is in doubt as much as it was
+    doubt = foretold(affine(2), scattered).beside(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
+    assert doubt > sure + 0.02
     assert sure < told.time_error < plain.beside(affine(LAYERS, micro_step_s=(0.5,))).time_error
     assert told.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
 

@@ -242,7 +242,7 @@ def test_a_single_micro_batch_is_told_from_two_where_only_adapters_are_trained()
     whole = TrainConfig(method="full", micro_batch_size=1, checkpointing="full")
     assert learned([whole]).predict(whole, 1, OFFERED) is None  # its gradients are as large as its weights
     estimate, truth = told(learned([ONE]), ONE, 1), need(ONE, 1)
-    assert truth - 0.5 < estimate.low_gib <= truth
+    assert truth - 0.5 < estimate.low_gib <= truth and not estimate.bounded
     assert learned([ONE], micro_steps=1).predict(ONE, 2, OFFERED) is None
     assert told(learned([ONE], micro_steps=4), ONE, 2).gib == pytest.approx(need(ONE))
 

@@ -1,7 +1,10 @@
 """The quality check: finalists really train on the user's examples, and who learns less is seen."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,6 @@ from factories import summary
 
 from autotune.catalog import ModelSpec, resolve_model
 from autotune.config import TrainConfig
-from autotune.errors import Cancelled
 from autotune.lengths import Lengths
 from autotune.quality import compare, impossible
 from autotune.recipe import Candidate, Learned, Quality, Recipe
@@ -94,6 +96,21 @@ def test_why_it_cannot_run(tmp_path: Path) -> None:
     assert "too few" in why(workload=replace(many, global_batch=128))
 
 
+def test_what_predicts_nothing_is_not_held_out() -> None:
+    """A single token has no loss: one of them would make the mean of all no number."""
+    import torch
+
+    rows: dict[str, Any] = {}
+    exec(resources.files("autotune.export").joinpath("rows_template.py.txt").read_text("utf-8"), rows)
+    examples = [torch.arange(length) for length in (9, 9, 1, 5)]
+    trained, held_out = rows["split"](examples, 4, 2, 3)
+    assert [len(one) for one in trained] == [4, 4]
+    assert [[len(one) for one in row] for row in held_out] == [[3]]
+    for number, tokens in ((4, 3), (-1, 3), (2, 1)):
+        with pytest.raises(SystemExit, match="cannot be held out"):
+            rows["split"](examples, 4, number, tokens)
+
+
 # For real
 
 
@@ -151,6 +168,7 @@ def finalists(weights: Path) -> tuple[Recipe, list[Candidate]]:
 def test_a_crippled_configuration_ranks_last(weights: Path, dataset: Path, tmp_path: Path) -> None:
     recipe, candidates = finalists(weights)
     said: list[str] = []
+    (tmp_path / "logs").mkdir()
     found = compare(recipe, candidates, dataset, tmp_path, said.append, lambda: False)
     assert (found.steps, found.trained_on, found.held_out, found.tokens) == (20, 160, 40, 64)
     before, after = (
@@ -166,13 +184,53 @@ def test_a_crippled_configuration_ranks_last(weights: Path, dataset: Path, tmp_p
 
 @pytest.mark.probe
 def test_what_fails_is_told_and_the_rest_go_on(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    """Before its first step, and in it, where a progress bar may follow the error."""
     recipe, candidates = finalists(weights)
-    broken = replace(candidates[0], config=replace(GOOD, attention="flash_attention_2"))
+    broken = [
+        replace(candidates[0], config=replace(GOOD, **change))
+        for change in ({"attention": "flash_attention_2"}, {"attention": "flex_attention"})
+    ]
+    asked: list[str] = []
+    (tmp_path / "logs").mkdir()
+    # Two fail, and the third is where a person has had enough.
     found = compare(
-        replace(recipe, winner=broken), candidates[1:2], dataset, tmp_path, lambda text: None, lambda: False
+        replace(recipe, winner=broken[0]),
+        [*broken[1:], candidates[1]],
+        dataset,
+        tmp_path,
+        asked.append,
+        lambda: len(asked) > 2,
     )
-    assert [one.loss_after is None for one in found.learned] == [True, False]
-    assert found.learned[0].reason and "lash" in found.learned[0].reason
-    assert (tmp_path / f"quality-{broken.config.digest}.log").exists()
-    with pytest.raises(Cancelled):
-        compare(recipe, candidates, dataset, tmp_path, lambda text: None, lambda: True)
+    assert [one.config for one in found.learned] == [one.config for one in broken]
+    at_start, in_step = (one.reason or "" for one in found.learned)
+    assert "lash" in at_start and "Error" in at_start
+    assert "Error" in in_step and "it/s" not in in_step
+    assert (tmp_path / "logs" / f"quality-{broken[0].config.digest}.log").exists()
+    assert not (tmp_path / ".quality").exists()  # the examples are the user's
+
+
+@pytest.mark.probe
+def test_the_command_does_it_at_the_end(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_text("version: 1\nknobs: {micro_batch_size: 4, seq_len: 32, precision: fp32}\n")
+
+    def autotune(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "autotune.cli", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    asked = ("--gpu", "cpu", "--model", str(weights), "--dataset", str(dataset), "--space", "space.yaml")
+    said = json.loads(autotune("run", *asked, "--quality", "--global-batch", "8", "--budget", "10s", "--json"))
+    (one,) = said["quality"]["learned"]
+    assert TrainConfig(**one["config"]) == TrainConfig(**said["winner"]["config"])
+    assert 0 < one["loss_after"] < one["loss_before"]
+    kept = json.loads(autotune("status", "--json"))
+    assert kept["quality"] == said["quality"]
+    (tmp_path / said["out_dir"] / "report.html").unlink()
+    autotune("report")
+    assert f"{one['loss_after']:.4f}" in (tmp_path / said["out_dir"] / "report.html").read_text()

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from autotune.config import TrainConfig
 from autotune.probe.recorder import Recorder
@@ -14,7 +13,6 @@ class Clock:
     """A device whose time passes when the test says so. Peaks cost nothing to read, as on a GPU."""
 
     peaks_are_free = True
-    torch_device = torch.device("cuda")
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -39,13 +37,8 @@ class Clock:
         return 0
 
 
-def recorded(
-    micros: list[float], gap: float = 0.0, optimizer: float = 0.0, host_s: float = 0.0, **wanted: Any
-) -> Recorder:
-    """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first.
-
-    The host needs `host_s` to issue one.
-    """
+def recorded(micros: list[float], gap: float = 0.0, optimizer: float = 0.0, **wanted: Any) -> Recorder:
+    """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first."""
     clock: Any = Clock()
     request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=2, **wanted)
     recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0)
@@ -57,7 +50,6 @@ def recorded(
             recorder.enter(Phase.BACKWARD)
             clock.now += micros[count % len(micros)] * 2 / 3
             recorder.end_micro_batch()
-            recorder.issued[-1] = host_s
             count += 1
             clock.now += gap
         clock.now += optimizer
@@ -104,4 +96,3 @@ def test_steps_that_disagree_are_followed_by_more() -> None:
     assert len(recorded(swinging, min_timed_s=1.8).times()[0]) == 4
     assert len(recorded(swinging, min_timed_s=1.8, max_timed_steps=3).times()[0]) == 3
     assert len(recorded(swinging, min_timed_s=1.8, depth=2).times()[0]) == 2  # its error is foretold with it
-    assert len(recorded(swinging, min_timed_s=1.8, depth=2, host_s=0.44).times()[0]) == 4

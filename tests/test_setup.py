@@ -203,6 +203,13 @@ def test_a_global_batch_in_tokens(installed, tokens, length, batch):
     assert workload.global_batch == batch
 
 
+def test_a_global_batch_in_tokens_fits_what_there_is(installed):
+    asked = StudySpec(model="llama-2-7b", space="lora", global_batch_tokens=65_536, tokens_per_example=9000)
+    assert set_up(asked, H200).subject.workload.global_batch == 16  # cut at the context of 4,096
+    pinned = replace(asked, pins={"micro_batch_size": 12})
+    assert set_up(pinned, H200).subject.workload.global_batch == 12
+
+
 @pytest.mark.parametrize(
     ("asked", "examples", "length", "assumed"),
     [

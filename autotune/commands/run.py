@@ -23,7 +23,7 @@ from autotune.depth import depths
 from autotune.errors import Cancelled, Interrupted, TooManyFailures, UsageError
 from autotune.gpu import GpuInfo
 from autotune.probe.launcher import WorkerProber
-from autotune.recipe import Quality, TrialRow
+from autotune.recipe import Quality, StudySummary, TrialRow
 from autotune.result import ProbeRequest, from_data, to_data
 from autotune.setup import Setup, find_device, open_reserve, set_up, suit
 from autotune.spec import StudySpec
@@ -208,26 +208,34 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         failure = error  # told once what was found so far is written
     finally:
         search.remember("wall_seconds", before + time.monotonic() - task.started)
-    recipe = study.judge.recipe(fingerprint)
-    quality = from_data(Quality, facts["quality"]) if facts.get("quality") else None
-    if spec.quality and spec.dataset and recipe is not None and failure is None and not stop():
+    display.say("writing the report")
+
+    def summed_up(quality: Quality | None) -> StudySummary:
+        return summarize(
+            study.rows,
+            study.judge,
+            fingerprint,
+            probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in store.of_study(name)),
+            wall_seconds=before + time.monotonic() - task.started,
+            importances=search.importances(),
+            quality=quality,
+        )
+
+    summary = summed_up(from_data(Quality, facts["quality"]) if facts.get("quality") else None)
+    data = write_study(out, summary)
+    if spec.quality and spec.dataset and summary.recipe is not None and failure is None and not stop():
         prober.close()  # its memory is wanted
         others = [study.judge.candidate(config) for config in study.judge.finalists(limits.finalists)]
-        with suppress(Cancelled):
-            quality = compare(recipe, others, Path(spec.dataset).expanduser(), out / "logs", display.say, stop)
-            search.remember("quality", to_data(quality))
+        try:
+            quality = compare(summary.recipe, others, Path(spec.dataset).expanduser(), out, display.say, stop)
+        except (UsageError, OSError) as error:
+            display.note(f"--quality could not run: {error}", "yellow")
+        else:
+            if quality.learned:  # not stopped in the first
+                search.remember("quality", to_data(quality))
+                summary = summed_up(quality)
+                data = write_study(out, summary)
             search.remember("wall_seconds", before + time.monotonic() - task.started)
-    display.say("writing the report")
-    summary = summarize(
-        study.rows,
-        study.judge,
-        fingerprint,
-        probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in store.of_study(name)),
-        wall_seconds=before + time.monotonic() - task.started,
-        importances=search.importances(),
-        quality=quality,
-    )
-    data = write_study(out, summary)
     display.result(summary, _short(out))
     if as_json:
         sys.stdout.write(json.dumps(data) + "\n")

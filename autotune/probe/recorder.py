@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from autotune.depth import HOST_SHARE
 from autotune.probe.device import Meter
 from autotune.result import Phase, ProbeRequest
 
@@ -27,7 +26,7 @@ class Recorder:
     """Marks and peaks at the seams of a training step, and the plan of how many steps to time.
 
     Step 0 warms up, step 1 tells how long a step takes (later if something still compiles), the rest are timed: for
-    `min_timed_s`, fewer if the steps agree, more if they do not and the model is whole or the host the slower one.
+    `min_timed_s`, fewer if the steps agree, more if those of a whole model do not.
     Where reading a phase's peak costs time (CPU), it is not read in timed steps.
     """
 
@@ -151,17 +150,10 @@ class Recorder:
         spread = (max(finished) - min(finished)) / min(finished)
         if spread < AGREED and len(finished) >= self._agree_at:
             self.last_timed = min(self.last_timed, self.step)
-        elif spread > DISAGREED and self.step == self.last_timed and (self.request.depth is None or self._waits()):
+        elif spread > DISAGREED and self.step == self.last_timed and self.request.depth is None:
             num_steps = self.last_timed - self.first_timed + 1
             if num_steps < self.request.max_timed_steps and sum(finished) < 2 * self.request.min_timed_s:
                 self.last_timed += 1
-
-    def _waits(self) -> bool:
-        """Whether the device waits for the host, whose share of a step is the noisy one."""
-        assert self.first_timed is not None
-        host, first = self.host_micro_s(), self.first_timed
-        micros = map(self.meter.seconds, self.starts[first], self.ends[first])
-        return host is not None and host >= HOST_SHARE * statistics.median(micros)
 
     def _now(self) -> Any:
         mark = self.meter.mark()
