@@ -177,7 +177,7 @@ def test_the_folder_is_complete(finished: Finished) -> None:
 
 def test_the_exported_script_trains(finished: Finished, tmp_path: Path) -> None:
     ended = subprocess.run(
-        ["bash", str(finished.out / "export" / "launch.sh"), "--max-steps", "5", "--output-dir", str(tmp_path)],
+        ["bash", str(finished.out / "export" / "launch.sh"), "--max-steps", "2", "--output-dir", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
@@ -186,7 +186,7 @@ def test_the_exported_script_trains(finished: Finished, tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["steps"] == 5 and told["tokens_per_second"] > 0
+    assert told["steps"] == 2 and told["tokens_per_second"] > 0
 
 
 def test_status(finished: Finished) -> None:
@@ -262,7 +262,7 @@ def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int)
         return process.returncode, err
 
 
-TOTAL = 5
+TOTAL = 4
 
 
 def test_a_killed_study_goes_on_with_nothing_lost(tmp_path: Path) -> None:
