@@ -142,7 +142,10 @@ class MemoryModel:
                 largest = name
             low, gib, high = max(low, bounds[0]), max(gib, bounds[1]), max(high, bounds[2])
         beyond = [one.measurement.peak_reserved_gib / one.measurement.peak_allocated_gib for one in alike]
-        paged = self._managed(config, alike)
+        same_state = [one for one in alike if one.config.optimizer == config.optimizer]
+        paged = max(
+            (one.measurement.managed_gib * _rank(config) / _rank(one.config) for one in same_state), default=0.0
+        )
         return MemoryEstimate(
             low_gib=(statics + low) * min(beyond),
             gib=(statics + gib) * statistics.median(beyond),
@@ -151,7 +154,7 @@ class MemoryModel:
             phase=Phase.BACKWARD if largest.startswith(Phase.BACKWARD) else Phase(largest),
             basis=len(alike),
             bounded=alike[0].way == _way(config, micro_steps)
-            and (not config.optimizer.startswith("paged_") or any(_pages(one.config, config) for one in alike)),
+            and (bool(same_state) or not config.optimizer.startswith("paged_")),
         )
 
     def _alike(self, config: TrainConfig, micro_steps: int) -> list[_Known]:
@@ -173,10 +176,6 @@ class MemoryModel:
         nearest = min(states, key=lambda one: abs(_rank(one.config) - _rank(config)))
         measured, scale = nearest.measurement, _rank(config) / _rank(nearest.config)
         return measured.model_gib + scale * (static_gib(measured, micro_steps) - measured.model_gib)
-
-    def _managed(self, config: TrainConfig, alike: list[_Known]) -> float:
-        paged = [one for one in alike if _pages(one.config, config)]
-        return max((one.measurement.managed_gib * _rank(config) / _rank(one.config) for one in paged), default=0.0)
 
 
 def static_gib(measurement: Measurement, micro_steps: int) -> float:
@@ -208,10 +207,6 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
 
 def _base(config: TrainConfig) -> tuple[object, ...]:
     return (config.method, config.precision, config.quantization, config.double_quant, config.dora)
-
-
-def _pages(known: TrainConfig, config: TrainConfig) -> bool:
-    return known.optimizer == config.optimizer
 
 
 def _rank(config: TrainConfig) -> int:

@@ -17,14 +17,14 @@ from typing import IO
 
 from autotune.commands.display import Display
 from autotune.commands.outputs import TrialLog, prepare, write_study
-from autotune.commands.session import facts_of, out_dir, storage_url
+from autotune.commands.session import facts_of, out_dir, quality_of, storage_url
 from autotune.config import TrainConfig
 from autotune.depth import depths
 from autotune.errors import Cancelled, Interrupted, TooManyFailures, UsageError
 from autotune.gpu import GpuInfo
 from autotune.probe.launcher import WorkerProber
 from autotune.recipe import Quality, StudySummary, TrialRow
-from autotune.result import ProbeRequest, from_data, to_data
+from autotune.result import ProbeRequest, to_data
 from autotune.setup import Setup, find_device, open_reserve, set_up, suit
 from autotune.spec import StudySpec
 from autotune.units import fmt_gib, parse_duration
@@ -221,7 +221,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             quality=quality,
         )
 
-    summary = summed_up(from_data(Quality, facts["quality"]) if facts.get("quality") else None)
+    summary = summed_up(quality_of(facts))
     data = write_study(out, summary)
     if spec.quality and spec.dataset and summary.recipe is not None and failure is None and not stop():
         prober.close()  # its memory is wanted

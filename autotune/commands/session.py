@@ -53,6 +53,11 @@ def facts_of(subject: Subject, fingerprint: Fingerprint, *, memory_gib: float, h
     }
 
 
+def quality_of(facts: dict[str, Any]) -> Quality | None:
+    """What a study's finalists were last found to learn, if they were asked."""
+    return from_data(Quality, facts["quality"]) if "quality" in facts else None
+
+
 def open_study(name: str | None, storage: str | None) -> StoredStudy:
     """A finished or running study, by name; the newest if none is given.
 
@@ -94,6 +99,6 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
         probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in stored),
         wall_seconds=float(facts.get("wall_seconds", 0.0)),
         importances=search.importances(),
-        quality=from_data(Quality, facts["quality"]) if facts.get("quality") else None,
+        quality=quality_of(facts),
     )
     return StoredStudy(summary=summary, subject=subject, facts=facts, out=Path(facts["out"]))

@@ -26,8 +26,8 @@ class Recorder:
     """Marks and peaks at the seams of a training step, and the plan of how many steps to time.
 
     Step 0 warms up, step 1 tells how long a step takes (later if something still compiles), the rest are timed: for
-    `min_timed_s`, fewer if the steps agree, more if those of a whole model do not.
-    Where reading a phase's peak costs time (CPU), it is not read in timed steps.
+    `min_timed_s`, fewer if the steps agree, more if those of a whole model do not. Where reading a phase's peak costs
+    time (CPU), it is not read in timed steps.
     """
 
     def __init__(
