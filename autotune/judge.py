@@ -17,8 +17,10 @@ from autotune.result import Evidence, Fingerprint, Measurement, Outcome, ProbeRe
 from autotune.space import SearchSpace
 from autotune.workload import Workload
 
-# Confirmations that differ by more than this were disturbed; a third one then decides, as their median.
+# Measurements of one configuration that differ by more than this were disturbed; another then decides, as their median.
 DISAGREEMENT = 0.05
+# By how much a confirmation may differ from the next on a quiet machine: on an H200 they agree within 0.3 %.
+AGAIN = 0.01
 
 # The configuration that guides give: it is measured first, and what the winner is compared with.
 BASELINE = TrainConfig(
@@ -110,6 +112,15 @@ class Judge:
     def confirm(self, config: TrainConfig, measurement: Measurement) -> None:
         self.configs[config.digest] = config
         self.confirmed.setdefault(config.digest, []).append(measurement)
+
+    def may_win(self, config: TrainConfig) -> bool:
+        """Whether it wins by what was confirmed so far, or would if the next round favours it."""
+        favour = 1 + max(AGAIN, self.noise(config))
+        tilted = [
+            replace(one, score=one.score * favour if one.config == config else one.score / favour)
+            for one in self._scored(self.confirmed)
+        ]
+        return bool(tilted) and choose(tilted, self.subject.floors.slack)[0].config == config
 
     def drop(self, config: TrainConfig, reason: str) -> None:
         """A configuration that came through the search but not its confirmation is out."""
@@ -214,8 +225,14 @@ class Judge:
         return pool
 
     def disagreement(self, config: TrainConfig) -> float:
-        """By how much the confirmations of a configuration differ in step time, relative to the shortest."""
-        steps = [statistics.median(one.step_s) for one in self.confirmed.get(config.digest, ())]
+        """By how much the confirmations of a configuration differ in step time, relative to the shortest.
+
+        One alone is compared with what the search saw.
+        """
+        known = list(self.confirmed.get(config.digest, ()))
+        if len(known) == 1 and config.digest in self.measured:
+            known.append(self.measured[config.digest])
+        steps = [step_time_s(one, self.subject.workload.accumulation(config)) for one in known]
         return max(steps) / min(steps) - 1.0 if steps else 0.0
 
     def _assumptions(self, config: TrainConfig) -> list[str]:
@@ -274,7 +291,7 @@ class Judge:
         baseline = self.baseline()
         for config in dict.fromkeys((winner.config, baseline or winner.config)):  # a set has another order each time
             if (apart := self.disagreement(config)) > DISAGREEMENT:
-                found.append(f"the confirmations of {config.label()} differ by {apart:.0%}: something disturbed them")
+                found.append(f"measurements of {config.label()} differ by {apart:.0%}: something disturbed them")
         rivals = [
             one
             for one in pool

@@ -88,7 +88,7 @@ class Ladder:
         self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
         self._whole: dict[tuple[Any, ...], Measurement] = {}  # of whole models, by all but the optimizer
         self._failures = 0
-        self._confirmed: set[TrainConfig] = set()
+        self._evaluated: set[TrainConfig] = set()
         self._seconds: dict[TrainConfig, float] = {}  # spent since the last verdict
 
     def learn_from_others(self) -> None:
@@ -180,11 +180,12 @@ class Ladder:
         spent = self._seconds.pop(result.config, 0.0)
         return Verdict(result=self._stored(trial, result), reused=spent == 0.0, seconds=spent)
 
-    def confirm(self, config: TrainConfig, micro_steps: int, round_: int) -> ProbeResult:
-        """Measure a finalist again: more micro batches a step; the first time one evaluation and one save."""
+    def confirm(self, config: TrainConfig, micro_steps: int, round_: int, *, whole: bool = True) -> ProbeResult:
+        """Measure a finalist again, with more micro batches a step; `whole` adds, once, an evaluation and a save."""
         request = replace(self._request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
-        request = replace(request, evaluate=config not in self._confirmed)
-        self._confirmed.add(config)
+        if whole and config not in self._evaluated:
+            request = replace(request, evaluate=True)
+            self._evaluated.add(config)
         log = self._logs / f"confirm-{config.digest}-{round_}.log"
         result = self._stored(None, self._prober.probe(request, log))
         self.learn(None, result)

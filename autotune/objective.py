@@ -54,14 +54,16 @@ def step_time_s(measurement: Measurement, accumulation: int) -> float:
 def step_spread(measurements: Iterable[Measurement], accumulation: int) -> tuple[float, float]:
     """Range of the timed steps of all these probes, relative to the step time that is reported for them.
 
-    Where they were extrapolated, at least the error that this may have; of a single step, what is assumed.
+    Where a probe timed one step alone, of its micro batches. Where they were extrapolated, at least the error that this
+    may have; of a single time, what is assumed.
     """
     measurements = list(measurements)
     reported = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
     samples = []
     for measurement in measurements:
-        scale = step_time_s(measurement, accumulation) / statistics.median(measurement.step_s)
-        samples += [step * scale for step in measurement.step_s]
+        times = measurement.step_s if len(measurement.step_s) > 1 else measurement.micro_step_s
+        scale = step_time_s(measurement, accumulation) / statistics.median(times)
+        samples += [one * scale for one in times]
     error = max(*(measurement.time_error for measurement in measurements), UNSEEN if len(samples) == 1 else 0.0)
     return min(min(samples) / reported - 1.0, -error), max(max(samples) / reported - 1.0, error)
 

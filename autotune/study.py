@@ -243,22 +243,24 @@ class Study:
         return row
 
     def confirm(self) -> None:
-        """Measure the finalists and the baseline again, interleaved, so that drift hits all alike.
+        """Measure the finalists and the baseline again; in later rounds those that may still win.
 
         The likely winner and the baseline come first, since the budget may end it. Who fails is replaced by the next
-        best.
+        best. One evaluation and one save belong to the full run: who wins has done them.
         """
         entries = self.judge.finalists(self.limits.finalists)
-        baseline = self.judge.baseline()
-        if baseline is not None and baseline not in entries[:1]:
-            entries = [*entries[:1], baseline, *(one for one in entries[1:] if one != baseline)]
+        likely, baseline = entries[:1], self.judge.baseline()
+        if baseline is not None and baseline not in likely:
+            entries = [*likely, baseline, *(one for one in entries[1:] if one != baseline)]
         for round_ in range(1, self.limits.rounds + 1):
-            waiting = list(entries)
+            last = round_ == self.limits.rounds
+            waiting = [one for one in entries if round_ == 1 or self.judge.may_win(one)]
             while waiting:
                 config = waiting.pop(0)
                 if self.should_stop() or self._late():
                     return
-                confirmed = self._confirm_one(config, f"round {round_} of {self.limits.rounds}", round_)
+                why = f"round {round_} of {self.limits.rounds}"
+                confirmed = self._confirm_one(config, why, round_, whole=last or config in likely)
                 if confirmed is None:
                     return
                 if not confirmed:
@@ -269,14 +271,14 @@ class Study:
                         waiting += next_best
         for config in entries:
             if self.judge.disagreement(config) > DISAGREEMENT and not self._late() and not self.should_stop():
-                self._confirm_one(config, "once more, since the rounds disagree", self.limits.rounds + 1)
+                self._confirm_one(config, "once more, since two measurements disagree", self.limits.rounds + 1)
 
-    def _confirm_one(self, config: TrainConfig, why: str, round_: int) -> bool | None:
+    def _confirm_one(self, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
         """Whether the configuration came through again; None if the user asked to stop meanwhile."""
         micro_steps = min(self.subject.workload.accumulation(config), 4)
         self.say(f"confirming, {why}: {config.label()}")
         try:
-            result = self.ladder.confirm(config, micro_steps, round_)
+            result = self.ladder.confirm(config, micro_steps, round_, whole=whole)
         except Cancelled:
             return None
         if result.outcome is Outcome.OK and result.measurement is not None:
@@ -315,7 +317,7 @@ class Study:
         times = [took for took, compiled in self._probe_times if not compiled] or [
             took for took, _ in self._probe_times
         ]
-        need = 2.0 * statistics.median(times) * entries * self.limits.rounds
+        need = 2.0 * statistics.median(times) * (entries + self.limits.rounds - 1)  # later rounds are the winner's
         return min(need, self.limits.budget_s / 2)
 
     def _late(self) -> bool:

@@ -200,6 +200,13 @@ def test_who_joins_in_the_second_round_is_evaluated_too(session: Session) -> Non
     assert [request.evaluate for request in prober.requests] == [True, True, False]
 
 
+def test_who_was_not_evaluated_yet_can_be_later(session: Session) -> None:
+    ladder, prober = session(machine(limit_gib=100.0))
+    for round_, whole in ((1, False), (2, True), (3, True)):
+        ladder.confirm(MIDDLE, 4, round_, whole=whole)
+    assert [request.evaluate for request in prober.requests] == [False, True, False]
+
+
 def test_confirming_asks_for_more_and_is_never_answered_from_the_table(session: Session, store: ProbeStore) -> None:
     ladder, prober = session(machine(limit_gib=100.0))
     ladder.evaluate(MIDDLE, 0)

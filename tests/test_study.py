@@ -17,6 +17,7 @@ from autotune.objective import Floors
 from autotune.recipe import TrialRow
 from autotune.result import Outcome, Phase, ProbeRequest, ProbeResult, Rung
 from autotune.setup import set_up
+from autotune.space import Knob
 from autotune.spec import StudySpec
 
 # Limits
@@ -162,16 +163,47 @@ def confirmations(session: Session) -> list[TrainConfig]:
     return [request.config for request in session.prober.requests if request.rung is Rung.CONFIRM]
 
 
-def test_confirming_interleaves_the_finalists_and_the_baseline(start: Start) -> None:
-    session = whole(start, trials=16, finalists=2, rounds=2)
-    asked = confirmations(session)
-    first, second = asked[: len(asked) // 2], asked[len(asked) // 2 :]
-    assert first == second
-    assert len(set(first)) == len(first) == 3
+def test_confirming_measures_all_finalists_and_the_baseline_once_and_the_winner_again(start: Start) -> None:
+    session = whole(start, machine(rate=lambda config: by_tokens(config) ** 2), trials=16, finalists=3, rounds=2)
+    *first, last = confirmations(session)
+    assert len(set(first)) == len(first) == 4
     assert first[1] == BASELINE
     ranked = sorted(session.study.rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True)
     assert ranked[0].config in first
-    assert all(len(session.study.judge.confirmed[config.digest]) == 2 for config in first)
+    assert last == first[0] == session.winner()
+    evaluated = [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM and one.evaluate]
+    assert evaluated == [first[0]]
+
+
+def test_rivals_that_a_second_measurement_may_part_get_one(start: Start) -> None:
+    """Two of one capability that are half a percent apart."""
+    alike = space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
+    alike = replace(alike, knobs=(*alike.knobs, Knob(name="compile", values=("none", "per_layer"), kind="system")))
+
+    def rate(config: TrainConfig) -> float:
+        return (1000.0 if config.compile == "none" else 1005.0) * (0.7 if config.checkpointing == "full" else 1.0)
+
+    session = whole(start, machine(rate=rate), subject=subject_of(alike), finalists=3, rounds=2)
+    plain = replace(BASELINE, checkpointing="none")
+    compiled = replace(plain, compile="per_layer")
+    asked = confirmations(session)
+    assert [asked.count(config) for config in (plain, compiled, BASELINE)] == [2, 2, 1]
+    evaluated = [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM and one.evaluate]
+    assert set(evaluated) == {plain, compiled} and len(evaluated) == 2
+
+
+def test_a_baseline_that_was_disturbed_is_measured_again(start: Start) -> None:
+    answers, slower = machine(rate=by_tokens), machine(rate=lambda config: by_tokens(config) / 1.2)
+    confirmed: list[TrainConfig] = []
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        confirmed.extend([request.config] if request.rung is Rung.CONFIRM else [])
+        return (slower if confirmed == [request.config, BASELINE] or confirmed[1:] == [BASELINE] else answers)(request)
+
+    session = whole(start, answer, trials=16, finalists=3, rounds=2)
+    assert confirmations(session).count(BASELINE) == 2
+    recipe = session.summary().recipe
+    assert recipe is not None and any(BASELINE.label() in caveat for caveat in recipe.caveats)
 
 
 def test_confirming_takes_up_to_four_micro_batches_a_step(start: Start) -> None:

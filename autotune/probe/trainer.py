@@ -19,10 +19,12 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from autotune.probe.device import Meter
 from autotune.probe.model import Resident, attach, decoder_layers, set_checkpointing
-from autotune.probe.recorder import MAX_WARMUP_STEPS, Recorder
+from autotune.probe.recorder import MAX_WARMUP_STEPS, Recorder, compiled_graphs
 from autotune.probe.weigh import logical_params, optimizer_gib, tensor_gib
 from autotune.result import Measurement, Phase, ProbeRequest
 from autotune.units import gib
+
+RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
 
 
 class BadLoss(Exception):
@@ -129,11 +131,9 @@ class Probe:
             self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.managed_gib + self.lost_gib)
             if meter.reserved_gib() > self.limit_gib:
                 raise torch.OutOfMemoryError(f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model")
-        self._watch()
         if config.compile == "per_layer":
-            torch._dynamo.config.fail_on_recompile_limit_hit = True
-            for layer in decoder_layers(self.model):
-                layer.compile()
+            self._compile()
+        self._watch()
         with tempfile.TemporaryDirectory(prefix="autotune-") as scratch:
             self.trainer = self._make_trainer(scratch)
             meter.reset_peak()
@@ -149,6 +149,20 @@ class Probe:
             if request.evaluate:
                 self._evaluate_and_save(scratch)
         return self._measurement(losses)
+
+    def _compile(self) -> None:
+        """Each layer by itself, as the exported script does. What earlier probes compiled stays, and serves again.
+
+        The first layer's input requires gradients like all others': else that layer alone would be compiled anew.
+        """
+        if self.request.config.method == "lora":
+            self.base.enable_input_require_grads()
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = RECOMPILE_LIMIT + compiled_graphs()
+        dynamo.accumulated_recompile_limit = dynamo.recompile_limit
+        dynamo.fail_on_recompile_limit_hit = True
+        for layer in decoder_layers(self.model):
+            layer.compile(dynamic=False)
 
     def _watch(self) -> None:
         """Hooks at both ends of the layers: they check autocast and part the backward pass in head, layers, inputs."""

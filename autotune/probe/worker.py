@@ -80,7 +80,6 @@ class Worker:
         self.meter = open_meter(device)
         self._send = send
         self._residents: dict[int | None, Resident] = {}  # by depth
-        self._compiled: TrainConfig | None = None  # what Dynamo's cache holds
         self._served = 0
         self._empty_gib = 0.0
         self._limit_gib = self.meter.memory_gib()
@@ -134,7 +133,6 @@ class Worker:
             self._send(event="phase", phase=phase)
 
         emit(Phase.LOAD)
-        self._forget_compiled(request.config)
         try:
             probe = Probe(request, self._base_for(request), self.meter, emit, self._lost_gib)
             measurement = probe.run()
@@ -172,14 +170,6 @@ class Worker:
             reusable = False
             fields["notes"] = (f"paged optimizers left {self._lost_gib:.1f} GiB behind: the worker is replaced",)
         return fields, reusable
-
-    def _forget_compiled(self, config: TrainConfig) -> None:
-        """Code that was compiled for one depth of a configuration serves its other depths, and nothing else."""
-        import torch
-
-        if self._compiled not in (None, config):
-            torch._dynamo.reset()
-        self._compiled = config if config.compile != "none" else None
 
     def _base_for(self, request: ProbeRequest) -> "Resident":
         """The base model for this request: the one that is here, or a new one. Others of its family wait aside."""
