@@ -68,7 +68,7 @@ def run(
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Wall time for all but --quality: 90s, 15m, 1h. [15m]")] = None,
     trials: Annotated[int | None, typer.Option(help="Total number of trials, refusals included.")] = None,
-    patience: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one. [30]")] = None,
+    patience: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one. [40]")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Pin the sequence length.")] = None,
     rank: Annotated[int | None, typer.Option(help="Pin the LoRA rank.")] = None,
     set_: Annotated[

@@ -16,6 +16,7 @@ QUANTIZATIONS = ("none", "int8", "nf4")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion_8bit")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flex_attention")
 COMPILES = ("none", "per_layer")
+LOSSES = ("full", "chunked")
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "method": METHODS,
@@ -25,6 +26,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer": OPTIMIZERS,
     "attention": ATTENTIONS,
     "compile": COMPILES,
+    "loss": LOSSES,
     "packing": (True, False),
     "dora": (True, False),
     "rslora": (True, False),
@@ -49,9 +51,10 @@ class TrainConfig:
 
     `micro_batch_size` counts rows a forward pass on one GPU, `seq_len` tokens a row, `lora_rank` is None in full
     fine-tuning. `checkpointing` is `none`, `full` or `every_K` (each K-th layer recomputed). `precision`: `bf16_mixed`
-    keeps trained parameters in fp32 under autocast, `bf16_pure` keeps everything in bf16. `packing` puts as many whole
-    examples into a row as it holds, each attending to itself alone. `dora` trains a magnitude for each output of a
-    layer beside its adapters, `rslora` scales these by the root of the rank instead of the rank.
+    keeps trained parameters in fp32 under autocast, `bf16_pure` keeps everything in bf16. `loss` holds the logits of a
+    whole micro batch, or computes head, cross-entropy and their gradients in chunks of tokens. `packing` puts as many
+    whole examples into a row as it holds, each attending to itself alone. `dora` trains a magnitude for each output of
+    a layer beside its adapters, `rslora` scales these by the root of the rank instead of the rank.
     """
 
     method: str = "lora"
@@ -65,6 +68,7 @@ class TrainConfig:
     checkpointing: str = "full"
     attention: str = "sdpa"
     compile: str = "none"
+    loss: str = "full"
     packing: bool = False
     dora: bool = False
     rslora: bool = False
@@ -134,6 +138,8 @@ class TrainConfig:
             parts.append("compiled")
         if self.attention != "sdpa":
             parts.append(self.attention)
+        if self.loss != "full":
+            parts.append("chunked-loss")
         if self.packing:
             parts.append("packed")
         return " ".join(parts)

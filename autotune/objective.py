@@ -183,6 +183,7 @@ def leanest(space: SearchSpace) -> dict[str, Any]:
         "optimizer": ("lion_8bit", "adafactor", "paged_adamw_8bit", "adamw_8bit", "adamw_torch_fused", "adamw_torch"),
         "attention": ("flash_attention_2", "sdpa", "flex_attention", "eager"),
         "compile": ("none", "per_layer"),
+        "loss": ("chunked", "full"),
         "packing": (False, True),
         "dora": (False, True),
         "rslora": (False, True),

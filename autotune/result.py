@@ -58,7 +58,8 @@ class ModelShape:
     `period` is None where nothing repeats. `unquantized` is the share of all parameters that stand in the layers but in
     no linear module, such as the fused experts of a mixture: quantisation does not touch them. `untrained` is the part
     of it that adapters on every linear layer leave out; where PEFT reaches the others, it does so by
-    `parametrized` weights, which cannot be compiled.
+    `parametrized` weights, which cannot be compiled. `plain_head` is whether the logits are what the head returns,
+    neither capped nor scaled.
     """
 
     num_layers: int
@@ -67,6 +68,7 @@ class ModelShape:
     unquantized: float = 0.0
     untrained: float = 0.0
     parametrized: bool = False
+    plain_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,6 +118,9 @@ def suit(setup: Setup, shape: ModelShape | None) -> Setup:
 
     Raises UsageError where nothing is left.
     """
+    if shape is None or not shape.plain_head:
+        reason = "the model changes its logits after its head, which cannot be done in chunks"
+        setup = _without(setup, "loss", "chunked", reason)
     methods = knob.choices() if (knob := setup.subject.space.knob("method")) else ("lora",)
     if shape is None or methods == ("full",):
         return setup
@@ -130,18 +133,19 @@ def suit(setup: Setup, shape: ModelShape | None) -> Setup:
     quantized = setup.subject.space.knob("quantization")
     if shape.unquantized > OUT_OF_REACH and quantized and quantized.choices() != ("none",):
         warnings.append(f"{shape.unquantized:.0%} of the parameters are fused experts: they are never quantised")
+    setup = replace(setup, warnings=tuple(warnings))
     if not shape.parametrized:
-        return replace(setup, warnings=tuple(warnings))
+        return setup
     reason = "adapters on fused experts replace whole weights in each forward pass, which does not compile"
-    space, removed = setup.subject.space.narrow("compile", lambda value: value == "none", reason)
-    reserve, _ = setup.reserve.narrow("compile", lambda value: value == "none", reason)
-    return replace(
-        setup,
-        subject=replace(setup.subject, space=space),
-        reserve=reserve,
-        removals=(*setup.removals, *removed),
-        warnings=tuple(warnings),
-    )
+    return _without(setup, "compile", "per_layer", reason)
+
+
+def _without(setup: Setup, name: str, value: str, reason: str) -> Setup:
+    """Raises UsageError where nothing else is left of the knob."""
+    space, removed = setup.subject.space.narrow(name, lambda one: one != value, reason)
+    reserve, _ = setup.reserve.narrow(name, lambda one: one != value, reason)
+    subject = replace(setup.subject, space=space)
+    return replace(setup, subject=subject, reserve=reserve, removals=(*setup.removals, *removed))
 
 
 def open_reserve(setup: Setup) -> Setup:

@@ -44,7 +44,7 @@ class StudySpec:
     global_batch_tokens: int | None = None
     budget: str = "15m"
     trials: int | None = None
-    patience: int = 30
+    patience: int = 40
     memory_gib: float | None = None
     headroom: float = 0.05
     price: float | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from autotune.climb import ORDER, TOO_LARGE, move, sizes
+from autotune.climb import MAKES_ROOM, ORDER, TOO_LARGE, move, sizes
 from autotune.config import TrainConfig
 from autotune.depth import Extrapolation
 from autotune.errors import Cancelled
@@ -33,7 +33,7 @@ class Limits:
 
     budget_s: float
     trials: int | None = None
-    patience: int = 30
+    patience: int = 40
     finalists: int = 3
     rounds: int = 2
 
@@ -139,7 +139,7 @@ class Study:
                     tried[asked.config.digest] = Outcome.OK
                     waiting.append((reached, asked))
                     self.say(f"{reached:,.0f} tokens/s foretold: {asked.config.label()}")
-                if reached > speed * (1 + WORTHWHILE):
+                if reached > speed * (1 - WORTHWHILE if name in MAKES_ROOM else 1 + WORTHWHILE):
                     here, speed = asked.config, reached
         return waiting
 

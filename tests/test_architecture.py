@@ -27,7 +27,7 @@ ADAPTERS = ("search", "store", "probe", "report", "export")
 SHARED = {("search", "store"): {"engine_options", "public_url", "storage_errors"}}
 
 CHILD = tuple(
-    f"probe.{name}" for name in ("device", "model", "recorder", "trainer", "weigh", "worker")
+    f"probe.{name}" for name in ("chunked_loss", "device", "model", "recorder", "trainer", "weigh", "worker")
 )  # what runs in the worker's process
 CHILD_MAY = {"errors", "units", "files", "gpu", "config", "catalog", "result", "depth"}
 

@@ -62,8 +62,8 @@ def test_spaces():
     cells = [cell.strip() for cell in row.strip("│┃ ").split("│")]
     assert cells[:3] == [
         "lora",
-        "10,368",
-        "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile, packing",
+        "20,736",
+        "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile, loss, packing",
     ]
     assert cells[3].endswith("search_spaces/lora.yaml")
 

@@ -28,7 +28,7 @@ CONFIGS = [
     TrainConfig(quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"),
     TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
     TrainConfig(method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1),
-    TrainConfig(quantization="nf4", compile="per_layer", packing=True, dora=True, rslora=True),
+    TrainConfig(quantization="nf4", compile="per_layer", packing=True, dora=True, rslora=True, loss="chunked"),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 
@@ -125,6 +125,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         and (every in (None, 1) or kwargs.get("every_n_layers") == every),
         "attention": data["attn_implementation"] == config.attention,
         "compile": data["torch_compile"] is False and config.compile == "none",
+        "loss": config.loss == "chunked",
         "packing": data["packing"] is False and not config.packing,
         "dora": data.get("use_dora", False) is config.dora,
         "rslora": data.get("use_rslora", False) is config.rslora,

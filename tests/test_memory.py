@@ -45,6 +45,7 @@ def test_larger_in_every_knob(change):
         {"packing": True},
         {"dora": True},
         {"compile": "per_layer"},
+        {"loss": "chunked"},
         {"method": "full"},
         {"micro_batch_size": 32, "seq_len": 512},  # twice the tokens, but shorter rows
         {"micro_batch_size": 32, "checkpointing": "full"},

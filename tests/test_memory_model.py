@@ -224,6 +224,7 @@ def test_an_optimizer_is_known_from_any_way_to_compute() -> None:
         {"quantization": "nf4", "double_quant": True},
         {"attention": "flash_attention_2"},
         {"compile": "per_layer"},
+        {"loss": "chunked"},
         {"checkpointing": "full"},
         {"checkpointing": "every_2"},
     ],

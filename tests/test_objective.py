@@ -199,6 +199,7 @@ def test_the_leanest_choice():
         "checkpointing": "full",
         "compile": "none",
         "attention": "flash_attention_2",
+        "loss": "chunked",
         "packing": False,
     }
     assert leanest(space(checkpointing=("none", "every_4", "every_2"))) == {"checkpointing": "every_2"}

@@ -88,7 +88,8 @@ FULL = TrainConfig(method="full", optimizer="adamw_torch")
     [
         ("activations", TrainConfig(checkpointing="none"), ["checkpointing", "micro_batch_size", "seq_len"]),
         ("activations", TrainConfig(attention="eager"), ["attention", "micro_batch_size", "seq_len"]),
-        ("logits", TrainConfig(), ["micro_batch_size", "seq_len", None]),
+        ("logits", TrainConfig(), ["loss", "micro_batch_size", "seq_len"]),
+        ("logits", TrainConfig(loss="chunked"), ["micro_batch_size", "seq_len"]),
         ("optimizer", FULL, ["optimizer", "method"]),
         ("optimizer", TrainConfig(optimizer="adamw_8bit"), ["optimizer", "lora_rank"]),
         ("weights", TrainConfig(), ["quantization"]),
@@ -112,7 +113,7 @@ def test_advice_follows_the_dominant_term(term: str, config: TrainConfig, knobs:
 
 def test_advice_is_not_repeated_for_two_large_terms() -> None:
     terms = (Term(name="activations", gib=5.0, share=0.5), Term(name="logits", gib=4.0, share=0.4))
-    assert [change.knob for change in advise(TrainConfig(), terms)] == ["micro_batch_size", "seq_len", None]
+    assert [change.knob for change in advise(TrainConfig(), terms)] == ["micro_batch_size", "seq_len", "loss"]
 
 
 def test_markdown_says_what_happened() -> None:

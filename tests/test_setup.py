@@ -305,7 +305,7 @@ def test_where_another_attention_is_left_it_is_kept(installed):
     assert setup.subject.space.knob("attention").choices() == ("flash_attention_2",)
 
 
-MIXTURE = ModelShape(num_layers=32, prefix=0, period=1, unquantized=0.9, untrained=0.0, parametrized=True)
+MIXTURE = ModelShape(num_layers=32, prefix=0, period=1, unquantized=0.9, parametrized=True, plain_head=True)
 
 
 def test_adapters_on_fused_experts_are_not_compiled(installed):
@@ -317,6 +317,21 @@ def test_adapters_on_fused_experts_are_not_compiled(installed):
         suit(set_up(StudySpec(model="mixtral-8x7b", gpu="h200", pins={"compile": "per_layer"}), H200), MIXTURE)
 
 
+@pytest.mark.parametrize("space", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("shape", "losses"),
+    [
+        (ModelShape(num_layers=32, prefix=0, period=1, plain_head=True), ("full", "chunked")),
+        (ModelShape(num_layers=32, prefix=0, period=1), ("full",)),
+        (None, ("full",)),
+    ],
+)
+def test_a_loss_in_chunks_is_for_plain_heads(installed, space, shape, losses):
+    setup = suit(set_up(StudySpec(model="mistral-7b", gpu="h200", space=space), H200), shape)
+    assert setup.subject.space.knob("loss").choices() == setup.reserve.knob("loss").choices() == losses
+    assert any(removal.knob == "loss" for removal in setup.removals) is (losses == ("full",))
+
+
 @pytest.mark.parametrize(
     ("spec", "shape", "told"),
     [
@@ -324,7 +339,6 @@ def test_adapters_on_fused_experts_are_not_compiled(installed):
         ({}, replace(MIXTURE, untrained=0.9), ["do not train them"]),
         ({"allow_quantized": True}, MIXTURE, ["never quantised"]),
         ({"space": "full", "allow_pure_bf16": True}, replace(MIXTURE, untrained=0.9), []),
-        ({}, None, []),
     ],
 )
 def test_what_adapters_and_quantisation_do_not_reach_is_told(installed, spec, shape, told):
@@ -332,5 +346,5 @@ def test_what_adapters_and_quantisation_do_not_reach_is_told(installed, spec, sh
     warnings = [text for text in suit(setup, shape).warnings if text not in setup.warnings]
     assert len(warnings) == len(told)
     assert all(part in text for part, text in zip(told, warnings, strict=True))
-    if shape is None or spec.get("space") == "full":
-        assert suit(setup, shape) is setup
+    if spec.get("space") == "full":
+        assert suit(setup, shape) == setup

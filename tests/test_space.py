@@ -44,10 +44,10 @@ def test_every_shipped_space_loads_and_makes_configurations():
     ("name", "size"),
     [
         ("cpu", 6 * 3 * 3 * 2 * 2 * 3 * 2),
-        ("lora", 6 * 4 * 4 * 3 * 3 * 3 * 2),
-        ("qlora", 2 * 6 * 4 * 4 * 3 * 3 * 3 * 2),
-        ("full", 6 * 4 * 2 * 5 * 3 * 2),
-        ("default", 4 * 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2),  # none, int8, nf4 with and without double_quant
+        ("lora", 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2),
+        ("qlora", 2 * 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2),
+        ("full", 6 * 4 * 2 * 5 * 3 * 2 * 2),
+        ("default", 4 * 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2 * 2),  # none, int8, nf4 with and without double_quant
     ],
 )
 def test_size_is_the_number_of_distinct_configurations(name, size):

@@ -1,4 +1,4 @@
-"""train.py, rows.py, launch.sh, model_config.json: plain transformers and peft, training exactly what was probed."""
+"""train.py and what goes with it: plain transformers and peft, training exactly what was probed."""
 
 import json
 import math
@@ -26,7 +26,7 @@ SAMPLED = 16  # lengths that stand for all of them
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """The script, how it makes its rows, its launcher (executable), and the shape that `--random-weights` builds."""
+    """The script, how it makes its rows and its loss, its launcher (executable), and the shape for random weights."""
     lines = facts(recipe)
     head = comment("; ".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True))  # the script has 120 lines
     parts = {
@@ -38,9 +38,15 @@ def export(recipe: Recipe) -> dict[str, str]:
     template = resources.files("autotune.export").joinpath("train_template.py.txt").read_text(encoding="utf-8")
     # One pass: a name that looks like a placeholder stays a name.
     script = re.sub(r"@([A-Z_]+)@", lambda match: parts[match[1]], template)
+    beside = {"rows.py": ("autotune.export", "rows_template.py.txt")}
+    if recipe.winner.config.loss == "chunked":
+        beside["chunked_loss.py"] = ("autotune.probe", "chunked_loss.py")
     return {
         "train.py": script,
-        "rows.py": f"{head}\n{resources.files('autotune.export').joinpath('rows_template.py.txt').read_text('utf-8')}",
+        **{
+            name: f"{head}\n{resources.files(at).joinpath(file).read_text('utf-8')}"
+            for name, (at, file) in beside.items()
+        },
         "launch.sh": _launcher(head),
         "model_config.json": json.dumps(recipe.model.config, indent=2) + "\n",
     }

@@ -24,8 +24,7 @@ EVERY_N_LAYERS_SINCE = (5, 23)
 
 _DIFFERENCES = (
     "Known to differ from what was measured:",
-    "- The speed is that of the plain transformers Trainer. TRL has its own chunked LM head, which never holds all",
-    "  logits: its peak is lower, and its speed another.",
+    "- The speed is that of the plain transformers Trainer.",
     "- TRL passes an attention mask and pads to the longest row of a batch (to max_length where pad_to_multiple_of",
     "  says so, for compiled layers); the probe had full rows and no mask.",
 )
@@ -87,6 +86,8 @@ def inexpressible(recipe: Recipe) -> list[str]:
             f"precision {config.precision}: TRL casts the adapters of a quantized base to bf16,"
             " they were measured in fp32"
         )
+    if config.loss == "full":
+        found.append("loss full: TRL has its own chunked LM head, with a lower peak and another speed")
     if config.packing:
         found.append(
             "packing: TRL fills rows in the same way, but lays a micro batch out as one without padding; without a"

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from autotune.config import TrainConfig
 from autotune.depth import repetition
+from autotune.probe.chunked_loss import has_plain_head
 from autotune.probe.weigh import parameter_gib, tensor_gib
 from autotune.result import ModelShape, ProbeRequest
 
@@ -150,6 +151,7 @@ def clean(resident: Resident) -> None:
     # With checkpointing transformers and PEFT each have the embedding's output require gradients, and only the last
     # hook is remembered: the other would go on into probes without checkpointing.
     base.get_input_embeddings()._forward_hooks.clear()
+    base.get_output_embeddings().__dict__.pop("forward", None)  # of a loss in chunks
     for layer in decoder_layers(base):
         layer._compiled_call_impl = None
     for model in (base, resident.adapted):
@@ -252,6 +254,10 @@ def describe(model: dict[str, Any]) -> ModelShape:
     matrices = [one for layer in decoder_layers(built) for one in layer.parameters() if one.ndim > 1]
     total = sum(parameter.numel() for parameter in built.parameters())
     try:
+        plain_head = has_plain_head(built)
+    except Exception:
+        plain_head = False
+    try:
         adapted: nn.Module = _adapt(built, TrainConfig(), torch.device("meta"))
     except ValueError:  # adapters on every linear layer are not for every family
         adapted = built
@@ -265,6 +271,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
         unquantized=sum(one.numel() for one in matrices if id(one) not in linear) / total,
         untrained=sum(one.numel() for one in matrices if id(one) not in linear | wrapped) / total,
         parametrized=bool(wrapped),
+        plain_head=plain_head,
     )
 
 

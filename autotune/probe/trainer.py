@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from autotune.probe.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.device import Meter
 from autotune.probe.model import Resident, attach, decoder_layers, set_checkpointing
 from autotune.probe.recorder import MAX_WARMUP_STEPS, Recorder, compiled_graphs
@@ -115,6 +116,7 @@ class Probe:
         self.trainer: ProbeTrainer | None = None
         self.model_gib = resident.model_gib
         self.managed_gib = 0.0
+        self._loss: Callable[..., torch.Tensor] | None = None  # None leaves it to the model
         self._hooks: list[Any] = []
         self.limit_gib = 0.0
         self.context_gib = 0.0
@@ -131,6 +133,8 @@ class Probe:
             self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.managed_gib + self.lost_gib)
             if meter.reserved_gib() > self.limit_gib:
                 raise torch.OutOfMemoryError(f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model")
+        if config.loss == "chunked":
+            self._loss = chunked_loss(self.base)
         if config.compile == "per_layer":
             self._compile()
         self._watch()
@@ -212,8 +216,10 @@ class Probe:
 
     def _logits_gib(self) -> float:
         """Logits in the compute dtype and their fp32 copy, as transformers' causal-LM loss holds them."""
-        compute = 4 if self.request.config.precision == "fp32" else 2
-        return gib(self.request.config.tokens * self.base.config.vocab_size * (compute + 4))
+        config = self.request.config
+        compute = 4 if config.precision == "fp32" else 2
+        tokens = min(config.tokens, CHUNK_TOKENS) if config.loss == "chunked" else config.tokens
+        return gib(tokens * self.base.config.vocab_size * (compute + 4))
 
     def _paged_state_gib(self) -> float:
         """State that a paged optimizer will keep in managed memory: two 8-bit moments of each larger parameter."""
@@ -258,6 +264,7 @@ class Probe:
                 config.micro_batch_size, config.seq_len, vocab_size, request.seed + 1, request.packed_rows
             ),
             callbacks=[_Seams(self.recorder)],
+            compute_loss_func=self._loss,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)

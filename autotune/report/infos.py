@@ -239,6 +239,7 @@ def in_words(recipe: Recipe) -> tuple[str, ...]:
             "flex_attention": "FlexAttention",
         }[config.attention],
         "not compiled" if config.compile == "none" else "compiled layer by layer (torch.compile)",
+        *(["head and cross-entropy in chunks of tokens"] if config.loss == "chunked" else []),
     )
 
 

@@ -32,6 +32,7 @@ WEIGHTS = {
     "double_quant": 0.5,
     "attention": 0.5,
     "compile": 0.5,
+    "loss": 0.5,
 }
 
 
@@ -279,8 +280,8 @@ def _activations(config: TrainConfig) -> list[Change]:
 
 
 def _logits(config: TrainConfig) -> list[Change]:
-    why = "a fused or chunked cross-entropy never holds all logits at once; the trainer must offer it"
-    return [*_shorter(config), Change(knob=None, current=None, suggested=None, why=why)]
+    why = "head and cross-entropy in chunks never hold all logits at once, for the same arithmetic"
+    return [*([_change(config, "loss", "chunked", why)] if config.loss == "full" else []), *_shorter(config)]
 
 
 def _optimizer(config: TrainConfig) -> list[Change]:
