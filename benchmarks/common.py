@@ -1,16 +1,23 @@
-"""What every benchmark shares: the shape of its result file."""
+"""What benchmarks share: the shape of a result file, commands run as a person would, full-depth probes."""
 
 import json
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from autotune.catalog import DeviceSpec, ModelSpec
+from autotune.config import TrainConfig
 from autotune.files import write_atomic
-from autotune.result import Fingerprint, to_data
+from autotune.lengths import Lengths
+from autotune.objective import performance
+from autotune.probe.launcher import WorkerProber
+from autotune.result import Fingerprint, Outcome, ProbeRequest, to_data
+from autotune.workload import Workload
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,6 +41,43 @@ def own_cache() -> None:
     """Inductor's cache on disk starts empty for the next process, so that compilations are compared with their like."""
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ[name] = tempfile.mkdtemp(prefix="autotune-cache-")
+
+
+def ran(command: list[str], folder: Path) -> str:
+    """What Python printed for these arguments. Raises SystemExit where it fails."""
+    done = subprocess.run([sys.executable, *command], cwd=folder, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}")
+    return done.stdout
+
+
+def studied(folder: Path, *options: str) -> dict[str, Any]:
+    """The summary of `autotune run` with these options, in that directory."""
+    said: dict[str, Any] = json.loads(ran(["-m", "autotune.cli", "run", *options, "--json"], folder))
+    return said
+
+
+def speed(
+    prober: WorkerProber, model: ModelSpec, device: DeviceSpec, config: TrainConfig, memory_gib: float
+) -> dict[str, Any]:
+    """The whole model with this configuration, 32 full rows to an optimizer step."""
+    workload = Workload(examples=10_000, lengths=Lengths.constant(config.seq_len), global_batch=32)
+    micro_steps = min(workload.accumulation(config), 2)
+    request = ProbeRequest(
+        config=config, model=model.config, device=prober.device, memory_gib=memory_gib, micro_steps=micro_steps
+    )
+    result = prober.probe(request, prober.logs / "probe.log")
+    about: dict[str, Any] = {"model": model.short, "config": config.label(), "outcome": result.outcome.value}
+    if result.outcome is not Outcome.OK or result.measurement is None:
+        return about | {"reason": result.reason}
+    flops = model.flops_per_token(config.method, config.seq_len)
+    found = performance(config, [result.measurement], workload, flops_per_token=flops, peak_tflops=device.bf16_tflops)
+    return about | {
+        "tokens_per_s": found.tokens_per_second,
+        "mfu": found.mfu,
+        "peak_allocated_gib": result.measurement.peak_allocated_gib,
+        "peak_reserved_gib": result.measurement.peak_reserved_gib,
+    }
 
 
 class Rows:

@@ -7,13 +7,11 @@ average, 2,058 at the 99th percentile).
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Rows, save, table
+from common import Rows, ran, save, studied, table
 
 from autotune.result import Fingerprint, from_data
 
@@ -73,11 +71,10 @@ def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
         "1",
         "--out",
         "out",
-        "--json",
     ]
-    said = json.loads(ran([sys.executable, "-m", "autotune.cli", "run", *options], folder))
+    said = studied(folder, *options)
     steps = ["--random-weights", "--lengths", str(LENGTHS), "--max-steps", str(args.max_steps)]
-    done = json.loads(ran([sys.executable, "out/export/train.py", *steps], folder).splitlines()[-1])
+    done = json.loads(ran(["out/export/train.py", *steps], folder).splitlines()[-1])
     winner = said["winner"]
     predicted = winner["performance"]["tokens_per_second"]
     return {
@@ -90,14 +87,6 @@ def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
         "reserved_gib": done["peak_reserved_gib"],
         "fingerprint": {key: value for key, value in said["fingerprint"].items() if key != "digest"},
     }
-
-
-def ran(command: list[str], folder: Path) -> str:
-    """The command's stdout. Raises SystemExit where it fails."""
-    done = subprocess.run(command, cwd=folder, check=False, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{command[2]} ended with {done.returncode}")
-    return done.stdout
 
 
 if __name__ == "__main__":

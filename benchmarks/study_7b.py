@@ -7,15 +7,13 @@ spent on.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common import save, table
+from common import save, studied, table
 
 from autotune.commands.session import open_study
 from autotune.result import Evidence, Fingerprint, Outcome, from_data
@@ -37,15 +35,10 @@ def main() -> None:
     options = ["--gpu", args.gpu, "--model", args.model, "--budget", args.budget]
     url = f"sqlite:///{folder.absolute()}/autotune.db"
     name = f"{args.gpu}-{args.model}"
-    options += ["--study", name, "--out", name, "--storage", url, "--json"]
+    options += ["--study", name, "--out", name, "--storage", url]
     begin = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune.cli", "run", *options], cwd=folder, check=False, stdout=subprocess.PIPE
-    )
+    said = studied(folder, *options)
     wall = time.monotonic() - begin
-    if done.returncode:
-        raise SystemExit(f"the command ended with {done.returncode}")
-    said = json.loads(done.stdout)
 
     study = open_study(name, url)
     probes = [row.result for row in ProbeStore(url).of_study(name)]

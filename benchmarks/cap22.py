@@ -1,0 +1,59 @@
+"""On the room of a 24 GB card: the winner of a study against the advice that is published for an A10.
+
+Both are capped to 21.5 GiB on whatever card is here, and measured at full depth in one run: rows of 512 tokens, rank
+16, an unquantised base. The advice: every layer recomputed, micro batches of 8, paged 8-bit AdamW, autocast. That
+checkpointing cannot be switched off holds for such micro batches only.
+"""
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from common import save, speed, studied, table
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.config import TrainConfig
+from autotune.probe.launcher import WorkerProber
+
+ADVICE = TrainConfig(micro_batch_size=8, seq_len=512, optimizer="paged_adamw_8bit")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--model", default="mistral-7b")
+    parser.add_argument("--memory-gib", type=float, default=21.5)
+    parser.add_argument("--budget", default="4m")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    task = ["--gpu", args.gpu, "--model", args.model, "--memory-gib", str(args.memory_gib), "--budget", args.budget]
+    task += ["--space", "lora", "--tokens-per-example", "512", "--set", "seq_len=512", "--set", "lora_rank=16"]
+    said = studied(folder, *task, "--out", "study")
+    winner = TrainConfig(**said["winner"]["config"])
+    configs = {
+        "the advice": ADVICE,
+        "the advice without checkpointing": replace(ADVICE, checkpointing="none"),
+        "the study's winner": winner,
+    }
+    model, device = resolve_model(args.model), resolve_device(args.gpu)
+    with WorkerProber("cpu" if device.kind == "cpu" else "cuda", folder) as prober:
+        fingerprint = prober.fingerprint
+        rows = [
+            {"who": who, **speed(prober, model, device, config, args.memory_gib)} for who, config in configs.items()
+        ]
+    table(rows, ["who", "config", "outcome", "tokens_per_s", "peak_reserved_gib"])
+    summary = {
+        "winner_tokens_per_s": rows[-1]["tokens_per_s"],
+        "advice_tokens_per_s": rows[0]["tokens_per_s"],
+        "ratio": rows[-1]["tokens_per_s"] / rows[0]["tokens_per_s"],
+        "study_tokens_per_s": said["winner"]["performance"]["tokens_per_second"],
+        "winner": winner.label(),
+    }
+    save("cap22", fingerprint, summary, rows, args.out)
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()
