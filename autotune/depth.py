@@ -13,27 +13,31 @@ from typing import Any
 
 from autotune.result import Measurement, ModelShape, Phase
 
-# Relative error of an extrapolated step time that is allowed even where the timed steps agree perfectly. From 2 and 8
-# layers to 32 on an H200 (`benchmarks/depth_extrapolation.py`): 1 to 4 % where the device was the bottleneck; where the
-# host was, 2 to 5 % on a quiet one and up to 15 % on a busy one. From 2 and 4 of 16 small layers on a CPU up to 16 %.
-DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.08, 0.15
+# Relative error of an extrapolated step time that is allowed even where the timed steps agree perfectly, about two
+# standard deviations. From 2 and 8 layers to 32 on an H200 (`benchmarks/depth_extrapolation.py`): 1 to 4 % where the
+# device was the bottleneck; where the host was, 2 to 5 % on a quiet one and a tenth of the cases over 15 % on one that
+# others kept busy. From 2 and 4 of 16 small layers on a CPU up to 16 %.
+DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.15, 0.15
 # Once so many whole models were compared, their spread counts in place of these, but not as less than the last.
 ENOUGH_RATIOS, SEEN = 8, 0.01
 MIN_APART = 4  # layers between the two depths, where there are so many
 # The host is the bottleneck where issuing a micro batch takes it nearly as long as the micro batch lasts: the shortest
 # that it took counts, and on a shared machine others take a fourth longer.
 HOST_SHARE = 0.75
+FREE_SHARE = 0.5  # below it a host that stumbles is not noticed; the error that is allowed grows between the two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extrapolation:
     """A whole model's measurement, foretold. Its `time_error` is about two standard deviations.
 
-    `noise` is the part of it that the timed steps themselves show, `rest_noise` that of what follows the micro batches.
+    `noise` is the part of it that the timed steps themselves show, `rest_noise` that of what follows the micro batches,
+    `unseen` what is allowed beside them.
     """
 
     measurement: Measurement
     host_bound: bool
+    unseen: float = DEVICE_BOUND
     noise: float = 0.0
     rest_noise: float = 0.0
 
@@ -66,11 +70,9 @@ class Extrapolation:
         rest = statistics.median(one.rest_s) if one.rest_s else 0.0
         step = one.micro_steps * micro + rest
         before = statistics.median(one.step_s)
-        # From one probe of the same to the next, and of what is foretold still.
-        again = ON_CPU / 3 if whole.host_micro_s is None else HOST_BOUND if self.host_bound else SEEN
-        floor = ON_CPU if whole.host_micro_s is None else HOST_BOUND if self.host_bound else DEVICE_BOUND
         noise = 2 * one.micro_steps * _error(whole.micro_step_s)
-        error = math.hypot(again, noise / step, floor * rest / step, self.rest_noise * before / step)
+        again = self.unseen / 2  # from one probe of the same to the next
+        error = math.hypot(again, noise / step, self.unseen * rest / step, self.rest_noise * before / step)
         scale = step / before
         return replace(
             self,
@@ -149,9 +151,9 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
         # Issuing waits for the device once its queue is full, which two layers are too few for: the line may be too
         # steep, but a layer takes the host no longer than that.
         host = min(line(low.host_micro_s, high.host_micro_s), low.host_micro_s * num_layers / shallow)
-    host_bound = host is not None and host >= HOST_SHARE * line(
-        *map(statistics.median, (low.micro_step_s, high.micro_step_s))
-    )
+    whole = line(*map(statistics.median, (low.micro_step_s, high.micro_step_s)))
+    share = 0.0 if host is None else host / whole if whole > 0 else 1.0
+    host_bound = share >= HOST_SHARE
     # A card at its power limit swings within a second, and the whole model will see the mean; a host stumbles.
     middle = statistics.median if host_bound else statistics.fmean
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
@@ -160,7 +162,8 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
         # A few layers hide behind the head's arithmetic what the host needs for them; on all layers it shows.
         micro = max(micro, host)
     step = high.micro_steps * micro + rest
-    floor = ON_CPU if host is None else HOST_BOUND if host_bound else DEVICE_BOUND
+    waits = min(max((share - FREE_SHARE) / (HOST_SHARE - FREE_SHARE), 0.0), 1.0)
+    unseen = ON_CPU if host is None else DEVICE_BOUND + (HOST_BOUND - DEVICE_BOUND) * waits
     noise = 2 * math.hypot(high.micro_steps * error, rest_error) / step
     scale = step / statistics.median(high.step_s)
     return Extrapolation(
@@ -185,9 +188,10 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
             trainable_params=round(line(low.trainable_params, high.trainable_params)),
             total_params=round(line(low.total_params, high.total_params)),
             telemetry=None,
-            time_error=math.hypot(floor, noise),
+            time_error=math.hypot(unseen, noise),
         ),
         host_bound=host_bound,
+        unseen=unseen,
         noise=noise,
         rest_noise=2 * rest_error / step,
     )

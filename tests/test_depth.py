@@ -267,6 +267,16 @@ def test_a_host_that_is_quick_enough_changes_nothing() -> None:
     assert told.time_error == pytest.approx(DEVICE_BOUND)
 
 
+@pytest.mark.parametrize(("share", "unseen"), [(0.3, 0.02), (0.5, 0.02), (0.625, 0.085), (0.76, 0.15), (1.0, 0.15)])
+def test_the_less_the_host_is_hidden_the_more_error_is_allowed(share: float, unseen: float) -> None:
+    """Other work on a shared machine's host shows where it is the bottleneck, and nearly is."""
+    low, high = (affine(depth, host_micro_s=share * (0.04 + 0.01 * depth)) for depth in (2, 8))
+    told = foretold(low, high)
+    assert told.unseen == pytest.approx(unseen, abs=0.001)
+    assert told.host_bound is (share >= 0.75)
+    assert told.time_error >= told.unseen
+
+
 def test_nothing_is_known_of_the_host_of_a_cpu() -> None:
     told = foretold(affine(2, host_micro_s=None), affine(8, host_micro_s=None))
     assert told.measurement.host_micro_s is None and not told.host_bound

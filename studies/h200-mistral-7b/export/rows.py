@@ -1,5 +1,5 @@
 # autotune study h200-mistral-7b: mistralai/Mistral-7B-v0.3 on h200-sxm; Configuration: lora r64 16x1024 bf16_mixed ckpt-none adamw_torch_fused compiled, 2 micro batches a step
-# Expect (measured): 1.9 s a step, 17,191 useful tokens/s, peak 98.4 GiB of 132.0 GiB; Full run: 10,000 examples, 1 epoch(s), 313 steps: 9 min 57 s (9 min 56 s to 9 min 57 s), $0.562
+# Expect (measured): 1.9 s a step, 17,271 useful tokens/s, peak 98.4 GiB of 131.9 GiB; Full run: 10,000 examples, 1 epoch(s), 313 steps: 9 min 54 s (9 min 53 s to 9 min 54 s), $0.559
 # Probed with transformers on NVIDIA H200, driver 580.159.04, CUDA 13.0; Fingerprint 4b243894ad88: python 3.12.3, accelerate 1.15.0, bitsandbytes 0.50.2, peft 0.21.0, torch 2.11.0, transformers 5.17.0
 """Rows to train on, as they were probed: one example to a row, or packed; padded on the right, no attention mask."""
 import bisect, collections, json, math, pathlib, sys  # noqa: E401, I001
@@ -29,6 +29,15 @@ def read_lengths(path, seq_len):
         sys.exit(f"{path}: {error}")
     return lengths if lengths and min(lengths) > 0 else sys.exit(f"{path}: needs a length on each line, 1 or more")
 
+def split(examples, seq_len, number, tokens):
+    """What is trained on, cut at `seq_len`, and as rows the last `number` examples, which are not, cut at `tokens`."""
+    kept = len(examples) - number
+    if number < 0 or kept < 1 or (number and tokens < 2):
+        sys.exit(f"{len(examples)} examples are there: {number} cannot be held out, cut at {tokens} tokens")
+    # A single token predicts nothing, and has no loss.
+    held_out = [[example[:tokens]] for example in examples[kept:] if len(example) > 1]
+    return [example[:seq_len] for example in examples[:kept]], held_out
+
 def pack(examples, seq_len):
     """Best-fit decreasing: the longest first, each into the fullest row that has room for it."""
     rooms, rows = [], collections.defaultdict(list)  # rooms: (-what is left, row), ascending
@@ -41,6 +50,7 @@ def pack(examples, seq_len):
 
 def collate(rows, seq_len, packing):
     """A batch. Positions that begin anew keep packed examples apart; nothing is predicted across their seams."""
+    seq_len = max(seq_len, *(sum(map(len, row)) for row in rows))  # longer only where examples are held out
     parts = [[*row, torch.zeros(seq_len - sum(map(len, row)), dtype=torch.long)] for row in rows]
     positions = torch.stack([torch.cat([torch.arange(len(part)) for part in row]) for row in parts])
     labels = torch.stack([torch.cat([*row[:-1], row[-1] - 100]) for row in parts]).masked_fill(positions == 0, -100)

@@ -1,8 +1,8 @@
 # autotune study h200-mistral-7b: mistralai/Mistral-7B-v0.3 on h200-sxm; Configuration: lora r64 16x1024 bf16_mixed ckpt-none adamw_torch_fused compiled, 2 micro batches a step
-# Expect (measured): 1.9 s a step, 17,191 useful tokens/s, peak 98.4 GiB of 132.0 GiB; Full run: 10,000 examples, 1 epoch(s), 313 steps: 9 min 57 s (9 min 56 s to 9 min 57 s), $0.562
+# Expect (measured): 1.9 s a step, 17,271 useful tokens/s, peak 98.4 GiB of 131.9 GiB; Full run: 10,000 examples, 1 epoch(s), 313 steps: 9 min 54 s (9 min 53 s to 9 min 54 s), $0.559
 # Probed with transformers on NVIDIA H200, driver 580.159.04, CUDA 13.0; Fingerprint 4b243894ad88: python 3.12.3, accelerate 1.15.0, bitsandbytes 0.50.2, peft 0.21.0, torch 2.11.0, transformers 5.17.0
 """Fine-tunes with exactly the configuration that was probed, through transformers.Trainer and peft."""
-import argparse, copy, functools, json, os, pathlib, statistics, time, types  # noqa: E401, I001
+import argparse, copy, functools, json, os, pathlib, statistics, tempfile, time, types  # noqa: E401, I001
 
 run = types.SimpleNamespace(**{
     'model': 'mistralai/Mistral-7B-v0.3', 'has_weights': True, 'method': 'lora', 'micro_batch_size': 16,
@@ -20,7 +20,8 @@ parser.add_argument("--dataset", metavar="FILE.jsonl", help="lines with text, pr
 parser.add_argument("--random-weights", action="store_true", help="random weights and tokens, to measure the speed")
 parser.add_argument("--lengths", metavar="FILE", help="of random examples, one a line, instead of those probed")
 parser.add_argument("--max-steps", type=int, default=-1, metavar="N", help="stop after N optimizer steps")
-parser.add_argument("--output-dir", default="out", help="for checkpoints and what was trained")
+parser.add_argument("--held-out", nargs=2, type=int, default=(0, 0), help="N TOKENS: the last N only tell a loss")
+parser.add_argument("--output-dir", default="out", help="for checkpoints and what was trained; '' saves none")
 args = parser.parse_args()
 no_weights = args.model == run.model and not run.has_weights
 if no_weights and args.dataset:
@@ -41,7 +42,7 @@ build = {"dtype": dtype, "attn_implementation": run.attention}
 hf.set_seed(0)
 if args.dataset:  # real weights: safetensors only, never code from the Hub
     tok = hf.AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
-    examples = rows.read(args.dataset, tok, run.seq_len)
+    examples = rows.read(args.dataset, tok, max(run.seq_len, args.held_out[1]))
     if run.bitsandbytes:
         build["quantization_config"] = hf.BitsAndBytesConfig(**run.bitsandbytes, bnb_4bit_compute_dtype=dtype)
     build |= {"device_map": {"": device}, "use_safetensors": True, "trust_remote_code": False}
@@ -70,6 +71,7 @@ else:  # random weights of the same shape, full rows of random tokens
     examples = [torch.randint(0, model.config.vocab_size, (length,)) for length in lengths]
     examples = (examples * (run.examples // len(examples) + 1))[: run.examples]
 
+examples, held_out = rows.split(examples, run.seq_len, *args.held_out)
 model.config.use_cache = False
 layers = [layer for layer in model.modules() if isinstance(layer, hf.modeling_layers.GradientCheckpointingLayer)]
 if run.checkpoint_every:
@@ -79,9 +81,6 @@ if run.checkpoint_every:
         layer.gradient_checkpointing = index % run.checkpoint_every == 0
 if run.lora:
     model = get_peft_model(model, LoraConfig(**run.lora), autocast_adapter_dtype=run.precision != "bf16_pure")
-for layer in layers if run.compile == "per_layer" else ():
-    layer.compile()
-
 packed = rows.pack(examples, run.seq_len) if run.packing else [[example] for example in examples]
 
 class Clock(hf.TrainerCallback):
@@ -92,22 +91,26 @@ class Clock(hf.TrainerCallback):
     on_train_end = on_step_begin
 
 settings = hf.TrainingArguments(  # the learning rate is a common default, it was not tuned
-    output_dir=args.output_dir, max_steps=args.max_steps, num_train_epochs=run.epochs, use_cpu=not cuda,
+    output_dir=args.output_dir or tempfile.mkdtemp(), max_steps=args.max_steps, num_train_epochs=run.epochs, use_cpu=not cuda,
     per_device_train_batch_size=run.micro_batch_size, gradient_accumulation_steps=run.accumulation,
     optim=run.optimizer, bf16=run.precision == "bf16_mixed", fp16=run.precision == "fp16_mixed", max_grad_norm=1.0,
     learning_rate=run.learning_rate, lr_scheduler_type="cosine", warmup_steps=run.warmup_steps, logging_steps=10,
-    save_strategy="steps" if args.dataset and args.max_steps < 1 else "no", save_steps=run.save_steps, report_to=[],
-    logging_nan_inf_filter=False, dataloader_drop_last=True, dataloader_pin_memory=cuda)
+    save_strategy="steps" if args.dataset and args.output_dir and args.max_steps < 1 else "no", report_to=[],
+    logging_nan_inf_filter=False, dataloader_drop_last=True, dataloader_pin_memory=cuda, per_device_eval_batch_size=1,
+    save_steps=run.save_steps)
 collate = functools.partial(rows.collate, seq_len=run.seq_len, packing=run.packing)
-trainer = hf.Trainer(model=model, args=settings, train_dataset=packed, data_collator=collate, callbacks=[Clock()])
+trainer = hf.Trainer(model, settings, collate, train_dataset=packed, eval_dataset=held_out, callbacks=[Clock()])
+losses = [trainer.evaluate()["eval_loss"]] if held_out else []
+run.lora and run.compile == "per_layer" and model.enable_input_require_grads()  # or the first layer is compiled apart
+for layer in layers if run.compile == "per_layer" else ():  # only now, so that it is compiled for what it trains on
+    layer.compile(dynamic=False)
 torch.cuda.empty_cache()
 torch.cuda.reset_peak_memory_stats() if cuda else None
 steps = trainer.train().global_step
-if args.dataset:
-    trainer.save_model(args.output_dir)
+trainer.save_model(args.output_dir) if args.dataset and args.output_dir else None
 times = [end - start for start, end in zip(Clock.starts[1:], Clock.starts[2:])]  # the first step warms up
 seconds = statistics.median(times) if times else None
 tokens = run.micro_batch_size * run.accumulation * sum(map(len, examples)) / len(packed)  # padding does not count
 peak = torch.cuda.max_memory_reserved() / 2**30 if cuda else None
 print(json.dumps({"steps": steps, "seconds_per_step": seconds, "tokens_per_second": seconds and tokens / seconds,
-                  "peak_reserved_gib": peak}))
+                  "peak_reserved_gib": peak, "held_out_loss": losses and [*losses, trainer.evaluate()["eval_loss"]]}))
