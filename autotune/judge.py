@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.config import TrainConfig
 from autotune.lengths import SAYS
+from autotune.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
 from autotune.objective import Floors, Scored, capability, choose, performance, step_time_s, to_beat
 from autotune.projection import by_examples, project
 from autotune.recipe import Candidate, Recipe
@@ -70,6 +71,7 @@ class Judge:
     measured: dict[str, Measurement] = field(default_factory=dict)
     extrapolated: dict[str, Measurement] = field(default_factory=dict)
     confirmed: dict[str, list[Measurement]] = field(default_factory=dict)
+    references: dict[str, Measurement | None] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
 
     def take(self, result: ProbeResult) -> None:
@@ -121,6 +123,39 @@ class Judge:
             for one in self._scored(self.confirmed)
         ]
         return bool(tilted) and choose(tilted, self.subject.floors.slack)[0].config == config
+
+    def to_compare(self, config: TrainConfig) -> TrainConfig | None:
+        """The reference that is still to be measured, to hold the losses of this configuration against."""
+        if self.subject.model.weights is None or not in_question(config):
+            return None
+        reference = self._reference_of(config)
+        return None if reference.digest in self.references else reference
+
+    def unsound(self, config: TrainConfig) -> str | None:
+        """Why its number formats are not to be trusted; None where they are, or nothing is known."""
+        apart = self._deviation(config)
+        if apart is None or apart <= BOUND:
+            return None
+        return f"its losses are {apart:.1%} off those of {REFERENCE} (at most {BOUND:.0%})"
+
+    def _reference_of(self, config: TrainConfig) -> TrainConfig:
+        return reference_of(config, bf16=self.subject.device.supports_bf16)
+
+    def _deviation(self, config: TrainConfig) -> float | None:
+        if self.subject.model.weights is None or not in_question(config):
+            return None
+        reference, own = self.references.get(self._reference_of(config).digest), self.measured.get(config.digest)
+        return None if reference is None or own is None else deviation(own, reference)
+
+    def _numerics(self, config: TrainConfig) -> str:
+        """What is known of the number formats of a configuration."""
+        if not (doubtful := in_question(config)):
+            return f"nothing is in question: it computes like {REFERENCE}"
+        if self.subject.model.weights is None:
+            return f"unknown: the weights are random, so that the loss tells nothing of {doubtful}"
+        if (apart := self._deviation(config)) is None:
+            return f"unknown: {doubtful} was not compared with {REFERENCE}"
+        return f"with {doubtful} the losses are {apart:.2%} off those of {REFERENCE} [measured]"
 
     def drop(self, config: TrainConfig, reason: str) -> None:
         """A configuration that came through the search but not its confirmation is out."""
@@ -201,6 +236,7 @@ class Judge:
             fingerprint=fingerprint,
             by_examples=tuple(by_examples(subject.workload, best.config, best.performance, subject.price, power)),
             cells=tuple(self.candidate(config) for config in cells.values()),
+            numerics=self._numerics(winner.config),
             caveats=(*self.caveats, *self._assumptions(winner.config), *self._doubts(winner, pool)),
         )
 

@@ -191,6 +191,21 @@ class Ladder:
         self.learn(None, result)
         return result
 
+    def reference(self, config: TrainConfig) -> Measurement | None:
+        """A whole model that is no candidate, but what losses are compared with; None if it failed."""
+        request = replace(self._request(config), rung=Rung.REFERENCE, min_timed_s=0.0)
+        rungs = (Rung.FULL, Rung.REFERENCE)
+        stored = self._store.find(request.digest, self._prober.fingerprint.digest, rungs)
+        if stored is not None and stored.measurement is not None and stored.measurement.losses:
+            known = replace(stored, rung=Rung.REFERENCE, log=None, seconds={})
+        else:
+            known = self._prober.probe(request, self._logs / f"reference-{config.digest}.log")
+        return self._stored(None, known).measurement
+
+    def reject(self, config: TrainConfig, reason: str) -> None:
+        """Remember that a finalist's losses are not those of its reference."""
+        self._stored(None, _decided(self._request(config), Outcome.NUMERICS, Rung.CONFIRM, reason))
+
     def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
         """The refusal, if this is at least as large as what ran out, or is predicted to be too large."""
         config = request.config

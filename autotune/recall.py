@@ -33,7 +33,8 @@ def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
 def recall(subject: Subject, finished: list[Told], stored: list[StoredProbe]) -> tuple[list[TrialRow], Judge]:
     """A study's rows and judge from what Optuna and the probe table remember."""
     judge = Judge(subject)
-    searched = [row for row in stored if row.result.rung is not Rung.CONFIRM and row.result.depth is None]
+    beside = (Rung.CONFIRM, Rung.REFERENCE)
+    searched = [row for row in stored if row.result.rung not in beside and row.result.depth is None]
     by_trial = {row.trial: row.result for row in searched if row.trial is not None}
     seconds: dict[int | None, float] = {}
     for row in stored:
@@ -57,6 +58,8 @@ def recall(subject: Subject, finished: list[Told], stored: list[StoredProbe]) ->
         if row.trial is None and row.result.rung is Rung.FULL:
             judge.take(row.result)
     for row in stored:
+        if row.result.rung is Rung.REFERENCE:
+            judge.references[row.result.config.digest] = row.result.measurement
         if row.result.rung is Rung.CONFIRM:
             if row.result.outcome is Outcome.OK and row.result.measurement is not None:
                 judge.confirm(row.result.config, row.result.measurement)

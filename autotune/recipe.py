@@ -39,6 +39,7 @@ class Recipe:
     fingerprint: Fingerprint
     by_examples: tuple[CostProjection, ...]
     cells: tuple[Candidate, ...] = ()  # the best of each learning cell
+    numerics: str = ""  # what is known of the winner's number formats
     caveats: tuple[str, ...] = ()
 
     @property
@@ -230,6 +231,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "wall_seconds": summary.wall_seconds,
         "search_usd": summary.search_usd,
         "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
+        "numerics": recipe.numerics if recipe else None,
         "caveats": list(recipe.caveats) if recipe else [],
         "quality": to_data(summary.quality) if summary.quality else None,
         "fingerprint": to_data(recipe.fingerprint) if recipe else None,

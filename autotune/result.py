@@ -20,7 +20,7 @@ class Outcome(StrEnum):
     REFUSED = "refused"  # predicted not to fit, nothing was launched
     SLOW = "slow"  # pruned: cannot become the best
     TIMEOUT = "timeout"
-    NUMERICS = "numerics"  # loss not finite, or exactly 0
+    NUMERICS = "numerics"  # loss not finite, exactly 0, or with real weights too far from the reference's
     CRASH = "crash"
 
 
@@ -29,6 +29,7 @@ class Rung(StrEnum):
     SHALLOW = "shallow"
     FULL = "full"
     CONFIRM = "confirm"
+    REFERENCE = "reference"  # only what others' losses are compared with
 
 
 class Phase(StrEnum):
@@ -198,6 +199,7 @@ class Measurement:
     alloc_retries: int = 0
     loss_first: float
     loss_last: float
+    losses: tuple[float, ...] = ()  # of the first micro batches
     trainable_params: int
     total_params: int
     telemetry: Telemetry | None = None

@@ -17,6 +17,7 @@ from autotune.depth import Extrapolation
 from autotune.errors import Cancelled
 from autotune.judge import DISAGREEMENT, Judge, Subject
 from autotune.ladder import Ladder, Promise, Verdict
+from autotune.numerics import REFERENCE
 from autotune.objective import Scored, capability, margins, performance, score, to_beat
 from autotune.recall import recall, row_of
 from autotune.recipe import TrialRow
@@ -276,8 +277,10 @@ class Study:
     def _confirm_one(self, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
         """Whether the configuration came through again; None if the user asked to stop meanwhile."""
         micro_steps = min(self.subject.workload.accumulation(config), 4)
-        self.say(f"confirming, {why}: {config.label()}")
         try:
+            if round_ == 1 and not self._is_sound(config):
+                return False
+            self.say(f"confirming, {why}: {config.label()}")
             result = self.ladder.confirm(config, micro_steps, round_, whole=whole)
         except Cancelled:
             return None
@@ -286,6 +289,16 @@ class Study:
             return True
         self.judge.drop(config, result.reason or result.outcome)
         return False
+
+    def _is_sound(self, config: TrainConfig) -> bool:
+        """Whether its losses are those of its reference, as far as real weights and time can tell."""
+        if (reference := self.judge.to_compare(config)) is not None and not self._late():
+            self.say(f"comparing the losses of {config.label()} with {REFERENCE}")
+            self.judge.references[reference.digest] = self.ladder.reference(reference)
+        if (reason := self.judge.unsound(config)) is not None:
+            self.ladder.reject(config, reason)
+            self.judge.drop(config, reason)
+        return reason is None
 
     def best(self) -> TrialRow | None:
         """The fastest trial so far that was measured, or else extrapolated."""

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "autotune"
 # A module imports only from layers above its own, or from its own package. `catalog`, `report`, ... are packages.
 LAYERS = [
     "errors", "units", "files", "gpu", "config", "catalog", "result", "depth", "space", "climb", "lengths", "dataset",
-    "workload", "memory", "objective", "packing", "projection", "recipe", "judge", "store", "ladder", "footing",
-    "search", "recall", "study", "spec", "setup", "probe", "report", "export", "quality", "commands", "cli",
+    "workload", "memory", "numerics", "objective", "packing", "projection", "recipe", "judge", "store", "ladder",
+    "footing", "search", "recall", "study", "spec", "setup", "probe", "report", "export", "quality", "commands", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...

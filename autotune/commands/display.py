@@ -111,6 +111,7 @@ class Display(AbstractContextManager["Display"]):
         winner, baseline = recipe.winner, recipe.baseline
         self._print(f"winner    {winner.config.label()}", "bold green")
         self._print(f"          {recipe.reason}")
+        self._print(f"numerics  {recipe.numerics}")
         for name, one in (("winner", winner), ("baseline", baseline)):
             if one is None:
                 self._print("baseline  none was measured: it did not fit, or failed")

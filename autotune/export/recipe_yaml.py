@@ -47,6 +47,7 @@ def _data(recipe: Recipe) -> dict[str, Any]:
         "baseline": None if recipe.baseline is None else candidate_data(recipe.baseline),
         "speedup": recipe.speedup,
         "reason": recipe.reason,
+        "numerics": recipe.numerics,
         "caveats": list(recipe.caveats),
         "trainer": recipe.trainer,
         "environment": {ALLOCATOR_VARIABLE: ALLOCATOR},

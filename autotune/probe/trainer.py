@@ -25,6 +25,7 @@ from autotune.probe.weigh import logical_params, optimizer_gib, tensor_gib
 from autotune.result import Measurement, Phase, ProbeRequest
 from autotune.units import gib
 
+KEPT_LOSSES = 8
 RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
 
 
@@ -311,6 +312,7 @@ class Probe:
             alloc_retries=meter.alloc_retries(),
             loss_first=losses[0],
             loss_last=losses[-1],
+            losses=tuple(losses[:KEPT_LOSSES]),
             trainable_params=sum(parameter.numel() for parameter in trained),
             total_params=logical_params(self.model),
         )

@@ -1,0 +1,43 @@
+"""Whether a cheaper number format trains like the reference, told by the losses of the same micro batches.
+
+Only real weights tell: with random ones the loss is about the logarithm of the vocabulary, whatever is done.
+"""
+
+import statistics
+from dataclasses import replace
+
+from autotune.config import TrainConfig
+from autotune.result import Measurement
+
+# Mean relative difference of the losses from which on a format is held to be unsound. bf16 itself rounds them to 0.4 %.
+BOUND = 0.02
+REFERENCE = "bf16 under autocast (or fp32) with plain AdamW"
+PLAIN = ("adamw_torch_fused", "adamw_torch")
+
+
+def in_question(config: TrainConfig) -> str:
+    """What of a configuration the reference does otherwise, as 'fp16_mixed and adamw_8bit'; '' where nothing is."""
+    doubtful = [config.precision] if config.precision in ("fp16_mixed", "bf16_pure") else []
+    doubtful += [config.optimizer] if config.optimizer.endswith("8bit") else []
+    return " and ".join(doubtful)
+
+
+def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig:
+    """The same batches in bf16 under autocast with plain AdamW; in fp32 where the device has no bf16.
+
+    Every layer is recomputed, so that it fits where the other does, if it can.
+    """
+    return replace(
+        config,
+        precision="bf16_mixed" if bf16 else "fp32",
+        optimizer=config.optimizer if config.optimizer in PLAIN else PLAIN[0],
+        checkpointing="full",
+        compile="none",
+        loss="full",
+    )
+
+
+def deviation(one: Measurement, reference: Measurement) -> float | None:
+    """Mean relative difference of the losses of the micro batches that both took; None where they share none."""
+    shared = list(zip(one.losses, reference.losses, strict=False))
+    return statistics.fmean(abs(loss / wanted - 1.0) for loss, wanted in shared) if shared else None
