@@ -49,7 +49,7 @@ class TableProber:
 
     def __init__(self, table: Table) -> None:
         self._table, self.fingerprint = table, table.fingerprint
-        self._compiled: TrainConfig | None = None  # as in the worker, whose compiled code serves one configuration
+        self._compiled = set[TrainConfig]()  # what this process has compiled stays
         self._charges = Charges(table)
         self.seconds = float(table.about["start_s"])
 
@@ -63,12 +63,14 @@ class TableProber:
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
         result = self._table.results[(request.config, request.depth)]
         self.seconds += result.seconds["total"]
-        if request.config != self._compiled:
-            compiling = self._charges.compiling(request.config)
+        if request.config.compile != "none":
             first = request.depth is not None and request.depth == min(self._depths(request.config))
-            # The first of the shallow probes compiled when it was measured, in more or less time than is charged.
-            self.seconds += compiling - (result.seconds.get("first_step", 0.0) if compiling and first else 0.0)
-        self._compiled = request.config
+            if first or request.config not in self._compiled:
+                # The first of the shallow probes compiled when it was measured, or another before it: what is charged
+                # takes the place of that.
+                measured = result.seconds.get("first_step", 0.0) if first else 0.0
+                self.seconds += self._charges.compiling(request.config) - measured
+            self._compiled.add(request.config)
         return replace(result, request_digest=request.digest, rung=request.rung)
 
 
