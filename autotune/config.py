@@ -17,6 +17,7 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bi
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flex_attention")
 COMPILES = ("none", "per_layer")
 LOSSES = ("full", "chunked")
+LOADER_WORKERS = (0, 2, 4, 8)
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "method": METHODS,
@@ -27,6 +28,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ATTENTIONS,
     "compile": COMPILES,
     "loss": LOSSES,
+    "loader_workers": LOADER_WORKERS,
     "packing": (True, False),
     "dora": (True, False),
     "rslora": (True, False),
@@ -55,6 +57,7 @@ class TrainConfig:
     whole micro batch, or computes head, cross-entropy and their gradients in chunks of tokens. `packing` puts as many
     whole examples into a row as it holds, each attending to itself alone. `dora` trains a magnitude for each output of
     a layer beside its adapters, `rslora` scales these by the root of the rank instead of the rank.
+    `loader_workers` processes make batches beside the one that trains; with 0 it makes them itself.
     """
 
     method: str = "lora"
@@ -72,6 +75,7 @@ class TrainConfig:
     packing: bool = False
     dora: bool = False
     rslora: bool = False
+    loader_workers: int = 0
 
     def __post_init__(self) -> None:
         if self.method == "full":
@@ -142,6 +146,8 @@ class TrainConfig:
             parts.append("chunked-loss")
         if self.packing:
             parts.append("packed")
+        if self.loader_workers:
+            parts.append(f"loader-{self.loader_workers}")
         return " ".join(parts)
 
 

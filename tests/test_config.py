@@ -43,6 +43,7 @@ def test_every_knob_changes_the_digest():
         "packing": True,
         "dora": True,
         "rslora": True,
+        "loader_workers": 2,
     }
     assert set(others) == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
@@ -75,6 +76,7 @@ def test_derived_values():
             "lora r16 nf4-double 8x1024 bf16_mixed ckpt-full adamw_torch_fused compiled eager",
         ),
         (TrainConfig(loss="chunked"), "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused chunked-loss"),
+        (TrainConfig(loader_workers=2), "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused loader-2"),
         (TrainConfig(dora=True), "dora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),
         (TrainConfig(rslora=True, packing=True), "rslora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused packed"),
         (TrainConfig(quantization="int8"), "lora r16 int8 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),

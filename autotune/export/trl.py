@@ -144,6 +144,7 @@ def _batch(recipe: Recipe) -> dict[str, Any]:
         "per_device_train_batch_size": config.micro_batch_size,
         "gradient_accumulation_steps": recipe.accumulation,
         "dataloader_drop_last": True,
+        "dataloader_num_workers": config.loader_workers,
     }
     if config.compile == "per_layer":
         # Rows of one length, or each length would be compiled anew; packed ones become a single row.

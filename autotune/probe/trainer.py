@@ -250,6 +250,7 @@ class Probe:
             report_to=[],
             disable_tqdm=True,
             dataloader_drop_last=True,
+            dataloader_num_workers=config.loader_workers,
             dataloader_pin_memory=self.meter.torch_device.type == "cuda",
             gradient_checkpointing=False,  # set on the model already, each k-th layer
             prediction_loss_only=True,

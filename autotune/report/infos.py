@@ -240,6 +240,7 @@ def in_words(recipe: Recipe) -> tuple[str, ...]:
         }[config.attention],
         "not compiled" if config.compile == "none" else "compiled layer by layer (torch.compile)",
         *(["head and cross-entropy in chunks of tokens"] if config.loss == "chunked" else []),
+        *([f"batches made by {config.loader_workers} other processes"] if config.loader_workers else []),
     )
 
 
