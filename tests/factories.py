@@ -23,6 +23,17 @@ FINGERPRINT = Fingerprint(
 )
 
 
+# A model of any family that is built and trained in milliseconds: `model_type` and layers are to be added.
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+}
+
+
 def measurement(micro_s: float = 0.5, peak_gib: float = 20.0, **changes: Any) -> Measurement:
     base = Measurement(
         step_s=(2 * micro_s + 0.02, 2 * micro_s + 0.021, 2 * micro_s + 0.019),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import summary
+from factories import TINY, summary
 
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
@@ -21,15 +21,7 @@ from autotune.workload import Workload
 
 pytestmark = pytest.mark.probe
 
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 128,
-    "pad_token_id": 0,
-    "num_hidden_layers": 2,
-}
+SMALL = TINY | {"num_hidden_layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +47,7 @@ def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPat
     from autotune.probe import chunked_loss
 
     monkeypatch.setattr(chunked_loss, "CHUNK_TOKENS", 16)  # 58 tokens: three chunks and a rest
-    model = built(TINY | {"model_type": "llama", "tie_word_embeddings": tied})
+    model = built(SMALL | {"model_type": "llama", "tie_word_embeddings": tied})
     model.get_output_embeddings().weight.requires_grad_(not frozen)
     tokens = torch.randint(0, 128, (2, 29))
     labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
@@ -89,7 +81,7 @@ def test_a_head_whose_logits_are_changed_afterwards_is_found_out(model_type: str
     from autotune.probe.chunked_loss import chunked_loss, has_plain_head
 
     scaled = {"logits_scaling": 8.0} if model_type == "granite" else {}
-    model = built(TINY | scaled | {"model_type": model_type, "head_dim": 16})
+    model = built(SMALL | scaled | {"model_type": model_type, "head_dim": 16})
     assert has_plain_head(model) is plain
     assert "forward" not in vars(model.get_output_embeddings()) and "forward" not in vars(model.base_model)
     if not plain:
@@ -99,7 +91,7 @@ def test_a_head_whose_logits_are_changed_afterwards_is_found_out(model_type: str
 
 def test_the_worker_says_which_heads_are_plain(prober: WorkerProber) -> None:
     for model_type, plain in (("llama", True), ("gemma2", False)):
-        shape = prober.describe(TINY | {"model_type": model_type, "head_dim": 16})
+        shape = prober.describe(SMALL | {"model_type": model_type, "head_dim": 16})
         assert shape is not None and shape.plain_head is plain
 
 
@@ -107,7 +99,7 @@ def measured(prober: WorkerProber, loss: str, **knobs: Any) -> Measurement:
     small = {"micro_batch_size": 16, "seq_len": 256, "precision": "fp32", "checkpointing": "none"}
     asked = ProbeRequest(
         config=TrainConfig(**(small | knobs), loss=loss),
-        model=TINY | {"model_type": "llama", "vocab_size": 8192},
+        model=SMALL | {"model_type": "llama", "vocab_size": 8192},
         device="cpu",
         memory_gib=4.0,
         micro_steps=1,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from factories import TINY
 
 from autotune.config import TrainConfig
 from autotune.result import ProbeRequest, to_data
@@ -15,16 +16,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
 ]
 
-TINY_LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 8,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 128,
-    "pad_token_id": 0,
-}
+TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 8}
 # The worker is in this process, so that its compiler can be asked.
 SERVE = """
 import json, sys

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from factories import TINY
 
 from autotune.config import TrainConfig
 from autotune.depth import depths, extrapolate
@@ -18,14 +19,6 @@ pytestmark = pytest.mark.probe
 
 MIB = 1 / 1024
 
-TINY: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 128,
-    "pad_token_id": 0,
-}
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 2,
     "first_k_dense_replace": 3,
