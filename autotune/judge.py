@@ -11,7 +11,7 @@ from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.config import TrainConfig
 from autotune.lengths import SAYS
 from autotune.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
-from autotune.objective import Floors, Scored, capability, choose, performance, step_time_s, to_beat
+from autotune.objective import AGAIN, Floors, Scored, capability, choose, performance, step_time_s, to_beat
 from autotune.projection import by_examples, project
 from autotune.recipe import Candidate, Recipe
 from autotune.result import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
@@ -20,8 +20,6 @@ from autotune.workload import Workload
 
 # Measurements of one configuration that differ by more than this were disturbed; another then decides, as their median.
 DISAGREEMENT = 0.05
-# By how much a confirmation may differ from the next on a quiet machine: on an H200 they agree within 0.3 %.
-AGAIN = 0.01
 
 # The configuration that guides give: it is measured first, and what the winner is compared with.
 BASELINE = TrainConfig(

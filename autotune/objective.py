@@ -17,6 +17,9 @@ from autotune.workload import Workload
 
 # Headroom counts from a tenth of the limit on: a smaller difference is not worth any speed.
 ROOMIER = 0.1
+# By how much a time differs from one probe to the next, however well the steps of each agree: on an H200 two
+# confirmations by 0.1 %, the shorter probes of the search from them by 0.4 to 1 %, since a card grows warm.
+AGAIN = 0.01
 UNSEEN = 0.02  # relative spread of a time that was taken once: an assumption, about twice what H200 steps scatter by
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 
@@ -54,8 +57,8 @@ def step_time_s(measurement: Measurement, accumulation: int) -> float:
 def step_spread(measurements: Iterable[Measurement], accumulation: int) -> tuple[float, float]:
     """Range of the timed steps of all these probes, relative to the step time that is reported for them.
 
-    Where a probe timed one step alone, of its micro batches. Where they were extrapolated, at least the error that this
-    may have; of a single time, what is assumed.
+    Where a probe timed one step alone, of its micro batches. At least what probes differ by; where they were
+    extrapolated the error that this may have, and of a single time what is assumed.
     """
     measurements = list(measurements)
     reported = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
@@ -64,7 +67,7 @@ def step_spread(measurements: Iterable[Measurement], accumulation: int) -> tuple
         times = measurement.step_s if len(measurement.step_s) > 1 else measurement.micro_step_s
         scale = step_time_s(measurement, accumulation) / statistics.median(times)
         samples += [one * scale for one in times]
-    error = max(*(measurement.time_error for measurement in measurements), UNSEEN if len(samples) == 1 else 0.0)
+    error = max(*(measurement.time_error for measurement in measurements), UNSEEN if len(samples) == 1 else AGAIN)
     return min(min(samples) / reported - 1.0, -error), max(max(samples) / reported - 1.0, error)
 
 

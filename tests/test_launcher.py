@@ -77,15 +77,6 @@ def test_a_probe_comes_through(prober: WorkerProber) -> None:
     assert dora is not None and dora.trainable_params == (16 * 1024 + 512) * 2
 
 
-def test_other_processes_make_the_same_batches_and_are_gone_afterwards(prober: WorkerProber) -> None:
-    log = prober.logs / "loader.log"
-    alone, helped = (prober.probe(request(loader_workers=number), log).measurement for number in (0, 2))
-    assert alone is not None and helped is not None
-    assert helped.losses == alone.losses
-    assert prober._process is not None
-    assert psutil.Process(prober._process.pid).children(recursive=True) == []
-
-
 def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:
     result = prober.probe(replace(request(rung=Rung.CONFIRM), evaluate=True), prober.logs / "confirm.log")
     assert result.outcome is Outcome.OK and result.rung is Rung.CONFIRM

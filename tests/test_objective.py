@@ -1,11 +1,14 @@
 """Scores by hand, floors that are never traded unasked, and one winner with its reason."""
 
+from dataclasses import replace
+
 import pytest
 from factories import measurement, oom_detail, result
 
 from autotune.config import TrainConfig
 from autotune.lengths import Lengths
 from autotune.objective import (
+    AGAIN,
     UNSEEN,
     Floors,
     Scored,
@@ -47,6 +50,10 @@ def test_spread_is_relative_to_the_reported_step():
     faster = measurement(step_s=(0.5,), micro_step_s=(0.25,), rest_s=(0.0,))
     assert step_spread([one, faster], 2) == pytest.approx((0.5 / 0.75 - 1, 1.2 / 0.75 - 1))  # 0.75 is reported
     assert step_spread([faster], 1) == (-UNSEEN, UNSEEN)  # one step tells nothing of its spread
+    parted = replace(faster, micro_step_s=(0.49, 0.5, 0.53), rest_s=())
+    assert step_spread([parted], 1) == pytest.approx((-0.02, 0.06))  # but for its micro batches
+    steady = replace(faster, step_s=(0.5,) * 9)
+    assert step_spread([steady], 1) == (-AGAIN, AGAIN)  # another probe would not agree with it like that
 
 
 def test_performance_by_hand():

@@ -7,6 +7,7 @@ process's memory wanders by a MiB, and at full depth that counts as often as lay
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from factories import TINY
 
@@ -364,3 +365,10 @@ def test_recomputation_leaves_no_hook_behind(prober: WorkerProber) -> None:
     after = measure(prober, model, checkpointing="none")
     assert after.segment_peak_gib.keys() == before.segment_peak_gib.keys()
     assert "backward_inputs" not in after.segment_peak_gib
+
+
+def test_other_processes_make_the_same_batches_and_are_gone_afterwards(prober: WorkerProber) -> None:
+    alone, helped = (measure(prober, TINY_LLAMA, loader_workers=number) for number in (0, 2))
+    assert helped.losses == alone.losses and alone.losses
+    assert prober._process is not None
+    assert psutil.Process(prober._process.pid).children(recursive=True) == []
