@@ -29,8 +29,7 @@ from torch._dynamo.utils import counters
 for data in json.loads(sys.argv[1]):
     result, reusable = worker.serve(from_data(ProbeRequest, data))
     assert reusable, result
-    one = result.measurement
-    print(json.dumps([counters["stats"]["unique_graphs"], one.loss_first, one.loss_last]))
+    print(json.dumps([counters["stats"]["unique_graphs"], *result.measurement.losses[:3]]))
 """
 
 
@@ -55,7 +54,7 @@ def request(compile: str, micro_batch_size: int = 2, depth: int | None = None) -
 
 
 def serve(*requests: ProbeRequest) -> list[tuple[int, list[float]]]:
-    """By request: how many graphs were compiled until then, and the first and the last loss."""
+    """By request: how many graphs were compiled until then, and the losses of the first three steps."""
     asked = json.dumps([to_data(one) for one in requests])
     done = subprocess.run([sys.executable, "-c", SERVE, asked], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -71,4 +70,5 @@ def test_layers_are_compiled_once_for_all_depths_and_for_whoever_comes_back() ->
     assert [graphs for graphs, _ in compiled] == [1, 1, 2, 2, 2]
     assert [graphs for graphs, _ in plain] == [0] * len(asked)
     for (_, found), (_, expected) in zip(compiled, plain, strict=True):
-        assert found == pytest.approx(expected, rel=1e-4)
+        steps = min(len(found), len(expected))  # how many a probe takes hangs on their time
+        assert steps >= 2 and found[:steps] == pytest.approx(expected[:steps], rel=1e-4)
