@@ -113,8 +113,15 @@ class Judge:
         self.configs[config.digest] = config
         self.confirmed.setdefault(config.digest, []).append(measurement)
 
+    def leader(self) -> TrainConfig | None:
+        """The winner by what was confirmed so far."""
+        pool = self._scored(self.confirmed)
+        return choose(pool, self.subject.floors.slack)[0].config if pool else None
+
     def may_win(self, config: TrainConfig) -> bool:
         """Whether it wins by what was confirmed so far, or would if the next round favours it."""
+        if config == self.leader():
+            return True
         favour = 1 + max(AGAIN, self.noise(config))
         tilted = [
             replace(one, score=one.score * favour if one.config == config else one.score / favour)

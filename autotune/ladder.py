@@ -180,10 +180,14 @@ class Ladder:
         spent = self._seconds.pop(result.config, 0.0)
         return Verdict(result=self._stored(trial, result), reused=spent == 0.0, seconds=spent)
 
+    def was_evaluated(self, config: TrainConfig) -> bool:
+        """Whether this session had it do what the full run does beside training: an evaluation and a save."""
+        return config in self._evaluated
+
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int, *, whole: bool = True) -> ProbeResult:
         """Measure a finalist again, with more micro batches a step; `whole` adds, once, an evaluation and a save."""
         request = replace(self._request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
-        if whole and config not in self._evaluated:
+        if whole and not self.was_evaluated(config):
             request = replace(request, evaluate=True)
             self._evaluated.add(config)
         log = self._logs / f"confirm-{config.digest}-{round_}.log"

@@ -7,7 +7,7 @@ for speed unasked; above the floors the cheapest wins, unless a more capable one
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.config import TrainConfig, checkpoint_every
@@ -125,6 +125,23 @@ def capability(config: TrainConfig) -> tuple[float, ...]:
         {"fp32": 2, "bf16_mixed": 2, "fp16_mixed": 1, "bf16_pure": 0}[config.precision],
         {"adamw_torch_fused": 3, "adamw_torch": 3, "adamw_8bit": 2, "paged_adamw_8bit": 2}.get(config.optimizer, 1),
     )
+
+
+def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
+    """This one with every learning knob at its most capable, then each alone: within the slack one of them wins.
+
+    Then the ranks between, for what they cost.
+    """
+    raised = {
+        knob.name: max((capability(replace(config, **{knob.name: value})), value) for value in knob.choices())[1]
+        for knob in space.knobs
+        if knob.kind == "learning" and len(knob.choices()) > 1
+    }
+    wanted = [raised, *({name: value} for name, value in raised.items())]
+    if "lora_rank" in raised and config.lora_rank:
+        ranks = space.knob("lora_rank").choices()  # type: ignore[union-attr]
+        wanted += [{"lora_rank": rank} for rank in sorted(ranks) if rank > config.lora_rank]
+    return list(dict.fromkeys(space.config(space.clip(replace(config, **changes))) for changes in wanted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,8 @@ def suit(setup: Setup, shape: ModelShape | None) -> Setup:
     """
     if shape is None or not shape.plain_head:
         reason = "the model changes its logits after its head, which cannot be done in chunks"
+        if shape is None:
+            reason = "whether the model changes its logits after its head is not known"
         setup = _without(setup, "loss", "chunked", reason)
     methods = knob.choices() if (knob := setup.subject.space.knob("method")) else ("lora",)
     if shape is None or methods == ("full",):

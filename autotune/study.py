@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 from autotune.climb import MAKES_ROOM, ORDER, TOO_LARGE, move, sizes
@@ -18,7 +18,7 @@ from autotune.errors import Cancelled
 from autotune.judge import DISAGREEMENT, Judge, Subject
 from autotune.ladder import Ladder, Promise, Verdict
 from autotune.numerics import REFERENCE
-from autotune.objective import Scored, capability, margins, performance, score, to_beat
+from autotune.objective import Scored, margins, more_capable, performance, score, to_beat
 from autotune.recall import recall, row_of
 from autotune.recipe import TrialRow
 from autotune.result import Outcome
@@ -178,7 +178,8 @@ class Study:
         Whole models, unless memory is in doubt: what capability costs is to be known, and most of them are close.
         """
         outcomes = {row.config: row.outcome for row in self.rows}
-        for config in self._more_capable():
+        best = self.best()
+        for config in more_capable(self.subject.space, best.config) if best else []:
             for smaller in sizes(self.subject.space, config):
                 if smaller not in outcomes:
                     if self.should_stop() or self._is_spent() or self._full():
@@ -270,9 +271,23 @@ class Study:
                     if next_best and not self._late():
                         entries += next_best
                         waiting += next_best
+        again = self.limits.rounds
         for config in entries:
-            if self.judge.disagreement(config) > DISAGREEMENT and not self._late() and not self.should_stop():
-                self._confirm_one(config, "once more, since two measurements disagree", self.limits.rounds + 1)
+            while self.judge.disagreement(config) > DISAGREEMENT and len(self.judge.confirmed[config.digest]) < 3:
+                again += 1
+                if self._ended() or not self._confirm_one(config, "once more, since measurements disagree", again):
+                    break
+        # Who leads now may not have led before.
+        while (leader := self.judge.leader()) is not None and not self._ended():
+            twice = len(self.judge.confirmed[leader.digest]) >= min(self.limits.rounds, 2)
+            if twice and self.ladder.was_evaluated(leader):
+                return
+            again += 1
+            if self._confirm_one(leader, "once more, since it leads", again, whole=True) is None:
+                return
+
+    def _ended(self) -> bool:
+        return self.should_stop() or self._late()
 
     def _confirm_one(self, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
         """Whether the configuration came through again; None if the user asked to stop meanwhile."""
@@ -369,27 +384,6 @@ class Study:
         nearest = [one for (one, _), distance in zip(untried, apart, strict=True) if distance == least]
         self.search.enqueue(self._random.choice(nearest))
         return True
-
-    def _more_capable(self) -> list[TrainConfig]:
-        """The best with every learning knob at its most capable, then each alone: within the slack one of them wins.
-
-        Then the ranks between, for what they cost.
-        """
-        space, best = self.subject.space, self.best()
-        if best is None:
-            return []
-        raised = {
-            knob.name: max((capability(replace(best.config, **{knob.name: value})), value) for value in knob.choices())[
-                1
-            ]
-            for knob in space.knobs
-            if knob.kind == "learning" and len(knob.choices()) > 1
-        }
-        wanted = [raised, *({name: value} for name, value in raised.items())]
-        if "lora_rank" in raised and best.config.lora_rank:
-            ranks = space.knob("lora_rank").choices()  # type: ignore[union-attr]
-            wanted += [{"lora_rank": rank} for rank in sorted(ranks) if rank > best.config.lora_rank]
-        return list(dict.fromkeys(space.config(space.clip(replace(best.config, **changes))) for changes in wanted))
 
     def _tell(self, number: int, verdict: Verdict) -> None:
         result = verdict.result

@@ -75,7 +75,15 @@ def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("model_type", "plain"),
-    [("llama", True), ("mixtral", True), ("qwen2", True), ("gemma2", False), ("cohere", False), ("granite", False)],
+    [
+        ("llama", True),
+        ("mixtral", True),
+        ("qwen2", True),
+        ("gpt2", True),
+        ("gemma2", False),
+        ("cohere", False),
+        ("granite", False),
+    ],
 )
 def test_a_head_whose_logits_are_changed_afterwards_is_found_out(model_type: str, plain: bool) -> None:
     from autotune.probe.chunked_loss import chunked_loss, has_plain_head
@@ -87,6 +95,12 @@ def test_a_head_whose_logits_are_changed_afterwards_is_found_out(model_type: str
     if not plain:
         with pytest.raises(ValueError, match="changes its logits"):
             chunked_loss(model)
+
+
+def test_what_a_router_adds_to_the_loss_is_not_left_out() -> None:
+    from autotune.probe.chunked_loss import has_plain_head
+
+    assert not has_plain_head(built(SMALL | {"model_type": "mixtral", "output_router_logits": True}))
 
 
 def test_the_worker_says_which_heads_are_plain(prober: WorkerProber) -> None:

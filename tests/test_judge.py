@@ -229,3 +229,14 @@ def test_assumptions_are_told():
         "the number of examples was not given: 12,345 are assumed (--examples)",
         "50.0% of the tokens are cut off at seq_len 1024, from 100.0% of the examples",
     )
+
+
+def test_whoever_leads_may_win():
+    """Micro batches of 16, 8 and 4: each step down costs a little speed and frees a lot of memory."""
+    made = Judge(SUBJECT)
+    for size, speed, free in ((16, 1000.0, 0.17), (8, 990.0, 0.5), (4, 970.0, 0.67)):
+        config = replace(FAST, micro_batch_size=size)
+        made.confirm(config, steady(size * 1024 / speed, limit_gib=100.0, peak_reserved_gib=100.0 * (1 - free)))
+    leader = made.leader()
+    assert leader is not None and leader.micro_batch_size == 8
+    assert made.may_win(leader)

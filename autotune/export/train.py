@@ -28,7 +28,7 @@ SAMPLED = 16  # lengths that stand for all of them
 def export(recipe: Recipe) -> dict[str, str]:
     """The script, how it makes its rows and its loss, its launcher (executable), and the shape for random weights."""
     lines = facts(recipe)
-    head = comment("; ".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True))  # the script has 120 lines
+    head = comment("; ".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True))  # the script is to stay short
     parts = {
         "HEADER": head,
         "SETTINGS": _literal(_settings(recipe)),

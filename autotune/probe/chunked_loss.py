@@ -11,22 +11,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 CHUNK_TOKENS = 1024
 IGNORED = -100
 
 
+class _Outputs(tuple[torch.Tensor, ...]):
+    """What a model's layers return, of whatever kind the model expects: hidden states, and nothing else."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
 def has_plain_head(model: Any) -> bool:
-    """Whether the model's logits are what its head returns: not capped, scaled or shifted. Its layers are left out."""
+    """Whether the loss is that of what the head returns: not capped, scaled or shifted, and nothing added.
+
+    The model's layers are left out.
+    """
     head, layers = model.get_output_embeddings(), model.base_model
     weight = next(head.parameters(), None) if isinstance(head, nn.Module) else None
-    if weight is None or layers is model:
+    if weight is None or layers is model or getattr(model.config, "output_router_logits", False):
         return False
     tokens = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
     hidden = torch.empty(1, 1, weight.shape[-1], device=weight.device)
     told = torch.empty(1, 1, weight.shape[0], device=weight.device)
-    layers.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden)
+    layers.forward = lambda *_, **__: _Outputs((hidden,))
     head.forward = lambda _: told
     try:
         return bool(model.forward(input_ids=tokens).logits is told)

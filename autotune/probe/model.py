@@ -277,6 +277,9 @@ def describe(model: dict[str, Any]) -> ModelShape:
 
 def _fill(model: nn.Module) -> None:
     """Random values for matrices; norm weights keep their ones, biases and other vectors are zeroed."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):  # torch's own initialisation was skipped: its memory is anybody's
+            module.reset_parameters()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():

@@ -280,7 +280,7 @@ def _activations(config: TrainConfig) -> list[Change]:
 
 
 def _logits(config: TrainConfig) -> list[Change]:
-    why = "head and cross-entropy in chunks never hold all logits at once, for the same arithmetic"
+    why = "head and cross-entropy in chunks never hold all logits at once; not where a model caps or scales them"
     return [*([_change(config, "loss", "chunked", why)] if config.loss == "full" else []), *_shorter(config)]
 
 
