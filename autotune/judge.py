@@ -134,7 +134,7 @@ class Judge:
         if self.subject.model.weights is None or not in_question(config):
             return None
         reference = self._reference_of(config)
-        return None if reference.digest in self.references else reference
+        return None if reference is None or reference.digest in self.references else reference
 
     def unsound(self, config: TrainConfig) -> str | None:
         """Why its number formats are not to be trusted; None where they are, or nothing is known."""
@@ -143,19 +143,21 @@ class Judge:
             return None
         return f"its losses are {apart:.1%} off those of {REFERENCE} (at most {BOUND:.0%})"
 
-    def _reference_of(self, config: TrainConfig) -> TrainConfig:
+    def _reference_of(self, config: TrainConfig) -> TrainConfig | None:
         return reference_of(config, bf16=self.subject.device.supports_bf16)
 
     def _deviation(self, config: TrainConfig) -> float | None:
         if self.subject.model.weights is None or not in_question(config):
             return None
-        reference, own = self.references.get(self._reference_of(config).digest), self.measured.get(config.digest)
+        if (wanted := self._reference_of(config)) is None:
+            return None
+        reference, own = self.references.get(wanted.digest), self.measured.get(config.digest)
         return None if reference is None or own is None else deviation(own, reference)
 
     def _numerics(self, config: TrainConfig) -> str:
         """What is known of the number formats of a configuration."""
         if not (doubtful := in_question(config)):
-            return f"nothing is in question: it computes like {REFERENCE}"
+            return f"nothing is in question: {REFERENCE}"
         if self.subject.model.weights is None:
             return f"unknown: the weights are random, so that the loss tells nothing of {doubtful}"
         if (apart := self._deviation(config)) is None:

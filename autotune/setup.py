@@ -143,7 +143,7 @@ def suit(setup: Setup, shape: ModelShape | None) -> Setup:
 
 
 def _without(setup: Setup, name: str, value: str, reason: str) -> Setup:
-    """Raises UsageError where nothing else is left of the knob."""
+    """The study without one value of a knob, told with its reason. Raises UsageError where no other is left."""
     space, removed = setup.subject.space.narrow(name, lambda one: one != value, reason)
     reserve, _ = setup.reserve.narrow(name, lambda one: one != value, reason)
     subject = replace(setup.subject, space=space)

@@ -293,7 +293,7 @@ class Study:
         """Whether the configuration came through again; None if the user asked to stop meanwhile."""
         micro_steps = min(self.subject.workload.accumulation(config), 4)
         try:
-            if round_ == 1 and not self._is_sound(config):
+            if config.digest not in self.judge.confirmed and not self._is_sound(config):
                 return False
             self.say(f"confirming, {why}: {config.label()}")
             result = self.ladder.confirm(config, micro_steps, round_, whole=whole)

@@ -44,10 +44,11 @@ def main() -> None:
             {"who": who, **speed(prober, model, device, config, args.memory_gib)} for who, config in configs.items()
         ]
     table(rows, ["who", "config", "outcome", "tokens_per_s", "peak_reserved_gib"])
+    advice, best = rows[0].get("tokens_per_s"), rows[-1].get("tokens_per_s")
     summary = {
-        "winner_tokens_per_s": rows[-1]["tokens_per_s"],
-        "advice_tokens_per_s": rows[0]["tokens_per_s"],
-        "ratio": rows[-1]["tokens_per_s"] / rows[0]["tokens_per_s"],
+        "winner_tokens_per_s": best,
+        "advice_tokens_per_s": advice,
+        "ratio": best / advice if best and advice else None,
         "study_tokens_per_s": said["winner"]["performance"]["tokens_per_second"],
         "winner": winner.label(),
     }

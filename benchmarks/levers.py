@@ -62,12 +62,12 @@ def main() -> None:
                     table(rows[-1:], ["lever", "config", "tokens_per_s", "mfu", "peak_reserved_gib"])
     task = ["--gpu", args.gpu, "--model", args.models[0], "--tokens-per-example", "2048", "--budget", args.budget]
     said = studied(folder, *task, "--set", "seq_len=2048", "--set", "lora_rank=16", "--out", "study")
-    winner, reference_speed = said["winner"]["performance"], rows[0]["tokens_per_s"]
+    winner, reference_speed = said["winner"]["performance"], rows[0].get("tokens_per_s")
     rows.append({"lever": "the study's winner", "config": TrainConfig(**said["winner"]["config"]).label(), **winner})
     summary = {
         "winner_tokens_per_s": winner["tokens_per_second"],
         "reference_tokens_per_s": reference_speed,
-        "ratio": winner["tokens_per_second"] / reference_speed,
+        "ratio": winner["tokens_per_second"] / reference_speed if reference_speed else None,
         "mfu": winner["mfu"],
         "winner": TrainConfig(**said["winner"]["config"]).label(),
     }

@@ -26,13 +26,24 @@ SMALLER = space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16,), optimi
         ({"quantization": "nf4"}, ""),  # another base, which is told apart elsewhere
         ({"precision": "fp16_mixed"}, "fp16_mixed"),
         ({"precision": "bf16_pure", "optimizer": "paged_adamw_8bit"}, "bf16_pure and paged_adamw_8bit"),
-        ({"optimizer": "lion_8bit"}, "lion_8bit"),
+        ({"precision": "bf16_pure", "optimizer": "adafactor"}, "bf16_pure"),
     ],
 )
 def test_what_is_in_question(knobs: dict[str, Any], doubtful: str) -> None:
     config = TrainConfig(**knobs)
     assert in_question(config) == doubtful
-    assert in_question(reference_of(config, bf16=True)) == in_question(reference_of(config, bf16=False)) == ""
+    for bf16 in (True, False):
+        reference = reference_of(config, bf16=bf16)
+        assert reference is not None and in_question(reference) == ""
+
+
+def test_the_reference_keeps_the_optimizer_or_is_none() -> None:
+    """Two algorithms apart would say nothing of their number formats."""
+    for optimizer, wanted in (("adafactor", "adafactor"), ("paged_adamw_8bit", "adamw_torch_fused")):
+        reference = reference_of(TrainConfig(optimizer=optimizer), bf16=True)
+        assert reference is not None and reference.optimizer == wanted
+    assert in_question(TrainConfig(optimizer="lion_8bit")) == "lion_8bit"
+    assert reference_of(TrainConfig(optimizer="lion_8bit"), bf16=True) is None
 
 
 def test_the_reference_takes_the_same_batches() -> None:
@@ -46,10 +57,11 @@ def test_the_reference_takes_the_same_batches() -> None:
         compile="per_layer",
         packing=True,
     )
-    reference = reference_of(config, bf16=True)
+    reference, plain = (reference_of(config, bf16=bf16) for bf16 in (True, False))
+    assert reference is not None and plain is not None
     for name in ("micro_batch_size", "seq_len", "lora_rank", "packing", "attention", "quantization"):
         assert getattr(reference, name) == getattr(config, name)
-    assert (reference.precision, reference_of(config, bf16=False).precision) == ("bf16_mixed", "fp32")
+    assert (reference.precision, plain.precision) == ("bf16_mixed", "fp32")
 
 
 def test_deviation_is_of_shared_micro_batches() -> None:
@@ -136,3 +148,28 @@ def test_a_reference_that_does_not_fit_leaves_it_unknown(start: Start) -> None:
     recipe = session.summary().recipe
     assert recipe is not None and recipe.numerics.startswith("unknown: adamw_8bit was not compared")
     assert len(references(session)) == len(set(references(session)))
+
+
+def test_who_joins_in_the_second_round_is_compared_too(start: Start) -> None:
+    """The favourite comes through its first confirmation, and not the second; what is next has other losses."""
+    answers, favourite = with_losses(2 * BOUND), TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16)
+    confirmed: list[TrainConfig] = []
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        result = answers(request)
+        if request.config == favourite and result.measurement is not None:
+            quick = tuple(micro / 4 for micro in result.measurement.micro_step_s)
+            steps = tuple(step / 4 for step in result.measurement.step_s)
+            result = replace(result, measurement=replace(result.measurement, micro_step_s=quick, step_s=steps))
+        if request.rung is Rung.CONFIRM:
+            confirmed.append(request.config)
+            if request.config == favourite and confirmed.count(favourite) == 2:
+                return replace(result, outcome=Outcome.CRASH, measurement=None)
+        return result
+
+    subject = subject_of(SMALLER)
+    subject = replace(subject, model=replace(subject.model, weights="/weights"))
+    session = whole(start, answer, subject=subject, trials=6, finalists=1)
+    assert confirmed[0] == favourite and confirmed.count(favourite) == 2
+    assert not any(config.optimizer == "adamw_8bit" for config in confirmed)
+    assert session.winner().optimizer == "adamw_torch_fused" and session.winner() != favourite

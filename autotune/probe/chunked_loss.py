@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS = 1024  # with a vocabulary of 128,000 about 1.2 GiB of logits, their fp32 copy and its gradient
 IGNORED = -100
 
 
