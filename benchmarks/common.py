@@ -28,7 +28,7 @@ def save(
     """Write <out or results>/<name>.json: schema_version, command, date, fingerprint, summary, rows."""
     data = {
         "schema_version": 1,
-        "command": shlex.join(["python", f"benchmarks/{name}.py", *_without_out(sys.argv[1:])]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_out(sys.argv[1:])]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "fingerprint": to_data(fingerprint),
         "summary": summary,
