@@ -20,7 +20,7 @@ MAKES_ROOM = ("loss",)
 # The fastest first. What stands behind the present value is slower wherever both fit, and is not tried.
 FASTEST_FIRST = {
     "precision": ("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
-    "attention": ("flash_attention_2", "sdpa", "flex_attention", "eager"),
+    "attention": ("flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"),
     "compile": ("per_layer", "none"),
     "loss": ("chunked", "full"),
     "packing": (True, False),
@@ -57,8 +57,9 @@ def _better(knob: Knob, here: TrainConfig) -> list[Any]:
         larger, smaller = [one for one in values if one > present], [one for one in values if one < present]
         return [*sorted(larger)[:1], *sorted(smaller)[-1:]]
     if knob.name == "checkpointing":
-        kept = {value: replace(here, checkpointing=value).kept for value in values}
-        return sorted((value for value in values if kept[value] > here.kept), key=lambda value: -kept[value])
+        tried = {value: replace(here, checkpointing=value) for value in values}
+        speed = {value: (one.kept, not one.offloads) for value, one in tried.items()}
+        return sorted((one for one in values if speed[one] > speed[present]), key=lambda one: speed[one], reverse=True)
     order = FASTEST_FIRST[knob.name]
     return sorted((value for value in values if order.index(value) < order.index(present)), key=order.index)
 

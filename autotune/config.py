@@ -12,9 +12,9 @@ from typing import Any
 
 METHODS = ("full", "lora")
 PRECISIONS = ("bf16_mixed", "bf16_pure", "fp16_mixed", "fp32")
-QUANTIZATIONS = ("none", "int8", "nf4")
+QUANTIZATIONS = ("none", "fp8", "int8", "nf4")
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion_8bit")
-ATTENTIONS = ("sdpa", "eager", "flash_attention_2", "flex_attention")
+ATTENTIONS = ("sdpa", "sdpa_cudnn", "eager", "flash_attention_2", "flex_attention")
 COMPILES = ("none", "per_layer")
 LOSSES = ("full", "chunked")
 LOADER_WORKERS = (0, 2, 4, 8)
@@ -52,11 +52,13 @@ class TrainConfig:
     """One configuration.
 
     `micro_batch_size` counts rows a forward pass on one GPU, `seq_len` tokens a row, `lora_rank` is None in full
-    fine-tuning. `checkpointing` is `none`, `full` or `every_K` (each K-th layer recomputed). `precision`: `bf16_mixed`
-    keeps trained parameters in fp32 under autocast, `bf16_pure` keeps everything in bf16. `loss` holds the logits of a
-    whole micro batch, or computes head, cross-entropy and their gradients in chunks of tokens. `packing` puts as many
-    whole examples into a row as it holds, each attending to itself alone. `dora` trains a magnitude for each output of
-    a layer beside its adapters, `rslora` scales these by the root of the rank instead of the rank.
+    fine-tuning. `checkpointing` is `none`, `full`, `every_K` (each K-th layer recomputed) or `offload` (every layer,
+    and what it is recomputed from waits in the host's memory). `precision`: `bf16_mixed` keeps trained parameters in
+    fp32 under autocast, `bf16_pure` keeps everything in bf16. `quantization` is of the frozen base: `int8` and `nf4`
+    store it in fewer bits, `fp8` only multiplies in 8-bit floats. `loss` holds the logits of a whole micro batch, or
+    computes head, cross-entropy and their gradients in chunks of tokens. `packing` puts as many whole examples into a
+    row as it holds, each attending to itself alone. `dora` trains a magnitude for each output of a layer beside its
+    adapters, `rslora` scales these by the root of the rank instead of the rank.
     `loader_workers` processes make batches beside the one that trains; with 0 it makes them itself.
     """
 
@@ -99,6 +101,11 @@ class TrainConfig:
     def checkpoint_every(self) -> int | None:
         """1 recomputes every layer, k each k-th; None recomputes nothing."""
         return checkpoint_every(self.checkpointing)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether what layers are recomputed from waits in the host's memory."""
+        return self.checkpointing == "offload"
 
     @property
     def kept(self) -> float:
@@ -155,14 +162,14 @@ KNOBS = tuple(field.name for field in fields(TrainConfig))
 
 
 def checkpoint_every(checkpointing: str) -> int | None:
-    """'none' -> None, 'full' -> 1, 'every_3' -> 3. Raises ValueError on anything else."""
+    """'none' -> None, 'full' and 'offload' -> 1, 'every_3' -> 3. Raises ValueError on anything else."""
     if checkpointing == "none":
         return None
-    if checkpointing == "full":
+    if checkpointing in ("full", "offload"):
         return 1
     match = re.fullmatch(r"every_([2-9]|[1-9][0-9]{1,3})", checkpointing) if isinstance(checkpointing, str) else None
     if match is None:
-        raise ValueError(f"checkpointing is none, full or every_K with K of 2 or more, not {checkpointing!r}")
+        raise ValueError(f"checkpointing is none, full, offload or every_K with K of 2 or more, not {checkpointing!r}")
     return int(match.group(1))
 
 

@@ -65,6 +65,7 @@ def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
         and config.seq_len >= other.seq_len
         and (config.lora_rank or 0) >= (other.lora_rank or 0)
         and config.kept >= other.kept
+        and config.offloads <= other.offloads
     )
 
 

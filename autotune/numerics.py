@@ -18,6 +18,7 @@ FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torc
 def in_question(config: TrainConfig) -> str:
     """What of a configuration is coarser than the reference, as 'fp16_mixed and adamw_8bit'; '' where nothing is."""
     doubtful = [config.precision] if config.precision in ("fp16_mixed", "bf16_pure") else []
+    doubtful += ["fp8"] if config.quantization == "fp8" else []
     doubtful += [config.optimizer] if config.optimizer.endswith("8bit") else []
     return " and ".join(doubtful)
 
@@ -35,6 +36,7 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
         config,
         precision="bf16_mixed" if bf16 else "fp32",
         optimizer=optimizer,
+        quantization="none" if config.quantization == "fp8" else config.quantization,
         checkpointing="full",
         compile="none",
         loss="full",

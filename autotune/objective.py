@@ -118,7 +118,7 @@ def margins(result: ProbeResult) -> dict[str, float]:
 def capability(config: TrainConfig) -> tuple[float, ...]:
     """Larger is more capable: unquantised base, rank, length, precision of the trained parameters, of their state."""
     return (
-        {"none": 2, "int8": 1, "nf4": 0}[config.quantization],
+        {"none": 3, "fp8": 2, "int8": 1, "nf4": 0}[config.quantization],
         config.lora_rank or 0,
         config.dora,
         config.seq_len,
@@ -197,11 +197,11 @@ def leanest(space: SearchSpace) -> dict[str, Any]:
     """The choice of the space that needs the least memory, judged knob by knob."""
     frugal: dict[str, tuple[Any, ...]] = {
         "method": ("lora", "full"),
-        "quantization": ("nf4", "int8", "none"),
+        "quantization": ("nf4", "int8", "none", "fp8"),
         "double_quant": (True, False),
         "precision": ("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
         "optimizer": ("lion_8bit", "adafactor", "paged_adamw_8bit", "adamw_8bit", "adamw_torch_fused", "adamw_torch"),
-        "attention": ("flash_attention_2", "sdpa", "flex_attention", "eager"),
+        "attention": ("flash_attention_2", "sdpa", "sdpa_cudnn", "flex_attention", "eager"),
         "compile": ("none", "per_layer"),
         "loss": ("chunked", "full"),
         "packing": (False, True),
@@ -214,7 +214,7 @@ def leanest(space: SearchSpace) -> dict[str, Any]:
             continue
         values = knob.choices()
         if knob.name == "checkpointing":
-            chosen[knob.name] = min(values, key=lambda value: checkpoint_every(value) or math.inf)
+            chosen[knob.name] = min(values, key=lambda value: (checkpoint_every(value) or math.inf, value != "offload"))
         elif knob.name in frugal:
             chosen[knob.name] = min(values, key=frugal[knob.name].index)
         else:

@@ -199,7 +199,12 @@ def _possible(
     if find_spec("bitsandbytes") is None:
         narrow("quantization", {"int8", "nf4"}, "bitsandbytes is not installed")
         narrow("optimizer", {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"}, "bitsandbytes is not installed")
+    if find_spec("torchao") is None:
+        narrow("quantization", {"fp8"}, "torchao is not installed")
+    if not device.supports_fp8:
+        narrow("quantization", {"fp8"}, f"{device.name} does not multiply 8-bit floats")
     if model.config["model_type"] in NO_SDPA:
+        narrow("attention", {"sdpa_cudnn"}, f"{model.config['model_type']} has no SDPA attention")
         knob = space.knob("attention")
         reason = f"{model.config['model_type']} has no SDPA attention; eager in its place"
         if knob is None or knob.choices() == ("sdpa",):
@@ -210,7 +215,8 @@ def _possible(
     if device.kind == "cpu":
         narrow("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
         narrow("optimizer", {"lion_8bit"}, "has no CPU kernel")
-        narrow("attention", {"flash_attention_2", "flex_attention"}, "needs a GPU")
+        narrow("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU")
+        narrow("checkpointing", {"offload"}, "there is no other memory to offload to")
     return space, removals
 
 

@@ -25,13 +25,18 @@ LEVERS: dict[str, dict[str, Any]] = {
     "reference": {},
     "no checkpointing": {"checkpointing": "none"},
     "every second layer checkpointed": {"checkpointing": "every_2"},
+    "offloaded checkpoints": {"checkpointing": "offload"},
     "bf16 adapters": {"precision": "bf16_pure"},
     "layers compiled": {"compile": "per_layer"},
     "loss in chunks": {"loss": "chunked"},
+    "cuDNN's attention": {"attention": "sdpa_cudnn"},
+    "fp8 base": {"quantization": "fp8"},
     "8-bit AdamW": {"optimizer": "adamw_8bit"},
     "micro batch of 1": {"micro_batch_size": 1},
     "micro batch of 8": {"micro_batch_size": 8},
     "together": TOGETHER,
+    "together, cuDNN's attention": TOGETHER | {"attention": "sdpa_cudnn"},
+    "together, fp8 base": TOGETHER | {"quantization": "fp8"},
     "together, micro batch of 1": TOGETHER | {"micro_batch_size": 1},
     "together, micro batch of 8": TOGETHER | {"micro_batch_size": 8},
 }
@@ -55,7 +60,7 @@ def main() -> None:
                 configs = {lever: replace(reference, **changes) for lever, changes in LEVERS.items()}
                 seen = set[TrainConfig]()
                 for lever, config in configs.items():
-                    if config in seen:  # full fine-tuning has bf16 alone already
+                    if config in seen:  # full fine-tuning has bf16 alone already, and no base
                         continue
                     seen.add(config)
                     rows.append({"lever": lever, **speed(prober, model, device, config, args.memory_gib)})

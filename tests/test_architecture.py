@@ -27,11 +27,13 @@ ADAPTERS = ("search", "store", "probe", "report", "export")
 SHARED = {("search", "store"): {"engine_options", "public_url", "storage_errors"}}
 
 CHILD = tuple(
-    f"probe.{name}" for name in ("chunked_loss", "device", "model", "recorder", "trainer", "weigh", "worker")
+    f"probe.{name}" for name in ("chunked_loss", "device", "levers", "model", "recorder", "trainer", "weigh", "worker")
 )  # what runs in the worker's process
 CHILD_MAY = {"errors", "units", "files", "gpu", "config", "catalog", "result", "depth"}
 
-TORCH = frozenset({"torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "trl", "datasets"})
+TORCH = frozenset(
+    {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "torchao", "safetensors", "trl", "datasets"}
+)
 HEAVY = TORCH | {"optuna", "sqlalchemy", "plotly", "numpy", "pandas", "pydantic", "jinja2"}
 HOMES = {
     **{library: set(CHILD) for library in TORCH},

@@ -108,9 +108,9 @@ def test_checkpoint_every(text, every):
      True, math.nan, ["full"], {"a": 1}, "every_" + "9" * 5000],
 )  # fmt: skip
 def test_what_is_no_checkpointing(text):
-    with pytest.raises(ValueError, match="checkpointing is none, full or every_K with K of 2 or more, not"):
+    with pytest.raises(ValueError, match="checkpointing is none, full, offload or every_K with K of 2 or more, not"):
         checkpoint_every(text)
-    with pytest.raises(ValueError, match="checkpointing is none, full or every_K"):
+    with pytest.raises(ValueError, match="checkpointing is none, full, offload or every_K"):
         TrainConfig(checkpointing=text)
 
 

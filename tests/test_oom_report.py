@@ -98,7 +98,8 @@ FULL = TrainConfig(method="full", optimizer="adamw_torch")
         ("gradients", FULL, ["method"]),
         ("gradients", TrainConfig(), ["lora_rank"]),
         ("weights", TrainConfig(quantization="nf4", double_quant=True), [None]),
-        ("something new", TrainConfig(micro_batch_size=1, seq_len=1), [None]),
+        ("activations", TrainConfig(micro_batch_size=1), ["checkpointing", "seq_len"]),
+        ("something new", TrainConfig(micro_batch_size=1, seq_len=1, checkpointing="offload"), [None]),
     ],
 )
 def test_advice_follows_the_dominant_term(term: str, config: TrainConfig, knobs: list[str | None]) -> None:

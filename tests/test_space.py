@@ -255,8 +255,8 @@ def test_a_pin_stands_after_what_it_depends_on():
         ("lora_rank", True, "--set lora_rank: lora_rank is a positive integer, not True"),
         ("seq_len", "1024", "--set seq_len: seq_len is a positive integer, not '1024'"),
         ("method", None, "--set method: method is one of full, lora, not None"),
-        ("checkpointing", "every_1", "--set checkpointing: checkpointing is none, full or every_K with K of 2 or more, "
-         "not 'every_1'"),
+        ("checkpointing", "every_1", "--set checkpointing: checkpointing is none, full, offload or every_K with K of 2 "
+         "or more, not 'every_1'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_pinned(knob, value, message):

@@ -52,8 +52,17 @@ class DeviceSpec:
         """Has bf16 units: NVIDIA from compute capability 8.0 on. A CPU computes it in any case."""
         if self.kind == "cpu" or self.bf16_tflops is not None:
             return True
-        major = (self.compute_capability or "").partition(".")[0]
-        return major.isdigit() and int(major) >= 8
+        return self._at_least(8, 0)
+
+    @property
+    def supports_fp8(self) -> bool:
+        """Multiplies 8-bit floats: NVIDIA from compute capability 8.9 on."""
+        return self.kind != "cpu" and (self.fp8_tflops is not None or self._at_least(8, 9))
+
+    def _at_least(self, *wanted: int) -> bool:
+        """NVIDIA's compute capability; False where it is not known."""
+        major, _, minor = (self.compute_capability or "").partition(".")
+        return major.isdigit() and (int(major), int(minor or 0)) >= wanted
 
 
 @functools.cache

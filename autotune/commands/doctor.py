@@ -70,6 +70,7 @@ def _packages() -> list[Check]:
         ("accelerate", True),
         ("optuna", True),
         ("bitsandbytes", False),
+        ("torchao", False),
         ("trl", False),
         ("liger-kernel", False),
         ("flash-attn", False),

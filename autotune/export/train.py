@@ -7,6 +7,7 @@ import shlex
 from importlib import resources
 from typing import Any
 
+from autotune.config import TrainConfig
 from autotune.export.common import (
     ALLOCATOR,
     ALLOCATOR_VARIABLE,
@@ -41,6 +42,8 @@ def export(recipe: Recipe) -> dict[str, str]:
     beside = {"rows.py": ("autotune.export", "rows_template.py.txt")}
     if recipe.winner.config.loss == "chunked":
         beside["chunked_loss.py"] = ("autotune.probe", "chunked_loss.py")
+    if _levers(recipe.winner.config):
+        beside["levers.py"] = ("autotune.probe", "levers.py")
     return {
         "train.py": script,
         **{
@@ -82,6 +85,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         **config.as_dict(),
         "quantization": config.quantization,
         "base_dtype": base_dtype(config),
+        "levers": _levers(config),
         "bitsandbytes": bitsandbytes,
         **({"linear": linear} if linear else {}),
         "lora": lora,
@@ -94,6 +98,12 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         "warmup_steps": warmup_steps(recipe),
         "save_steps": save_steps(recipe),
     }
+
+
+def _levers(config: TrainConfig) -> list[str]:
+    """What of `levers.py` the script needs."""
+    used = {"fp8": config.quantization == "fp8", "cudnn": config.attention == "sdpa_cudnn", "offload": config.offloads}
+    return [name for name, is_used in used.items() if is_used]
 
 
 def _literal(values: dict[str, Any]) -> str:

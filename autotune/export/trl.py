@@ -19,8 +19,8 @@ from autotune.export.common import (
 )
 from autotune.recipe import Recipe
 
-# Before this version TrainingArguments checkpoints every layer or none.
-EVERY_N_LAYERS_SINCE = (5, 23)
+# Before this version TrainingArguments checkpoints every layer or none, and offloads nothing.
+MORE_CHECKPOINTING_SINCE = (5, 23)
 
 _DIFFERENCES = (
     "Known to differ from what was measured:",
@@ -68,6 +68,7 @@ def command(recipe: Recipe) -> str:
 def inexpressible(recipe: Recipe) -> list[str]:
     """Knobs of the winner that `trl sft` cannot be told, each with what happens instead."""
     config = recipe.winner.config
+    stored = config.quantization in ("int8", "nf4")  # in fewer bits
     found = []
     if (config.checkpoint_every or 1) > 1 and not _every_n_layers(recipe):
         found.append(
@@ -79,12 +80,21 @@ def inexpressible(recipe: Recipe) -> list[str]:
             "compile per_layer: torch_compile with --dynamo_use_regional_compilation compiles the layers, and the"
             " embedding, norm and LM head besides"
         )
-    if config.method == "lora" and config.quantization == "none" and config.precision == "bf16_pure":
+    if config.method == "lora" and not stored and config.precision == "bf16_pure":
         found.append("precision bf16_pure: TRL keeps the adapters in fp32, they were measured in bf16")
-    if config.quantization != "none" and config.precision != "bf16_pure":
+    if stored and config.precision != "bf16_pure":
         found.append(
             f"precision {config.precision}: TRL casts the adapters of a quantized base to bf16,"
             " they were measured in fp32"
+        )
+    if config.quantization == "fp8":
+        found.append("quantization fp8: TRL has no fp8 base; written unquantised, which is slower")
+    if config.attention == "sdpa_cudnn":
+        found.append("attention sdpa_cudnn: written as sdpa, of which torch chooses the kernel")
+    if config.offloads and not _since_5_23(recipe):
+        found.append(
+            "checkpointing offload: before transformers 5.23 nothing is offloaded; written as full, which needs more"
+            " of the GPU's memory"
         )
     if config.loss == "full":
         found.append("loss full: TRL has its own chunked LM head, with a lower peak and another speed")
@@ -96,10 +106,13 @@ def inexpressible(recipe: Recipe) -> list[str]:
     return found
 
 
+def _since_5_23(recipe: Recipe) -> bool:
+    return transformers_version(recipe) >= MORE_CHECKPOINTING_SINCE
+
+
 def _every_n_layers(recipe: Recipe) -> bool:
     """Whether only some layers are checkpointed and the versions probed with can say so."""
-    every = recipe.winner.config.checkpoint_every or 1
-    return every > 1 and transformers_version(recipe) >= EVERY_N_LAYERS_SINCE
+    return (recipe.winner.config.checkpoint_every or 1) > 1 and _since_5_23(recipe)
 
 
 def _model(recipe: Recipe) -> dict[str, Any]:
@@ -107,7 +120,7 @@ def _model(recipe: Recipe) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model_name_or_path": model_source(recipe),
         "dtype": base_dtype(config),
-        "attn_implementation": config.attention,
+        "attn_implementation": "sdpa" if config.attention == "sdpa_cudnn" else config.attention,
     }
     if config.quantization == "nf4":
         values |= {
@@ -165,6 +178,8 @@ def _memory(recipe: Recipe) -> dict[str, Any]:
         values["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
         if _every_n_layers(recipe):
             values["gradient_checkpointing_kwargs"]["every_n_layers"] = every
+        if config.offloads and _since_5_23(recipe):
+            values["gradient_checkpointing_kwargs"]["offload"] = True
     values |= {"optim": config.optimizer, "torch_compile": config.compile == "per_layer"}
     if config.compile == "per_layer":
         values["tf32"] = False  # torch_compile would switch it on

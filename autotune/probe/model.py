@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from autotune.config import TrainConfig
 from autotune.depth import repetition
 from autotune.probe.chunked_loss import has_plain_head
+from autotune.probe.levers import multiply_in_fp8, offload_checkpoints, register_cudnn_attention
 from autotune.probe.weigh import parameter_gib, tensor_gib
 from autotune.result import ModelShape, ProbeRequest
 
@@ -77,13 +78,14 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
 def build(request: ProbeRequest, device: torch.device) -> Resident:
     """The base model on the device: no adapters, no gradients."""
     config, dtype = request.config, base_dtype(request.config)
+    register_cudnn_attention()
     torch.manual_seed(request.seed)  # the same weights whatever this process did before
     model_config = _config_of(request.model)
     if request.depth is not None:
         _truncate(model_config, request.depth)
     if request.weights is not None and request.depth is None:
         model = _load(request, model_config, dtype, device)
-    elif config.quantization == "none":
+    elif config.quantization in ("none", "fp8"):
         with torch.device(device), no_init_weights():
             model = _from_config(model_config, dtype, config.attention)
         _fill(model)
@@ -92,6 +94,8 @@ def build(request: ProbeRequest, device: torch.device) -> Resident:
             model = _from_config(model_config, dtype, config.attention)
         _quantize(model, config, dtype, device)
         _fill(model)
+    if config.quantization == "fp8":
+        multiply_in_fp8(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return Resident(family=family_of(request), depth=request.depth, base=model, model_gib=parameter_gib(model))
@@ -167,8 +171,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def set_checkpointing(base: PreTrainedModel, every: int | None) -> None:
-    """Recompute each `every`-th decoder layer in the backward pass; None switches recomputation off."""
+def set_checkpointing(base: PreTrainedModel, every: int | None, offload: bool = False) -> None:
+    """Recompute each `every`-th decoder layer in the backward pass; None switches recomputation off.
+
+    With `offload` what a layer is recomputed from waits in the host's memory.
+    """
     if every is None:
         disable = getattr(base, "activation_checkpointing_disable", base.gradient_checkpointing_disable)
         disable()
@@ -180,6 +187,8 @@ def set_checkpointing(base: PreTrainedModel, every: int | None) -> None:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
     for index, layer in enumerate(decoder_layers(base)):
         layer.gradient_checkpointing = index % every == 0
+        if offload:
+            offload_checkpoints(layer)
 
 
 def _from_config(model_config: Any, dtype: torch.dtype, attention: str) -> PreTrainedModel:

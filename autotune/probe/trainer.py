@@ -127,7 +127,7 @@ class Probe:
         request, meter, config = self.request, self.meter, self.request.config
         self.context_gib = meter.context_gib()
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.lost_gib)
-        set_checkpointing(self.base, config.checkpoint_every)
+        set_checkpointing(self.base, config.checkpoint_every, config.offloads)
         self.model = attach(self.resident, config, meter.torch_device, request.seed)
         self.managed_gib = self._paged_state_gib()
         if self.managed_gib:

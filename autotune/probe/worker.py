@@ -175,8 +175,11 @@ class Worker:
         """The base model for this request: the one that is here, or a new one. Others of its family wait aside."""
         from autotune.probe.model import build, family_of
 
-        if request.config.quantization != "none" or request.config.optimizer.endswith("8bit"):
-            import bitsandbytes  # noqa: F401 (its memory is context, not the model's)
+        # Libraries come first: their memory is context, not the model's.
+        if request.config.quantization in ("int8", "nf4") or request.config.optimizer.endswith("8bit"):
+            import bitsandbytes  # noqa: F401
+        if request.config.quantization == "fp8":
+            import torchao.float8  # noqa: F401
         family, full = family_of(request), request.config.method == "full"
         self._drop(
             [

@@ -200,12 +200,15 @@ def in_words(recipe: Recipe) -> tuple[str, ...]:
     kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     method = {
         "none": f"{kind} of rank {config.lora_rank}",
+        "fp8": f"{kind} of rank {config.lora_rank} on a base that multiplies in 8-bit floats",
         "int8": f"{kind} of rank {config.lora_rank} on an 8-bit base",
         "nf4": f"Q{kind} of rank {config.lora_rank} on a 4-bit (NF4) base"
         + (", double quantised" * config.double_quant),
     }[config.quantization]
     every = config.checkpoint_every
     recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
+    if config.offloads:
+        recomputed[1] += ", whose inputs wait in the host's memory"
     row = "row" if config.packing else "sequence"
     sequences = f"1 {row}" if config.micro_batch_size == 1 else f"{config.micro_batch_size} {row}s"
     return (
@@ -234,6 +237,7 @@ def in_words(recipe: Recipe) -> tuple[str, ...]:
         }[config.optimizer],
         {
             "sdpa": "PyTorch's fused attention (SDPA)",
+            "sdpa_cudnn": "cuDNN's fused attention (SDPA)",
             "eager": "unfused (eager) attention",
             "flash_attention_2": "FlashAttention 2",
             "flex_attention": "FlexAttention",

@@ -271,9 +271,12 @@ def _shorter(config: TrainConfig) -> list[Change]:
 
 def _activations(config: TrainConfig) -> list[Change]:
     changes = []
-    if config.checkpointing != "full":
+    if config.checkpoint_every != 1:
         why = "activations are recomputed in backward rather than kept, for about one more forward pass"
         changes.append(_change(config, "checkpointing", "full", why))
+    elif config.micro_batch_size == 1 and not config.offloads:
+        why = "on a GPU: what layers are recomputed from waits in the host's memory; the copies make a step slower"
+        changes.append(_change(config, "checkpointing", "offload", why))
     if config.attention == "eager":
         changes.append(_change(config, "attention", "sdpa", "does not keep the matrix of attention scores"))
     return changes + _shorter(config)

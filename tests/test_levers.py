@@ -1,0 +1,211 @@
+"""Levers that transformers has no one switch for: fp8 products, cuDNN's attention, checkpoints in host memory."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from factories import TINY, summary
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.climb import move
+from autotune.config import TrainConfig
+from autotune.export import export_all
+from autotune.memory import needs_at_least
+from autotune.objective import capability, leanest
+from autotune.probe.launcher import WorkerProber
+from autotune.result import Measurement, Outcome, ProbeRequest
+from autotune.setup import set_up
+from autotune.space import Knob, SearchSpace
+from autotune.spec import StudySpec
+
+TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 2}
+FITS_FP8 = TINY_LLAMA | {"num_key_value_heads": 2}  # every side of its matrices is a multiple of 16
+
+
+@pytest.fixture(scope="module")
+def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
+    with WorkerProber("cpu", tmp_path_factory.mktemp("logs")) as started:
+        yield started
+
+
+def measured(prober: WorkerProber, **knobs: Any) -> Measurement:
+    values: dict[str, Any] = {"micro_batch_size": 4, "seq_len": 64, "precision": "fp32"}
+    asked = ProbeRequest(
+        config=TrainConfig(**(values | knobs)),
+        model=FITS_FP8 | {"hidden_size": 64, "vocab_size": 512},
+        device="cpu",
+        memory_gib=4.0,
+        micro_steps=2,
+        min_timed_s=0.0,
+        min_timed_micros=1,
+    )
+    result = prober.probe(asked, prober.logs / "probe.log")
+    assert result.measurement is not None and result.notes == (), result.reason
+    return result.measurement
+
+
+def built(model: dict[str, Any], attention: str = "sdpa") -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(model)
+    model_config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    return AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
+
+
+@pytest.mark.probe
+def test_fp8_multiplies_differently_and_leaves_weights_and_head_alone() -> None:
+    import torch
+
+    pytest.importorskip("torchao")
+    from autotune.probe.levers import multiply_in_fp8
+
+    model = built(FITS_FP8)
+    tokens = torch.randint(0, 128, (2, 16))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    expected = model(input_ids=tokens).logits
+    multiply_in_fp8(model)
+    found = model(input_ids=tokens).logits
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert type(model.get_output_embeddings()) is torch.nn.Linear
+    layers = [type(one).__name__ for one in model.model.layers[0].modules() if isinstance(one, torch.nn.Linear)]
+    assert set(layers) == {"Float8Linear"}
+    off = float(((found - expected).norm() / expected.norm()).detach())
+    assert 1e-4 < off < 0.1
+
+
+@pytest.mark.probe
+def test_fp8_needs_matrices_whose_sides_are_multiples_of_16() -> None:
+    import torch
+
+    pytest.importorskip("torchao")
+    from autotune.probe.levers import multiply_in_fp8
+
+    model = built(TINY_LLAMA | {"intermediate_size": 72})
+    multiply_in_fp8(model)
+    kinds = {name: type(one).__name__ for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    assert kinds["model.layers.0.self_attn.q_proj"] == "Float8Linear"
+    assert kinds["model.layers.0.mlp.up_proj"] == kinds["model.layers.0.mlp.down_proj"] == "Linear"
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_a_probe_with_an_fp8_base_trains_and_leaves_nothing_behind(prober: WorkerProber, precision: str) -> None:
+    pytest.importorskip("torchao")
+    plain, fp8, again = (measured(prober, precision=precision, quantization=one) for one in ("none", "fp8", "none"))
+    assert again.losses[:2] == plain.losses[:2]
+    assert fp8.losses[:2] != plain.losses[:2]
+    assert fp8.losses[:2] == pytest.approx(plain.losses[:2], rel=0.01)
+    assert fp8.model_gib == plain.model_gib and fp8.trainable_params == plain.trainable_params
+
+
+@pytest.mark.probe
+def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
+    import torch
+
+    from autotune.probe.model import decoder_layers, set_checkpointing
+
+    model = built(TINY_LLAMA).train()
+    tokens = torch.randint(0, 128, (2, 16))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+    set_checkpointing(model, 1)
+    expected = gradients()
+    set_checkpointing(model, 1, offload=True)
+    copied: list[torch.Size] = []
+    with pytest.MonkeyPatch.context() as patch:
+        of_hooks = torch.autograd.graph.save_on_cpu.__init__
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+            of_hooks(self, *args, **kwargs)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: copied.append(tensor.shape) or pack(tensor)
+
+        patch.setattr(torch.autograd.graph.save_on_cpu, "__init__", watched)
+        found = gradients()
+    assert torch.Size((2, 16, 32)) in copied  # the input of a layer
+    assert all(map(torch.equal, found, expected))
+    set_checkpointing(model, 1)
+    assert all("partial" not in repr(one._gradient_checkpointing_func.func) for one in decoder_layers(model))
+
+
+@pytest.mark.probe
+def test_cudnn_attention_is_a_name_of_its_own_and_falls_back_to_nothing() -> None:
+    """What another kernel computed would be told as cuDNN's speed. There is none on a CPU."""
+    import torch
+
+    from autotune.probe.levers import CUDNN_ATTENTION, register_cudnn_attention
+
+    register_cudnn_attention()
+    model = built(TINY_LLAMA, CUDNN_ATTENTION)
+    assert model.config._attn_implementation == CUDNN_ATTENTION
+    with pytest.raises(RuntimeError, match=r"No (viable|available)"):
+        model(input_ids=torch.randint(0, 128, (1, 16)))
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize("knobs", [{"quantization": "fp8"}, {"checkpointing": "offload"}, {}], ids=str)
+def test_the_exported_script_pulls_the_same_levers(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    pytest.importorskip("torchao")
+    known = summary().recipe
+    assert known is not None
+    config = TrainConfig(micro_batch_size=8, seq_len=32, precision="fp32", **knobs)
+    made = replace(known, winner=replace(known.winner, config=config), model=resolve_model("demo-3m"))
+    files = export_all(made, ["train"])
+    assert ("levers.py" in files) is bool(knobs)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "train.py", "--random-weights", "--max-steps", "2", "--output-dir", ""]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1])["steps"] == 2
+
+
+def test_offloading_is_the_last_resort_and_the_first_to_be_given_up() -> None:
+    knob = Knob(name="checkpointing", values=("none", "offload", "full"))
+    space = SearchSpace(name="levers", knobs=(Knob(name="method", values=("lora",)), knob))
+    assert leanest(space)["checkpointing"] == "offload"
+    here = TrainConfig(checkpointing="offload")
+    first = move(space, here, "checkpointing", {})
+    assert first is not None and first["checkpointing"] == "none"
+    ooms = {space.config(first).digest: Outcome.OOM}
+    second = move(space, here, "checkpointing", ooms)
+    assert second is not None and second["checkpointing"] == "full"
+    assert move(space, replace(here, checkpointing="full"), "checkpointing", ooms) is None
+
+
+def test_what_does_not_fit_recomputed_may_fit_offloaded() -> None:
+    full, offload = TrainConfig(), TrainConfig(checkpointing="offload")
+    assert needs_at_least(full, offload)
+    assert not needs_at_least(offload, full)
+
+
+def test_fp8_is_less_capable_than_an_unquantised_base_and_more_than_others() -> None:
+    ranked = [TrainConfig(quantization=one) for one in ("nf4", "int8", "fp8", "none")]
+    assert sorted(ranked, key=capability) == ranked
+
+
+@pytest.mark.parametrize(("gpu", "kept"), [("h200", True), ("l4", True), ("a100-80gb", False), ("cpu", False)])
+def test_fp8_is_for_devices_that_multiply_it(gpu: str, kept: bool, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    file = tmp_path / "fp8.yaml"
+    file.write_text(
+        "version: 1\ndescription: fp8\nknobs:\n  method: lora\n"
+        "  quantization: {values: [none, fp8], kind: learning}\n"
+        "  attention: {values: [sdpa, sdpa_cudnn], kind: system}\n"
+    )
+    spec = StudySpec(model="mistral-7b", gpu=gpu, space=str(file), allow_quantized=True)
+    made = set_up(spec, resolve_device(gpu))
+    assert ("fp8" in made.subject.space.knob("quantization").choices()) is kept  # type: ignore[union-attr]
+    assert [one.values for one in made.removals if one.knob == "quantization"] == [("fp8",)] * (not kept)
+    assert ("sdpa_cudnn" in made.subject.space.knob("attention").choices()) is (gpu != "cpu")  # type: ignore[union-attr]
