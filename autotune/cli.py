@@ -51,6 +51,9 @@ def run(
     gpu: Annotated[str | None, typer.Option(help="Target GPU: a name, auto (the one here), or cpu. [auto]")] = None,
     spec: Annotated[Path | None, typer.Option(help="Read a study spec (YAML); flags override it.")] = None,
     space: Annotated[str | None, typer.Option(help="Search space: a name (`autotune spaces`) or a file.")] = None,
+    trainer: Annotated[
+        str | None, typer.Option(help="What trains: transformers, or trl (SFTTrainer). [transformers]")
+    ] = None,
     examples: Annotated[int | None, typer.Option(help="Examples of the full run. [10000]")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over them. [1]")] = None,
     dataset: Annotated[

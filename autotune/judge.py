@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
-from autotune.config import TrainConfig
+from autotune.config import TrainConfig, digest_of
 from autotune.lengths import SAYS
 from autotune.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
 from autotune.objective import AGAIN, Floors, Scored, capability, choose, performance, step_time_s, to_beat
@@ -45,6 +45,11 @@ class Subject:
     floors: Floors
     space: SearchSpace
     trainer: str = "transformers"
+
+    @property
+    def kin(self) -> str:
+        """Whose probes tell of this study's: those of the model, in the same trainer."""
+        return self.model.digest if self.trainer == "transformers" else digest_of([self.model.digest, self.trainer])
 
     def baselines(self) -> list[TrainConfig]:
         """The reference configuration clipped to the space, then with its micro batch halved, as a person would."""

@@ -84,6 +84,9 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
     global_batch = _global_batch(spec, space, model, known)
     space, removed = _possible(space, device, model, global_batch)
     removals += removed
+    if spec.trainer == "trl":
+        space, removed = _in_trl(space)
+        removals += removed
     workload, warnings = _workload(spec, space, known, global_batch)
     warnings += [f"{knob} has no effect: it needs {need}" for knob in spec.pins if (need := space.idle(knob))]
     floors = Floors(
@@ -109,6 +112,7 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
         workload=workload,
         floors=floors,
         space=space,
+        trainer=spec.trainer,
     )
     return Setup(subject=subject, reserve=reserve, removals=tuple(removals), warnings=tuple(warnings))
 
@@ -118,7 +122,7 @@ def suit(setup: Setup, shape: ModelShape | None) -> Setup:
 
     Raises UsageError where nothing is left.
     """
-    if shape is None or not shape.plain_head:
+    if setup.subject.trainer == "transformers" and (shape is None or not shape.plain_head):
         reason = "the model changes its logits after its head, which cannot be done in chunks"
         if shape is None:
             reason = "whether the model changes its logits after its head is not known"
@@ -217,6 +221,37 @@ def _possible(
         narrow("optimizer", {"lion_8bit"}, "has no CPU kernel")
         narrow("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU")
         narrow("checkpointing", {"offload"}, "there is no other memory to offload to")
+    return space, removals
+
+
+def _in_trl(space: SearchSpace) -> tuple[SearchSpace, list[Removal]]:
+    """What SFTTrainer can do of the space, as it does it. Raises EnvironmentProblem where TRL is not installed."""
+    from importlib.metadata import version
+    from importlib.util import find_spec
+
+    if find_spec("trl") is None:
+        raise EnvironmentProblem("--trainer trl: TRL is not installed", remedy="pip install trl")
+    removals: list[Removal] = []
+
+    def narrow(name: str, possible: Callable[[object], bool], reason: str) -> None:
+        nonlocal space
+        space, removed = space.narrow(name, possible, reason)
+        removals.extend(removed)
+
+    if space.knob("loss"):
+        narrow("loss", lambda value: value == "chunked", "TRL has a chunked loss of its own, and no other")
+    else:
+        space = space.pin("loss", "chunked")
+    narrow("packing", lambda value: not value, "TRL lays packed rows out as one, which is not probed yet")
+    narrow("quantization", lambda value: value != "fp8", "TRL has no fp8 base")
+    narrow("attention", lambda value: value != "sdpa_cudnn", "a name that TRL does not know")
+    methods, bases = space.knob("method"), space.knob("quantization")
+    if (methods is None or "lora" in methods.choices()) and (bases is None or "none" in bases.choices()):
+        reason = "TRL keeps adapters on an unquantised base in fp32"
+        narrow("precision", lambda value: value != "bf16_pure", reason)
+    if tuple(map(int, version("transformers").split(".")[:2])) < (5, 23):
+        reason = "TrainingArguments before transformers 5.23 recomputes every layer or none"
+        narrow("checkpointing", lambda value: value in ("none", "full"), reason)
     return space, removals
 
 

@@ -18,6 +18,7 @@ ALTERNATIVES = (
     ("global_batch", "global_batch_tokens"),
     (*LENGTH_KEYS, "p99_tokens", "tokenizer"),
 )
+TRAINERS = ("transformers", "trl")
 MAX_COUNT = 10**15  # no study is as large; beyond it the projection's arithmetic would fail
 
 
@@ -30,6 +31,7 @@ class StudySpec:
     model: str
     gpu: str = "auto"
     space: str | None = None
+    trainer: str = "transformers"
     pins: dict[str, Any] = field(default_factory=dict)
     examples: int | None = None
     epochs: int = 1
@@ -83,6 +85,7 @@ class StudySpec:
             "mean_tokens": self.mean_tokens is None or 1 <= self.mean_tokens <= MAX_COUNT,
             "p99_tokens": self.p99_tokens is None or 1 <= self.p99_tokens <= MAX_COUNT,
             "seed": 0 <= self.seed < 2**31,
+            "trainer": self.trainer in TRAINERS,
             "study": self.study is None or self.study.isprintable(),
         }
         for name, fine in checks.items():

@@ -27,7 +27,8 @@ ADAPTERS = ("search", "store", "probe", "report", "export")
 SHARED = {("search", "store"): {"engine_options", "public_url", "storage_errors"}}
 
 CHILD = tuple(
-    f"probe.{name}" for name in ("chunked_loss", "device", "levers", "model", "recorder", "trainer", "weigh", "worker")
+    f"probe.{name}"
+    for name in ("chunked_loss", "device", "levers", "model", "recorder", "sft", "trainer", "weigh", "worker")
 )  # what runs in the worker's process
 CHILD_MAY = {"errors", "units", "files", "gpu", "config", "catalog", "result", "depth"}
 
@@ -38,7 +39,7 @@ HEAVY = TORCH | {"optuna", "sqlalchemy", "plotly", "numpy", "pandas", "pydantic"
 HOMES = {
     **{library: set(CHILD) for library in TORCH},
     "transformers": {*CHILD, "dataset"},
-    "datasets": {"dataset"},
+    "datasets": {"dataset", "probe.sft"},
     "optuna": {"search"},
     "sqlalchemy": {"store"},
     "plotly": {"report.figures"},

@@ -135,10 +135,16 @@ class Display(AbstractContextManager["Display"]):
         for caveat in (*recipe.caveats, *summary.notes):
             self._print(f"note      {caveat}", "yellow")
         self._print(f"files     {out_dir}")
-        launch = shlex.quote(f"{out_dir}/export/launch.sh")
-        self._print(f"next      bash {launch} --random-weights --max-steps 5   # tries the exported run")
-        if recipe.model.weights or "/" in recipe.model.name:
-            self._print(f"          bash {launch} --dataset data.jsonl   # the full run")
+        if recipe.trainer == "trl":
+            from autotune.export.trl import command
+
+            self._print(f"next      name your dataset in {out_dir}/export/trl_sft.yaml, then run the full run there:")
+            self._print(f"          cd {shlex.quote(out_dir)}/export && {command(recipe)}")
+        else:
+            launch = shlex.quote(f"{out_dir}/export/launch.sh")
+            self._print(f"next      bash {launch} --random-weights --max-steps 5   # tries the exported run")
+            if recipe.model.weights or "/" in recipe.model.name:
+                self._print(f"          bash {launch} --dataset data.jsonl   # the full run")
         self._print(f"          open {shlex.quote(out_dir + '/report.html')}")
 
     def _cost(self, one: Any) -> str:

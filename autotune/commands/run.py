@@ -108,6 +108,8 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
     if spec.quality:
         from autotune.quality import impossible
 
+        if spec.trainer != "transformers":
+            raise UsageError("--quality trains with transformers' Trainer", remedy="leave it out, or --trainer")
         if reason := impossible(setup.subject.model, setup.subject.workload, spec.dataset):
             raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
     url = storage_url(spec.storage)
@@ -152,6 +154,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             model=setup.subject.model.config,
             weights=setup.subject.model.weights,
             device=prober.device,
+            trainer=setup.subject.trainer,
             micro_steps=min(workload.accumulation(config), 2),
             packed_rows=rows,
             min_timed_micros=max(2, math.ceil(len(rows) / config.micro_batch_size)),
@@ -166,7 +169,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         study=name,
         logs=out / "logs",
         request=request,
-        model=model.digest,
+        model=setup.subject.kin,
         shape=shape,
         shallow_only=spec.shallow_only,
     )

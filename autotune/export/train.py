@@ -30,6 +30,10 @@ def export(recipe: Recipe) -> dict[str, str]:
     """The script, how it makes its rows and its loss, its launcher (executable), and the shape for random weights."""
     lines = facts(recipe)
     head = comment("; ".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True))  # the script is to stay short
+    if recipe.trainer != "transformers":
+        head += "\n" + comment(
+            ["Measured with TRL's SFTTrainer, not with this script: its speed and its peak are others."]
+        )
     parts = {
         "HEADER": head,
         "SETTINGS": _literal(_settings(recipe)),

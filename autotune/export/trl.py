@@ -22,13 +22,6 @@ from autotune.recipe import Recipe
 # Before this version TrainingArguments checkpoints every layer or none, and offloads nothing.
 MORE_CHECKPOINTING_SINCE = (5, 23)
 
-_DIFFERENCES = (
-    "Known to differ from what was measured:",
-    "- The speed is that of the plain transformers Trainer.",
-    "- TRL passes an attention mask and pads to the longest row of a batch (to max_length where pad_to_multiple_of",
-    "  says so, for compiled layers); the probe had full rows and no mask.",
-)
-
 
 def export(recipe: Recipe) -> dict[str, str]:
     """`trl_sft.yaml`, with the command to run it in its head."""
@@ -38,7 +31,8 @@ def export(recipe: Recipe) -> dict[str, str]:
         "Run it, on one GPU, as it was measured:",
         f"  {command(recipe)}",
         "",
-        *_DIFFERENCES,
+        "Known to differ from what was measured:",
+        *(f"- {item}" for item in _differences(recipe)),
         *(f"not expressed: {item}" for item in inexpressible(recipe)),
     ]
     config = recipe.winner.config
@@ -55,6 +49,14 @@ def export(recipe: Recipe) -> dict[str, str]:
         if values:
             text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
     return {"trl_sft.yaml": text}
+
+
+def _differences(recipe: Recipe) -> list[str]:
+    """Whatever the configuration."""
+    rows = "TRL pads to the longest row of a batch (to max_length where pad_to_multiple_of says so); the probe had"
+    if recipe.trainer == "trl":
+        return [f"{rows} full rows."]
+    return ["The speed is that of the plain transformers Trainer.", f"{rows} full rows and no mask."]
 
 
 def command(recipe: Recipe) -> str:
@@ -80,6 +82,8 @@ def inexpressible(recipe: Recipe) -> list[str]:
             "compile per_layer: torch_compile with --dynamo_use_regional_compilation compiles the layers, and the"
             " embedding, norm and LM head besides"
         )
+    if recipe.trainer == "trl":  # all else was probed as TRL does it
+        return found
     if config.method == "lora" and not stored and config.precision == "bf16_pure":
         found.append("precision bf16_pure: TRL keeps the adapters in fp32, they were measured in bf16")
     if stored and config.precision != "bf16_pure":

@@ -68,6 +68,7 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
     return (
         repr(sorted(request.model.items(), key=str)),
         request.weights,
+        request.trainer,  # TRL changes adapters and configs
         base_dtype(config),
         config.quantization,
         config.double_quant,

@@ -44,8 +44,8 @@ class RandomRows(Dataset[dict[str, torch.Tensor]]):
         self, num_rows: int, seq_len: int, vocab_size: int, seed: int, packed: tuple[tuple[int, ...], ...] = ()
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, vocab_size, (min(num_rows, 64), seq_len), generator=generator)
-        self._rows = [{"input_ids": row, "labels": row} for row in tokens]
+        self.tokens = torch.randint(0, vocab_size, (min(num_rows, 64), seq_len), generator=generator)
+        self._rows = [{"input_ids": row, "labels": row} for row in self.tokens]
         self._num_rows = num_rows
         for index, row in enumerate(self._rows if packed else ()):
             examples = packed[index % len(packed)]
@@ -74,10 +74,11 @@ class WrongPrecision(Exception):
     """Autocast was on or off against the request: the numbers would be another configuration's."""
 
 
-class ProbeTrainer(Trainer):
-    """transformers' Trainer with a recorder at the seams of its training step."""
+class Recorded:
+    """A Trainer with a recorder at the seams of its training step: to be mixed in before it."""
 
     recorder: Recorder
+    train_dataset: Any
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
         """In order: packed rows are of several kinds, and come so that any few of them stand for all."""
@@ -85,16 +86,20 @@ class ProbeTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self.recorder.begin_micro_batch()
-        loss = super().training_step(model, inputs, *args, **kwargs)
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         self.recorder.end_micro_batch()
         self.recorder.losses.append(loss)
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if model.training:
             self.recorder.enter(Phase.BACKWARD)
         return loss
+
+
+class ProbeTrainer(Recorded, Trainer):
+    """transformers' Trainer with a recorder."""
 
 
 class Probe:
@@ -114,7 +119,7 @@ class Probe:
         self.recorder = Recorder(meter, request, emit, self._state_gib)
         self.recorder.phase = Phase.LOAD
         self.model: nn.Module = resident.base
-        self.trainer: ProbeTrainer | None = None
+        self.trainer: Any = None
         self.model_gib = resident.model_gib
         self.managed_gib = 0.0
         self._loss: Callable[..., torch.Tensor] | None = None  # None leaves it to the model
@@ -134,7 +139,7 @@ class Probe:
             self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.managed_gib + self.lost_gib)
             if meter.reserved_gib() > self.limit_gib:
                 raise torch.OutOfMemoryError(f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model")
-        if config.loss == "chunked":
+        if config.loss == "chunked" and request.trainer == "transformers":  # TRL does so by itself
             self._loss = chunked_loss(self.base)
         if config.compile == "per_layer":
             self._compile()
@@ -177,10 +182,16 @@ class Probe:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self.recorder.enter_segment(name))
 
+        if self.request.trainer == "trl":  # it takes the head's weights, and never calls it
+            ends = self.base.base_model.register_forward_hook(
+                lambda module, given, made: part(made.last_hidden_state, "backward_layers")
+            )
+        else:
+            ends = head.register_forward_pre_hook(lambda module, given: part(given[0], "backward_layers"))
         self._hooks = [
             embedding.register_forward_pre_hook(self._check_autocast),
             embedding.register_forward_hook(lambda module, given, made: part(made, "backward_inputs")),
-            head.register_forward_pre_hook(lambda module, given: part(given[0], "backward_layers")),
+            ends,
         ]
 
     def _check_autocast(self, *_: Any) -> None:
@@ -229,45 +240,59 @@ class Probe:
         # bitsandbytes pages the state of parameters from 1e5 elements on (Optimizer2State.get_state_buffer).
         return gib(2 * sum(p.numel() for p in self.model.parameters() if p.requires_grad and p.numel() >= 1e5))
 
-    def _make_trainer(self, scratch: str) -> ProbeTrainer:
+    def _make_trainer(self, scratch: str) -> Any:
         request, config = self.request, self.request.config
         num_steps = MAX_WARMUP_STEPS + request.max_timed_steps + 1
-        args = TrainingArguments(
-            output_dir=scratch,
-            per_device_train_batch_size=config.micro_batch_size,
-            per_device_eval_batch_size=config.micro_batch_size,
-            gradient_accumulation_steps=request.micro_steps,
-            max_steps=num_steps,
-            optim=config.optimizer,
-            bf16=config.precision == "bf16_mixed",
-            fp16=config.precision == "fp16_mixed",
-            use_cpu=self.meter.torch_device.type == "cpu",
-            learning_rate=2e-4 if config.method == "lora" else 1e-5,
-            max_grad_norm=1.0,
-            logging_steps=10,
-            logging_nan_inf_filter=False,  # it would hide a bad loss, and wait for the device at every micro batch
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_drop_last=True,
-            dataloader_num_workers=config.loader_workers,
-            dataloader_pin_memory=self.meter.torch_device.type == "cuda",
-            gradient_checkpointing=False,  # set on the model already, each k-th layer
-            prediction_loss_only=True,
-            seed=request.seed,
-        )
+        settings: dict[str, Any] = {
+            "output_dir": scratch,
+            "per_device_train_batch_size": config.micro_batch_size,
+            "per_device_eval_batch_size": config.micro_batch_size,
+            "gradient_accumulation_steps": request.micro_steps,
+            "max_steps": num_steps,
+            "optim": config.optimizer,
+            "bf16": config.precision == "bf16_mixed",
+            "fp16": config.precision == "fp16_mixed",
+            "use_cpu": self.meter.torch_device.type == "cpu",
+            "learning_rate": 2e-4 if config.method == "lora" else 1e-5,
+            "max_grad_norm": 1.0,
+            "logging_steps": 10,
+            "logging_nan_inf_filter": False,  # it would hide a bad loss, and wait for the device at every micro batch
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "dataloader_drop_last": True,
+            "dataloader_num_workers": config.loader_workers,
+            "dataloader_pin_memory": self.meter.torch_device.type == "cuda",
+            "gradient_checkpointing": False,  # set on the model already, each k-th layer
+            "prediction_loss_only": True,
+            "seed": request.seed,
+        }
         num_rows = num_steps * request.micro_steps * config.micro_batch_size
-        vocab_size = self.base.config.vocab_size
-        trainer = ProbeTrainer(
-            model=self.model,
-            args=args,
-            train_dataset=RandomRows(num_rows, config.seq_len, vocab_size, request.seed, request.packed_rows),
-            eval_dataset=RandomRows(
-                config.micro_batch_size, config.seq_len, vocab_size, request.seed + 1, request.packed_rows
-            ),
-            callbacks=[_Seams(self.recorder)],
-            compute_loss_func=self._loss,
+        sizes, vocab_size = (num_rows, config.micro_batch_size), self.base.config.vocab_size
+        train, held_out = (
+            RandomRows(size, config.seq_len, vocab_size, request.seed + index, request.packed_rows)
+            for index, size in enumerate(sizes)
         )
+        common: dict[str, Any] = {"model": self.model, "callbacks": [_Seams(self.recorder)]}
+        trainer: Any
+        if request.trainer == "trl":
+            from autotune.probe import sft
+
+            trainer = type("TrlProbeTrainer", (Recorded, sft.SFTTrainer), {})(
+                **common,
+                args=sft.config(config.seq_len, **settings),
+                train_dataset=sft.rows(train.tokens, len(train)),
+                eval_dataset=sft.rows(held_out.tokens, len(held_out)),
+                processing_class=sft.tokenizer(),
+            )
+        else:
+            trainer = ProbeTrainer(
+                **common,
+                args=TrainingArguments(**settings),
+                train_dataset=train,
+                eval_dataset=held_out,
+                compute_loss_func=self._loss,
+            )
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.recorder = self.recorder

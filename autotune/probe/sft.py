@@ -1,0 +1,35 @@
+"""TRL's SFTTrainer as the loop of a probe, without weights: what it wants beside a model is made here."""
+
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+PAD = "<pad>"
+
+
+def config(seq_len: int, **settings: Any) -> TrainingArguments:
+    """SFTConfig with these settings of TrainingArguments. Rows come tokenised, as SFTTrainer makes them beforehand."""
+    made: TrainingArguments = SFTConfig(
+        max_length=seq_len, dataset_kwargs={"skip_prepare_dataset": True}, **({"bf16": False} | settings)
+    )
+    return made
+
+
+def rows(tokens: torch.Tensor, number: int) -> Any:
+    """`number` rows of a dataset of the kind that SFTTrainer trains on, from tokens (rows x length), over and over."""
+    dataset = Dataset.from_dict({"input_ids": tokens.tolist()})
+    return dataset.select([index % len(tokens) for index in range(number)])
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of one word: it is asked for what it pads with."""
+    words = Tokenizer(WordLevel({PAD: 0}, unk_token=PAD))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=PAD)
+
+
+__all__ = ["SFTTrainer", "config", "rows", "tokenizer"]
