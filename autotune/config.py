@@ -87,6 +87,8 @@ class TrainConfig:
             raise ValueError("lora_rank is needed with method lora")
         if self.quantization != "nf4":
             object.__setattr__(self, "double_quant", False)
+        if self.offloads:  # Dynamo does not follow the hooks that offload, and would leave the whole layer as it is
+            object.__setattr__(self, "compile", "none")
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None or field.name != "lora_rank":

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from autotune.config import TrainConfig
 from autotune.errors import NothingFits
 from autotune.judge import Subject
-from autotune.ladder import Ladder
+from autotune.ladder import FAILED, Ladder
 from autotune.objective import leanest, performance
 from autotune.result import Outcome, ProbeResult
 from autotune.space import SearchSpace
@@ -13,12 +13,16 @@ from autotune.units import fmt_gib
 
 
 def find_footing(
-    subject: Subject, reserve: SearchSpace, ladder: Ladder, say: Callable[[str], None]
+    subject: Subject,
+    reserve: SearchSpace,
+    ladder: Ladder,
+    say: Callable[[str], None],
+    is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[bool, list[TrainConfig]]:
     """Before anything is searched: does the baseline fit, at some micro batch, or at least the leanest configuration?
 
     Returns whether the space's reserve (quantised bases, other optimizers) must be opened since nothing else fits, and
-    the configurations that were tried.
+    the configurations that were tried. Once it `is_late` smaller baselines are left out.
 
     Raises:
         NothingFits: not even the leanest configuration of the reserve fits.
@@ -26,9 +30,14 @@ def find_footing(
     """
     tried: list[TrainConfig] = []
     for config in subject.baselines():
+        if tried and is_late():
+            break
         say(f"baseline: {config.label()}")
         tried.append(config)
-        if ladder.evaluate(config, None).result.outcome not in (Outcome.OOM, Outcome.REFUSED):
+        outcome = ladder.evaluate(config, None).result.outcome
+        if outcome in FAILED:  # what it is held against is worth a second try
+            outcome = ladder.evaluate(config, None).result.outcome
+        if outcome not in (Outcome.OOM, Outcome.REFUSED):
             return False, tried
     for space in (subject.space, reserve):
         config = space.config(leanest(space))

@@ -76,6 +76,7 @@ class Judge:
     confirmed: dict[str, list[Measurement]] = field(default_factory=dict)
     references: dict[str, Measurement | None] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)  # baselines that cannot win, but were measured
 
     def take(self, result: ProbeResult) -> None:
         """A probe's result, if it has a number."""
@@ -169,12 +170,18 @@ class Judge:
             return f"unknown: {doubtful} was not compared with {REFERENCE}"
         return f"with {doubtful} the losses are {apart:.2%} off those of {REFERENCE} [measured]"
 
-    def drop(self, config: TrainConfig, reason: str) -> None:
-        """A configuration that came through the search but not its confirmation is out."""
+    def drop(self, config: TrainConfig, reason: str, *, fits: bool = False) -> None:
+        """A configuration that came through the search but not its confirmation is out.
+
+        A baseline that `fits` is still what the winner is held against: a slower one would flatter it.
+        """
+        self.caveats.append(f"{config.label()} came through the search but not its confirmation: {reason}")
+        if fits and config in self.subject.baselines():
+            self.failed.add(config.digest)
+            return
         self.measured.pop(config.digest, None)
         self.extrapolated.pop(config.digest, None)
         self.confirmed.pop(config.digest, None)
-        self.caveats.append(f"{config.label()} came through the search but not its confirmation: {reason}")
 
     def baseline(self) -> TrainConfig | None:
         """The largest of the baselines that was measured, or else extrapolated; None if none was."""
@@ -197,12 +204,14 @@ class Judge:
     def candidate(self, config: TrainConfig) -> Candidate:
         """Everything known of one configuration that was measured."""
         subject, measurements = self.subject, self._measurements(config.digest)
+        # With an fp8 base part of the arithmetic is at twice the rate: no one peak is its measure.
+        peak = None if config.quantization == "fp8" else subject.device.bf16_tflops or subject.device.fp16_tflops
         speed = performance(
             config,
             measurements,
             subject.workload,
             flops_per_token=subject.model.flops_per_token(config.method, config.seq_len),
-            peak_tflops=subject.device.bf16_tflops or subject.device.fp16_tflops,
+            peak_tflops=peak,
         )
         largest = max(measurements, key=lambda one: one.peak_reserved_gib)
         power = largest.telemetry.power_w if largest.telemetry else None
@@ -267,6 +276,8 @@ class Judge:
         """Score by digest, from these measurements."""
         pool = []
         for digest, measurements in evidence.items():
+            if digest in self.failed:
+                continue
             speed = performance(self.configs[digest], measurements, self.subject.workload)
             headroom = 1.0 - max(one.peak_reserved_gib / one.limit_gib for one in measurements)
             pool.append(Scored(config=self.configs[digest], score=speed.tokens_per_second, headroom=headroom))

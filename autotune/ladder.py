@@ -32,6 +32,9 @@ from autotune.store import ProbeStore
 from autotune.units import fmt_gib
 
 MAX_FAILURES_IN_A_ROW = 3
+FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
+# Who offloads to the host and ran out with so much of the device's memory free ran out of the host's.
+HOST_BAND = 0.1
 # So near to the limit the gate leaves the decision to the shallow rung.
 GATE_BAND = 0.03
 
@@ -100,11 +103,15 @@ class Ladder:
     def learn(self, trial: int | None, result: ProbeResult) -> None:
         """Take over what a probe found out."""
         config, measurement = result.config, result.measurement
-        if result.outcome is Outcome.OOM and result.oom is not None and result.depth is None:
+        if result.outcome is Outcome.OOM and result.depth is None and _of_the_device(result):
+            assert result.oom is not None
             micro_steps = self._request(config).micro_steps
             self._frontier.add(KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom))
         if measurement is None or result.outcome is not Outcome.OK:
             return
+        asked = replace(self._request(config), micro_steps=measurement.micro_steps, depth=result.depth)
+        if config.packing and result.request_digest != asked.digest:
+            return  # packed rows are of the user's own lengths: another study had others
         if result.depth is not None:
             self._truncated.setdefault((config, measurement.micro_steps), {})[result.depth] = measurement
         foretold = self._extrapolated(config, measurement.micro_steps)
@@ -112,9 +119,7 @@ class Ladder:
             self._memory.learn(config, foretold.measurement)
         if result.depth is None and result.evidence is Evidence.MEASURED:
             self._memory.learn(config, measurement)
-            # Packed rows are of the user's own lengths: another study may have measured others.
-            if not config.packing or result.request_digest == self._request(config).digest:
-                self._whole[_but_optimizer(config, measurement.micro_steps)] = measurement
+            self._whole[_but_optimizer(config, measurement.micro_steps)] = measurement
             if foretold is not None:
                 # The median, which scores count: one hiccup of a whole model must not make all others look slow.
                 ratio = statistics.median(measurement.micro_step_s) / foretold.measurement.micro_step_s[0]
@@ -177,6 +182,8 @@ class Ladder:
 
     def _decide(self, trial: int | None, result: ProbeResult) -> Verdict:
         self.learn(trial, result)
+        if result.outcome not in FAILED:
+            self._failures = 0
         spent = self._seconds.pop(result.config, 0.0)
         return Verdict(result=self._stored(trial, result), reused=spent == 0.0, seconds=spent)
 
@@ -291,8 +298,7 @@ class Ladder:
         return result
 
     def _count(self, result: ProbeResult) -> None:
-        failed = result.outcome in (Outcome.CRASH, Outcome.TIMEOUT)
-        self._failures = self._failures + 1 if failed else 0
+        self._failures = self._failures + 1 if result.outcome in FAILED else 0
         if self._failures >= MAX_FAILURES_IN_A_ROW:
             raise TooManyFailures(
                 f"{self._failures} probes in a row failed for reasons other than memory; the last: {result.reason}",
@@ -311,6 +317,14 @@ def _kind(config: TrainConfig, foretold: Extrapolation) -> tuple[Any, ...]:
     """Steps whose extrapolated time is off by the same ratio."""
     way = (config.method, config.dora, config.quantization, config.compile, config.packing, config.checkpointing)
     return (*way, foretold.host_bound)
+
+
+def _of_the_device(result: ProbeResult) -> bool:
+    """Whether it was the device's memory that ran out, and not the host's, to which checkpoints are offloaded."""
+    oom = result.oom
+    if oom is None or not result.config.offloads:
+        return oom is not None
+    return oom.allocated_gib + (oom.requested_gib or 0.0) > oom.limit_gib * (1 - HOST_BAND)
 
 
 def _but_optimizer(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:

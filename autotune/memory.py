@@ -15,6 +15,7 @@ LINE_DOUBT = 0.02  # of what a line adds beyond its points; assumed: `benchmarks
 
 # Bytes of optimizer state a parameter, in order; optimizers that are not here are compared only with themselves.
 _STATE_ORDER = {"paged_adamw_8bit": 0, "lion_8bit": 1, "adamw_8bit": 2, "adamw_torch": 3, "adamw_torch_fused": 3}
+HEAD_CHUNK = 1024  # tokens, from which on a loss in chunks takes no more for its logits (`chunked_loss.CHUNK_TOKENS`)
 _SAME = ("method", "precision", "quantization", "double_quant", "attention", "compile", "loss", "packing", "dora")
 
 
@@ -204,6 +205,7 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
         config.optimizer if config.method == "full" else None,
         min(micro_steps, 2),
         length,
+        min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else 0,
     )
 
 

@@ -111,7 +111,8 @@ class ProbeRequest:
             {
                 "config": self.config.as_dict(),
                 "model": self.model,
-                "weights": self.weights is not None,
+                # Of real weights the losses are looked at, and which they are hangs on both.
+                "weights": self.weights is not None and [self.weights, self.seed],
                 "device": self.device,
                 "micro_steps": self.micro_steps,
                 "memory_gib": round(self.memory_gib, 3),

@@ -107,6 +107,11 @@ class Search:
         with _errors(self._url):
             self._study.set_user_attr(key, value)
 
+    def remembered(self, key: str) -> Any:
+        """What was remembered under this key; None if nothing was."""
+        with _errors(self._url):
+            return self._study.user_attrs.get(key)
+
     def repair(self, settle: Callable[[int], bool]) -> int:
         """Settle trials that a killed session left RUNNING: told from our row, or failed and queued again.
 

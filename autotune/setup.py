@@ -13,6 +13,7 @@ from pathlib import Path
 
 from autotune import gpu
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, match_device, resolve_device, resolve_model
+from autotune.config import TrainConfig
 from autotune.dataset import dataset_lengths
 from autotune.errors import EnvironmentProblem, UsageError
 from autotune.judge import Subject
@@ -79,6 +80,9 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
     usual = min(DEFAULT_TOKENS, max(lengths.choices())) if lengths else DEFAULT_TOKENS
     for knob, value in spec.pins.items():
         space = space.pin(knob, value)
+    for name in ("micro_batch_size", "seq_len"):  # what must suit the batch and the model has to be there
+        if space.knob(name) is None:
+            space = space.pin(name, getattr(TrainConfig(), name))
     removals: list[Removal] = []
     known = _lengths(spec, model, usual, say)
     global_batch = _global_batch(spec, space, model, known)
@@ -198,6 +202,10 @@ def _possible(
         choices = space.knob("precision").choices()  # type: ignore[union-attr]
         if "bf16_mixed" in choices and len(choices) > 1:
             narrow("precision", {"fp16_mixed"}, f"{device.name} has bf16, which needs no loss scaling")
+    if (recomputed := space.knob("checkpointing")) and recomputed.choices() == ("offload",):
+        narrow("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
+    if device.kind != "cpu" and not device.supports_bf16:  # compute capability 8.0, as cuDNN's attention
+        narrow("attention", {"sdpa_cudnn"}, f"{device.name} is too old for it")
     if find_spec("flash_attn") is None:
         narrow("attention", {"flash_attention_2"}, "flash-attn is not installed")
     if find_spec("bitsandbytes") is None:

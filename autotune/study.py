@@ -25,6 +25,7 @@ from autotune.result import Outcome
 from autotune.search import Asked, Search
 from autotune.store import StoredProbe
 
+CLIMBED = "climbed"  # under which a study remembers which trials were
 WORTHWHILE = 0.01  # relative gain from which on a climb moves
 
 
@@ -76,6 +77,7 @@ class Study:
             return True
 
         queued = self.search.repair(settle)
+        self._climbed = set(self.search.remembered(CLIMBED) or ())
         self.rows, self.judge = recall(self.subject, self.search.finished(), stored)
         self._probe_times = [
             (row.seconds, row.config.compile != "none")
@@ -129,6 +131,7 @@ class Study:
                 self.search.enqueue(chosen)
                 asked = self._ask()
                 self._climbed.add(asked.number)
+                self.search.remember(CLIMBED, sorted(self._climbed))  # or they would count as patience when continued
                 looked = self.ladder.look(asked.config, asked.number)
                 if looked is None:
                     looked = self.ladder.evaluate(asked.config, asked.number)
@@ -159,13 +162,16 @@ class Study:
         The rank is held at that of the climb, which most trials have had and whose code is compiled: another moves the
         speed by a percent or two and costs a compilation for each micro batch, and it is raised at the end.
         """
-        seen = {row.config.digest for row in self.rows}
+        seen, started = {row.config.digest for row in self.rows}, self.best() is not None
         ranks = [row.config.lora_rank for row in self.rows if row.config.lora_rank]
         if ranks and self.subject.space.knob("lora_rank"):
             self._rank = statistics.mode(ranks)
             self.search.hold({"lora_rank": self._rank})
         while not self._done():
             config = self._step(self._promise).config
+            if not started and self.best() is not None:  # no baseline came through at first
+                started = True
+                self._climb()
             known = config.digest in seen
             seen.add(config.digest)
             if known and not self._done() and not self._queue_any(seen):
@@ -290,11 +296,13 @@ class Study:
         return self.should_stop() or self._late()
 
     def _confirm_one(self, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
-        """Whether the configuration came through again; None if the user asked to stop meanwhile."""
+        """Whether the configuration came through again; None if the user asked to stop, or time ran out, meanwhile."""
         micro_steps = min(self.subject.workload.accumulation(config), 4)
         try:
             if config.digest not in self.judge.confirmed and not self._is_sound(config):
                 return False
+            if self._late():
+                return None
             self.say(f"confirming, {why}: {config.label()}")
             result = self.ladder.confirm(config, micro_steps, round_, whole=whole)
         except Cancelled:
@@ -302,7 +310,7 @@ class Study:
         if result.outcome is Outcome.OK and result.measurement is not None:
             self.judge.confirm(config, result.measurement)
             return True
-        self.judge.drop(config, result.reason or result.outcome)
+        self.judge.drop(config, result.reason or result.outcome, fits=result.outcome is not Outcome.OOM)
         return False
 
     def _is_sound(self, config: TrainConfig) -> bool:

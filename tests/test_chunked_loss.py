@@ -126,6 +126,14 @@ def measured(prober: WorkerProber, loss: str, **knobs: Any) -> Measurement:
     return result.measurement
 
 
+def test_the_memory_model_knows_how_long_a_chunk_is() -> None:
+    """It runs without torch, which the chunks need."""
+    from autotune.memory import HEAD_CHUNK
+    from autotune.probe.chunked_loss import CHUNK_TOKENS
+
+    assert HEAD_CHUNK == CHUNK_TOKENS
+
+
 def test_a_probe_needs_less_memory_and_leaves_nothing_behind(prober: WorkerProber) -> None:
     """4,096 tokens of 8,192 logits are 128 MiB, and more than one of these is held at once."""
     whole, chunked, again = (measured(prober, loss) for loss in ("full", "chunked", "full"))

@@ -14,6 +14,7 @@ from factories import TINY, summary
 from autotune.catalog import resolve_device, resolve_model
 from autotune.climb import move
 from autotune.config import TrainConfig
+from autotune.errors import UsageError
 from autotune.export import export_all
 from autotune.memory import needs_at_least
 from autotune.objective import capability, leanest
@@ -182,6 +183,15 @@ def test_offloading_is_the_last_resort_and_the_first_to_be_given_up() -> None:
     second = move(space, here, "checkpointing", ooms)
     assert second is not None and second["checkpointing"] == "full"
     assert move(space, replace(here, checkpointing="full"), "checkpointing", ooms) is None
+
+
+def test_what_offloads_is_not_compiled() -> None:
+    """Dynamo gives a layer up at the hooks that offload: it would run as it is and be told as compiled."""
+    config = TrainConfig(checkpointing="offload", compile="per_layer")
+    assert config == TrainConfig(checkpointing="offload")
+    pinned = StudySpec(model="mistral-7b", pins={"checkpointing": "offload", "compile": "per_layer"})
+    with pytest.raises(UsageError, match="do not compile"):
+        set_up(pinned, resolve_device("h200"))
 
 
 def test_what_does_not_fit_recomputed_may_fit_offloaded() -> None:

@@ -326,3 +326,22 @@ def test_the_smallest_context_is_believed() -> None:
     large = replace(ONE, micro_batch_size=8)
     model.learn(large, replace(machine(large), context_gib=2.0))
     assert told(model, ONE).limit_gib == pytest.approx(OFFERED - CONTEXT)
+
+
+def test_the_head_of_a_loss_in_chunks_grows_no_further() -> None:
+    """From 512 and 1,024 tokens on a line would need 12 GiB of logits at 4,096 tokens, where there are 1.5."""
+    from autotune.memory import HEAD_CHUNK
+
+    def needs(config: TrainConfig) -> Measurement:
+        peak = 16.0 + config.tokens / 1024 * 0.2 + min(config.tokens, HEAD_CHUNK) / HEAD_CHUNK * 3.0
+        return measurement(
+            segment_peak_gib={"backward": peak}, peak_allocated_gib=peak, peak_reserved_gib=peak, model_gib=16.0
+        )
+
+    model, config = MemoryModel(), TrainConfig(seq_len=256, loss="chunked")
+    for size in (2, 4):
+        small = replace(config, micro_batch_size=size)
+        model.learn(small, needs(small))
+    large = replace(config, micro_batch_size=16)
+    estimate, truth = model.predict(large, 2, 22.0), needs(large).peak_reserved_gib
+    assert estimate is None or estimate.low_gib <= truth

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from factories import oom_detail, summary
 
-from autotune.config import TrainConfig
+from autotune.config import KNOBS, TrainConfig
 from autotune.recipe import StudySummary, TrialRow
 from autotune.report import oom_report
-from autotune.report.oom import Term, advise, code, distance
+from autotune.report.oom import WEIGHTS, Term, advise, code, distance
 from autotune.result import Outcome, Rung
 
 HOSTILE = "`a` | <script>alert(1)</script>\n# title [x](http://x.invalid)"
@@ -167,3 +167,8 @@ def test_data_is_json_and_complete() -> None:
     assert first["config"]["micro_batch_size"] == 4
     assert first["terms"][0]["name"] == "activations"
     assert first["nearest"] and first["changes"]
+
+
+def test_every_knob_has_its_distance() -> None:
+    """A knob without one would make two configurations that differ in it the same."""
+    assert set(WEIGHTS) == set(KNOBS)

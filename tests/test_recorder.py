@@ -37,13 +37,18 @@ class Clock:
         return 0
 
 
-def recorded(micros: list[float], gap: float = 0.0, optimizer: float = 0.0, **wanted: Any) -> Recorder:
+def recorded(
+    micros: list[float], gap: float = 0.0, optimizer: float = 0.0, fetch: float = 0.0, **wanted: Any
+) -> Recorder:
     """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first."""
     clock: Any = Clock()
     request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=2, **wanted)
     recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0)
     count, done = 0, False
     while not done:
+        recorder.begin_fetch()
+        clock.now += fetch
+        recorder.end_fetch()
         for _ in range(request.micro_steps):
             recorder.begin_micro_batch()
             clock.now += micros[count % len(micros)] / 3
@@ -63,6 +68,15 @@ def test_every_micro_batch_counts_not_the_first_of_each_step_alone() -> None:
     assert steps == pytest.approx([2.22])
     assert micros == pytest.approx([0.91, 1.11])
     assert rests == pytest.approx([0.2])
+
+
+def test_what_making_batches_takes_counts_to_the_micro_batches() -> None:
+    """A full run makes more of them for each step than a probe does."""
+    recorder = recorded([0.1], gap=0.01, optimizer=0.05, fetch=0.04, min_timed_s=2.0)
+    steps, micros, rests, _ = recorder.times()
+    assert micros == pytest.approx([0.13] * len(micros))
+    assert rests == pytest.approx([0.05] * len(rests))
+    assert steps[:-1] == pytest.approx([0.31] * (len(steps) - 1))  # the last ends before the next one's batches
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.05])

@@ -117,8 +117,11 @@ def test_the_same_question_has_the_same_digest(change):
     assert replace(REQUEST, **change).digest == REQUEST.digest
 
 
-def test_where_the_weights_lie_does_not_matter():
-    assert replace(REQUEST, weights="a").digest == replace(REQUEST, weights="b").digest
+def test_losses_of_other_weights_or_another_seed_answer_nothing():
+    """With random weights the seed does not matter: the loss says nothing."""
+    real = replace(REQUEST, weights="a")
+    assert replace(REQUEST, weights="b").digest != real.digest
+    assert replace(real, seed=7).digest != real.digest
 
 
 def test_fingerprints_are_compared_by_value():

@@ -203,6 +203,14 @@ def test_a_global_batch_in_tokens(installed, tokens, length, batch):
     assert workload.global_batch == batch
 
 
+def test_a_space_that_leaves_the_micro_batch_out_must_suit_too(installed, tmp_path):
+    file = tmp_path / "odd.yaml"
+    file.write_text("version: 1\ndescription: odd\nknobs: {method: lora}\n")
+    with pytest.raises(UsageError, match="no value of micro_batch_size is left"):
+        set_up(StudySpec(model="mistral-7b", space=str(file), global_batch=12), H200)
+    assert set_up(StudySpec(model="mistral-7b", space=str(file), global_batch=16), H200).subject.baselines()
+
+
 def test_a_global_batch_in_tokens_fits_what_there_is(installed):
     asked = StudySpec(model="llama-2-7b", space="lora", global_batch_tokens=65_536, tokens_per_example=9000)
     assert set_up(asked, H200).subject.workload.global_batch == 16  # cut at the context of 4,096

@@ -20,7 +20,7 @@ from autotune.commands.outputs import TrialLog, prepare, write_study
 from autotune.commands.session import facts_of, out_dir, quality_of, storage_url
 from autotune.config import TrainConfig
 from autotune.depth import depths
-from autotune.errors import Cancelled, Interrupted, TooManyFailures, UsageError
+from autotune.errors import AutotuneError, Cancelled, EnvironmentProblem, Interrupted, TooManyFailures, UsageError
 from autotune.gpu import GpuInfo
 from autotune.probe.launcher import WorkerProber
 from autotune.recipe import Quality, StudySummary, TrialRow
@@ -177,7 +177,13 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     opened = bool(facts.get("reserve opened"))
     tried: list[TrainConfig] = []
     if not facts.get("num_trials"):
-        opened, tried = find_footing(setup.subject, setup.reserve, ladder, display.say)
+        opened, tried = find_footing(
+            setup.subject,
+            setup.reserve,
+            ladder,
+            display.say,
+            lambda: time.monotonic() - task.started >= task.budget_s,
+        )
     if opened:
         display.note("nothing else fits: quantised bases and other optimizers are searched too", "yellow")
         setup = open_reserve(setup)
@@ -202,12 +208,12 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
 
     study.on_trial = on_trial
     study.begin(tried)
-    failure: TooManyFailures | None = None
+    failure: AutotuneError | None = None
     try:
         study.run()
         if not stop() and not spec.shallow_only:
             study.confirm()
-    except TooManyFailures as error:
+    except (TooManyFailures, EnvironmentProblem) as error:
         failure = error  # told once what was found so far is written
     finally:
         search.remember("wall_seconds", before + time.monotonic() - task.started)

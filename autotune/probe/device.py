@@ -123,6 +123,7 @@ class CudaMeter:
     def release(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
+        getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # where checkpoints were offloaded to
         torch.cuda.reset_accumulated_memory_stats()
         self.reset_peak()
 

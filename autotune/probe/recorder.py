@@ -44,6 +44,7 @@ class Recorder:
         self.last_timed: int | None = None
         self.starts: list[list[Any]] = [[]]  # by step: a mark at the start of each micro batch
         self.ends: list[list[Any]] = [[]]  # and at its end
+        self.fetches: list[tuple[Any, Any]] = []  # by step: marks around the making of its batches
         self.spans: list[tuple[int, Phase, Any, Any]] = []
         self.peaks: dict[Phase, float] = {}
         self.segments: dict[str, float] = {}
@@ -53,6 +54,7 @@ class Recorder:
         self.losses: list[torch.Tensor] = []
         self.retried_in: Phase | None = None  # where the allocator first had to give memory back and try again
         self._mark: Any = None
+        self._mark_of_fetch: Any = None
         self._graphs = 0
         self._began = 0.0
         self._agree_at = ENOUGH_TO_AGREE
@@ -83,6 +85,13 @@ class Recorder:
         self.reserved = max(self.reserved, reserved)
         if self.retried_in is None and self.meter.alloc_retries():
             self.retried_in = self.phase
+
+    def begin_fetch(self) -> None:
+        """All batches of a step are made before the first is trained on."""
+        self._mark_of_fetch = self.meter.mark()
+
+    def end_fetch(self) -> None:
+        self.fetches.append((self._mark_of_fetch, self.meter.mark()))
 
     def begin_micro_batch(self) -> None:
         self.enter(Phase.FORWARD)
@@ -170,10 +179,13 @@ class Recorder:
         """Raises NotSteady if anything was compiled during the timed steps."""
         if compiled_graphs() != self._graphs:
             raise NotSteady("the compiled model was compiled again while it was timed")
+        if self.request.config.compile != "none" and not compiled_graphs():
+            raise NotSteady("nothing was compiled: the compiler left the layers as they are")
 
     def times(self) -> tuple[list[float], list[float], list[float], dict[Phase, float]]:
         """(steps, micro batches, rest of each step, seconds a step by phase), of the timed steps.
 
+        What the device waits for while batches are made counts to the micro batches, since more of them take longer.
         Every micro batch counts, not the first of each step alone: after the pause between two steps a card at its
         power limit is faster for a moment.
         """
@@ -181,6 +193,8 @@ class Recorder:
         steps, micros, rests = [], [], []
         between = self.meter.seconds
         timed = range(self.first_timed, self.last_timed + 1)
+        fetches = [between(*marks) for marks in self.fetches]
+        fetch = statistics.fmean(fetches[self.first_timed : self.last_timed + 1]) / self.request.micro_steps
         for index in timed:
             starts, ends, after = self.starts[index], self.ends[index], self.starts[index + 1][0]
             step = between(starts[0], after)
@@ -190,8 +204,10 @@ class Recorder:
                 continue
             # What passes between two micro batches (loader, bookkeeping) passes after the last one too.
             gap = statistics.fmean(map(between, ends[:-1], starts[1:]))
-            rest = max(between(ends[-1], after) - gap, 0.0)
-            micros += [*map(between, starts[:-1], starts[1:]), between(starts[-1], after) - rest]
+            following = fetches[index + 1] if index < self.last_timed else 0.0
+            rest = max(between(ends[-1], after) - gap - following, 0.0)
+            alone = [*map(between, starts[:-1], starts[1:]), between(starts[-1], after) - rest - following]
+            micros += [micro + fetch for micro in alone]
             rests.append(rest)
         if self.request.packed_rows:
             micros = [statistics.fmean(micros)]  # of rows of several kinds the mean is what a run takes

@@ -84,6 +84,12 @@ class Recorded:
         """In order: packed rows are of several kinds, and come so that any few of them stand for all."""
         return SequentialSampler(self.train_dataset)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        self.recorder.begin_fetch()
+        found = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self.recorder.end_fetch()
+        return found
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self.recorder.begin_micro_batch()
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
