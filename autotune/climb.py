@@ -14,7 +14,7 @@ from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace
 
 # Compilation comes last: it costs seconds for every configuration, and helps the one that the others lead to.
-ORDER = ("loss", "packing", "checkpointing", "micro_batch_size", "precision", "attention", "compile")
+ORDER = ("loss", "packing", "checkpointing", "micro_batch_size", "precision", "attention", "kernels", "compile")
 # The same arithmetic in less memory, which the moves after it may use: taken unless it is slower.
 MAKES_ROOM = ("loss",)
 # The fastest first. What stands behind the present value is slower wherever both fit, and is not tried.
@@ -23,6 +23,7 @@ FASTEST_FIRST = {
     "attention": ("flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"),
     "compile": ("per_layer", "none"),
     "loss": ("chunked", "full"),
+    "kernels": ("liger", "torch"),
     "packing": (True, False),
 }
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)

@@ -17,6 +17,7 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bi
 ATTENTIONS = ("sdpa", "sdpa_cudnn", "eager", "flash_attention_2", "flex_attention")
 COMPILES = ("none", "per_layer")
 LOSSES = ("full", "chunked")
+KERNELS = ("torch", "liger")
 LOADER_WORKERS = (0, 2, 4, 8)
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -28,6 +29,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attention": ATTENTIONS,
     "compile": COMPILES,
     "loss": LOSSES,
+    "kernels": KERNELS,
     "loader_workers": LOADER_WORKERS,
     "packing": (True, False),
     "dora": (True, False),
@@ -44,6 +46,7 @@ ACTIVE_WHEN: dict[str, dict[str, Any]] = {
     "dora": {"method": "lora"},
     "rslora": {"method": "lora"},
     "double_quant": {"quantization": "nf4"},
+    "kernels": {"compile": "none"},
 }
 
 
@@ -59,6 +62,7 @@ class TrainConfig:
     computes head, cross-entropy and their gradients in chunks of tokens. `packing` puts as many whole examples into a
     row as it holds, each attending to itself alone. `dora` trains a magnitude for each output of a layer beside its
     adapters, `rslora` scales these by the root of the rank instead of the rank.
+    `kernels` of norms, rotary positions and MLPs are torch's or Liger's; layers that are compiled have Inductor's.
     `loader_workers` processes make batches beside the one that trains; with 0 it makes them itself.
     """
 
@@ -74,6 +78,7 @@ class TrainConfig:
     attention: str = "sdpa"
     compile: str = "none"
     loss: str = "full"
+    kernels: str = "torch"
     packing: bool = False
     dora: bool = False
     rslora: bool = False
@@ -89,6 +94,8 @@ class TrainConfig:
             object.__setattr__(self, "double_quant", False)
         if self.offloads:  # Dynamo does not follow the hooks that offload, and would leave the whole layer as it is
             object.__setattr__(self, "compile", "none")
+        if self.compile != "none":
+            object.__setattr__(self, "kernels", "torch")
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None or field.name != "lora_rank":
@@ -151,6 +158,8 @@ class TrainConfig:
             parts.append("compiled")
         if self.attention != "sdpa":
             parts.append(self.attention)
+        if self.kernels != "torch":
+            parts.append(self.kernels)
         if self.loss != "full":
             parts.append("chunked-loss")
         if self.packing:

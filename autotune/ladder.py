@@ -316,7 +316,7 @@ def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
 def _kind(config: TrainConfig, foretold: Extrapolation) -> tuple[Any, ...]:
     """Steps whose extrapolated time is off by the same ratio."""
     way = (config.method, config.dora, config.quantization, config.compile, config.packing, config.checkpointing)
-    return (*way, foretold.host_bound)
+    return (*way, config.kernels, foretold.host_bound)
 
 
 def _of_the_device(result: ProbeResult) -> bool:

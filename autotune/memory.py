@@ -16,7 +16,18 @@ LINE_DOUBT = 0.02  # of what a line adds beyond its points; assumed: `benchmarks
 # Bytes of optimizer state a parameter, in order; optimizers that are not here are compared only with themselves.
 _STATE_ORDER = {"paged_adamw_8bit": 0, "lion_8bit": 1, "adamw_8bit": 2, "adamw_torch": 3, "adamw_torch_fused": 3}
 HEAD_CHUNK = 1024  # tokens, from which on a loss in chunks takes no more for its logits (`chunked_loss.CHUNK_TOKENS`)
-_SAME = ("method", "precision", "quantization", "double_quant", "attention", "compile", "loss", "packing", "dora")
+_SAME = (
+    "method",
+    "precision",
+    "quantization",
+    "double_quant",
+    "attention",
+    "compile",
+    "loss",
+    "kernels",
+    "packing",
+    "dora",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +210,7 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
         config.attention,
         config.compile,
         config.loss,
+        config.kernels,
         config.packing,
         config.dora,
         config.checkpointing,

@@ -204,6 +204,7 @@ def leanest(space: SearchSpace) -> dict[str, Any]:
         "attention": ("flash_attention_2", "sdpa", "sdpa_cudnn", "flex_attention", "eager"),
         "compile": ("none", "per_layer"),
         "loss": ("chunked", "full"),
+        "kernels": ("torch", "liger"),
         "packing": (False, True),
         "dora": (False, True),
         "rslora": (False, True),

@@ -60,7 +60,7 @@ class ModelShape:
     no linear module, such as the fused experts of a mixture: quantisation does not touch them. `untrained` is the part
     of it that adapters on every linear layer leave out; where PEFT reaches the others, it does so by
     `parametrized` weights, which cannot be compiled. `plain_head` is whether the logits are what the head returns,
-    neither capped nor scaled.
+    neither capped nor scaled, `liger` whether Liger has kernels for it.
     """
 
     num_layers: int
@@ -70,6 +70,7 @@ class ModelShape:
     untrained: float = 0.0
     parametrized: bool = False
     plain_head: bool = False
+    liger: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

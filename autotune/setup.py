@@ -131,6 +131,8 @@ def suit(setup: Setup, shape: ModelShape | None) -> Setup:
         if shape is None:
             reason = "whether the model changes its logits after its head is not known"
         setup = _without(setup, "loss", "chunked", reason)
+    if shape is None or not shape.liger:
+        setup = _without(setup, "kernels", "liger", "Liger has no kernels for this model")
     methods = knob.choices() if (knob := setup.subject.space.knob("method")) else ("lora",)
     if shape is None or methods == ("full",):
         return setup
@@ -211,6 +213,8 @@ def _possible(
     if find_spec("bitsandbytes") is None:
         narrow("quantization", {"int8", "nf4"}, "bitsandbytes is not installed")
         narrow("optimizer", {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"}, "bitsandbytes is not installed")
+    if find_spec("liger_kernel") is None:
+        narrow("kernels", {"liger"}, "liger-kernel is not installed")
     if find_spec("torchao") is None:
         narrow("quantization", {"fp8"}, "torchao is not installed")
     if not device.supports_fp8:
@@ -228,6 +232,7 @@ def _possible(
         narrow("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
         narrow("optimizer", {"lion_8bit"}, "has no CPU kernel")
         narrow("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU")
+        narrow("kernels", {"liger"}, "needs a GPU")
         narrow("checkpointing", {"offload"}, "there is no other memory to offload to")
     return space, removals
 

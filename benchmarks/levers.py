@@ -30,6 +30,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "layers compiled": {"compile": "per_layer"},
     "loss in chunks": {"loss": "chunked"},
     "cuDNN's attention": {"attention": "sdpa_cudnn"},
+    "Liger's kernels": {"kernels": "liger"},
     "fp8 base": {"quantization": "fp8"},
     "8-bit AdamW": {"optimizer": "adamw_8bit"},
     "micro batch of 1": {"micro_batch_size": 1},

@@ -40,6 +40,7 @@ def test_every_knob_changes_the_digest():
         "attention": "eager",
         "compile": "per_layer",
         "loss": "chunked",
+        "kernels": "liger",
         "packing": True,
         "dora": True,
         "rslora": True,

@@ -29,7 +29,7 @@ CONFIGS = [
     TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
     TrainConfig(method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1),
     TrainConfig(quantization="nf4", compile="per_layer", packing=True, dora=True, rslora=True, loss="chunked"),
-    TrainConfig(loader_workers=2),
+    TrainConfig(loader_workers=2, kernels="liger"),
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload"),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
@@ -130,6 +130,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "attention": data["attn_implementation"] == config.attention,
         "compile": data["torch_compile"] is False and config.compile == "none",
         "loss": config.loss == "chunked",
+        "kernels": data.get("use_liger_kernel", False) is (config.kernels == "liger"),
         "loader_workers": data["dataloader_num_workers"] == config.loader_workers,
         "packing": data["packing"] is False and not config.packing,
         "dora": data.get("use_dora", False) is config.dora,

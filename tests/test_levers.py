@@ -1,5 +1,6 @@
 """Levers that transformers has no one switch for: fp8 products, cuDNN's attention, checkpoints in host memory."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from autotune.export import export_all
 from autotune.memory import needs_at_least
 from autotune.objective import capability, leanest
 from autotune.probe.launcher import WorkerProber
-from autotune.result import Measurement, Outcome, ProbeRequest
-from autotune.setup import set_up
+from autotune.result import Measurement, ModelShape, Outcome, ProbeRequest
+from autotune.setup import set_up, suit
 from autotune.space import Knob, SearchSpace
 from autotune.spec import StudySpec
 
@@ -155,6 +156,25 @@ def test_cudnn_attention_is_a_name_of_its_own_and_falls_back_to_nothing() -> Non
 
 
 @pytest.mark.probe
+def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
+    """Liger binds functions to the modules of a model, and puts its classes among the names of the model's code."""
+    import torch
+
+    from autotune.probe.model import Resident, clean, names_of
+
+    model = built(TINY_LLAMA)
+    tokens, before = torch.randint(0, 128, (1, 16)), dict(names_of(model))
+    expected = model(input_ids=tokens).logits
+    for module in (model.model.norm, model.model.layers[0].mlp):
+        module.forward = lambda hidden: 2 * hidden
+        module._get_name = lambda: "Other"
+    assert not torch.equal(model(input_ids=tokens).logits, expected)
+    clean(Resident(family=(), depth=None, base=model, model_gib=0.0))
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+    assert "apply_rotary_pos_emb" in before and names_of(model) == before
+
+
+@pytest.mark.probe
 @pytest.mark.parametrize("knobs", [{"quantization": "fp8"}, {"checkpointing": "offload"}, {}], ids=str)
 def test_the_exported_script_pulls_the_same_levers(tmp_path: Path, knobs: dict[str, Any]) -> None:
     pytest.importorskip("torchao")
@@ -192,6 +212,26 @@ def test_what_offloads_is_not_compiled() -> None:
     pinned = StudySpec(model="mistral-7b", pins={"checkpointing": "offload", "compile": "per_layer"})
     with pytest.raises(UsageError, match="do not compile"):
         set_up(pinned, resolve_device("h200"))
+
+
+def test_compiled_layers_have_kernels_of_their_own() -> None:
+    config = TrainConfig(kernels="liger", compile="per_layer")
+    assert config == TrainConfig(compile="per_layer")
+    assert "liger" in TrainConfig(kernels="liger").label()
+
+
+def test_liger_is_for_models_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "liger_kernel" else there(name))
+    values = {"kernels": ("torch", "liger"), "method": ("lora",), "seq_len": (1024,), "micro_batch_size": (8,)}
+    space = SearchSpace(name="levers", knobs=tuple(Knob(name=name, values=one) for name, one in values.items()))
+    monkeypatch.setattr("autotune.setup.load_space", lambda name: space)
+    setup = set_up(StudySpec(model="mistral-7b", gpu="h200"), resolve_device("h200"))
+    shape = ModelShape(num_layers=32, prefix=0, period=1, plain_head=True)
+    for known in (True, False):
+        suited = suit(setup, replace(shape, liger=known))
+        assert ("liger" in suited.subject.space.knob("kernels").choices()) is known  # type: ignore[union-attr]
+        assert any("Liger has no kernels" in one.reason for one in suited.removals) is not known
 
 
 def test_what_does_not_fit_recomputed_may_fit_offloaded() -> None:

@@ -10,6 +10,8 @@ from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATOR = "expandable_segments:True"
 
+# Not its losses: which one there is is a knob of its own. The same as `probe.trainer.LIGER`, without torch.
+LIGER = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 WARMUP_SHARE = 0.03
 SAVE_EVERY_S = 1800.0
 

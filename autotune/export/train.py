@@ -11,6 +11,7 @@ from autotune.config import TrainConfig
 from autotune.export.common import (
     ALLOCATOR,
     ALLOCATOR_VARIABLE,
+    LIGER,
     base_dtype,
     comment,
     facts,
@@ -90,6 +91,8 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         "quantization": config.quantization,
         "base_dtype": base_dtype(config),
         "levers": _levers(config),
+        "kernels": config.kernels,
+        "liger": LIGER,
         "bitsandbytes": bitsandbytes,
         **({"linear": linear} if linear else {}),
         "lora": lora,

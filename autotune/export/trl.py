@@ -7,6 +7,7 @@ import yaml
 from autotune.export.common import (
     ALLOCATOR,
     ALLOCATOR_VARIABLE,
+    LIGER,
     base_dtype,
     comment,
     facts,
@@ -184,6 +185,8 @@ def _memory(recipe: Recipe) -> dict[str, Any]:
             values["gradient_checkpointing_kwargs"]["every_n_layers"] = every
         if config.offloads and _since_5_23(recipe):
             values["gradient_checkpointing_kwargs"]["offload"] = True
+    if config.kernels == "liger":
+        values |= {"use_liger_kernel": True, "liger_kernel_config": LIGER}
     values |= {"optim": config.optimizer, "torch_compile": config.compile == "per_layer"}
     if config.compile == "per_layer":
         values["tf32"] = False  # torch_compile would switch it on

@@ -5,6 +5,7 @@ distribution: empty memory may hold NaN.
 """
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,7 +157,9 @@ def clean(resident: Resident) -> None:
     # With checkpointing transformers and PEFT each have the embedding's output require gradients, and only the last
     # hook is remembered: the other would go on into probes without checkpointing.
     base.get_input_embeddings()._forward_hooks.clear()
-    base.get_output_embeddings().__dict__.pop("forward", None)  # of a loss in chunks
+    for module in base.modules():  # a loss in chunks, autocast, TRL's loss and Liger's kernels stand in for methods
+        for name in ("forward", "extra_repr", "_get_name"):
+            module.__dict__.pop(name, None)
     for layer in decoder_layers(base):
         layer._compiled_call_impl = None
     for model in (base, resident.adapted):
@@ -282,7 +285,21 @@ def describe(model: dict[str, Any]) -> ModelShape:
         untrained=sum(one.numel() for one in matrices if id(one) not in linear | wrapped) / total,
         parametrized=bool(wrapped),
         plain_head=plain_head,
+        liger=_liger_knows(str(model["model_type"])),
     )
+
+
+def _liger_knows(model_type: str) -> bool:
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError:  # of Triton too, without a GPU
+        return False
+    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def names_of(base: PreTrainedModel) -> dict[str, Any]:
+    """The names that the code of this model is made of, in which Liger puts its own."""
+    return vars(sys.modules[type(base).__module__])
 
 
 def _fill(model: nn.Module) -> None:

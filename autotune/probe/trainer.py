@@ -19,13 +19,14 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from autotune.probe.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.device import Meter
-from autotune.probe.model import Resident, attach, decoder_layers, set_checkpointing
+from autotune.probe.model import Resident, attach, decoder_layers, names_of, set_checkpointing
 from autotune.probe.recorder import MAX_WARMUP_STEPS, Recorder, compiled_graphs
 from autotune.probe.weigh import logical_params, optimizer_gib, tensor_gib
 from autotune.result import Measurement, Phase, ProbeRequest
 from autotune.units import gib
 
 KEPT_LOSSES = 8
+LIGER = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # the loss is a knob of its own
 RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
 
 
@@ -130,6 +131,7 @@ class Probe:
         self.managed_gib = 0.0
         self._loss: Callable[..., torch.Tensor] | None = None  # None leaves it to the model
         self._hooks: list[Any] = []
+        self._names = dict(names_of(self.base))
         self.limit_gib = 0.0
         self.context_gib = 0.0
 
@@ -271,6 +273,8 @@ class Probe:
             "dataloader_pin_memory": self.meter.torch_device.type == "cuda",
             "gradient_checkpointing": False,  # set on the model already, each k-th layer
             "prediction_loss_only": True,
+            "use_liger_kernel": config.kernels == "liger",
+            "liger_kernel_config": LIGER,
             "seed": request.seed,
         }
         num_rows = num_steps * request.micro_steps * config.micro_batch_size
@@ -355,6 +359,7 @@ class Probe:
 
         for hook in self._hooks:
             hook.remove()
+        names_of(self.base).update(self._names)
         if self.trainer is not None:
             self.trainer.callback_handler.callbacks.clear()
             self.trainer.optimizer = self.trainer.lr_scheduler = None

@@ -244,6 +244,7 @@ def in_words(recipe: Recipe) -> tuple[str, ...]:
         }[config.attention],
         "not compiled" if config.compile == "none" else "compiled layer by layer (torch.compile)",
         *(["head and cross-entropy in chunks of tokens"] if config.loss == "chunked" else []),
+        *(["Liger's kernels for norms, rotary positions and MLPs"] if config.kernels == "liger" else []),
         *([f"batches made by {config.loader_workers} other processes"] if config.loader_workers else []),
     )
 

@@ -33,6 +33,7 @@ WEIGHTS = {
     "attention": 0.5,
     "compile": 0.5,
     "loss": 0.5,
+    "kernels": 0.5,
     "packing": 0.5,
     "dora": 1.5,
     "rslora": 0.5,
