@@ -35,8 +35,9 @@ def find_footing(
         say(f"baseline: {config.label()}")
         tried.append(config)
         outcome = ladder.evaluate(config, None).result.outcome
-        if outcome in FAILED:  # what it is held against is worth a second try
+        if outcome in FAILED:  # what the winner is held against is worth a second try
             outcome = ladder.evaluate(config, None).result.outcome
+            ladder.forgive()
         if outcome not in (Outcome.OOM, Outcome.REFUSED):
             return False, tried
     for space in (subject.space, reserve):

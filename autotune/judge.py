@@ -117,6 +117,7 @@ class Judge:
 
     def confirm(self, config: TrainConfig, measurement: Measurement) -> None:
         self.configs[config.digest] = config
+        self.failed.discard(config.digest)
         self.confirmed.setdefault(config.digest, []).append(measurement)
 
     def leader(self) -> TrainConfig | None:

@@ -109,8 +109,7 @@ class Ladder:
             self._frontier.add(KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom))
         if measurement is None or result.outcome is not Outcome.OK:
             return
-        asked = replace(self._request(config), micro_steps=measurement.micro_steps, depth=result.depth)
-        if config.packing and result.request_digest != asked.digest:
+        if config.packing and not self._has_asked(result, measurement):
             return  # packed rows are of the user's own lengths: another study had others
         if result.depth is not None:
             self._truncated.setdefault((config, measurement.micro_steps), {})[result.depth] = measurement
@@ -179,6 +178,15 @@ class Ladder:
             return None
         found = self._shallow(request, trial)
         return self._decide(trial, found) if isinstance(found, ProbeResult) else found
+
+    def _has_asked(self, result: ProbeResult, measurement: Measurement) -> bool:
+        """Whether this study would put the same question."""
+        own = replace(self._request(result.config), micro_steps=measurement.micro_steps, depth=result.depth)
+        return own.digest == result.request_digest
+
+    def forgive(self) -> None:
+        """What failed so far does not count towards giving up: it was one configuration, tried more than once."""
+        self._failures = 0
 
     def _decide(self, trial: int | None, result: ProbeResult) -> Verdict:
         self.learn(trial, result)

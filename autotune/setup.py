@@ -204,8 +204,12 @@ def _possible(
         choices = space.knob("precision").choices()  # type: ignore[union-attr]
         if "bf16_mixed" in choices and len(choices) > 1:
             narrow("precision", {"fp16_mixed"}, f"{device.name} has bf16, which needs no loss scaling")
-    if (recomputed := space.knob("checkpointing")) and recomputed.choices() == ("offload",):
-        narrow("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
+    if (recomputed := space.knob("checkpointing")) and "offload" in recomputed.choices():
+        compiled = tuple(value for value in recomputed.choices() if value != "offload")
+        if compiled:
+            space = space.condition("compile", "checkpointing", compiled)
+        else:
+            narrow("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
     if device.kind != "cpu" and not device.supports_bf16:  # compute capability 8.0, as cuDNN's attention
         narrow("attention", {"sdpa_cudnn"}, f"{device.name} is too old for it")
     if find_spec("flash_attn") is None:

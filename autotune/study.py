@@ -172,6 +172,7 @@ class Study:
             if not started and self.best() is not None:  # no baseline came through at first
                 started = True
                 self._climb()
+                seen |= {row.config.digest for row in self.rows}
             known = config.digest in seen
             seen.add(config.digest)
             if known and not self._done() and not self._queue_any(seen):

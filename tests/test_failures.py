@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import measurement, oom_detail, result
+from factories import FINGERPRINT, measurement, oom_detail, result
 from layered import SHAPE, layered
 from replay import ReplayProber, machine
 from sessions import BASELINE, SPACE, Start, by_tokens, subject_of
@@ -133,6 +133,36 @@ def test_a_baseline_that_fails_is_tried_once_more(start: Start) -> None:
     session = start(flaky(1))
     assert find_footing(subject_of(), SPACE, session.ladder, session.said.append) == (False, [BASELINE])
     assert session.prober.configs == [BASELINE, BASELINE]
+
+
+def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> None:
+    session = start(flaky(99), trials=8)
+    tried = find_footing(subject_of(), SPACE, session.ladder, session.said.append)[1]
+    session.study.begin(tried)
+    session.study.run()
+    assert len(session.study.rows) == 8 and session.study.best() is not None
+
+
+def test_a_baseline_that_comes_through_after_all_may_win() -> None:
+    judge = Judge(subject_of())
+    judge.add(BASELINE, measurement(0.5))
+    judge.drop(BASELINE, "a neighbour", fits=True)
+    assert judge.finalists(1) == []
+    judge.confirm(BASELINE, measurement(0.5))
+    assert judge.finalists(1) == [BASELINE] == [judge.leader()]
+
+
+def test_probes_of_another_global_batch_are_no_question_of_this_study(tmp_path: Path) -> None:
+    """Eight rows do not divide a batch of four: what asks for them here raises, and nobody does."""
+    store = ProbeStore(f"sqlite:///{tmp_path / 'autotune.db'}")
+    made = machine()(ProbeRequest(config=BASE, model={}, memory_gib=100.0))
+    store.add("other", 0, made, FINGERPRINT, model="m")
+
+    def refuse(config: TrainConfig) -> ProbeRequest:
+        raise ValueError("micro batch 8 does not divide the global batch 4")
+
+    Ladder(ReplayProber(machine()), store, study="one", logs=tmp_path, request=refuse, model="m").learn_from_others()
+    store.close()
 
 
 def test_the_climb_begins_once_anything_came_through(start: Start) -> None:

@@ -38,11 +38,11 @@ class Clock:
 
 
 def recorded(
-    micros: list[float], gap: float = 0.0, optimizer: float = 0.0, fetch: float = 0.0, **wanted: Any
+    micros: list[float], gap: float = 0.0, optimizer: float = 0.0, fetch: float = 0.0, steps_of: int = 2, **wanted: Any
 ) -> Recorder:
     """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first."""
     clock: Any = Clock()
-    request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=2, **wanted)
+    request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=steps_of, **wanted)
     recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0)
     count, done = 0, False
     while not done:
@@ -77,6 +77,12 @@ def test_what_making_batches_takes_counts_to_the_micro_batches() -> None:
     assert micros == pytest.approx([0.13] * len(micros))
     assert rests == pytest.approx([0.05] * len(rests))
     assert steps[:-1] == pytest.approx([0.31] * (len(steps) - 1))  # the last ends before the next one's batches
+
+
+def test_a_single_micro_batch_a_step_has_its_batch_made_too() -> None:
+    for wanted in (0.0, 5.0):
+        recorder = recorded([1.0], optimizer=0.2, fetch=0.5, steps_of=1, min_timed_s=wanted, min_timed_micros=1)
+        assert recorder.times()[1] == pytest.approx([1.7] * len(recorder.times()[1]))
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.05])

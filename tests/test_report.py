@@ -263,6 +263,11 @@ def test_first_screen(page: str) -> None:
     assert head.count('class="badge"') == head.count('class="stat"') == 6
 
 
+def test_the_command_is_for_the_trainer_that_was_probed(study: StudySummary) -> None:
+    made = render(replace(study, recipe=replace(recipe_of(study), trainer="trl")), "out")
+    assert "head trl_sft.yaml" in made and "launch.sh" not in made
+
+
 def test_the_directory_is_quoted_for_the_shell(study: StudySummary) -> None:
     assert "cd &#39;a; echo b&#39;\n" in render(study, "a; echo b")
 

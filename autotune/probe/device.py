@@ -18,7 +18,7 @@ from autotune.gpu import Nvml
 from autotune.result import Fingerprint
 from autotune.units import GIB, gib
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "trl")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger-kernel", "trl")
 
 
 class Meter(Protocol):

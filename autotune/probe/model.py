@@ -5,6 +5,7 @@ distribution: empty memory may hold NaN.
 """
 
 import copy
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ from autotune.probe.chunked_loss import has_plain_head
 from autotune.probe.levers import multiply_in_fp8, offload_checkpoints, register_cudnn_attention
 from autotune.probe.weigh import parameter_gib, tensor_gib
 from autotune.result import ModelShape, ProbeRequest
+
+# What Liger's kernels stand in for, where `clean` and `names_of` take them out again. Others go into dictionaries of
+# transformers, or into torch itself.
+UNDONE = {"rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy", "model"}
 
 
 @dataclass(slots=True)
@@ -294,7 +299,8 @@ def _liger_knows(model_type: str) -> bool:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:  # of Triton too, without a GPU
         return False
-    return model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    return apply is not None and set(inspect.signature(apply).parameters) <= UNDONE
 
 
 def names_of(base: PreTrainedModel) -> dict[str, Any]:

@@ -199,12 +199,12 @@ class Recorder:
             starts, ends, after = self.starts[index], self.ends[index], self.starts[index + 1][0]
             step = between(starts[0], after)
             steps.append(step)
+            following = fetches[index + 1] if index < self.last_timed else 0.0
             if len(starts) == 1:
-                micros.append(step)
+                micros.append(step - following + fetch)
                 continue
             # What passes between two micro batches (loader, bookkeeping) passes after the last one too.
             gap = statistics.fmean(map(between, ends[:-1], starts[1:]))
-            following = fetches[index + 1] if index < self.last_timed else 0.0
             rest = max(between(ends[-1], after) - gap - following, 0.0)
             alone = [*map(between, starts[:-1], starts[1:]), between(starts[-1], after) - rest - following]
             micros += [micro + fetch for micro in alone]

@@ -137,6 +137,13 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     )
 
 
+def _commands(recipe: Recipe | None, out_dir_name: str) -> str:
+    """What starts the full run."""
+    if recipe is not None and recipe.trainer == "trl":
+        return f"cd {shlex.quote(out_dir_name)}/export\nhead trl_sft.yaml   # has the command; name your dataset in it"
+    return f"cd {shlex.quote(out_dir_name)}\nbash export/launch.sh --dataset data.jsonl"
+
+
 def _headline(summary: StudySummary) -> str:
     recipe, counts = summary.recipe, summary.counts()
     if recipe is None:
@@ -208,7 +215,7 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
         "words": infos.in_words(recipe) if recipe else (),
         "stats": stats(recipe, summary) if recipe else (),
         "price": _price(recipe) if recipe else None,
-        "commands": f"cd {shlex.quote(out_dir_name)}\nbash export/launch.sh --dataset data.jsonl",
+        "commands": _commands(recipe, out_dir_name),
         "compare": infos.compare(recipe) if recipe else (),
         "map": infos.feasibility(summary),
         "costs": infos.costs(recipe) if recipe else (),
