@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -152,3 +153,15 @@ def test_rank_is_needed_by_lora_alone():
 def test_an_unknown_knob():
     with pytest.raises(ValueError, match="there is no knob 'learning_rate'"):
         check_value("learning_rate", 1e-4)
+
+
+def test_every_knob_and_value_is_documented():
+    rows = {
+        line.split("`")[1]: line
+        for line in (Path(__file__).parent.parent / "docs" / "knobs.md").read_text().splitlines()
+        if line.startswith("| `")
+    }
+    assert set(rows) == set(KNOBS)
+    for knob, values in CHOICES.items():
+        said = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+        assert all(f"`{value}`" in rows[knob].split("|")[2] for value in said), knob
