@@ -3,10 +3,6 @@
 Each configuration is probed on two truncated depths and on the whole model, by the product's own worker, and the
 extrapolation is held against the whole. Times are of a full step with four micro batches. Where issuing takes the host
 as long as the device computes, the probe says that the host is the bottleneck.
-
-A host that others use too is slower from one second to the next, and so are whole models on it: where the host's share
-of a micro batch is not small, all three depths are probed in turns, and of each the fastest time counts. What the first
-turn alone would have said is told beside it, and how much the whole model's own times differ.
 """
 
 import argparse
@@ -21,11 +17,11 @@ from common import Rows, save, table
 
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
-from autotune.depth import DEVICE_BOUND, Extrapolation, depths, extrapolate
+from autotune.depth import depths, extrapolate
 from autotune.ladder import shortened
 from autotune.objective import step_time_s
 from autotune.probe.launcher import WorkerProber
-from autotune.result import Measurement, ModelShape, Outcome, ProbeRequest
+from autotune.result import Measurement, Outcome, ProbeRequest
 
 # A model, and how many of its layers count as the whole: a mixture does not fit with all of them.
 MODELS: dict[str, int | None] = {
@@ -60,7 +56,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--memory-gib", type=float, default=135.0)
     parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call, to go on from")
-    parser.add_argument("--turns", type=int, default=3, help="probes of each depth where the host matters")
     parser.add_argument("--seconds", type=float, default=540.0, help="stop after so long")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -94,12 +89,7 @@ def main() -> None:
             (abs(one["time_error"]) for one in rows if not one["host_bound"]), default=0.0
         ),
         "time_error_max_host_bound": max((abs(one["time_error"]) for one in rows if one["host_bound"]), default=0.0),
-        "time_error_median_in_one_turn": errors("time_error_in_one_turn")[0],
-        "time_error_max_in_one_turn": errors("time_error_in_one_turn")[1],
-        "whole_model_differs_max": max(one["whole_differs"] for one in rows),
-        "time_within_its_interval": statistics.fmean(
-            abs(one["time_error_in_one_turn"]) <= one["claimed_error"] for one in rows
-        ),
+        "time_within_its_interval": statistics.fmean(abs(one["time_error"]) <= one["claimed_error"] for one in rows),
     }
     save("depth_extrapolation", fingerprint, summary, rows, args.out)
     print(summary)
@@ -122,20 +112,15 @@ def compare(
         "depths": [*pair, shape.num_layers],
         "seconds": [],
     }
-    turns: list[dict[int | None, Measurement]] = []
-    while not turns or (len(turns) < args.turns and foretell(turns[0], pair, shape).unseen > DEVICE_BOUND):
-        turns.append({})
-        for depth in (*pair, None):
-            request = whole_request if depth is None else shortened(whole_request, depth)
-            result = prober.probe(request, logs / "probe.log")
-            about["seconds"].append(result.seconds.get("total"))
-            if result.outcome is not Outcome.OK or result.measurement is None:
-                return about | {"failed": f"at depth {depth}: {result.outcome}, {result.reason}"}
-            turns[-1][depth] = result.measurement
-    found = {depth: min((turn[depth] for turn in turns), key=micro_s) for depth in (*pair, None)}
-    foretold, whole = foretell(found, pair, shape), found[None]
-    guess, first = foretold.measurement, foretell(turns[0], pair, shape)
-    wholes = [step_time_s(turn[None], 4) for turn in turns]
+    found: dict[int | None, Measurement] = {}
+    for depth in (*pair, None):
+        result = prober.probe(whole_request if depth is None else shortened(whole_request, depth), logs / "probe.log")
+        about["seconds"].append(result.seconds.get("total"))
+        if result.outcome is not Outcome.OK or result.measurement is None:
+            return about | {"failed": f"at depth {depth}: {result.outcome}, {result.reason}"}
+        found[depth] = result.measurement
+    foretold, whole = extrapolate([(depth, found[depth]) for depth in pair], shape.num_layers), found[None]
+    guess = foretold.measurement
     return about | {
         "peak_gib": whole.peak_allocated_gib,
         "peak_error": guess.peak_allocated_gib / whole.peak_allocated_gib - 1,
@@ -145,23 +130,12 @@ def compare(
         "context_gib": [guess.context_gib, whole.context_gib],
         "step_s": step_time_s(whole, 4),
         "time_error": step_time_s(guess, 4) / step_time_s(whole, 4) - 1,
-        "time_error_in_one_turn": step_time_s(first.measurement, 4) / wholes[0] - 1,
-        "whole_differs": max(wholes) / min(wholes) - 1,
-        "claimed_error": first.time_error,
+        "claimed_error": foretold.time_error,
         "host_bound": foretold.host_bound,
-        "turns": len(turns),
-        "micro_s": [micro_s(found[depth]) for depth in (*pair, None)],
+        "micro_s": [statistics.median(found[depth].micro_step_s) for depth in (*pair, None)],
         "host_s": [found[depth].host_micro_s for depth in (*pair, None)],
         "rest_s": [statistics.median(found[depth].rest_s or (0.0,)) for depth in (*pair, None)],
     }
-
-
-def foretell(found: dict[int | None, Measurement], pair: tuple[int, int], shape: ModelShape) -> Extrapolation:
-    return extrapolate([(depth, found[depth]) for depth in pair], shape.num_layers)
-
-
-def micro_s(measurement: Measurement) -> float:
-    return statistics.median(measurement.micro_step_s)
 
 
 if __name__ == "__main__":
