@@ -28,13 +28,22 @@ def save(
     """Write <out or results>/<name>.json: schema_version, command, date, fingerprint, summary, rows."""
     data = {
         "schema_version": 1,
-        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_out(sys.argv[1:])]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command(name),
+        "date": now(),
         "fingerprint": to_data(fingerprint),
         "summary": summary,
         "rows": rows,
     }
     write_atomic((out or RESULTS) / f"{name}.json", json.dumps(data, indent=1) + "\n")
+
+
+def command(name: str) -> str:
+    """What this benchmark was called with, but for where it writes."""
+    return shlex.join(["python", f"benchmarks/{name}.py", *_without_out(sys.argv[1:])])
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def own_cache() -> None:

@@ -9,7 +9,7 @@ measured to take:
 - doubling: the defaults of a guide, the batch doubled until it no longer fits.
 
 A search that never arrives counts with the longest budget. `live` runs ours and optuna_cold for real, one after the
-other on the same machine, and is held against the replay.
+other on the same machine; `replay` tells what it took beside what it charges for the same.
 """
 
 import argparse
@@ -24,23 +24,25 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from common import save
+from common import command, now, save
 from search_table import SPACE, TABLE, WORKLOAD, Charges, Table, request_of
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
+from autotune.files import write_atomic
 from autotune.judge import Subject
 from autotune.ladder import Ladder
 from autotune.objective import Floors, score
 from autotune.probe.launcher import WorkerProber
 from autotune.recipe import TrialRow
-from autotune.result import ModelShape, Outcome, ProbeRequest, ProbeResult, from_data
+from autotune.result import ModelShape, Outcome, ProbeRequest, ProbeResult, from_data, to_data
 from autotune.search import Search, distribution
 from autotune.store import ProbeStore
 from autotune.study import Limits, Study
 
 WITHIN = 0.02
 LONGEST_S = 3600.0
+LIVE_RUN = TABLE.with_name("search_live_h200.json")
 GUIDE = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="full")  # bf16, rank 16, AdamW, nothing compiled
 
 
@@ -197,6 +199,7 @@ def replay(args: argparse.Namespace) -> None:
         "best_tokens_per_second": table.best(),
         "censored_at_s": LONGEST_S,
         "censored": {name: sum(row[name] >= LONGEST_S for row in rows) for name in SEARCHES},
+        "live": json.loads(LIVE_RUN.read_text()) if LIVE_RUN.exists() else None,
         "cold_charge_over_measured": statistics.median(charged / real for charged, real in cold) if cold else None,
     }
     save("search_efficiency", table.fingerprint, summary, rows, args.out)
@@ -208,11 +211,13 @@ def live(args: argparse.Namespace) -> None:
     table = Table(args.table)
     goal = table.best() * (1 - WITHIN)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    rows = []
+    about: dict[str, Any] = {"command": command("search_efficiency"), "date": now(), "rows": []}
+    with WorkerProber(args.device, Path(tempfile.mkdtemp(prefix="autotune-bench-"))) as worker:
+        about["fingerprint"] = to_data(worker.fingerprint)
     for name, run in LIVE.items():
-        rows.append({"search": name, **run(args, table, goal)})
-        print(rows[-1], flush=True)
-    save("search_efficiency_live", table.fingerprint, {row["search"]: row["seconds"] for row in rows}, rows, args.out)
+        about["rows"].append({"search": name, **run(args, table, goal)})
+        print(about["rows"][-1], flush=True)
+    write_atomic((args.out or LIVE_RUN.parent) / LIVE_RUN.name, json.dumps(about, indent=1) + "\n")
 
 
 class LiveProber(TableProber):

@@ -145,6 +145,10 @@ def measure(args: argparse.Namespace) -> None:
         fingerprint = prober.fingerprint
         start_s = time.monotonic() - start
         shape = prober.describe(model.config)
+        if table.about and fingerprint != table.fingerprint:
+            raise SystemExit(
+                "the table was measured elsewhere: " + "; ".join(table.fingerprint.differences(fingerprint))
+            )
         if not table.about:
             about = {"start_s": start_s, "memory_gib": args.memory_gib, "shape": to_data(shape)}
             file.write(json.dumps({"fingerprint": to_data(fingerprint), **about}) + "\n")
