@@ -184,6 +184,12 @@ def checkpoint_every(checkpointing: str) -> int | None:
     return int(match.group(1))
 
 
+def checkpoints_some(transformers: str) -> bool:
+    """Whether TrainingArguments of this version of transformers can recompute some layers only, or offload."""
+    major, minor, *_ = (*transformers.split("."), "", "")
+    return major.isdigit() and minor.isdigit() and (int(major), int(minor)) >= (5, 23)
+
+
 def check_value(knob: str, value: Any) -> None:
     """Raise ValueError when `value` cannot be a value of `knob`."""
     if knob not in KNOBS:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autotune import gpu
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, match_device, resolve_device, resolve_model
-from autotune.config import TrainConfig
+from autotune.config import TrainConfig, checkpoints_some
 from autotune.dataset import dataset_lengths
 from autotune.errors import EnvironmentProblem, UsageError
 from autotune.judge import Subject
@@ -266,7 +266,7 @@ def _in_trl(space: SearchSpace) -> tuple[SearchSpace, list[Removal]]:
     if (methods is None or "lora" in methods.choices()) and (bases is None or "none" in bases.choices()):
         reason = "TRL keeps adapters on an unquantised base in fp32"
         narrow("precision", lambda value: value != "bf16_pure", reason)
-    if tuple(map(int, version("transformers").split(".")[:2])) < (5, 23):
+    if not checkpoints_some(version("transformers")):
         reason = "TrainingArguments before transformers 5.23 recomputes every layer or none"
         narrow("checkpointing", lambda value: value in ("none", "full"), reason)
     return space, removals

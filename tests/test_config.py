@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from autotune.config import BOOLEANS, CHOICES, INTEGERS, KNOBS, TrainConfig, check_value, checkpoint_every, digest_of
+from autotune.config import (
+    BOOLEANS,
+    CHOICES,
+    INTEGERS,
+    KNOBS,
+    TrainConfig,
+    check_value,
+    checkpoint_every,
+    checkpoints_some,
+    digest_of,
+)
 
 
 def test_knobs_without_effect_are_dropped():
@@ -165,3 +175,11 @@ def test_every_knob_and_value_is_documented():
     for knob, values in CHOICES.items():
         said = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
         assert all(f"`{value}`" in rows[knob].split("|")[2] for value in said), knob
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("5.23.0", True), ("6.0.0rc1", True), ("5.22.9", False), ("4.99", False), ("", False), ("main", False)],
+)
+def test_versions_that_recompute_some_layers_only(version, expected):
+    assert checkpoints_some(version) is expected

@@ -109,7 +109,9 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
         from autotune.quality import impossible
 
         if spec.trainer != "transformers":
-            raise UsageError("--quality trains with transformers' Trainer", remedy="leave it out, or --trainer")
+            raise UsageError(
+                "--quality trains with transformers' Trainer", remedy="leave --quality out, or --trainer trl"
+            )
         if reason := impossible(setup.subject.model, setup.subject.workload, spec.dataset):
             raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
     url = storage_url(spec.storage)

@@ -80,11 +80,3 @@ def model_source(recipe: Recipe) -> str:
 def has_published_weights(recipe: Recipe) -> bool:
     """False for a made-up shape such as demo-3m: its name is neither of the Hub (org/name) nor a directory."""
     return recipe.model.weights is not None or "/" in recipe.model.name
-
-
-def transformers_version(recipe: Recipe) -> tuple[int, int]:
-    """(major, minor) that the probes ran on; (0, 0) when the fingerprint does not say."""
-    parts = recipe.fingerprint.packages.get("transformers", "").split(".")
-    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
-        return (0, 0)
-    return int(parts[0]), int(parts[1])

@@ -4,6 +4,7 @@ from typing import Any
 
 import yaml
 
+from autotune.config import checkpoints_some
 from autotune.export.common import (
     ALLOCATOR,
     ALLOCATOR_VARIABLE,
@@ -15,13 +16,9 @@ from autotune.export.common import (
     learning_rate,
     model_source,
     save_steps,
-    transformers_version,
     warmup_steps,
 )
 from autotune.recipe import Recipe
-
-# Before this version TrainingArguments checkpoints every layer or none, and offloads nothing.
-MORE_CHECKPOINTING_SINCE = (5, 23)
 
 
 def export(recipe: Recipe) -> dict[str, str]:
@@ -96,7 +93,7 @@ def inexpressible(recipe: Recipe) -> list[str]:
         found.append("quantization fp8: TRL has no fp8 base; written unquantised, which is slower")
     if config.attention == "sdpa_cudnn":
         found.append("attention sdpa_cudnn: written as sdpa, of which torch chooses the kernel")
-    if config.offloads and not _since_5_23(recipe):
+    if config.offloads and not _checkpoints_some(recipe):
         found.append(
             "checkpointing offload: before transformers 5.23 nothing is offloaded; written as full, which needs more"
             " of the GPU's memory"
@@ -111,13 +108,13 @@ def inexpressible(recipe: Recipe) -> list[str]:
     return found
 
 
-def _since_5_23(recipe: Recipe) -> bool:
-    return transformers_version(recipe) >= MORE_CHECKPOINTING_SINCE
+def _checkpoints_some(recipe: Recipe) -> bool:
+    return checkpoints_some(recipe.fingerprint.packages.get("transformers", ""))
 
 
 def _every_n_layers(recipe: Recipe) -> bool:
     """Whether only some layers are checkpointed and the versions probed with can say so."""
-    return (recipe.winner.config.checkpoint_every or 1) > 1 and _since_5_23(recipe)
+    return (recipe.winner.config.checkpoint_every or 1) > 1 and _checkpoints_some(recipe)
 
 
 def _model(recipe: Recipe) -> dict[str, Any]:
@@ -183,7 +180,7 @@ def _memory(recipe: Recipe) -> dict[str, Any]:
         values["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
         if _every_n_layers(recipe):
             values["gradient_checkpointing_kwargs"]["every_n_layers"] = every
-        if config.offloads and _since_5_23(recipe):
+        if config.offloads and _checkpoints_some(recipe):
             values["gradient_checkpointing_kwargs"]["offload"] = True
     if config.kernels == "liger":
         values |= {"use_liger_kernel": True, "liger_kernel_config": LIGER}

@@ -14,9 +14,7 @@ PAD = "<pad>"
 
 def config(seq_len: int, **settings: Any) -> TrainingArguments:
     """SFTConfig with these settings of TrainingArguments. Rows come tokenised, as SFTTrainer makes them beforehand."""
-    made: TrainingArguments = SFTConfig(
-        max_length=seq_len, dataset_kwargs={"skip_prepare_dataset": True}, **({"bf16": False} | settings)
-    )
+    made: TrainingArguments = SFTConfig(max_length=seq_len, dataset_kwargs={"skip_prepare_dataset": True}, **settings)
     return made
 
 
