@@ -13,8 +13,19 @@ from autotune.config import TrainConfig
 from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace
 
-# Compilation comes last: it costs seconds for every configuration, and helps the one that the others lead to.
-ORDER = ("loss", "packing", "checkpointing", "micro_batch_size", "precision", "attention", "kernels", "compile")
+# Compilation comes late: it costs seconds for every configuration, and helps the one that the others lead to. Products
+# of 8-bit floats come after it, since they pay in compiled layers alone.
+ORDER = (
+    "loss",
+    "packing",
+    "checkpointing",
+    "micro_batch_size",
+    "precision",
+    "attention",
+    "kernels",
+    "compile",
+    "quantization",
+)
 # The same arithmetic in less memory, which the moves after it may use: taken unless it is slower.
 MAKES_ROOM = ("loss",)
 # The fastest first. What stands behind the present value is slower wherever both fit, and is not tried.
@@ -24,6 +35,7 @@ FASTEST_FIRST = {
     "compile": ("per_layer", "none"),
     "loss": ("chunked", "full"),
     "kernels": ("liger", "torch"),
+    "quantization": ("fp8", "none", "int8", "nf4"),
     "packing": (True, False),
 }
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
@@ -46,7 +58,9 @@ def move(space: SearchSpace, here: TrainConfig, name: str, tried: Mapping[str, O
                 break
         else:
             continue
-        if name != "micro_batch_size":  # a micro batch may pay in either direction; other values only get slower
+        # A micro batch may pay in either direction, and recomputing some layers more than none, where that would take
+        # a smaller one. Other values only get slower.
+        if name != "micro_batch_size" and not (name == "checkpointing" and config != moved):
             return None
     return None
 

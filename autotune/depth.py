@@ -21,9 +21,8 @@ DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.15, 0.15
 # Once so many whole models were compared, their spread counts in place of these, but not as less than the last.
 ENOUGH_RATIOS, SEEN = 8, 0.01
 MIN_APART = 4  # layers between the two depths, where there are so many
-# The host is the bottleneck where issuing a micro batch takes it nearly as long as the micro batch lasts: the shortest
-# that it took counts, and on a shared machine others take a fourth longer.
-HOST_SHARE = 0.75
+# The host is the bottleneck where a micro batch takes it nearly as long as the micro batch lasts, the shortest of each.
+HOST_SHARE = 0.8
 FREE_SHARE = 0.5  # below it a host that stumbles is not noticed; the error that is allowed grows between the two
 
 
@@ -37,6 +36,7 @@ class Extrapolation:
 
     measurement: Measurement
     host_bound: bool
+    middle: Callable[[Sequence[float]], float] = statistics.fmean
     unseen: float = DEVICE_BOUND
     noise: float = 0.0
     rest_noise: float = 0.0
@@ -151,11 +151,11 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
         # Issuing waits for the device once its queue is full, which two layers are too few for: the line may be too
         # steep, but a layer takes the host no longer than that.
         host = min(line(low.host_micro_s, high.host_micro_s), low.host_micro_s * num_layers / shallow)
-    whole = line(*map(statistics.median, (low.micro_step_s, high.micro_step_s)))
+    whole = line(min(low.micro_step_s), min(high.micro_step_s))
     share = 0.0 if host is None else host / whole if whole > 0 else 1.0
-    host_bound = share >= HOST_SHARE
-    # A card at its power limit swings within a second, and the whole model will see the mean; a host stumbles.
-    middle = statistics.median if host_bound else statistics.fmean
+    # A card at its power limit swings within a second, and the whole model will see the mean. A host stumbles at any
+    # depth alike, which the line would multiply: it is drawn through the steps that nothing disturbed.
+    middle = min if share > FREE_SHARE else statistics.fmean
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
     rest, rest_error = _time(low.rest_s, high.rest_s, reach, middle) if high.rest_s else (0.0, 0.0)
     if host is not None:
@@ -190,7 +190,8 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
             telemetry=None,
             time_error=math.hypot(unseen, noise),
         ),
-        host_bound=host_bound,
+        host_bound=share >= HOST_SHARE,
+        middle=middle,
         unseen=unseen,
         noise=noise,
         rest_noise=2 * rest_error / step,

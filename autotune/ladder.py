@@ -317,7 +317,7 @@ class Ladder:
 def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
     """The same question to a truncated model. A card at its power limit swings within tenths of a second."""
     min_timed_s = min(request.min_timed_s, 0.7)
-    min_timed_micros = request.min_timed_micros if request.packed_rows else 3
+    min_timed_micros = request.min_timed_micros if request.config.packing else 3
     return replace(request, depth=depth, rung=Rung.SHALLOW, min_timed_s=min_timed_s, min_timed_micros=min_timed_micros)
 
 

@@ -82,8 +82,8 @@ class ProbeRequest:
     accumulates at all, since gradients that stay alive raise the second one's peak). Whole steps are timed, for at
     least `min_timed_s` and `min_timed_micros` micro batches; with `evaluate` one evaluation batch and one adapter save
     follow, since full runs die there. `memory_gib` is what the device offers in all; `headroom` the fraction of it that
-    must stay free. `depth` is None for the whole model. `packed_rows` has the lengths of the examples in rows to train
-    on, where they are packed.
+    must stay free. `depth` is None for the whole model. `rows` has the lengths of the examples in rows to train on, in
+    turn; what they leave of `seq_len` is padding. Without them rows are full.
     """
 
     config: TrainConfig
@@ -103,7 +103,7 @@ class ProbeRequest:
     min_timed_s: float = 1.0
     evaluate: bool = False
     seed: int = 0
-    packed_rows: tuple[tuple[int, ...], ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ()
 
     @property
     def digest(self) -> str:
@@ -122,7 +122,7 @@ class ProbeRequest:
                 "trainer": self.trainer,
                 "num_gpus": self.num_gpus,
                 "strategy": self.strategy,
-                "packed_rows": self.packed_rows,
+                "rows": self.rows,
             }
         )
 

@@ -9,7 +9,8 @@ from typing import Any
 from autotune.config import TrainConfig
 from autotune.lengths import Lengths, Rows
 
-PROBED_ROWS = 8  # kinds of row that a packed probe trains on in turn
+PROBED_ROWS = 8  # kinds of row that a probe trains on in turn
+GRAIN = 16  # lengths of padded rows are told in so many parts of a row, so that probes serve other data as well
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # their order: any few of them are far apart
 
 
@@ -83,14 +84,18 @@ class Workload:
         """Share of all tokens that is cut off at `seq_len`."""
         return 1.0 - self.lengths.kept(seq_len) / self.lengths.total
 
-    def packed_rows(self, config: TrainConfig) -> tuple[tuple[int, ...], ...]:
-        """Rows such as a packed run trains on, for a probe: the lengths of the examples in each. () unless packed.
+    def rows(self, config: TrainConfig) -> tuple[tuple[int, ...], ...]:
+        """Rows such as the run trains on, for a probe: the lengths of the examples in each. () where all are full.
 
-        First one of several examples, then one that a single example fills, if there are both: transformers makes a
-        mask for the first alone, and what a probe compiles and weighs, it does in its first steps.
+        Of packed ones first one of several examples, then one that a single example fills, if there are both:
+        transformers makes a mask for the first alone, and what a probe compiles and weighs, it does in its first steps.
         """
         if not config.packing:
-            return ()
+            lengths = sorted(self.lengths.sample(PROBED_ROWS, config.seq_len))
+            parts = [max(1, round(GRAIN * length / config.seq_len)) for length in lengths]
+            if min(parts) == GRAIN:
+                return ()
+            return tuple((max(2, parts[index] * config.seq_len // GRAIN),) for index in _SPREAD)
         rows = self._packed(config)
         ends = list(itertools.accumulate(one.number for one in rows))
         # Equally far apart in the order in which they were filled, so that all kinds of row are there.

@@ -1,20 +1,22 @@
 """What each lever is worth: the reference configuration of the guides, each lever alone, all together, and the study.
 
-The study is `autotune run` as a person would call it, for LoRA of rank 16 on rows of 2,048 tokens. Everything is
-measured in one run, at full depth.
+The studies are `autotune run` as a person would call it, for LoRA of rank 16 on rows of 2,048 tokens: by default, and
+with 8-bit floats allowed. Everything is measured in one run, at full depth.
 """
 
 import argparse
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import save, speed, studied, table
+from common import Rows, save, speed, studied, table
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.config import TrainConfig
 from autotune.probe.launcher import WorkerProber
+from autotune.result import Fingerprint, from_data, to_data
 
 MODELS = ("mistral-7b", "llama-3.1-8b")
 # Every layer recomputed, autocast over a bf16 base, rank 16 on all linear layers.
@@ -24,7 +26,6 @@ TOGETHER = {"checkpointing": "none", "precision": "bf16_pure", "compile": "per_l
 LEVERS: dict[str, dict[str, Any]] = {
     "reference": {},
     "no checkpointing": {"checkpointing": "none"},
-    "every second layer checkpointed": {"checkpointing": "every_2"},
     "offloaded checkpoints": {"checkpointing": "offload"},
     "bf16 adapters": {"precision": "bf16_pure"},
     "layers compiled": {"compile": "per_layer"},
@@ -34,13 +35,19 @@ LEVERS: dict[str, dict[str, Any]] = {
     "fp8 base": {"quantization": "fp8"},
     "8-bit AdamW": {"optimizer": "adamw_8bit"},
     "micro batch of 1": {"micro_batch_size": 1},
-    "micro batch of 8": {"micro_batch_size": 8},
     "together": TOGETHER,
     "together, cuDNN's attention": TOGETHER | {"attention": "sdpa_cudnn"},
     "together, fp8 base": TOGETHER | {"quantization": "fp8"},
+    "together, Liger's kernels, not compiled": TOGETHER | {"kernels": "liger", "compile": "none"},
     "together, micro batch of 1": TOGETHER | {"micro_batch_size": 1},
     "together, micro batch of 8": TOGETHER | {"micro_batch_size": 8},
 }
+# As a person would call it; what is learnt changes with 8-bit floats, which is why they have to be allowed.
+STUDIES: dict[str, list[str]] = {
+    "the study's winner": [],
+    "the study's winner, fp8 allowed": ["--allow-quantized"],
+}
+COLUMNS = ["lever", "config", "tokens_per_s", "mfu", "peak_reserved_gib"]
 
 
 def main() -> None:
@@ -48,37 +55,78 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--memory-gib", type=float, default=135.0)
-    parser.add_argument("--budget", default="4m")
+    parser.add_argument("--budget", default="4m", help="of each of the two studies")
+    parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call on the same machine, to go on from")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing after so long")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device, folder = resolve_device(args.gpu), Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    rows: list[dict[str, Any]] = []
-    with WorkerProber("cpu" if device.kind == "cpu" else "cuda", folder) as prober:
-        fingerprint = prober.fingerprint
-        for name in args.models:
-            model = resolve_model(name)
-            for reference in (LORA, FULL):
-                configs = {lever: replace(reference, **changes) for lever, changes in LEVERS.items()}
-                seen = set[TrainConfig]()
-                for lever, config in configs.items():
-                    if config in seen:  # full fine-tuning has bf16 alone already, and no base
-                        continue
-                    seen.add(config)
-                    rows.append({"lever": lever, **speed(prober, model, device, config, args.memory_gib)})
-                    table(rows[-1:], ["lever", "config", "tokens_per_s", "mfu", "peak_reserved_gib"])
-    task = ["--gpu", args.gpu, "--model", args.models[0], "--tokens-per-example", "2048", "--budget", args.budget]
-    said = studied(folder, *task, "--set", "seq_len=2048", "--set", "lora_rank=16", "--out", "study")
-    winner, reference_speed = said["winner"]["performance"], rows[0].get("tokens_per_s")
-    rows.append({"lever": "the study's winner", "config": TrainConfig(**said["winner"]["config"]).label(), **winner})
+    until = time.monotonic() + args.seconds
+    rows = Rows("levers", args.out, args.rows)
+    # The studies come second, so that what they are compared with is of the same minutes.
+    first, *others = [(name, reference) for name in args.models for reference in (LORA, FULL)]
+    levers(rows, args, [first], until)
+    for who, options in STUDIES.items():
+        if time.monotonic() < until and not rows.has(lever=who):
+            rows.add(study(args, who, options))
+            table(rows.all[-1:], COLUMNS)
+    levers(rows, args, others, until)
+    shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
+    by_lever = {row["lever"]: row for row in reversed(shown)}  # the first model's LoRA where there are several
+    winner, reference = by_lever.get("the study's winner", {}), by_lever["reference"]
+    in_fp8 = by_lever.get("the study's winner, fp8 allowed", {})
+
+    def ratio(one: dict[str, Any]) -> float | None:
+        return one["tokens_per_s"] / reference["tokens_per_s"] if one and reference.get("tokens_per_s") else None
+
     summary = {
-        "winner_tokens_per_s": winner["tokens_per_second"],
-        "reference_tokens_per_s": reference_speed,
-        "ratio": winner["tokens_per_second"] / reference_speed if reference_speed else None,
-        "mfu": winner["mfu"],
-        "winner": TrainConfig(**said["winner"]["config"]).label(),
+        "winner_tokens_per_s": winner.get("tokens_per_s"),
+        "reference_tokens_per_s": reference.get("tokens_per_s"),
+        "ratio": ratio(winner),
+        "mfu": winner.get("mfu"),
+        "winner": winner.get("config"),
+        "fp8_winner_tokens_per_s": in_fp8.get("tokens_per_s"),
+        "fp8_ratio": ratio(in_fp8),
+        "fp8_winner": in_fp8.get("config"),
     }
-    save("levers", fingerprint, summary, rows, args.out)
+    save("levers", from_data(Fingerprint, rows.all[0]["fingerprint"]), summary, shown, args.out)
     print(summary)
+
+
+def levers(rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainConfig]], until: float) -> None:
+    """Measure each lever on each of these references, as far as it is not among the rows and time is left."""
+    device, folder = resolve_device(args.gpu), Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    missing: dict[tuple[str, str], tuple[str, TrainConfig]] = {}  # one configuration may be several levers
+    for name, reference in cases:
+        for lever, changes in LEVERS.items():
+            config = replace(reference, **changes)
+            if not rows.has(model=name, config=config.label()):
+                missing.setdefault((name, config.label()), (lever, config))
+    if not missing or time.monotonic() > until:
+        return
+    with WorkerProber("cpu" if device.kind == "cpu" else "cuda", folder) as prober:
+        fingerprint = to_data(prober.fingerprint)
+        for (name, _), (lever, config) in missing.items():
+            if time.monotonic() < until:
+                found = speed(prober, resolve_model(name), device, config, args.memory_gib)
+                rows.add({"lever": lever, **found, "fingerprint": fingerprint})
+                table(rows.all[-1:], COLUMNS)
+
+
+def study(args: argparse.Namespace, who: str, options: list[str]) -> dict[str, Any]:
+    """The winner of a study, as the study measured it."""
+    task = ["--gpu", args.gpu, "--model", args.models[0], "--tokens-per-example", "2048", "--budget", args.budget]
+    task += ["--set", "seq_len=2048", "--set", "lora_rank=16", "--out", "study", *options]
+    said = studied(Path(tempfile.mkdtemp(prefix="autotune-bench-")), *task)
+    winner = said["winner"]
+    return {
+        "lever": who,
+        "model": args.models[0],
+        "config": TrainConfig(**winner["config"]).label(),
+        "tokens_per_s": winner["performance"]["tokens_per_second"],
+        "mfu": winner["performance"]["mfu"],
+        "peak_reserved_gib": winner["memory"]["peak_reserved_gib"],
+        "fingerprint": {key: value for key, value in said["fingerprint"].items() if key != "digest"},
+    }
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ SHARED = {("search", "store"): {"engine_options", "public_url", "storage_errors"
 
 CHILD = tuple(
     f"probe.{name}"
-    for name in ("chunked_loss", "device", "levers", "model", "recorder", "sft", "trainer", "weigh", "worker")
+    for name in ("chunked_loss", "device", "lean", "levers", "model", "recorder", "sft", "trainer", "weigh", "worker")
 )  # what runs in the worker's process
 CHILD_MAY = {"errors", "units", "files", "gpu", "config", "catalog", "result", "depth"}
 

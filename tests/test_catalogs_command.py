@@ -70,7 +70,7 @@ def test_spaces():
 
 def test_spaces_as_json():
     spaces = json.loads(output("spaces", "--json"))
-    assert set(spaces) == {"cpu", "default", "full", "lora", "qlora"}
+    assert set(spaces) == {"cpu", "default", "everything", "full", "lora", "qlora"}
     assert spaces["lora"]["lora_rank"]["values"] == [8, 16, 32, 64]
 
 

@@ -8,7 +8,7 @@ from sessions import Start, subject_of
 from autotune.climb import ORDER, move
 from autotune.config import TrainConfig
 from autotune.result import Outcome
-from autotune.space import Knob, SearchSpace, load_space
+from autotune.space import Knob, SearchSpace, load_space, shipped_spaces
 
 SPACE = SearchSpace(
     name="small",
@@ -54,6 +54,15 @@ def test_less_recomputation_that_does_not_fit_is_tried_with_smaller_micro_batche
     ]
 
 
+def test_recomputing_some_layers_is_tried_where_none_took_too_small_a_micro_batch() -> None:
+    """Nothing recomputed in rows too few for the device says little of half of it in more of them."""
+    tried = {MIDDLE.digest: Outcome.OK}
+    for size, outcome in ((4, Outcome.OOM), (2, Outcome.REFUSED), (1, Outcome.SLOW)):
+        tried[replace(MIDDLE, checkpointing="none", micro_batch_size=size).digest] = outcome
+    chosen = move(SPACE, MIDDLE, "checkpointing", tried)
+    assert chosen is not None and chosen["checkpointing"] == "every_2" and chosen["micro_batch_size"] == 4
+
+
 def test_nobody_climbs_towards_what_is_slower() -> None:
     fast = replace(MIDDLE, checkpointing="none", compile="per_layer")
     for name in ("checkpointing", "compile"):
@@ -67,7 +76,7 @@ def test_learning_knobs_are_not_climbed() -> None:
 
 
 def test_every_shipped_space_can_be_climbed() -> None:
-    for name in ("default", "lora", "qlora", "full", "cpu"):
+    for name in shipped_spaces():
         space = load_space(name)
         start = space.config(space.clip(TrainConfig(checkpointing="full")))
         for knob in ORDER:

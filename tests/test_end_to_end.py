@@ -220,7 +220,9 @@ def test_report_and_export_write_the_same_again(finished: Finished, tmp_path: Pa
     ended = autotune(finished.folder, "export", "--format", "train", "--out", str(tmp_path / "only"))
     assert ended.code == 0
     written = {str(path.relative_to(tmp_path / "only")) for path in (tmp_path / "only").rglob("*") if path.is_file()}
-    assert written == {f"export/{name}" for name in ("train.py", "rows.py", "launch.sh", "model_config.json")}
+    assert written == {
+        f"export/{name}" for name in ("train.py", "rows.py", "lean.py", "launch.sh", "model_config.json")
+    }
     assert all(Path(line).exists() for line in ended.out.splitlines())
 
 

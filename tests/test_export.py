@@ -189,6 +189,7 @@ def test_formats_are_chosen_by_name() -> None:
         "trl_sft.yaml",
         "train.py",
         "rows.py",
+        "lean.py",
         "launch.sh",
         "model_config.json",
     }
@@ -202,7 +203,7 @@ def test_hostile_names_execute_nothing(tmp_path: Path) -> None:
     made = recipe(TrainConfig(), study=HOSTILE, model=model, reason=HOSTILE, trainer=HOSTILE, caveats=(HOSTILE,))
     files = export_all(made, FORMATS)
     directory = write(files, tmp_path / "out; touch CANARY $(touch CANARY)")
-    for name in ("recipe.yaml", "trl_sft.yaml", "train.py", "rows.py", "launch.sh"):
+    for name in ("recipe.yaml", "trl_sft.yaml", "train.py", "rows.py", "lean.py", "launch.sh"):
         comments = [line for line in files[name].splitlines() if "touch CANARY" in line and line.startswith("#")]
         assert comments, f"{name} does not show the name in its head"
     assert yaml.safe_load(files["recipe.yaml"])["study"] == HOSTILE

@@ -35,7 +35,7 @@ def session(tmp_path: Path) -> Iterator[Session]:
         opened.append(store)
 
         def request(config: TrainConfig) -> ProbeRequest:
-            return ProbeRequest(config=config, model={}, memory_gib=100.0, packed_rows=rows(config))
+            return ProbeRequest(config=config, model={}, memory_gib=100.0, rows=rows(config))
 
         return Ladder(
             prober, store, study="one", logs=tmp_path / "logs", request=request, model="m", shape=SHAPE

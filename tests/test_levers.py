@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from factories import TINY, summary
@@ -259,3 +259,42 @@ def test_fp8_is_for_devices_that_multiply_it(gpu: str, kept: bool, tmp_path: Pat
     assert ("fp8" in made.subject.space.knob("quantization").choices()) is kept  # type: ignore[union-attr]
     assert [one.values for one in made.removals if one.knob == "quantization"] == [("fp8",)] * (not kept)
     assert ("sdpa_cudnn" in made.subject.space.knob("attention").choices()) is (gpu != "cpu")  # type: ignore[union-attr]
+
+
+@pytest.mark.probe
+def test_a_lean_trainer_walks_over_the_modules_only_when_the_mode_changes(tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    import torch
+    from transformers import TrainingArguments
+
+    from autotune.probe.lean import LeanTrainer
+
+    class Watched(torch.nn.Module):
+        walks: ClassVar[list[bool]] = []
+
+        def train(self, mode: bool = True) -> "Watched":
+            self.walks.append(mode)
+            return super().train(mode)
+
+    model = built(TINY_LLAMA)
+    model.model.norm.watched = Watched()
+    rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 8
+    arguments = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "per_device_train_batch_size": 1}
+    settings = TrainingArguments(output_dir=str(tmp_path), max_steps=2, gradient_accumulation_steps=2, **arguments)
+    model.eval()
+    Watched.walks.clear()
+    trainer = LeanTrainer(model, settings, train_dataset=rows, eval_dataset=rows)
+    assert Watched.walks == [True] and model.model.layers[0].training
+    trainer.train()
+    assert Watched.walks == [True] and trainer.state.total_flos == 0
+    trainer.evaluate()
+    assert Watched.walks == [True, False] and not model.model.layers[0].training
+    trainer.train()
+    assert Watched.walks == [True, False, True]
+    gone = weakref.ref(model)
+    trainer.accelerator.free_memory()
+    del trainer, model
+    gc.collect()
+    assert gone() is None

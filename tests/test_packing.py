@@ -110,10 +110,23 @@ def test_other_sizes_of_the_dataset_take_steps_like_those_that_were_measured() -
 
 def test_probed_rows_stand_for_all_of_them() -> None:
     workload = Workload(lengths=Lengths.of([10] * 75 + [5] * 50, "counted"))
-    rows = workload.packed_rows(PACKED)
+    rows = workload.rows(PACKED)
     assert rows[:2] == ((5, 5), (10,))  # with a mask, and without: both are compiled and weighed at the start
     assert sorted(rows) == [(5, 5)] * 2 + [(10,)] * 6 and len(rows) == PROBED_ROWS
-    assert workload.packed_rows(replace(PACKED, packing=False)) == ()
+
+
+def test_padded_rows_hold_as_much_as_the_examples_and_full_ones_are_no_rows_at_all() -> None:
+    config = TrainConfig(seq_len=1024)
+    rows = Workload(lengths=Lengths.of([100] * 50 + [500] * 25 + [4000] * 25, "counted")).rows(config)
+    assert sorted(rows) == [(128,)] * 4 + [(512,)] * 2 + [(1024,)] * 2  # in sixteenths of a row
+    assert all({sum(pair[0]), sum(pair[1])} != {128} for pair in zip(rows[::2], rows[1::2], strict=True))  # mixed
+    almost = Workload(lengths=Lengths.of([101] * 50 + [510] * 25 + [3000] * 25, "counted")).rows(config)
+    assert almost == rows  # what was measured of the one serves the other
+    assert Workload(lengths=Lengths.constant(1024)).rows(config) == Workload(lengths=Lengths.constant(5000)).rows(
+        config
+    )
+    assert Workload(lengths=Lengths.constant(1024)).rows(config) == ()
+    assert set(Workload(lengths=Lengths.constant(1)).rows(replace(config, seq_len=16))) == {(2,)}  # one has no loss
 
 
 # What of it is proposed.
@@ -232,7 +245,7 @@ def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPE, use_cache=False)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    rows = RandomRows(2, 48, 128, seed=0, packed=(EXAMPLES,))
+    rows = RandomRows(2, 48, 128, seed=0, rows=(EXAMPLES,), packing=True)
     batch = {key: torch.stack([rows[0][key], rows[1][key]]) for key in rows[0]}
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
     for row in (0, 1):
@@ -246,7 +259,7 @@ def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
 def test_the_seams_and_the_padding_of_a_packed_row_are_not_learned() -> None:
     from autotune.probe.trainer import RandomRows
 
-    row = RandomRows(1, 8, 128, seed=0, packed=((3, 2),))[0]
+    row = RandomRows(1, 8, 128, seed=0, rows=((3, 2),), packing=True)[0]
     assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     ids = row["input_ids"].tolist()
     assert row["labels"].tolist() == [-100, ids[1], ids[2], -100, ids[4], -100, -100, -100]
@@ -262,9 +275,9 @@ def test_a_packed_probe_is_a_probe_and_leaves_no_trace(tmp_path: Path) -> None:
     def request(packing: bool) -> ProbeRequest:
         config = TrainConfig(micro_batch_size=2, seq_len=128, precision="fp32", checkpointing="full", packing=packing)
         model = resolve_model("demo-3m").config
-        rows = workload.packed_rows(config)
+        rows = workload.rows(config)
         short: dict[str, Any] = {"min_timed_s": 0.0, "min_timed_micros": 1, "evaluate": True}
-        return ProbeRequest(config=config, model=model, device="cpu", memory_gib=2.0, packed_rows=rows, **short)
+        return ProbeRequest(config=config, model=model, device="cpu", memory_gib=2.0, rows=rows, **short)
 
     with WorkerProber("cpu", tmp_path) as prober:
         results = [

@@ -48,7 +48,7 @@ def installed(monkeypatch):
 
     def pretend(*names):
         def find(name, package=None):
-            if name in ("flash_attn", "bitsandbytes"):
+            if name in ("flash_attn", "bitsandbytes", "torchao"):
                 return object() if name in names else None
             return real(name, package)
 
@@ -160,6 +160,7 @@ def test_what_a_processor_cannot_do(installed):
         ((), ("sdpa",), ("none",)),
         (("bitsandbytes",), ("sdpa",), ("none", "int8", "nf4")),
         (("flash_attn", "bitsandbytes"), ("sdpa", "flash_attention_2"), ("none", "int8", "nf4")),
+        (("bitsandbytes", "torchao"), ("sdpa",), ("none", "fp8", "int8", "nf4")),
     ],
 )
 def test_packages_that_are_not_here(installed, packages, attention, quantization):

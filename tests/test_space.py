@@ -32,7 +32,7 @@ def space(**knobs) -> SearchSpace:
 
 
 def test_every_shipped_space_loads_and_makes_configurations():
-    assert sorted(shipped_spaces()) == ["cpu", "default", "full", "lora", "qlora"]
+    assert sorted(shipped_spaces()) == ["cpu", "default", "everything", "full", "lora", "qlora"]
     for name in shipped_spaces():
         shipped = load_space(name)
         assert shipped.name == name
@@ -47,7 +47,7 @@ def test_every_shipped_space_loads_and_makes_configurations():
         ("lora", 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2),
         ("qlora", 2 * 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2),
         ("full", 6 * 4 * 2 * 5 * 3 * 2 * 2),
-        ("default", 4 * 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2 * 2),  # none, int8, nf4 with and without double_quant
+        ("default", 5 * 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2 * 2),  # none, fp8, int8, nf4 with and without double_quant
     ],
 )
 def test_size_is_the_number_of_distinct_configurations(name, size):
@@ -70,7 +70,7 @@ def test_kinds():
 def test_an_unknown_space():
     with pytest.raises(UsageError, match="unknown search space 'qlra'; did you mean 'qlora' or 'lora'") as caught:
         load_space("qlra")
-    assert caught.value.remedy == "use one of cpu, default, full, lora, qlora, or the path of a YAML file"
+    assert caught.value.remedy == "use one of cpu, default, everything, full, lora, qlora, or the path of a YAML file"
     for hostile in ("", ".", "..", "/", "a\0b", "a\nb", "lora.yaml", "../lora", "x" * 300, "x/" * 5000):
         with pytest.raises(UsageError, match="unknown search space"):
             load_space(hostile)

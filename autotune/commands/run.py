@@ -150,7 +150,8 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
 
     def request(config: TrainConfig) -> ProbeRequest:
         workload = setup.subject.workload
-        rows = workload.packed_rows(config)
+        # TRL pads to the longest row of a batch, and packs in its own way: its rows are full.
+        rows = workload.rows(config) if setup.subject.trainer == "transformers" else ()
         return ProbeRequest(
             config=config,
             model=setup.subject.model.config,
@@ -158,8 +159,8 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             device=prober.device,
             trainer=setup.subject.trainer,
             micro_steps=min(workload.accumulation(config), 2),
-            packed_rows=rows,
-            min_timed_micros=max(2, math.ceil(len(rows) / config.micro_batch_size)),
+            rows=rows,
+            min_timed_micros=max(2, math.ceil(len(rows) / config.micro_batch_size)) if config.packing else 2,
             memory_gib=memory_gib,
             headroom=spec.headroom,
             seed=spec.seed,

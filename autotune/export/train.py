@@ -44,7 +44,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     template = resources.files("autotune.export").joinpath("train_template.py.txt").read_text(encoding="utf-8")
     # One pass: a name that looks like a placeholder stays a name.
     script = re.sub(r"@([A-Z_]+)@", lambda match: parts[match[1]], template)
-    beside = {"rows.py": ("autotune.export", "rows_template.py.txt")}
+    beside = {"rows.py": ("autotune.export", "rows_template.py.txt"), "lean.py": ("autotune.probe", "lean.py")}
     if recipe.winner.config.loss == "chunked":
         beside["chunked_loss.py"] = ("autotune.probe", "chunked_loss.py")
     if _levers(recipe.winner.config):
@@ -63,8 +63,8 @@ def export(recipe: Recipe) -> dict[str, str]:
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """Every knob under its own name, and what follows from them, so that the script decides nothing."""
     config = recipe.winner.config
-    # Of random examples: full rows as in the probe; to be packed, as they are in the data.
-    lengths = recipe.workload.lengths.sample(SAMPLED, config.seq_len) if config.packing else [config.seq_len]
+    lengths = recipe.workload.lengths.sample(SAMPLED, config.seq_len)  # of random examples
+    lengths = lengths if len(set(lengths)) > 1 else lengths[:1]
     # Fewer examples would be no batch at all.
     least = math.ceil(2 * recipe.workload.examples_per_step(config)) if config.packing else config.micro_batch_size
     bitsandbytes: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 CUDNN_ATTENTION = "sdpa_cudnn"
-FP8_RECIPE = "rowwise"  # a scale for each row of either factor, from the largest value in it
+FP8_RECIPE = "tensorwise"  # one scale for each factor, from its largest value: on an H200 5 % over one for each row
 FP8_MULTIPLE = 16  # that both sides of a matrix must be of
 
 

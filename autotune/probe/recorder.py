@@ -49,7 +49,7 @@ class Recorder:
         self.peaks: dict[Phase, float] = {}
         self.segments: dict[str, float] = {}
         self.segment = ""  # a part of the phase, where it has parts
-        self.issued: list[float] = []  # seconds the host took to issue each micro batch
+        self.issued: list[float] = []  # seconds the host took for each micro batch, until the next one of its step
         self.reserved = 0.0
         self.losses: list[torch.Tensor] = []
         self.retried_in: Phase | None = None  # where the allocator first had to give memory back and try again
@@ -94,9 +94,12 @@ class Recorder:
         self.fetches.append((self._mark_of_fetch, self.meter.mark()))
 
     def begin_micro_batch(self) -> None:
+        now = time.perf_counter()
+        if self.starts[self.step]:
+            self.issued[-1] = now - self._began  # what passes between two micro batches is the host's as well
+        self._began = now
         self.enter(Phase.FORWARD)
         self.starts[self.step].append(self._mark)
-        self._began = time.perf_counter()
 
     def end_micro_batch(self) -> None:
         self.issued.append(time.perf_counter() - self._began)
@@ -141,7 +144,7 @@ class Recorder:
         self.first_timed = self.step if self.meter.peaks_are_free or step_s > 2.0 else self.step + 1
         self.last_timed = self.first_timed + wanted - 1
         # Packed rows differ from one another: only a whole turn of them tells the mean.
-        self._agree_at = max(ENOUGH_TO_AGREE, math.ceil(ENOUGH_S / step_s), wanted if request.packed_rows else 0)
+        self._agree_at = max(ENOUGH_TO_AGREE, math.ceil(ENOUGH_S / step_s), wanted if request.config.packing else 0)
 
     def _adapt(self) -> None:
         """Stop early once steps agree, go on a little where they disagree: the host's share of a step is noisy."""
@@ -173,7 +176,10 @@ class Recorder:
         """The host's own time for a micro batch: the shortest, since issuing blocks once the device's queue is full."""
         if self.first_timed is None or self.meter.torch_device.type == "cpu":
             return None
-        return min(self.issued[self.first_timed * self.request.micro_steps :])
+        each = self.request.micro_steps
+        timed = self.issued[self.first_timed * each :]
+        # Nothing follows the last one of a step but the rest of the step.
+        return min(one for index, one in enumerate(timed) if each == 1 or (index + 1) % each)
 
     def check_steady(self) -> None:
         """Raises NotSteady if anything was compiled during the timed steps."""
@@ -209,7 +215,7 @@ class Recorder:
             alone = [*map(between, starts[:-1], starts[1:]), between(starts[-1], after) - rest - following]
             micros += [micro + fetch for micro in alone]
             rests.append(rest)
-        if self.request.packed_rows:
+        if self.request.config.packing:
             micros = [statistics.fmean(micros)]  # of rows of several kinds the mean is what a run takes
         phases: dict[Phase, float] = {}
         for index, phase, start, end in self.spans:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from autotune.probe.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.device import Meter
+from autotune.probe.lean import LeanTrainer
 from autotune.probe.model import Resident, attach, decoder_layers, names_of, set_checkpointing
 from autotune.probe.recorder import MAX_WARMUP_STEPS, Recorder, compiled_graphs
 from autotune.probe.weigh import logical_params, optimizer_gib, tensor_gib
@@ -37,23 +38,33 @@ class BadLoss(Exception):
 class RandomRows(Dataset[dict[str, torch.Tensor]]):
     """`num_rows` rows of `seq_len` random tokens, without attention mask.
 
-    They are full, or packed with examples of these lengths: positions that begin anew keep examples apart, and nothing
-    is to be predicted across their seams or of the padding at the end.
+    They are full, or hold examples of these lengths and padding at their end, of which nothing is to be predicted: a
+    card at its power limit may multiply tokens that are all alike faster. Packed, positions that begin anew keep examples
+    apart, and nothing is to be predicted across their seams.
     """
 
     def __init__(
-        self, num_rows: int, seq_len: int, vocab_size: int, seed: int, packed: tuple[tuple[int, ...], ...] = ()
+        self,
+        num_rows: int,
+        seq_len: int,
+        vocab_size: int,
+        seed: int,
+        rows: tuple[tuple[int, ...], ...] = (),
+        *,
+        packing: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(0, vocab_size, (min(num_rows, 64), seq_len), generator=generator)
         self._rows = [{"input_ids": row, "labels": row} for row in self.tokens]
         self._num_rows = num_rows
-        for index, row in enumerate(self._rows if packed else ()):
-            examples = packed[index % len(packed)]
+        for index, row in enumerate(self._rows if rows else ()):
+            examples = rows[index % len(rows)]
             used = sum(examples)
+            row["input_ids"][used:] = 0  # as the exported script pads
             positions = torch.cat([torch.arange(length) for length in (*examples, seq_len - used)])
             row["labels"] = row["labels"].masked_fill((positions == 0) | (torch.arange(seq_len) >= used), -100)
-            row["position_ids"] = positions
+            if packing:
+                row["position_ids"] = positions
 
     def __len__(self) -> int:
         return self._num_rows
@@ -105,8 +116,8 @@ class Recorded:
         return loss
 
 
-class ProbeTrainer(Recorded, Trainer):
-    """transformers' Trainer with a recorder."""
+class ProbeTrainer(Recorded, LeanTrainer):
+    """The exported script's Trainer with a recorder."""
 
 
 class Probe:
@@ -280,7 +291,7 @@ class Probe:
         num_rows = num_steps * request.micro_steps * config.micro_batch_size
         sizes, vocab_size = (num_rows, config.micro_batch_size), self.base.config.vocab_size
         train, held_out = (
-            RandomRows(size, config.seq_len, vocab_size, request.seed + index, request.packed_rows)
+            RandomRows(size, config.seq_len, vocab_size, request.seed + index, request.rows, packing=config.packing)
             for index, size in enumerate(sizes)
         )
         common: dict[str, Any] = {"model": self.model, "callbacks": [_Seams(self.recorder)]}
@@ -360,6 +371,7 @@ class Probe:
         for hook in self._hooks:
             hook.remove()
         names_of(self.base).update(self._names)
+        vars(self.model).pop("train", None)  # LeanTrainer's
         if self.trainer is not None:
             self.trainer.callback_handler.callbacks.clear()
             self.trainer.optimizer = self.trainer.lr_scheduler = None
