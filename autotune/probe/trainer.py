@@ -39,8 +39,8 @@ class RandomRows(Dataset[dict[str, torch.Tensor]]):
     """`num_rows` rows of `seq_len` random tokens, without attention mask.
 
     They are full, or hold examples of these lengths and padding at their end, of which nothing is to be predicted: a
-    card at its power limit may multiply tokens that are all alike faster. Packed, positions that begin anew keep examples
-    apart, and nothing is to be predicted across their seams.
+    card at its power limit may multiply tokens that are all alike faster. Packed, positions that begin anew keep
+    examples apart, and nothing is to be predicted across their seams.
     """
 
     def __init__(
