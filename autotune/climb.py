@@ -2,7 +2,7 @@
 
 Knobs act on speed nearly independently, so that climbing from the baseline finds most of what there is in a few
 probes; the sampler goes on from there, and finds what only shows together. Learning knobs are not touched, but for
-precision, which changes speed as much as any.
+precision, which changes speed as much as any, and products in fp8 where they are allowed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -75,6 +75,8 @@ def _better(knob: Knob, here: TrainConfig) -> list[Any]:
         tried = {value: replace(here, checkpointing=value) for value in values}
         speed = {value: (one.kept, not one.offloads) for value, one in tried.items()}
         return sorted((one for one in values if speed[one] > speed[present]), key=lambda one: speed[one], reverse=True)
+    if knob.name == "quantization" and present != "none":
+        return []  # another base to learn from, not a faster way to the same
     order = FASTEST_FIRST[knob.name]
     return sorted((value for value in values if order.index(value) < order.index(present)), key=order.index)
 

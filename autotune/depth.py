@@ -36,7 +36,7 @@ class Extrapolation:
 
     measurement: Measurement
     host_bound: bool
-    middle: Callable[[Sequence[float]], float] = statistics.fmean
+    shortest: bool = False  # whether it is drawn through the shortest steps, and not their mean
     unseen: float = DEVICE_BOUND
     noise: float = 0.0
     rest_noise: float = 0.0
@@ -157,7 +157,9 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
     # depth alike, which the line would multiply: it is drawn through the steps that nothing disturbed.
     middle = min if share > FREE_SHARE else statistics.fmean
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
-    rest, rest_error = _time(low.rest_s, high.rest_s, reach, middle) if high.rest_s else (0.0, 0.0)
+    # The rest is what is left of a step beside its micro batches: what disturbs between these makes it look short.
+    typical = statistics.median if middle is min else middle
+    rest, rest_error = _time(low.rest_s, high.rest_s, reach, typical) if high.rest_s else (0.0, 0.0)
     if host is not None:
         # A few layers hide behind the head's arithmetic what the host needs for them; on all layers it shows.
         micro = max(micro, host)
@@ -191,7 +193,7 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
             time_error=math.hypot(unseen, noise),
         ),
         host_bound=share >= HOST_SHARE,
-        middle=middle,
+        shortest=middle is min,
         unseen=unseen,
         noise=noise,
         rest_noise=2 * rest_error / step,

@@ -109,8 +109,11 @@ class Ladder:
             self._frontier.add(KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom))
         if measurement is None or result.outcome is not Outcome.OK:
             return
-        if config.packing and not self._has_asked(result, measurement):
-            return  # packed rows are of the user's own lengths: another study had others
+        if not self._has_asked(result, measurement):
+            # Another study, of other rows: packed ones differ in memory too, padded ones in time alone.
+            if not config.packing and result.depth is None and result.evidence is Evidence.MEASURED:
+                self._memory.learn(config, measurement)
+            return
         if result.depth is not None:
             self._truncated.setdefault((config, measurement.micro_steps), {})[result.depth] = measurement
         foretold = self._extrapolated(config, measurement.micro_steps)
@@ -181,8 +184,11 @@ class Ladder:
 
     def _has_asked(self, result: ProbeResult, measurement: Measurement) -> bool:
         """Whether this study would put the same question."""
-        own = replace(self._request(result.config), micro_steps=measurement.micro_steps, depth=result.depth)
-        return own.digest == result.request_digest
+        try:
+            own = self._request(result.config)
+        except ValueError:  # its micro batch does not divide this study's global batch
+            return False
+        return replace(own, micro_steps=measurement.micro_steps, depth=result.depth).digest == result.request_digest
 
     def forgive(self) -> None:
         """What failed so far does not count towards giving up: it was one configuration, tried more than once."""
@@ -324,7 +330,7 @@ def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
 def _kind(config: TrainConfig, foretold: Extrapolation) -> tuple[Any, ...]:
     """Steps whose extrapolated time is off by the same ratio."""
     way = (config.method, config.dora, config.quantization, config.compile, config.packing, config.checkpointing)
-    return (*way, config.kernels, foretold.host_bound)
+    return (*way, config.kernels, foretold.host_bound, foretold.shortest)
 
 
 def _of_the_device(result: ProbeResult) -> bool:

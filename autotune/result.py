@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from autotune.config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
+PROBE_VERSION = 3  # raised whenever a probe comes to measure something else; stored ones are then measured again
 T = TypeVar("T")
 _adapters: dict[type[Any], Any] = {}  # made once: it takes milliseconds
 
@@ -140,6 +141,7 @@ class Fingerprint:
     packages: dict[str, str]
     allocator: str
     threads: int | None = None  # CPU only
+    probe: int = 1  # `PROBE_VERSION` of what measured
 
     @property
     def digest(self) -> str:

@@ -103,6 +103,9 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
     )
     opened = replace(floors, allow_quantized=True, allow_pure_bf16=True, allow_any_optimizer=True)
     reserve, _ = apply_floors(space, workload, opened)
+    bases = reserve.knob("quantization")
+    if not spec.allow_quantized and bases and "none" in bases.choices():
+        reserve, _ = reserve.narrow("quantization", lambda value: value != "fp8", "it saves no memory")
     space, removed = apply_floors(space, workload, floors)
     removals += removed
     space, removed = packable(space, workload, model.config["model_type"])

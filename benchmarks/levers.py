@@ -99,7 +99,7 @@ def levers(rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainCon
     for name, reference in cases:
         for lever, changes in LEVERS.items():
             config = replace(reference, **changes)
-            if not rows.has(model=name, config=config.label()):
+            if not rows.has(model=resolve_model(name).short, config=config.label()):
                 missing.setdefault((name, config.label()), (lever, config))
     if not missing or time.monotonic() > until:
         return

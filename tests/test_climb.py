@@ -75,6 +75,14 @@ def test_learning_knobs_are_not_climbed() -> None:
         assert all(one.lora_rank == MIDDLE.lora_rank for one in first_moves(MIDDLE, name, Outcome.OOM))
 
 
+def test_nobody_climbs_from_one_quantised_base_to_another() -> None:
+    space = load_space("everything")
+    nf4 = TrainConfig(quantization="nf4", compile="per_layer")
+    assert move(space, nf4, "quantization", {}) is None
+    plain = replace(nf4, quantization="none")
+    assert space.config(move(space, plain, "quantization", {}) or {}).quantization == "fp8"
+
+
 def test_every_shipped_space_can_be_climbed() -> None:
     for name in shipped_spaces():
         space = load_space(name)

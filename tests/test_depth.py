@@ -375,6 +375,18 @@ def test_a_host_that_stumbled_is_not_extended() -> None:
     assert told.time_error > HOST_BOUND  # the stumbling itself is told
 
 
+@pytest.mark.parametrize("disturbed", [2, 8])
+def test_a_step_whose_micro_batches_stood_apart_does_not_shorten_the_rest(disturbed: int) -> None:
+    """What passes between two micro batches is taken from what is left of their step."""
+    depths = {
+        depth: affine(
+            depth, host_micro_s=0.04 + 0.01 * depth, rest_s=(0.02, 0.02, 0.005 if depth == disturbed else 0.02)
+        )
+        for depth in (2, 8)
+    }
+    assert foretold(depths[2], depths[8]).measurement.rest_s == pytest.approx((0.02,))
+
+
 @pytest.mark.parametrize("found", [(), (2,), (8, 8), (8, 2), (2, 4, 8)], ids=str)
 def test_two_depths_are_needed_the_smaller_first(found: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"depths|unpack"):

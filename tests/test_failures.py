@@ -80,17 +80,18 @@ def test_probes_that_are_fine_while_truncated_do_not_hide_that_whole_models_fail
         ladder.evaluate(of_rank(3), 3, lambda config, foretold: None)
 
 
-def test_rows_packed_from_other_data_tell_nothing(session: Session) -> None:
-    """They took half as long for as many tokens: everything packed would be foretold that much faster."""
-    packed = replace(BASE, packing=True)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_rows_of_other_data_tell_nothing_of_time(session: Session, packed: bool) -> None:
+    """They took half as long for as many tokens: everything like them would be foretold that much faster."""
+    asked = replace(BASE, packing=packed)
     others, _ = session(layered(lambda config: 2000.0), lambda config: ((256,),))
-    others.evaluate(packed, 0)
-    ladder, prober = session(layered(), lambda config: ((100, 156),))
+    others.evaluate(asked, 0)
+    ladder, prober = session(layered(), lambda config: ((100, 156) if packed else (100,),))
     ladder.learn_from_others()
-    verdict = ladder.evaluate(packed, 1, never)
+    verdict = ladder.evaluate(asked, 1, never)
     assert [request.depth for request in prober.requests] == [2, 8]  # nothing was known
     assert verdict.result.measurement is not None
-    micro_s = packed.tokens / 1000.0
+    micro_s = asked.tokens / 1000.0
     assert verdict.result.measurement.micro_step_s[0] == pytest.approx(micro_s, rel=0.01)
 
 

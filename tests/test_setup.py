@@ -160,7 +160,7 @@ def test_what_a_processor_cannot_do(installed):
         ((), ("sdpa",), ("none",)),
         (("bitsandbytes",), ("sdpa",), ("none", "int8", "nf4")),
         (("flash_attn", "bitsandbytes"), ("sdpa", "flash_attention_2"), ("none", "int8", "nf4")),
-        (("bitsandbytes", "torchao"), ("sdpa",), ("none", "fp8", "int8", "nf4")),
+        (("bitsandbytes", "torchao"), ("sdpa",), ("none", "int8", "nf4")),  # fp8 saves no memory
     ],
 )
 def test_packages_that_are_not_here(installed, packages, attention, quantization):
@@ -168,6 +168,9 @@ def test_packages_that_are_not_here(installed, packages, attention, quantization
     reserve = set_up(StudySpec(model="mistral-7b"), H200).reserve
     assert reserve.knob("attention").values == attention
     assert reserve.knob("quantization").values == quantization
+    allowed = set_up(StudySpec(model="mistral-7b", allow_quantized=True), H200)
+    assert ("fp8" in allowed.subject.space.knob("quantization").values) == ("torchao" in packages)
+    assert allowed.reserve.knob("quantization") == allowed.subject.space.knob("quantization")
 
 
 def test_bf16(installed):

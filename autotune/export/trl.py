@@ -53,10 +53,10 @@ def _differences(recipe: Recipe) -> list[str]:
     """Whatever the configuration."""
     rows = "TRL pads to the longest row of a batch (to max_length where pad_to_multiple_of says so); the probe had"
     if recipe.trainer == "trl":
-        return [f"{rows} full rows."]
+        return [f"{rows} rows of max_length."]
     return [
         "The speed is that of train.py, whose loop (lean.py) leaves out milliseconds of the host's a micro batch.",
-        f"{rows} full rows and no mask.",
+        f"{rows} every row padded to max_length, and no mask.",
     ]
 
 

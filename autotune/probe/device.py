@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from autotune.gpu import Nvml
-from autotune.result import Fingerprint
+from autotune.result import PROBE_VERSION, Fingerprint
 from autotune.units import GIB, gib
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger-kernel", "trl")
@@ -265,7 +265,7 @@ def _fingerprint(**fields: Any) -> Fingerprint:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return Fingerprint(python=platform.python_version(), packages=packages, **fields)
+    return Fingerprint(python=platform.python_version(), packages=packages, probe=PROBE_VERSION, **fields)
 
 
 def _cpu_name() -> str:

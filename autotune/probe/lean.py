@@ -25,7 +25,7 @@ class LeanTrainer(Trainer):
 
 
 def walk_on_change(model: nn.Module) -> None:
-    """From here on `model.train()` does nothing where the whole model, as it is now, is in training already."""
+    """From here on `model.train()` does nothing where the model itself, whatever its parts, is in training already."""
     model.train()
     reference, walk = weakref.ref(model), type(model).train  # a model that holds itself would outlive its use
 

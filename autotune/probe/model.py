@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -208,8 +208,6 @@ def _from_config(model_config: Any, dtype: torch.dtype, attention: str) -> PreTr
 
 def _load(request: ProbeRequest, model_config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Real weights from a local directory; safetensors only, no remote code."""
-    from transformers import BitsAndBytesConfig
-
     config = request.config
     quantized = None
     if config.quantization == "nf4":
