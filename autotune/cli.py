@@ -4,8 +4,10 @@ Exit codes: 0 done, 1 unexpected, 2 usage or config, 3 environment, 4 nothing fi
 75 preempted, 130 and 143 stopped by a signal.
 """
 
+import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,6 +82,9 @@ def run(
     memory_gib: Annotated[float | None, typer.Option(help="Use no more than this much device memory.")] = None,
     headroom: Annotated[float | None, typer.Option(help="Share of the memory that must stay free. [0.05]")] = None,
     price: Annotated[float | None, typer.Option(help="USD an hour, instead of the catalogue's.")] = None,
+    prices: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Prices of your own (`autotune prices` tells the form).")
+    ] = None,
     min_rank: Annotated[int | None, typer.Option(help="Floor for the LoRA rank. [16]")] = None,
     max_truncated: Annotated[float | None, typer.Option(help="Largest share of tokens cut off. [0.01]")] = None,
     allow_quantized: Annotated[bool | None, typer.Option("--allow-quantized", help="Let quantised bases win.")] = None,
@@ -106,12 +111,58 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Search for the best configuration with real probes, confirm it, and export it with its cost."""
-    flags = {name: value for name, value in locals().items() if name not in ("spec", "json_", "quiet", "set_")}
+    flags = {name: value for name, value in locals().items() if name not in ("json_", "quiet")}
     from autotune.commands.run import run as command
+
+    command(_spec(flags), as_json=json_, quiet=quiet)
+
+
+_PLANNED = (  # of `run`, what a plan hangs on too
+    *("model", "spec", "space", "examples", "epochs", "dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens"),
+    *("tokens_per_example", "tokens", "global_batch", "global_batch_tokens", "seq_len", "rank", "set_", "memory_gib"),
+    *("headroom", "price", "prices", "min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16"),
+    *("allow_any_optimizer", "slack"),
+)
+
+
+def _with_options_of_run(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command that takes **flags the options of `run` of these names, before its own."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        of_run = inspect.signature(run).parameters
+        own = [one for one in inspect.signature(command).parameters.values() if one.kind is not one.VAR_KEYWORD]
+        parameters = [of_run[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
+        parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
+
+
+def _spec(flags: dict[str, Any]) -> Any:
+    """The StudySpec that these flags of `run` mean."""
     from autotune.spec import make_spec
 
-    flags["pins"] = _pins(set_ or [], seq_len=flags.pop("seq_len"), lora_rank=flags.pop("rank")) or None
-    command(make_spec(spec, flags), as_json=json_, quiet=quiet)
+    flags["pins"] = _pins(flags.pop("set_") or [], seq_len=flags.pop("seq_len"), lora_rank=flags.pop("rank")) or None
+    return make_spec(flags.pop("spec"), flags)
+
+
+Evidence = Annotated[Path, typer.Option(metavar="DIR", help="What `autotune import` kept, which tightens the speeds.")]
+
+
+@app.command()
+@_with_options_of_run(*_PLANNED)
+def plan(
+    gpu: Annotated[str | None, typer.Option(help="Target GPU: a name, or auto (the one here).")] = None,
+    evidence: Evidence = Path("runs/evidence"),
+    json_: Json = False,
+    **flags: Any,
+) -> None:
+    """Say what would fit a GPU, how fast it would train and what that would cost; needs no GPU."""
+    from autotune.commands.plan import plan as command
+
+    command(_spec(flags | {"gpu": gpu}), evidence=evidence, as_json=json_)
 
 
 @app.command()
@@ -177,6 +228,44 @@ def models(json_: Json = False) -> None:
     from autotune.commands import catalogs
 
     catalogs.models(json_)
+
+
+@app.command()
+def prices(
+    gpu: Annotated[str | None, typer.Argument(help="Name of a GPU; all by default.")] = None,
+    own: Annotated[
+        Path | None, typer.Option("--prices", metavar="FILE", help="Prices of your own, which go first.")
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Ask what clouds charge today (pip install gpuhunt).")] = False,
+    json_: Json = False,
+) -> None:
+    """List what an hour of a GPU costs, and how old that is."""
+    from autotune.commands.prices import prices as command
+
+    command(gpu, own, live, json_)
+
+
+@app.command()
+def submit(
+    study: StudyName = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="[the study's submission.json]")] = None,
+    storage: Storage = None,
+) -> None:
+    """Write a study's winner and baseline for others, without anything private."""
+    from autotune.commands import share
+
+    share.submit(study, storage, out)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="What `autotune submit` wrote.")],
+    evidence: Annotated[Path | None, typer.Option(metavar="DIR", help="[runs/evidence]")] = None,
+) -> None:
+    """Check what somebody else measured, and keep it."""
+    from autotune.commands import share
+
+    share.import_(file, evidence)
 
 
 @app.command()

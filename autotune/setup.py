@@ -12,7 +12,16 @@ from os.path import expanduser
 from pathlib import Path
 
 from autotune import gpu
-from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, match_device, resolve_device, resolve_model
+from autotune.catalog import (
+    DeviceSpec,
+    ModelSpec,
+    Price,
+    find_price,
+    load_prices,
+    match_device,
+    resolve_device,
+    resolve_model,
+)
 from autotune.config import TrainConfig, checkpoints_some
 from autotune.dataset import dataset_lengths
 from autotune.errors import EnvironmentProblem, UsageError
@@ -334,7 +343,7 @@ def _lengths(spec: StudySpec, model: ModelSpec, usual: int, say: Callable[[str],
 
 def _price(spec: StudySpec, device: DeviceSpec) -> Price | None:
     if spec.price is None:
-        return find_price(device.name)
+        return find_price(device.name, load_prices(Path(expanduser(spec.prices))) if spec.prices else ())
     return Price(
         provider="given by --price",
         device=device.name,

@@ -50,6 +50,7 @@ class StudySpec:
     memory_gib: float | None = None
     headroom: float = 0.05
     price: float | None = None
+    prices: str | None = None
     min_rank: int = 16
     max_truncated: float = 0.01
     allow_quantized: bool = False

@@ -23,14 +23,14 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def save(
-    name: str, fingerprint: Fingerprint, summary: dict[str, Any], rows: list[dict[str, Any]], out: Path | None
+    name: str, fingerprint: Fingerprint | None, summary: dict[str, Any], rows: list[dict[str, Any]], out: Path | None
 ) -> None:
     """Write <out or results>/<name>.json: schema_version, command, date, fingerprint, summary, rows."""
     data = {
         "schema_version": 1,
         "command": command(name),
         "date": now(),
-        "fingerprint": to_data(fingerprint),
+        "fingerprint": fingerprint and to_data(fingerprint),
         "summary": summary,
         "rows": rows,
     }

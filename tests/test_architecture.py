@@ -16,9 +16,10 @@ PACKAGE = ROOT / "autotune"
 
 # A module imports only from layers above its own, or from its own package. `catalog`, `report`, ... are packages.
 LAYERS = [
-    "errors", "units", "files", "gpu", "config", "catalog", "result", "depth", "space", "climb", "lengths", "dataset",
-    "workload", "memory", "numerics", "objective", "packing", "projection", "recipe", "judge", "store", "ladder",
-    "footing", "search", "recall", "study", "spec", "setup", "probe", "report", "export", "quality", "commands", "cli",
+    "errors", "units", "files", "gpu", "config", "foreign", "catalog", "result", "depth", "space", "climb", "lengths",
+    "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing", "projection",
+    "recipe", "submission", "judge", "plan", "store", "ladder", "footing", "search", "recall", "study", "spec", "setup",
+    "probe", "report", "export", "quality", "commands", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
@@ -43,6 +44,7 @@ HOMES = {
     "optuna": {"search"},
     "sqlalchemy": {"store"},
     "plotly": {"report.figures"},
+    "gpuhunt": {"catalog.offers"},
     "jinja2": {"report.html"},
     "pynvml": {"gpu"},
     "numpy": set(),

@@ -2,17 +2,20 @@
 
 from autotune.catalog.devices import DeviceSpec, list_devices, match_device, resolve_device
 from autotune.catalog.models import ModelSpec, list_models, resolve_model
-from autotune.catalog.prices import Price, find_price, list_prices
+from autotune.catalog.prices import Price, age, find_price, list_prices, load_prices, prices_of
 
 __all__ = [
     "DeviceSpec",
     "ModelSpec",
     "Price",
+    "age",
     "find_price",
     "list_devices",
     "list_models",
     "list_prices",
+    "load_prices",
     "match_device",
+    "prices_of",
     "resolve_device",
     "resolve_model",
 ]

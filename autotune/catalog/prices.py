@@ -1,9 +1,23 @@
-"""Price: what an hour of a GPU costs. Seeds with their dates, to be overridden by what the user pays."""
+"""Price: what an hour of a GPU costs. Seeds with their dates, and before them what the user's own file says."""
 
 import functools
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from autotune.catalog.devices import resolve_device
 from autotune.catalog.rows import load_data
+from autotune.errors import UsageError
+from autotune.files import read_user_yaml
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+MAX_COUNT = 1024  # GPUs of one offer
+MAX_USD = 1e6  # an hour of one offer; more is a slip of the pen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,26 +36,133 @@ class Price:
 
 @functools.cache
 def list_prices() -> tuple[Price, ...]:
-    return tuple(
-        Price(
-            provider=row["provider"],
-            device=row["device"],
-            usd_per_hour=row["usd"] / row["count"],
-            spot_usd_per_hour=None if row["spot_usd"] is None else row["spot_usd"] / row["count"],
-            count=row["count"],
-            quotable=row["quotable"],
-            as_of=row["as_of"],
-            source=row["source"],
-        )
-        for row in load_data("prices")
+    return tuple(_of_one_gpu(row) for row in load_data("prices"))
+
+
+def load_prices(path: Path) -> tuple[Price, ...]:
+    """The user's own prices, a YAML list of rows like those of `data/prices.yaml`.
+
+    One is `- {provider: mine, device: a10, usd: 0.55, spot_usd: 0.2, count: 1, as_of: 2026-11-01}`; provider, device
+    (any name that `resolve_device` knows) and usd are needed.
+
+    Raises:
+        UsageError: unreadable, or not of that form; the line is named.
+    """
+    rows: Any = read_user_yaml(path, _file_model()).model_dump()
+    return tuple(_of_one_gpu(row | {"source": row["source"] or path.name}) for row in rows)
+
+
+def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
+    """Every price of `device`, a catalogue name, the best first: what the user said goes before all that is shipped.
+
+    Then quotable rows go before old or second-hand ones, instances of one GPU before larger ones (nobody rents an
+    eighth of eight), and the cheapest on-demand price first.
+    """
+    return [*best_first(device, own), *best_first(device, list_prices())]
+
+
+def best_first(device: str, prices: Iterable[Price]) -> list[Price]:
+    """Those of `device` in the order in which they are preferred."""
+    rows = (price for price in prices if price.device == device)
+    return sorted(rows, key=lambda price: (not price.quotable, price.count, price.usd_per_hour))
+
+
+def find_price(device: str, own: Sequence[Price] = ()) -> Price | None:
+    """The first of `prices_of`; None when no row has `device`."""
+    return next(iter(prices_of(device, own)), None)
+
+
+def age(as_of: str | None, today: date) -> str:
+    """How old a price of that day, month or year is: '12 days old', '4 months old', '2 years old', 'undated'.
+
+    Whole units, in the precision of the date: of a year alone, years between the calendar years.
+    """
+    if as_of is None:
+        return "undated"
+    try:
+        year, month, day = _parts(as_of)
+    except ValueError:
+        return f"of an unreadable date ({as_of})"
+    months = 12 * (today.year - year) + (today.month - month if month else 0)
+    if day and today.day < day:
+        months -= 1  # the last one is not over
+    if months < 0:
+        return f"dated in the future ({as_of})"
+    if not months and day:
+        days = (today - date.fromisoformat(as_of)).days
+        return f"{_number(days, 'day')} old" if days else "of today"
+    if not months:
+        return "of this month" if month else "of this year"
+    return f"{_number(months, 'month')} old" if month and months < 24 else f"{_number(months // 12, 'year')} old"
+
+
+def _parts(as_of: str) -> tuple[int, int | None, int | None]:
+    """Year, month and day of 2026-11-01, 2026-11 or 2026. Raises ValueError on anything else."""
+    match = re.fullmatch(r"([0-9]{4})(?:-([0-9]{2})(?:-([0-9]{2}))?)?", as_of)
+    if match is None:
+        raise ValueError(f"a date is a day, a month or a year, like 2026-11-01 or 2026, not {as_of[:40]!r}")
+    year, month, day = (int(part) if part else None for part in match.groups())
+    date(year or 0, month or 1, day or 1)  # or it raises
+    return year or 0, month, day
+
+
+def _number(count: int, unit: str) -> str:
+    return f"{count} {unit}" + ("" if count == 1 else "s")
+
+
+def _of_one_gpu(row: dict[str, Any]) -> Price:
+    count = row.get("count", 1)
+    spot = row.get("spot_usd")
+    return Price(
+        provider=row["provider"],
+        device=row["device"],
+        usd_per_hour=row["usd"] / count,
+        spot_usd_per_hour=None if spot is None else spot / count,
+        count=count,
+        quotable=row.get("quotable", True),
+        as_of=row.get("as_of"),
+        source=row["source"],
     )
 
 
-def find_price(device: str) -> Price | None:
-    """The default price of `device`, a catalogue name; None when no row has it.
+@functools.cache
+def _file_model() -> "type[BaseModel]":
+    """The pydantic model of a price file, made on first use."""
+    from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator
 
-    Quotable rows go before old or second-hand ones, instances of one GPU before larger ones (nobody rents an eighth of
-    eight), and then the cheapest on-demand price wins.
-    """
-    rows = [price for price in list_prices() if price.device == device]
-    return min(rows, key=lambda price: (not price.quotable, price.count, price.usd_per_hour), default=None)
+    class Row(BaseModel):
+        model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+        provider: str = Field(min_length=1, max_length=100)
+        device: str
+        usd: float = Field(ge=0, le=MAX_USD)
+        spot_usd: float | None = Field(default=None, ge=0, le=MAX_USD)
+        count: int = Field(default=1, ge=1, le=MAX_COUNT)
+        as_of: date | int | str | None = None
+        source: str | None = Field(default=None, min_length=1, max_length=300)
+        quotable: bool = True
+
+        @field_validator("provider", "source")
+        @classmethod
+        def _printable(cls, text: str | None) -> str | None:
+            if text is not None and not text.isprintable():
+                raise ValueError("a character that cannot be printed")
+            return text
+
+        @field_validator("device")
+        @classmethod
+        def _known(cls, name: str) -> str:
+            try:
+                return resolve_device(name).name
+            except UsageError as error:  # pydantic adds the line to a ValueError alone
+                raise ValueError(str(error)) from None
+
+        @field_validator("as_of")
+        @classmethod
+        def _dated(cls, when: date | int | str | None) -> str | None:
+            """YAML reads 2026-11-01 as a date, 2026 as a number and 2026-11 as text."""
+            if when is not None:
+                _parts(str(when))
+            return None if when is None else str(when)
+
+    return RootModel[list[Row]]

@@ -2,9 +2,10 @@
 
 import json
 from dataclasses import asdict
+from datetime import date
 from typing import Any
 
-from autotune.catalog import Price, find_price, list_devices, list_models
+from autotune.catalog import Price, age, find_price, list_devices, list_models
 from autotune.units import DASH, fmt_count, fmt_usd
 
 # Wide enough for any row when nobody looks through a terminal window: a pipe must get whole cells.
@@ -15,9 +16,9 @@ def gpus(as_json: bool) -> None:
     """Print every GPU with its default price."""
     rows = [(device, find_price(device.name)) for device in list_devices()]
     if as_json:
-        _print_json([asdict(device) | {"price": asdict(price) if price else None} for device, price in rows])
+        print_json([asdict(device) | {"price": asdict(price) if price else None} for device, price in rows])
         return
-    _print_table(
+    print_table(
         "GPUs (dense peaks; prices are seeds, override with --price)",
         {"name": "left", "memory GiB": "right", "bf16 TFLOP/s": "right", "GB/s": "right", "USD/h of one GPU": "left"},
         [
@@ -38,9 +39,9 @@ def models(as_json: bool) -> None:
     specs = list_models()
     if as_json:
         sizes = ("num_layers", "hidden_size", "vocab_size", "max_seq_len")
-        _print_json([asdict(spec) | {size: getattr(spec, size) for size in sizes} for spec in specs])
+        print_json([asdict(spec) | {size: getattr(spec, size) for size in sizes} for spec in specs])
         return
-    _print_table(
+    print_table(
         "Models (a local directory or a Hub id works too)",
         {"alias": "left", "name": "left", "params (B)": "right"}
         | dict.fromkeys(("layers", "vocab", "context"), "right"),
@@ -61,14 +62,14 @@ def models(as_json: bool) -> None:
 def _price(price: Price | None) -> str:
     if price is None:
         return DASH
-    return f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {price.as_of or 'undated'})"
+    return f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, date.today())})"
 
 
-def _print_json(rows: Any) -> None:
+def print_json(rows: Any) -> None:
     print(json.dumps(rows, indent=2))
 
 
-def _print_table(title: str, columns: dict[str, Any], rows: list[tuple[str, ...]]) -> None:
+def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str, ...]]) -> None:
     """`columns`: heading -> how its cells are justified."""
     from rich.console import Console
     from rich.table import Table
@@ -90,9 +91,9 @@ def spaces(as_json: bool) -> None:
 
     loaded = {name: load_space(name) for name in shipped_spaces()}
     if as_json:
-        _print_json({name: space.describe() for name, space in loaded.items()})
+        print_json({name: space.describe() for name, space in loaded.items()})
         return
-    _print_table(
+    print_table(
         "Search spaces (copy one, edit it, and pass it with --space FILE)",
         {"name": "left", "configurations": "right", "knobs": "left", "file": "left"},
         [

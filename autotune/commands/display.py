@@ -4,8 +4,10 @@ import shlex
 import sys
 import time
 from contextlib import AbstractContextManager
+from datetime import date
 from typing import Any
 
+from autotune.catalog import age
 from autotune.recipe import StudySummary, TrialRow
 from autotune.result import Evidence, Outcome, Rung
 from autotune.setup import Setup
@@ -58,7 +60,7 @@ class Display(AbstractContextManager["Display"]):
         else:
             spent = self._budget_s / 3600 * price.usd_per_hour
             cost = (
-                f"{fmt_usd(price.usd_per_hour)}/h ({price.provider}, {price.as_of or 'undated'}); "
+                f"{fmt_usd(price.usd_per_hour)}/h ({price.provider}, {age(price.as_of, date.today())}); "
                 f"the search itself costs about {fmt_usd(spent)}"
             )
         lines = {

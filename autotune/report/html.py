@@ -6,8 +6,10 @@ Autoescape is on; what is marked safe is plotly.js and JSON in which no `<` is l
 import json
 import shlex
 from dataclasses import dataclass
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
+from autotune.catalog import age
 from autotune.recipe import Recipe, StudySummary
 from autotune.report import figures, infos, tradeoffs
 from autotune.report.oom import OomReport, missed, oom_report
@@ -167,7 +169,8 @@ def _price(recipe: Recipe) -> str:
     price = recipe.price
     if price is None:
         return "No price is known for this GPU, so no cost is shown."
-    dated = f"as of {price.as_of}" if price.as_of else "undated"
+    old = age(price.as_of, date.today())
+    dated = f"as of {price.as_of}, {old} when this was written" if price.as_of else old
     doubt = "" if price.quotable else "; a reference, not a quote"
     spot = f" (spot {fmt_usd(price.spot_usd_per_hour)})" if price.spot_usd_per_hour is not None else ""
     return f"{fmt_usd(price.usd_per_hour)} an hour{spot} at {price.provider}, {dated}{doubt}. Source: {price.source}."

@@ -1,0 +1,229 @@
+"""A plan: what a card will hold and how fast it will train, by formula, before anything is measured.
+
+Everything here is an estimate and says so. A speed is that of the reference card (`pace`) carried to the target
+(`carry`), and tightened by whatever somebody measured there with the same method.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from autotune.carry import Carried, carry, interval
+from autotune.catalog import DeviceSpec, ModelSpec, resolve_device, resolve_model
+from autotune.catalog.rows import load_data
+from autotune.config import TrainConfig
+from autotune.errors import UsageError
+from autotune.estimate import CONTEXT_GIB, ERROR, Footprint, footprint
+from autotune.judge import Subject
+from autotune.objective import Performance, Scored, choose
+from autotune.pace import REFERENCE, pace
+from autotune.projection import CostProjection, project
+from autotune.result import Evidence
+from autotune.submission import Sighting
+from autotune.workload import Workload
+
+MOST = 10_000  # configurations that are looked at: in about two seconds
+FITS, TIGHT, OOM = "fits", "tight", "out of memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One configuration on one card, as the formulas see it.
+
+    `fits` is whether it does beyond the error of the formula, does not, or is too close to tell. `interval` holds 80 %
+    of the cases of `tokens_per_s`, which counts useful tokens.
+    """
+
+    config: TrainConfig
+    footprint: Footprint
+    limit_gib: float
+    fits: str
+    tokens_per_s: float | None = None
+    interval: tuple[float, float] | None = None
+    samples_per_s: float | None = None
+    cost: CostProjection | None = None
+    carried: Carried | None = None
+    evidence: Evidence = Evidence.ESTIMATED
+
+    @property
+    def margin(self) -> float:
+        """Signed: need / limit - 1."""
+        return self.footprint.peak_reserved_gib / self.limit_gib - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is planned for one model on one card. `best` is None where nothing fits, `baseline` what guides give."""
+
+    subject: Subject
+    limit_gib: float
+    best: Planned | None
+    baseline: Planned
+    reason: str
+    looked_at: int
+    of: int
+    seen: tuple[Sighting, ...] = ()  # what was measured on this card, and tightened the speed
+
+
+def limit_of(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
+    """GiB that tensors may take on the card: its memory less headroom and what a CUDA context takes.
+
+    Raises UsageError for a card whose memory is not known.
+    """
+    offered = memory_gib or device.memory_gib
+    if offered is None or device.kind == "cpu":
+        raise UsageError(
+            f"no plan can be made for {device.name}: its memory is not known", remedy="name a GPU, or give --memory-gib"
+        )
+    return max(offered * (1 - headroom) - CONTEXT_GIB, 0.01)
+
+
+def planned(subject: Subject, config: TrainConfig, limit_gib: float, seen: Sequence[Sighting] = ()) -> Planned | None:
+    """One configuration; None where the formulas do not know the model or the way it computes."""
+    need = footprint(subject.model, config, min(subject.workload.accumulation(config), 2))
+    if need is None:
+        return None
+    reserved = need.peak_reserved_gib
+    fits = OOM if reserved > limit_gib else TIGHT if reserved * (1 + ERROR) > limit_gib else FITS
+    told = Planned(config=config, footprint=need, limit_gib=limit_gib, fits=fits)
+    took = pace(subject.model, config)
+    if took is None:
+        return told
+    precision = "fp8" if config.quantization == "fp8" else "bf16"
+    known = ratios(seen, subject.device, config.method, config.quantization)
+    carried = carry(resolve_device(REFERENCE), subject.device, known, precision=precision)
+    if carried is None:
+        return told
+    workload = subject.workload
+    accumulation = workload.accumulation(config)
+    step = (accumulation * took.micro_s + took.rest_s) / carried.ratio
+    error = math.hypot(took.error, carried.error)
+    low, high = interval(1.0, error)
+    rows = accumulation * config.micro_batch_size / step
+    speed = Performance(
+        samples_per_second=rows * workload.examples_per_row(config),
+        tokens_per_second=rows * workload.useful_tokens(config),
+        step_time_s=step,
+        spread=(low - 1, high - 1),
+        mfu=None,
+    )
+    cost = project(workload, config, speed, subject.price, subject.device.tdp_w)
+    return replace(
+        told,
+        tokens_per_s=speed.tokens_per_second,
+        interval=interval(speed.tokens_per_second, error),
+        samples_per_s=speed.samples_per_second,
+        cost=replace(cost, evidence=Evidence.ESTIMATED),
+        carried=carried,
+    )
+
+
+@functools.cache
+def published() -> tuple[Sighting, ...]:
+    """What comes with the package: measurements that others printed."""
+    rows = load_data("sightings")
+    return tuple(
+        Sighting(
+            **{"step_time_s": None, "peak_reserved_gib": None, "model_digest": None}
+            | row
+            | {"config": TrainConfig(**row["config"])}
+        )
+        for row in rows
+    )
+
+
+def ratios(seen: Sequence[Sighting], target: DeviceSpec, method: str, quantization: str) -> list[float]:
+    """Speed on `target` over the reference card's by formula, of what was measured there with this method and base."""
+    found = []
+    for one in seen:
+        same = (one.config.method, one.config.quantization) == (method, quantization)
+        if one.device != target.name or one.model is None or not same:
+            continue
+        took = pace(resolve_model(one.model), one.config)
+        if took is not None:
+            step = one.accumulation * took.micro_s + took.rest_s
+            found.append(one.tokens_per_s * step / (one.accumulation * one.config.tokens))
+    return found
+
+
+def make_plan(
+    subject: Subject, *, headroom: float = 0.05, memory_gib: float | None = None, seen: Sequence[Sighting] = ()
+) -> Plan:
+    """The best configuration of the subject's space by the formulas, under the rule that chooses a winner.
+
+    Raises UsageError for a model or a card that they know nothing of.
+    """
+    limit = limit_of(subject.device, headroom, memory_gib)
+    baseline = next(
+        (one for config in subject.baselines() if (one := planned(subject, config, limit, seen)) and one.fits == FITS),
+        planned(subject, subject.baselines()[0], limit, seen),
+    )
+    if baseline is None:
+        raise UsageError(
+            f"there is no formula for {subject.model.config['model_type']} models",
+            remedy="probe it on a GPU: `autotune run`, or with --shallow-only if the GPU is too small",
+        )
+    space = subject.space
+    configs = dict.fromkeys(space.config(one) for one in islice(space.enumerate(), MOST))
+    found = {config: one for config in configs if (one := planned(subject, config, limit, seen)) is not None}
+    fitting = [one for one in found.values() if one.fits == FITS and one.tokens_per_s]
+    here = tuple(one for one in seen if one.device == subject.device.name)
+    plan = Plan(
+        subject=subject,
+        limit_gib=limit,
+        best=None,
+        baseline=baseline,
+        reason="nothing fits beyond doubt",
+        looked_at=len(configs),
+        of=space.size(),
+        seen=here,
+    )
+    if not fitting:
+        return plan
+    scored = [Scored(config=one.config, score=one.tokens_per_s or 0.0, headroom=-one.margin) for one in fitting]
+    winner, reason = choose(scored, subject.floors.slack)
+    return replace(plan, best=found[winner.config], reason=reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A micro batch of rows of this length: what it needs as it is, or with every layer recomputed."""
+
+    micro_batch_size: int
+    seq_len: int
+    plain: Planned
+    recomputed: Planned
+
+    @property
+    def shown(self) -> Planned:
+        """Without recomputation where that fits."""
+        return self.plain if self.plain.fits == FITS else self.recomputed
+
+
+def what_fits(
+    subject: Subject, base: TrainConfig, limit_gib: float, batches: Sequence[int], lengths: Sequence[int]
+) -> Iterator[Cell]:
+    """Row by row of the table of lengths and micro batches, the rest as in `base`."""
+    alone = replace(subject, workload=Workload(global_batch=2 * math.lcm(*batches)))
+    for length in lengths:
+        for size in batches:
+            config = replace(base, micro_batch_size=size, seq_len=length)
+            pair = [
+                planned(alone, replace(config, checkpointing=checkpointing), limit_gib)
+                for checkpointing in ("none", "full")
+            ]
+            if pair[0] is not None and pair[1] is not None:
+                yield Cell(micro_batch_size=size, seq_len=length, plain=pair[0], recomputed=pair[1])
+
+
+def smallest_card(
+    model: ModelSpec, config: TrainConfig, cards: Sequence[DeviceSpec], headroom: float
+) -> DeviceSpec | None:
+    """The one with the least memory on which it fits."""
+    need = footprint(model, config)
+    if need is None:
+        return None
+    sized = sorted((card for card in cards if card.memory_gib), key=lambda card: card.memory_gib or 0.0)
+    return next((card for card in sized if need.peak_reserved_gib * (1 + ERROR) <= limit_of(card, headroom)), None)

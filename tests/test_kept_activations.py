@@ -1,0 +1,86 @@
+"""What a layer keeps for its backward pass, counted on the autograd graph of real models, is what the formula says."""
+
+from typing import Any
+
+import pytest
+import torch
+from factories import TINY
+from torch.autograd.graph import saved_tensors_hooks
+
+from autotune.catalog import ModelSpec
+from autotune.config import TrainConfig
+from autotune.estimate import EAGER, Sizes, kept_bytes
+from autotune.probe.model import attach, build, decoder_layers
+from autotune.result import ProbeRequest
+
+pytestmark = [
+    pytest.mark.probe,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 asks it
+]
+
+SHAPES = (
+    {"hidden_size": 96, "intermediate_size": 144, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 16},
+    {"hidden_size": 96, "intermediate_size": 112, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8},
+)
+WAYS: list[dict[str, Any]] = [
+    {"precision": "bf16_mixed", "lora_rank": 8},
+    {"precision": "bf16_pure", "lora_rank": 4},
+    {"method": "full", "precision": "bf16_mixed"},
+    {"method": "full", "precision": "bf16_pure"},
+]
+
+
+def counted(model: dict[str, Any], config: TrainConfig) -> int:
+    """Bytes that the second of three layers keeps, beside the weights."""
+    device = torch.device("cpu")
+    resident = build(ProbeRequest(config=config, model=model, device="cpu", memory_gib=4.0), device)
+    trained = attach(resident, config, device, 0)
+    if config.method == "lora":
+        resident.base.get_input_embeddings().register_forward_hook(lambda module, args, made: made.requires_grad_(True))
+    known = {one.untyped_storage().data_ptr() for one in (*trained.parameters(), *trained.buffers())}
+    alive, kept, current = [], 0, -1
+
+    def enter(index: int) -> Any:
+        def hook(module: torch.nn.Module, args: Any) -> None:
+            nonlocal current
+            current = index
+
+        return hook
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            alive.append(tensor)  # or its address may come again
+            kept += storage.nbytes() if current == 1 else 0
+        return tensor
+
+    for index, layer in enumerate(decoder_layers(resident.base)):
+        layer.register_forward_pre_hook(enter(index))
+    tokens = torch.randint(0, 64, (config.micro_batch_size, config.seq_len))
+    with (
+        saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16_mixed"),
+    ):
+        trained.train()(input_ids=tokens, labels=tokens)
+    return kept
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.get('method', 'lora')}-{way['precision']}")
+@pytest.mark.parametrize("family", sorted(EAGER))
+def test_what_a_layer_keeps_of_a_token(family: str, way: dict[str, Any]) -> None:
+    attention = "eager" if family == "gemma2" else "sdpa"
+    for shape in SHAPES:
+        model = TINY | shape | {"model_type": family, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
+        model |= {"bos_token_id": 1, "eos_token_id": 2}
+        if family == "phi3":
+            model["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
+        sizes = Sizes.of(ModelSpec(name="tiny", config=model))
+        assert sizes is not None
+        small, large = (
+            TrainConfig(micro_batch_size=rows, seq_len=64, checkpointing="none", attention=attention, **way)
+            for rows in (2, 4)
+        )
+        more = large.tokens - small.tokens  # what does not grow with them is weights that were cast
+        assert (counted(model, large) - counted(model, small)) / more == kept_bytes(sizes, large)
