@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from autotune.config import TrainConfig
 from autotune.errors import NothingFits
-from autotune.judge import Subject
 from autotune.ladder import FAILED, Ladder
-from autotune.objective import leanest, performance
+from autotune.objective import leanest
 from autotune.result import Outcome, ProbeResult
 from autotune.space import SearchSpace
+from autotune.subject import Subject
 from autotune.units import fmt_gib
 
 
@@ -60,7 +60,7 @@ def nothing_fits(result: ProbeResult, subject: Subject) -> NothingFits:
         if result.measurement is not None:
             need = f"{least} of the {limit} there are (extrapolated from a few layers)"
     if result.measurement is not None:
-        speed = performance(result.config, [result.measurement], subject.workload).tokens_per_second
+        speed = subject.performance(result.config, [result.measurement]).tokens_per_second
         fast = f"; it would train {speed:,.0f} tokens/s here if it fitted"
     return NothingFits(
         f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}{fast}",

@@ -7,58 +7,17 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autotune.catalog import DeviceSpec, ModelSpec, Price
-from autotune.config import TrainConfig, digest_of
+from autotune.config import TrainConfig
 from autotune.lengths import SAYS
 from autotune.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
-from autotune.objective import AGAIN, Floors, Scored, capability, choose, performance, step_time_s, to_beat
+from autotune.objective import AGAIN, Scored, capability, choose, step_time_s, to_beat
 from autotune.projection import by_examples, project
 from autotune.recipe import Candidate, Recipe
 from autotune.result import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
-from autotune.space import SearchSpace
-from autotune.workload import Workload
+from autotune.subject import Subject
 
 # Measurements of one configuration that differ by more than this were disturbed; another then decides, as their median.
 DISAGREEMENT = 0.05
-
-# The configuration that guides give: it is measured first, and what the winner is compared with.
-BASELINE = TrainConfig(
-    method="lora",
-    micro_batch_size=8,
-    seq_len=1024,
-    lora_rank=16,
-    optimizer="adamw_torch_fused",
-    precision="bf16_mixed",
-    checkpointing="full",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is tuned for what: the facts that every number of the study depends on."""
-
-    study: str
-    model: ModelSpec
-    device: DeviceSpec
-    price: Price | None
-    workload: Workload
-    floors: Floors
-    space: SearchSpace
-    trainer: str = "transformers"
-
-    @property
-    def kin(self) -> str:
-        """Whose probes tell of this study's: those of the model, in the same trainer."""
-        return self.model.digest if self.trainer == "transformers" else digest_of([self.model.digest, self.trainer])
-
-    def baselines(self) -> list[TrainConfig]:
-        """The reference configuration clipped to the space, then with its micro batch halved, as a person would."""
-        methods = knob.choices() if (knob := self.space.knob("method")) else ("lora",)
-        wanted = BASELINE if "lora" in methods else replace(BASELINE, method="full")
-        first = self.space.config(self.space.clip(wanted))
-        sizes = knob.choices() if (knob := self.space.knob("micro_batch_size")) else (first.micro_batch_size,)
-        smaller = sorted((size for size in sizes if size <= first.micro_batch_size), reverse=True)
-        return [replace(first, micro_batch_size=size) for size in smaller]
 
 
 @dataclass(slots=True)
@@ -205,25 +164,24 @@ class Judge:
     def candidate(self, config: TrainConfig) -> Candidate:
         """Everything known of one configuration that was measured."""
         subject, measurements = self.subject, self._measurements(config.digest)
-        # With an fp8 base part of the arithmetic is at twice the rate: no one peak is its measure.
-        peak = None if config.quantization == "fp8" else subject.device.bf16_tflops or subject.device.fp16_tflops
-        speed = performance(
-            config,
-            measurements,
-            subject.workload,
-            flops_per_token=subject.model.flops_per_token(config.method, config.seq_len),
-            peak_tflops=peak,
-        )
+        speed = subject.performance(config, measurements)
         largest = max(measurements, key=lambda one: one.peak_reserved_gib)
-        power = largest.telemetry.power_w if largest.telemetry else None
-        cost = project(subject.workload, config, speed, subject.price, power)
+        cost = project(subject.workload, config, speed, subject.price, self._power_w(largest))
+        known = self._evidence(config)
+        told = known if subject.carried is None else Evidence.PROJECTED
         return Candidate(
             config=config,
             performance=speed,
             measurement=largest,
-            cost=replace(cost, evidence=self._evidence(config)),
-            evidence=self._evidence(config),
+            cost=replace(cost, evidence=told),
+            evidence=told,
+            memory_evidence=known,
         )
+
+    def _power_w(self, measurement: Measurement) -> float | None:
+        """Of the device; unknown where another card stood in for it."""
+        read = measurement.telemetry if self.subject.measured_on is None else None
+        return read.power_w if read else None
 
     def _evidence(self, config: TrainConfig) -> Evidence:
         known = config.digest in self.measured or config.digest in self.confirmed
@@ -241,7 +199,7 @@ class Judge:
             return None
         winner, reason = choose(pool, self.subject.floors.slack)
         subject, baseline, best = self.subject, self.baseline(), self.candidate(winner.config)
-        power = best.measurement.telemetry.power_w if best.measurement.telemetry else None
+        power = self._power_w(best.measurement)
         cells: dict[tuple[object, ...], TrainConfig] = {}
         for one in sorted(self._scored(all_known), key=lambda one: one.score):
             cells[_cell(one.config)] = one.config
@@ -279,7 +237,7 @@ class Judge:
         for digest, measurements in evidence.items():
             if digest in self.failed:
                 continue
-            speed = performance(self.configs[digest], measurements, self.subject.workload)
+            speed = self.subject.performance(self.configs[digest], measurements)
             headroom = 1.0 - max(one.peak_reserved_gib / one.limit_gib for one in measurements)
             pool.append(Scored(config=self.configs[digest], score=speed.tokens_per_second, headroom=headroom))
         return pool
@@ -308,6 +266,13 @@ class Judge:
             found.append(f"the lengths of the examples are {SAYS[lengths.source]}, not counted")
         if workload.examples_assumed:
             found.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
+        if (source := self.subject.measured_on) is not None and (carried := self.subject.carried) is not None:
+            low, high = carried.interval
+            found.append(
+                f"probed on {source.name} with its memory capped to what {self.subject.device.name} offers: memory is "
+                f"measured; speeds are projected, {carried.ratio:.3g} times those there ({low:.3g} to {high:.3g} in "
+                "80 % of cases); power, clocks and kernels are those of the card that probed"
+            )
         if self.subject.device.kind == "cpu":
             found.append(
                 "on a CPU, probes give large blocks of memory straight back to the kernel, so that peaks repeat; the "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.carry import Carried
 from autotune.config import TrainConfig, checkpoint_every
 from autotune.result import Measurement, Outcome, ProbeResult
 from autotune.space import Removal, SearchSpace
@@ -45,6 +46,17 @@ class Performance:
     step_time_s: float
     spread: tuple[float, float]
     mfu: float | None
+
+    def carried(self, to: Carried) -> "Performance":
+        """On another card. The spread of the steps and what is not known of the card add up; MFU is unknown."""
+        (low, high), (slower, faster) = self.spread, to.interval
+        return Performance(
+            samples_per_second=self.samples_per_second * to.ratio,
+            tokens_per_second=self.tokens_per_second * to.ratio,
+            step_time_s=self.step_time_s / to.ratio,
+            spread=(-math.hypot(low, to.ratio / faster - 1), math.hypot(high, to.ratio / slower - 1)),
+            mfu=None,
+        )
 
 
 def step_time_s(measurement: Measurement, accumulation: int) -> float:

@@ -16,11 +16,11 @@ from autotune.catalog.rows import load_data
 from autotune.config import TrainConfig
 from autotune.errors import UsageError
 from autotune.estimate import CONTEXT_GIB, ERROR, Footprint, footprint
-from autotune.judge import Subject
 from autotune.objective import Performance, Scored, choose
 from autotune.pace import REFERENCE, pace
 from autotune.projection import CostProjection, project
 from autotune.result import Evidence
+from autotune.subject import Subject
 from autotune.submission import Sighting
 from autotune.workload import Workload
 
@@ -72,7 +72,7 @@ def limit_of(device: DeviceSpec, headroom: float, memory_gib: float | None = Non
 
     Raises UsageError for a card whose memory is not known.
     """
-    offered = memory_gib or device.memory_gib
+    offered = memory_gib or device.usable_gib
     if offered is None or device.kind == "cpu":
         raise UsageError(
             f"no plan can be made for {device.name}: its memory is not known", remedy="name a GPU, or give --memory-gib"
@@ -146,6 +146,17 @@ def ratios(seen: Sequence[Sighting], target: DeviceSpec, method: str, quantizati
             step = one.accumulation * took.micro_s + took.rest_s
             found.append(one.tokens_per_s * step / (one.accumulation * one.config.tokens))
     return found
+
+
+def tightened(subject: Subject, seen: Sequence[Sighting]) -> Subject:
+    """The subject, its projection drawn to what was measured on the device, where another card stands in for it."""
+    source, method = subject.measured_on, subject.baselines()[0].method
+    quantization = subject.baselines()[0].quantization
+    known = ratios(seen, subject.device, method, quantization)
+    to_source = carry(resolve_device(REFERENCE), source) if source else None
+    if source is None or to_source is None or not known:
+        return subject
+    return replace(subject, carried=carry(source, subject.device, [ratio / to_source.ratio for ratio in known]))
 
 
 def make_plan(

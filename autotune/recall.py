@@ -1,12 +1,13 @@
 """A study's trials as people see them: from verdicts as they fall, and from what Optuna and our table remember."""
 
-from autotune.judge import Judge, Subject
+from autotune.judge import Judge
 from autotune.ladder import Verdict
-from autotune.objective import margins, score
+from autotune.objective import margins
 from autotune.recipe import Quality, StudySummary, TrialRow
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.search import Told
 from autotune.store import StoredProbe
+from autotune.subject import Subject
 
 
 def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
@@ -20,7 +21,7 @@ def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
         evidence=result.evidence,
         reused=verdict.reused,
         reason=result.reason,
-        tokens_per_second=score(result, subject.workload),
+        tokens_per_second=subject.score(result),
         peak_reserved_gib=measurement.peak_reserved_gib if measurement else None,
         limit_gib=measurement.limit_gib if measurement else result.oom.limit_gib if result.oom else None,
         margin=margins(result)["memory"] if measurement or result.oom else None,
@@ -80,7 +81,7 @@ def summarize(
     quality: Quality | None = None,
 ) -> StudySummary:
     """What the study says so far."""
-    price, recipe = judge.subject.price, judge.recipe(fingerprint)
+    price, recipe = judge.subject.search_price, judge.recipe(fingerprint)
     return StudySummary(
         study=judge.subject.study,
         recipe=recipe,

@@ -20,7 +20,8 @@ class Candidate:
     performance: Performance
     measurement: Measurement
     cost: CostProjection
-    evidence: Evidence = Evidence.MEASURED
+    evidence: Evidence = Evidence.MEASURED  # of speed and cost
+    memory_evidence: Evidence = Evidence.MEASURED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +211,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "telemetry": to_data(telemetry) if telemetry else None,
         "energy_j_per_token": None if power is None else power / speed.tokens_per_second,
         "evidence": candidate.evidence.value,
+        "memory_evidence": candidate.memory_evidence.value,
     }
 
 

@@ -11,28 +11,25 @@ from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
 
-from autotune import gpu
 from autotune.catalog import (
     DeviceSpec,
     ModelSpec,
     Price,
     find_price,
     load_prices,
-    match_device,
-    resolve_device,
     resolve_model,
 )
 from autotune.config import TrainConfig, checkpoints_some
 from autotune.dataset import dataset_lengths
 from autotune.errors import EnvironmentProblem, UsageError
-from autotune.judge import Subject
 from autotune.lengths import Lengths, read_lengths
 from autotune.objective import Floors, apply_floors
 from autotune.packing import packable
 from autotune.result import ModelShape
 from autotune.space import Removal, SearchSpace, load_space
 from autotune.spec import MAX_COUNT, StudySpec
-from autotune.units import fmt_gib
+from autotune.subject import Subject
+from autotune.target import Target
 from autotune.workload import Workload
 
 DEFAULT_TOKENS = 1024
@@ -53,36 +50,10 @@ class Setup:
     warnings: tuple[str, ...] = ()
 
 
-def find_device(name: str) -> tuple[DeviceSpec, gpu.GpuInfo | None]:
-    """The target device, which must be here.
-
-    Raises:
-        UsageError: no such GPU in the catalogue.
-        EnvironmentProblem: the GPU is not here; what is here is named.
-    """
-    wanted = None if name.strip().lower() == "auto" else resolve_device(name)
-    if wanted is not None and wanted.kind == "cpu":
-        return wanted, None
-    visible = gpu.first_visible()
-    here = [card for card in gpu.list_gpus() if visible in (card.index, card.uuid)]
-    if not here:
-        asked = "an NVIDIA GPU" if wanted is None else wanted.name
-        raise EnvironmentProblem(
-            f"{asked} was asked for, but there is no NVIDIA GPU here",
-            remedy="run on a machine that has it, or try the tool on the processor: --gpu cpu --model demo-3m",
-        )
-    card = here[0]
-    found = match_device(card.name, card.memory_gib) or _uncatalogued(card)
-    if wanted is not None and wanted.name != found.name:
-        raise EnvironmentProblem(
-            f"{wanted.name} was asked for, but the GPU here is {card.name} ({found.name}, {fmt_gib(card.memory_gib)})",
-            remedy=f"give --gpu {found.name} (or auto), or run where there is {wanted.name}",
-        )
-    return found, card
-
-
-def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Setup:
+def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Setup:
     """Resolve and narrow. `say` is told while examples are read. Raises UsageError for what cannot be."""
+    target = target if isinstance(target, Target) else Target(device=target)
+    device = target.device
     model = resolve_model(spec.model)
     space = load_space(spec.space or ("cpu" if device.kind == "cpu" else "default"))
     lengths = space.knob("seq_len")
@@ -97,6 +68,9 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
     global_batch = _global_batch(spec, space, model, known)
     space, removed = _possible(space, device, model, global_batch)
     removals += removed
+    if target.here is not None and not target.here.supports_fp8:
+        space, removed = space.narrow("quantization", lambda base: base != "fp8", f"{target.here.name} cannot try it")
+        removals += removed
     if spec.trainer == "trl":
         space, removed = _in_trl(space)
         removals += removed
@@ -121,7 +95,7 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
     removals += removed
     reserve, _ = packable(reserve, workload, model.config["model_type"])
     subject = Subject(
-        study=spec.study or f"{device.name}-{model.short}-{space.name}".lower(),
+        study=spec.study or f"{_where(target)}-{model.short}-{space.name}".lower(),
         model=model,
         device=device,
         price=_price(spec, device),
@@ -129,6 +103,8 @@ def set_up(spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lam
         floors=floors,
         space=space,
         trainer=spec.trainer,
+        measured_on=target.here,
+        carried=target.carried,
     )
     return Setup(subject=subject, reserve=reserve, removals=tuple(removals), warnings=tuple(warnings))
 
@@ -341,6 +317,10 @@ def _lengths(spec: StudySpec, model: ModelSpec, usual: int, say: Callable[[str],
     return Lengths.constant(given, "given") if given else Lengths.constant(usual, "assumed")
 
 
+def _where(target: Target) -> str:
+    return target.device.name if target.here is None else f"{target.device.name}-by-{target.here.name}"
+
+
 def _price(spec: StudySpec, device: DeviceSpec) -> Price | None:
     if spec.price is None:
         return find_price(device.name, load_prices(Path(expanduser(spec.prices))) if spec.prices else ())
@@ -352,24 +332,4 @@ def _price(spec: StudySpec, device: DeviceSpec) -> Price | None:
         count=1,
         as_of=None,
         source="--price",
-    )
-
-
-def _uncatalogued(card: gpu.GpuInfo) -> DeviceSpec:
-    """A card that the catalogue does not know: its rates are unknown, not guessed."""
-    return DeviceSpec(
-        name=re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-"),
-        vendor="nvidia",
-        arch="unknown",
-        compute_capability=card.compute_capability,
-        memory_gib=card.memory_gib,
-        memory_source="NVML",
-        bandwidth_gb_s=None,
-        bf16_tflops=None,
-        fp16_tflops=None,
-        fp8_tflops=None,
-        fp32_tflops=None,
-        tdp_w=None,
-        source="NVML",
-        as_of=None,
     )

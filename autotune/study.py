@@ -15,15 +15,16 @@ from autotune.climb import MAKES_ROOM, ORDER, TOO_LARGE, move, sizes
 from autotune.config import TrainConfig
 from autotune.depth import Extrapolation
 from autotune.errors import Cancelled
-from autotune.judge import DISAGREEMENT, Judge, Subject
+from autotune.judge import DISAGREEMENT, Judge
 from autotune.ladder import Ladder, Promise, Verdict
 from autotune.numerics import REFERENCE
-from autotune.objective import Scored, margins, more_capable, performance, score, to_beat
+from autotune.objective import Scored, margins, more_capable, to_beat
 from autotune.recall import recall, row_of
 from autotune.recipe import TrialRow
 from autotune.result import Outcome
 from autotune.search import Asked, Search
 from autotune.store import StoredProbe
+from autotune.subject import Subject
 
 CLIMBED = "climbed"  # under which a study remembers which trials were
 WORTHWHILE = 0.01  # relative gain from which on a climb moves
@@ -224,7 +225,7 @@ class Study:
         return f"{speed:,.0f} tokens/s foretold (within {foretold.time_error:.0%}), {bar:,.0f} are to be beaten"
 
     def _speed(self, config: TrainConfig, foretold: Extrapolation) -> float:
-        return performance(config, [foretold.measurement], self.subject.workload).tokens_per_second
+        return self.subject.performance(config, [foretold.measurement]).tokens_per_second
 
     def _step(self, promise: Promise | None) -> TrialRow:
         """One trial, all the way."""
@@ -396,5 +397,5 @@ class Study:
 
     def _tell(self, number: int, verdict: Verdict) -> None:
         result = verdict.result
-        value = score(result, self.subject.workload)
+        value = self.subject.score(result)
         self.search.tell(number, result.outcome, value, margins(result), reused=verdict.reused, reason=result.reason)

@@ -30,7 +30,6 @@ from search_table import SPACE, TABLE, WORKLOAD, Charges, Table, request_of
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
 from autotune.files import write_atomic
-from autotune.judge import Subject
 from autotune.ladder import Ladder
 from autotune.objective import Floors, score
 from autotune.probe.launcher import WorkerProber
@@ -39,6 +38,7 @@ from autotune.result import ModelShape, Outcome, ProbeRequest, ProbeResult, from
 from autotune.search import Search, distribution
 from autotune.store import ProbeStore
 from autotune.study import Limits, Study
+from autotune.subject import Subject
 
 WITHIN = 0.02
 LONGEST_S = 3600.0

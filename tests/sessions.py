@@ -13,7 +13,6 @@ from replay import Answers, ReplayProber, machine
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
-from autotune.judge import Subject
 from autotune.ladder import Ladder
 from autotune.lengths import Lengths
 from autotune.objective import Floors
@@ -24,6 +23,7 @@ from autotune.search import Search
 from autotune.space import Knob, SearchSpace
 from autotune.store import ProbeStore
 from autotune.study import Limits, Study
+from autotune.subject import Subject
 from autotune.workload import Workload
 
 

@@ -17,9 +17,9 @@ PACKAGE = ROOT / "autotune"
 # A module imports only from layers above its own, or from its own package. `catalog`, `report`, ... are packages.
 LAYERS = [
     "errors", "units", "files", "gpu", "config", "foreign", "catalog", "result", "depth", "space", "climb", "lengths",
-    "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing", "projection",
-    "recipe", "submission", "judge", "plan", "store", "ladder", "footing", "search", "recall", "study", "spec", "setup",
-    "probe", "report", "export", "quality", "commands", "cli",
+    "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing", "subject",
+    "projection", "recipe", "submission", "judge", "plan", "store", "ladder", "footing", "search", "recall", "study",
+    "spec", "target", "setup", "probe", "report", "export", "quality", "commands", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...

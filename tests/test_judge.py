@@ -7,11 +7,12 @@ from factories import FINGERPRINT, measurement
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
-from autotune.judge import BASELINE, Judge, Subject
+from autotune.judge import Judge
 from autotune.lengths import Lengths
 from autotune.objective import Floors
 from autotune.result import Telemetry
 from autotune.space import load_space
+from autotune.subject import BASELINE, Subject
 from autotune.workload import Workload
 
 GIVEN = Workload(examples=3200, lengths=Lengths.constant(1024), examples_assumed=False)

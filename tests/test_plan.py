@@ -14,10 +14,10 @@ from autotune.commands import plan as command
 from autotune.config import TrainConfig
 from autotune.errors import NothingFits, UsageError
 from autotune.estimate import CONTEXT_GIB
-from autotune.judge import BASELINE
 from autotune.plan import FITS, OOM, TIGHT, limit_of, make_plan, planned, published, ratios, smallest_card, what_fits
 from autotune.result import Evidence
 from autotune.spec import StudySpec
+from autotune.subject import BASELINE
 from autotune.submission import Sighting
 
 A10, H100 = resolve_device("a10"), resolve_device("h100")

@@ -14,11 +14,11 @@ from autotune.commands.session import open_study
 from autotune.config import TrainConfig
 from autotune.errors import Cancelled, NothingFits, TooManyFailures, UsageError
 from autotune.footing import find_footing
-from autotune.judge import Subject
 from autotune.recipe import TrialRow
 from autotune.result import Outcome, ProbeRequest, ProbeResult, to_data
 from autotune.search import Search
 from autotune.space import Knob, SearchSpace
+from autotune.subject import Subject
 
 # Sessions that are cut off
 

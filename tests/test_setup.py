@@ -7,38 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from autotune import gpu
 from autotune.catalog import resolve_device
-from autotune.errors import EnvironmentProblem, UsageError
-from autotune.gpu import GpuInfo
-from autotune.judge import BASELINE
+from autotune.errors import UsageError
 from autotune.lengths import Lengths
 from autotune.result import ModelShape
-from autotune.setup import find_device, open_reserve, set_up, slug, suit
+from autotune.setup import open_reserve, set_up, slug, suit
 from autotune.spec import StudySpec
+from autotune.subject import BASELINE
 
 CPU = resolve_device("cpu")
 H200 = resolve_device("h200")
-
-
-def card(index: int = 0, name: str = "NVIDIA H200", memory_gib: float = 140.4, uuid: str = "GPU-0") -> GpuInfo:
-    return GpuInfo(
-        index=index,
-        uuid=uuid,
-        name=name,
-        memory_gib=memory_gib,
-        used_gib=0.5,
-        compute_capability="9.0",
-        driver="580",
-        processes=(),
-    )
-
-
-@pytest.fixture
-def cards(monkeypatch):
-    """Sets the cards of this machine."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return lambda *found: monkeypatch.setattr(gpu, "list_gpus", lambda: list(found))
 
 
 @pytest.fixture
@@ -56,65 +34,6 @@ def installed(monkeypatch):
 
     pretend("bitsandbytes")
     return pretend
-
-
-# --- the device
-
-
-@pytest.mark.parametrize("name", ["cpu", "CPU", " cpu "])
-def test_the_processor_needs_no_card(cards, name):
-    cards(card())
-    assert find_device(name) == (CPU, None)
-
-
-@pytest.mark.parametrize("name", ["auto", "Auto", "h200", "H200-SXM", "NVIDIA H200"])
-def test_the_card_here(cards, name):
-    cards(card())
-    assert find_device(name) == (H200, card())
-
-
-def test_no_card(cards):
-    cards()
-    with pytest.raises(EnvironmentProblem, match="an NVIDIA GPU was asked for, but there is no NVIDIA GPU here"):
-        find_device("auto")
-    with pytest.raises(EnvironmentProblem, match=r"^h200-sxm was asked for, but there is no NVIDIA GPU") as caught:
-        find_device("h200")
-    assert "--gpu cpu --model demo-3m" in caught.value.remedy
-
-
-def test_another_card(cards):
-    cards(card(name="NVIDIA A10", memory_gib=22.5))
-    with pytest.raises(EnvironmentProblem) as caught:
-        find_device("h200")
-    assert str(caught.value) == "h200-sxm was asked for, but the GPU here is NVIDIA A10 (a10, 22.5 GiB)"
-    assert caught.value.remedy.startswith("give --gpu a10 (or auto)")
-
-
-def test_an_unknown_name_is_told_before_the_machine_is_looked_at(cards):
-    cards()
-    with pytest.raises(UsageError, match="unknown gpu 'a10x'; did you mean 'a10"):
-        find_device("a10x")
-
-
-@pytest.mark.parametrize(
-    ("visible", "index"), [("1", 1), ("1,0", 1), (" 0 ", 0), ("GPU-b", 1), ("", None), ("-1", None), ("7", None)]
-)
-def test_only_the_visible_card_counts(cards, monkeypatch, visible, index):
-    cards(card(0, uuid="GPU-a"), card(1, uuid="GPU-b"))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if index is None:
-        with pytest.raises(EnvironmentProblem):
-            find_device("auto")
-    else:
-        assert find_device("auto")[1].index == index
-
-
-def test_a_card_that_nobody_catalogued_has_no_guessed_rates(cards):
-    cards(card(name="NVIDIA H999 (Super) 1TB", memory_gib=1000.0))
-    device, _ = find_device("auto")
-    assert (device.name, device.memory_gib, device.kind) == ("nvidia-h999-super-1tb", 1000.0, "cuda")
-    assert (device.bf16_tflops, device.tdp_w, device.bandwidth_gb_s) == (None, None, None)
-    assert device.supports_bf16
 
 
 # --- the subject

@@ -14,13 +14,14 @@ from replay import ReplayProber
 from sessions import BASELINE, Session, by_tokens, space, subject_of
 
 from autotune.config import TrainConfig
-from autotune.judge import Judge, Subject
+from autotune.judge import Judge
 from autotune.ladder import Ladder
 from autotune.objective import Floors
 from autotune.result import Evidence, ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.search import Search
 from autotune.store import ProbeStore
 from autotune.study import Limits, Study
+from autotune.subject import Subject
 
 SPACE = space(micro_batch_size=(4, 8), seq_len=(256,), lora_rank=(16, 32), checkpointing=("none", "full"))
 Open = Callable[..., Session]

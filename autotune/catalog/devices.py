@@ -15,6 +15,9 @@ from autotune.errors import UsageError, did_you_mean
 # of the marketed GB taken as GiB (H100 0.9956, H200 0.9957, A100 1.0).
 GIB_PER_MARKETED_GB = 0.99
 
+# What a process can have of nvidia-smi's total: 0.996 of it on an H200, 0.97 to 0.98 on a T4, an L4 and an A10.
+USABLE = 0.98
+
 # How far a candidate's memory may be from the one seen: torch sees 3 % less than nvidia-smi (14.6 of a T4's 15.0).
 MEMORY_TOLERANCE = 0.1
 
@@ -46,6 +49,11 @@ class DeviceSpec:
     def kind(self) -> str:
         """`cpu`, or `cuda` for every GPU (torch's ROCm build says cuda too)."""
         return "cpu" if self.name == "cpu" else "cuda"
+
+    @property
+    def usable_gib(self) -> float | None:
+        """What tensors, CUDA context and headroom may take together."""
+        return None if self.memory_gib is None else self.memory_gib * USABLE
 
     @property
     def supports_bf16(self) -> bool:

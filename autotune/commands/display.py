@@ -8,12 +8,18 @@ from datetime import date
 from typing import Any
 
 from autotune.catalog import age
-from autotune.recipe import StudySummary, TrialRow
+from autotune.recipe import Candidate, StudySummary, TrialRow
 from autotune.result import Evidence, Outcome, Rung
 from autotune.setup import Setup
 from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 
 _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
+
+
+def _evidence(one: Candidate) -> str:
+    if one.evidence is one.memory_evidence:
+        return one.evidence
+    return f"speed {one.evidence}, memory {one.memory_evidence}"
 
 
 class Display(AbstractContextManager["Display"]):
@@ -52,7 +58,8 @@ class Display(AbstractContextManager["Display"]):
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None) -> None:
         """What is about to happen, before any GPU time is spent."""
         subject, workload = setup.subject, setup.subject.workload
-        space, price, device = subject.space, subject.price, subject.device
+        space, price, device = subject.space, subject.search_price, subject.device
+        here = f", by {subject.measured_on.name} under a cap" if subject.measured_on else ""
         examples = f"{workload.examples:,} examples" + (" (assumed)" if workload.examples_assumed else "")
         budget = fmt_seconds(self._budget_s) + (f" or {trials} trials in all" if trials else "")
         if price is None:
@@ -66,7 +73,7 @@ class Display(AbstractContextManager["Display"]):
         lines = {
             "study": subject.study,
             "model": f"{subject.model.name}, " + ("local weights" if subject.model.weights else "random weights"),
-            "device": f"{device.name}, {fmt_gib(fits_gib)} before headroom and context",
+            "device": f"{device.name}{here}, {fmt_gib(fits_gib)} before headroom and context",
             "workload": f"{examples} x {workload.epochs} epoch(s), global batch {workload.global_batch} examples",
             "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",
@@ -123,7 +130,7 @@ class Display(AbstractContextManager["Display"]):
             self._print(
                 f"{name:<9} {fmt_count(speed.tokens_per_second)} tokens/s, {speed.samples_per_second:.3g} samples/s, "
                 f"step {fmt_seconds(speed.step_time_s)}, {fmt_gib(memory.peak_reserved_gib)} of "
-                f"{fmt_gib(memory.limit_gib)}{mfu}  [{one.evidence}]"
+                f"{fmt_gib(memory.limit_gib)}{mfu}  [{_evidence(one)}]"
             )
         if recipe.speedup is not None:
             self._print(f"speed-up  {recipe.speedup:.2f} times the baseline [{winner.evidence}]")

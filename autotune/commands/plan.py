@@ -10,15 +10,18 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, age, resolve_device
 from autotune.commands.catalogs import print_json, print_table
+from autotune.commands.session import DEFAULT_ROOT
 from autotune.config import TrainConfig
 from autotune.errors import EnvironmentProblem, NothingFits, UsageError
-from autotune.judge import BASELINE, Subject
 from autotune.plan import FITS, TIGHT, Cell, Plan, Planned, make_plan, published, what_fits
-from autotune.setup import Setup, find_device, open_reserve, set_up
+from autotune.setup import Setup, open_reserve, set_up
 from autotune.spec import StudySpec
+from autotune.subject import BASELINE, Subject
 from autotune.submission import Sighting, load_evidence
+from autotune.target import find_target
 from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 
+EVIDENCE = DEFAULT_ROOT / "evidence"
 BATCHES = (1, 2, 4, 8, 16, 32)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HOW_SURE = (
@@ -53,7 +56,7 @@ def target(gpu: str) -> DeviceSpec:
     if gpu.strip().lower() != "auto":
         return resolve_device(gpu)
     try:
-        return find_device(gpu)[0]
+        return find_target(gpu).device
     except EnvironmentProblem:
         raise UsageError("which GPU? There is none here", remedy="name one: --gpu a10 (`autotune gpus`)") from None
 

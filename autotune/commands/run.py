@@ -21,12 +21,12 @@ from autotune.commands.session import facts_of, out_dir, quality_of, storage_url
 from autotune.config import TrainConfig
 from autotune.depth import depths
 from autotune.errors import AutotuneError, Cancelled, EnvironmentProblem, Interrupted, TooManyFailures, UsageError
-from autotune.gpu import GpuInfo
 from autotune.probe.launcher import WorkerProber
 from autotune.recipe import Quality, StudySummary, TrialRow
 from autotune.result import ProbeRequest, to_data
-from autotune.setup import Setup, find_device, open_reserve, set_up, suit
+from autotune.setup import Setup, open_reserve, set_up, suit
 from autotune.spec import StudySpec
+from autotune.target import Target, find_target
 from autotune.units import fmt_gib, parse_duration
 
 FOREIGN_GIB = 0.5  # memory that others hold on the card is worth a warning from here on
@@ -63,7 +63,7 @@ class Task:
 
     spec: StudySpec
     setup: Setup
-    card: GpuInfo | None  # None on a CPU
+    target: Target
     url: str
     out: Path
     started: float
@@ -80,7 +80,7 @@ def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False) -> None:
     with (
         stop.listening(),
         _alone(task.out, task.study),
-        WorkerProber("cpu" if task.card is None else "cuda", task.out / "logs", should_stop=stop) as prober,
+        WorkerProber("cpu" if task.target.card is None else "cuda", task.out / "logs", should_stop=stop) as prober,
         Display(budget_s=task.budget_s, quiet=quiet) as display,
     ):
         prober.launch()  # imports torch meanwhile
@@ -101,10 +101,15 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
         budget_s = parse_duration(spec.budget)
     except ValueError as error:
         raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
-    device, card = find_device(spec.gpu)
+    target = find_target(spec.gpu)
     if spec.quality and spec.shallow_only:
         raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
-    setup = set_up(spec, device, (lambda text: None) if quiet else partial(print, file=sys.stderr))
+    setup = set_up(spec, target, (lambda text: None) if quiet else partial(print, file=sys.stderr))
+    if target.here is not None:
+        from autotune.commands.plan import EVIDENCE, sightings
+        from autotune.plan import tightened
+
+        setup = replace(setup, subject=tightened(setup.subject, sightings(EVIDENCE)))
     if spec.quality:
         from autotune.quality import impossible
 
@@ -119,7 +124,7 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
         setup = replace(setup, subject=replace(setup.subject, study=_unused(setup.subject.study, url)))
     out = out_dir(spec.out, setup.subject.study).absolute()
     prepare(out)
-    return Task(spec=spec, setup=setup, card=card, url=url, out=out, started=started, budget_s=budget_s)
+    return Task(spec=spec, setup=setup, target=target, url=url, out=out, started=started, budget_s=budget_s)
 
 
 def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_json: bool) -> None:
@@ -137,7 +142,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     facts = stored_facts(task.url, name) or {}
     display.say("starting the probe worker")
     fingerprint = prober.fingerprint
-    memory_gib = _memory(spec, task.card, prober.memory_gib, display)
+    memory_gib = _memory(spec, task.target, prober.memory_gib, display)
     model = setup.subject.model
     shape = prober.describe(model.config)
     if spec.shallow_only and (shape is None or depths(shape, None) is None):
@@ -267,8 +272,9 @@ def _unused(name: str, url: str) -> str:
     return next(one for one in (name, *(f"{name}-{number}" for number in range(2, 10_000))) if one not in taken)
 
 
-def _memory(spec: StudySpec, card: GpuInfo | None, total_gib: float, display: Display) -> float:
-    """What the device offers, GiB: all of it less what others hold, or what --memory-gib allows."""
+def _memory(spec: StudySpec, target: Target, total_gib: float, display: Display) -> float:
+    """What the device offers, GiB: all of it less what others hold, what --memory-gib allows, or what another has."""
+    card = target.card
     if card is None:
         offered = round(total_gib * 0.8, 1)  # the host's other work needs some
     else:
@@ -280,6 +286,13 @@ def _memory(spec: StudySpec, card: GpuInfo | None, total_gib: float, display: Di
             )
             display.note(f"others hold {fmt_gib(held)} of this GPU: {names or 'no process is named'}", "yellow")
         offered = round(total_gib - held, 2)
+    if target.cap_gib is not None:
+        if target.cap_gib > offered:
+            raise EnvironmentProblem(
+                f"{target.device.name} offers {fmt_gib(target.cap_gib)}, and {fmt_gib(offered)} are free here",
+                remedy="end what holds the GPU's memory, or run on another card",
+            )
+        offered = round(target.cap_gib, 2)
     if spec.memory_gib is None:
         return offered
     if spec.memory_gib > offered and not spec.shallow_only:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UsageError
-from autotune.judge import Subject
 from autotune.recipe import Quality, StudySummary
 from autotune.result import Fingerprint, from_data, to_data
 from autotune.setup import slug
+from autotune.subject import Subject
 
 DEFAULT_ROOT = Path("runs")
 
@@ -45,6 +45,7 @@ def facts_of(subject: Subject, fingerprint: Fingerprint, *, memory_gib: float, h
         "model digest": subject.model.digest,
         "weights": subject.model.weights is not None,
         "device": subject.device.name,
+        "measured on": subject.measured_on.name if subject.measured_on else subject.device.name,
         "trainer": subject.trainer,
         "workload": subject.workload.facts(),
         "memory in GiB": round(memory_gib),  # neighbours on the card move it a little

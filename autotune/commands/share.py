@@ -3,13 +3,12 @@
 from datetime import date
 from pathlib import Path
 
-from autotune.commands.session import DEFAULT_ROOT, open_study, storage_url
+from autotune.commands.plan import EVIDENCE
+from autotune.commands.session import open_study, storage_url
 from autotune.errors import NothingFits
 from autotune.files import write_atomic
 from autotune.submission import read_submission, store_submission, submission_of
 from autotune.units import fmt_count, fmt_gib
-
-EVIDENCE = DEFAULT_ROOT / "evidence"
 
 
 def submit(name: str | None, storage: str | None, out: Path | None) -> None:

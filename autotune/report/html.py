@@ -128,7 +128,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
             label="Peak reserved memory",
             value=fmt_gib(peak.peak_reserved_gib),
             note=f"{free:.0%} free of a limit of {fmt_gib(peak.limit_gib)}",
-            evidence=winner.evidence,
+            evidence=winner.memory_evidence,
         ),
         Stat(
             label="Cost of this search",
