@@ -23,6 +23,49 @@ MAX_COUNT = 10**15  # no study is as large; beyond it the projection's arithmeti
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What others printed of a configuration: tokens/s count whole rows, `s_per_step` an optimizer step.
+
+    `peak_gb` is 10**9 bytes as nvidia-smi's users write it, all of the process; `peak_gib` what torch says.
+    """
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    s_per_step: float | None = None
+    peak_gib: float | None = None
+    peak_gb: float | None = None
+    outcome: str = "ok"
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_s", "samples_per_s", "s_per_step", "peak_gib", "peak_gb"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} cannot be {value!r}")
+        if self.outcome not in ("ok", "oom"):
+            raise ValueError(f"outcome is ok or oom, not {self.outcome!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One configuration of a suite: its knobs beside those of `pins`, and `accumulation` micro batches a step."""
+
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
+
+    name: str
+    knobs: dict[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    accumulation: int = 1
+    published: Published = Published()
+
+    def __post_init__(self) -> None:
+        if not self.name.isprintable():
+            raise ValueError(f"name cannot be {self.name!r}")
+        if not 1 <= self.accumulation <= MAX_COUNT:
+            raise ValueError(f"accumulation cannot be {self.accumulation!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StudySpec:
     """One study as a person asks for it. Field names are the YAML keys, and the flags with dashes."""
 
@@ -33,6 +76,7 @@ class StudySpec:
     space: str | None = None
     trainer: str = "transformers"
     pins: dict[str, Any] = field(default_factory=dict)
+    configs: tuple[Case, ...] = ()  # to be probed as they are, instead of a search
     examples: int | None = None
     epochs: int = 1
     tokens_per_example: int | None = None
@@ -92,6 +136,9 @@ class StudySpec:
         for name, fine in checks.items():
             if not fine:
                 raise ValueError(f"{name} cannot be {getattr(self, name)!r}")
+        names = [case.name for case in self.configs]
+        if len(set(names)) < len(names):
+            raise ValueError("configs have names of their own: one stands twice")
         if self.tokens is not None and self.examples is not None:
             raise ValueError("give examples or tokens, not both")
         if self.global_batch is not None and self.global_batch_tokens is not None:

@@ -19,7 +19,7 @@ LAYERS = [
     "errors", "units", "files", "gpu", "config", "foreign", "catalog", "result", "depth", "space", "climb", "lengths",
     "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing", "subject",
     "projection", "recipe", "submission", "judge", "plan", "store", "ladder", "footing", "search", "recall", "study",
-    "spec", "target", "setup", "probe", "report", "export", "quality", "commands", "cli",
+    "spec", "suite", "target", "setup", "probe", "report", "export", "quality", "commands", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...

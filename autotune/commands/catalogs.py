@@ -73,6 +73,7 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
     """`columns`: heading -> how its cells are justified."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
@@ -81,7 +82,7 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
     for heading, justify in columns.items():
         table.add_column(heading, justify=justify, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # no markup: names may hold brackets
     console.print(table)
 
 

@@ -13,7 +13,7 @@ from autotune.commands.catalogs import print_json, print_table
 from autotune.commands.session import DEFAULT_ROOT
 from autotune.config import TrainConfig
 from autotune.errors import EnvironmentProblem, NothingFits, UsageError
-from autotune.plan import FITS, TIGHT, Cell, Plan, Planned, make_plan, published, what_fits
+from autotune.plan import FITS, TIGHT, Cell, Plan, Planned, limit_of, make_plan, published, what_fits
 from autotune.setup import Setup, open_reserve, set_up
 from autotune.spec import StudySpec
 from autotune.subject import BASELINE, Subject
@@ -37,6 +37,9 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         UsageError: what cannot be, or no formula knows.
         NothingFits: no configuration of the space.
     """
+    if spec.configs:
+        _suite(spec, sightings(evidence), as_json=as_json)
+        return
     made = plan_of(spec, target(spec.gpu), sightings(evidence))
     subject = made.subject
     tables = {label(base): cells(subject, base, made.limit_gib) for base in bases(subject)}
@@ -49,6 +52,20 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
             f"nothing in the search space surely fits {subject.device.name}",
             remedy="take a larger GPU (`autotune compare --gpus ...`), --space qlora, or a shorter --seq-len",
         )
+
+
+def _suite(spec: StudySpec, seen: tuple[Sighting, ...], *, as_json: bool) -> None:
+    """The named configurations, beside what was published of them."""
+    from autotune.commands.suite import estimate
+    from autotune.suite import COLUMNS
+
+    subject = subject_of(replace(spec, pins={}, configs=()), target(spec.gpu))
+    told = estimate(spec, subject, limit_of(subject.device, spec.headroom, spec.memory_gib), seen)
+    if as_json:
+        print_json([one.data() for one in told])
+    else:
+        print(f"{subject.device.name}. Nothing was measured here. Estimated: {HOW_SURE}.")
+        print_table(None, dict(COLUMNS), [one.cells() for one in told])
 
 
 def target(gpu: str) -> DeviceSpec:

@@ -38,8 +38,6 @@ def prices(gpu: str | None, own: Path | None, live: bool, as_json: bool) -> None
 
 
 def _print(rows: Sequence[Price], today: date) -> None:
-    from rich.markup import escape
-
     print_table(
         "USD for an hour of one GPU (seeds, not quotes; a file of your own with --prices, today's offers with --live)",
         {"GPU": "left", "provider": "left", "GPUs": "right", "on demand": "right", "spot": "right"}
@@ -47,12 +45,12 @@ def _print(rows: Sequence[Price], today: date) -> None:
         [
             (
                 row.device,
-                escape(row.provider),
+                row.provider,
                 str(row.count),
                 fmt_usd(row.usd_per_hour),
                 DASH if row.spot_usd_per_hour is None else fmt_usd(row.spot_usd_per_hour),
-                escape(age(row.as_of, today)),
-                escape(row.source if row.quotable else f"{row.source} (a reference, not a quote)"),
+                age(row.as_of, today),
+                row.source if row.quotable else f"{row.source} (a reference, not a quote)",
             )
             for row in rows
         ],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from autotune.commands.display import Display
 from autotune.commands.outputs import TrialLog, prepare, write_study
@@ -28,6 +28,9 @@ from autotune.setup import Setup, open_reserve, set_up, suit
 from autotune.spec import StudySpec
 from autotune.target import Target, find_target
 from autotune.units import fmt_gib, parse_duration
+
+if TYPE_CHECKING:
+    from autotune.store import ProbeStore
 
 FOREIGN_GIB = 0.5  # memory that others hold on the card is worth a warning from here on
 
@@ -104,7 +107,10 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
     target = find_target(spec.gpu)
     if spec.quality and spec.shallow_only:
         raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
-    setup = set_up(spec, target, (lambda text: None) if quiet else partial(print, file=sys.stderr))
+    if spec.configs and (spec.quality or spec.shallow_only):
+        raise UsageError("configs are probed as they are", remedy="leave --quality and --shallow-only out")
+    searched = replace(spec, pins={}, configs=()) if spec.configs else spec
+    setup = set_up(searched, target, (lambda text: None) if quiet else partial(print, file=sys.stderr))
     if target.here is not None:
         from autotune.commands.plan import EVIDENCE, sightings
         from autotune.plan import tightened
@@ -121,7 +127,8 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
             raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
     url = storage_url(spec.storage)
     if spec.study is None:
-        setup = replace(setup, subject=replace(setup.subject, study=_unused(setup.subject.study, url)))
+        name = setup.subject.study if not spec.configs else f"{setup.subject.study}-suite"
+        setup = replace(setup, subject=replace(setup.subject, study=name if spec.configs else _unused(name, url)))
     out = out_dir(spec.out, setup.subject.study).absolute()
     prepare(out)
     return Task(spec=spec, setup=setup, target=target, url=url, out=out, started=started, budget_s=budget_s)
@@ -143,6 +150,9 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     display.say("starting the probe worker")
     fingerprint = prober.fingerprint
     memory_gib = _memory(spec, task.target, prober.memory_gib, display)
+    if spec.configs:
+        _suite(task, prober, store, memory_gib, display, stop, as_json=as_json)
+        return
     model = setup.subject.model
     shape = prober.describe(model.config)
     if spec.shallow_only and (shape is None or depths(shape, None) is None):
@@ -262,6 +272,31 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         raise TooManyFailures(
             "no configuration came through", remedy=f"see {_short(out)}/oom_report.md and {_short(out)}/logs"
         )
+
+
+def _suite(
+    task: Task,
+    prober: WorkerProber,
+    store: "ProbeStore",
+    memory_gib: float,
+    display: Display,
+    stop: Stop,
+    *,
+    as_json: bool,
+) -> None:
+    """Probe the named configurations, and print them beside what was published."""
+    from autotune.commands.catalogs import print_table
+    from autotune.commands.suite import probe
+    from autotune.suite import COLUMNS
+
+    say = display.say
+    subject, out = task.setup.subject, task.out
+    told = probe(task.spec, subject, prober, store, out, memory_gib=memory_gib, say=say, should_stop=stop)
+    if as_json:
+        sys.stdout.write(json.dumps([one.data() for one in told]) + "\n")
+    else:
+        print_table(None, dict(COLUMNS), [one.cells() for one in told])
+        display.note(f"written: {_short(out)}/suite.md and suite.json")
 
 
 def _unused(name: str, url: str) -> str:
