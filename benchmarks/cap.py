@@ -1,0 +1,107 @@
+"""Does a larger card under a cap give the verdicts of the card that it stands in for?
+
+Each configuration is probed under the cap of an A10, as `autotune run --gpu a10` does it, and without one. What it
+reserved without, and the context, say whether it would fit; where that is further than 2 % from the limit, the probe
+under the cap must have said the same. Half of the configurations are the published suite of the A10, half lie around
+its memory by the formula of `autotune plan`.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import save, table
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.config import TrainConfig
+from autotune.probe.launcher import WorkerProber
+from autotune.result import Outcome, ProbeRequest
+from autotune.spec import make_spec
+
+TARGET, HEADROOM, BAND = "a10", 0.05, 0.02
+SUITE = Path(__file__).parent.parent / "studies" / "a10-mistral-7b.yaml"
+AROUND: list[tuple[str, dict[str, Any]]] = [
+    ("mistral-7b", {"micro_batch_size": 8, "seq_len": 1024}),
+    ("mistral-7b", {"micro_batch_size": 16, "seq_len": 512, "loss": "chunked", "lora_rank": 64}),
+    ("mistral-7b", {"micro_batch_size": 2, "seq_len": 512, "checkpointing": "none", "precision": "bf16_pure"}),
+    ("mistral-7b", {"micro_batch_size": 3, "seq_len": 1024, "quantization": "nf4", "checkpointing": "none"}),
+    ("llama-3.1-8b", {"micro_batch_size": 2, "seq_len": 1024, "optimizer": "adamw_8bit"}),
+    ("phi-3-mini", {"micro_batch_size": 4, "seq_len": 512, "checkpointing": "none"}),
+    ("phi-3-mini", {"micro_batch_size": 2, "seq_len": 2048, "checkpointing": "every_2"}),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--memory-gib", type=float, default=135.0, help="of the card that stands in")
+    parser.add_argument("--cap-gib", type=float, help="[what an A10 offers]")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    cap_gib = args.cap_gib or round(resolve_device(TARGET).usable_gib or 0.0, 2)
+    spec = make_spec(SUITE, {})
+    cases = [("mistral-7b", spec.pins | case.knobs, case.published.outcome) for case in spec.configs]
+    cases += [(model, knobs, None) for model, knobs in AROUND]
+    rows: list[dict[str, Any]] = []
+    logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    with WorkerProber(args.device, logs) as prober:
+        fingerprint = prober.fingerprint
+        for model, knobs, published in cases:
+            rows.append(judge(prober, logs, args, cap_gib, model, TrainConfig(**knobs), published))
+            table(rows[-1:], ["model", "config", "needs_over_limit", "fits", "under_cap", "published"])
+    far = [row for row in rows if row["needs_over_limit"] is None or abs(row["needs_over_limit"]) > BAND]
+    summary = {
+        "configs": len(rows),
+        "disagreements": sum((row["under_cap"] == "ok") is not row["fits"] for row in far),
+        "within_the_band": len(rows) - len(far),
+        "cap_gib": cap_gib,
+        "published": sum(row["published"] is not None for row in rows),
+        "published_disagreements": sum(
+            row["under_cap"] != row["published"] for row in rows if row["published"] is not None
+        ),
+    }
+    save("cap", fingerprint, summary, rows, args.out)
+    print(summary)
+
+
+def judge(
+    prober: WorkerProber,
+    logs: Path,
+    args: argparse.Namespace,
+    cap_gib: float,
+    model: str,
+    config: TrainConfig,
+    published: str | None,
+) -> dict[str, Any]:
+    """What one configuration needs without the cap, and what became of it under it."""
+    found = {}
+    for name, memory_gib in (("free", args.memory_gib), ("capped", cap_gib)):
+        request = ProbeRequest(
+            config=config,
+            model=resolve_model(model).config,
+            device=args.device,
+            memory_gib=memory_gib,
+            headroom=HEADROOM,
+        )
+        found[name] = prober.probe(request, logs / "probe.log")
+    row: dict[str, Any] = {
+        "model": model,
+        "config": config.label(),
+        "under_cap": found["capped"].outcome.value,
+        "reason": found["capped"].reason,
+        "published": published,
+        "needs_gib": None,
+        "needs_over_limit": None,
+        "fits": False,
+    }
+    measured = found["free"].measurement
+    if found["free"].outcome is Outcome.OK and measured is not None:
+        needs = measured.peak_reserved_gib + measured.context_gib + measured.managed_gib
+        over = needs / (cap_gib * (1 - HEADROOM)) - 1
+        row |= {"needs_gib": needs, "needs_over_limit": over, "fits": over <= 0}
+    return row
+
+
+if __name__ == "__main__":
+    main()
