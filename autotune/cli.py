@@ -166,6 +166,42 @@ def plan(
 
 
 @app.command()
+@_with_options_of_run(*_PLANNED[1:])  # but for --model, of which there may be several
+def compare(
+    gpus: Annotated[list[str], typer.Option("--gpus", metavar="NAMES", help="With commas between them; repeatable.")],
+    model: Annotated[list[str] | None, typer.Option(help="As of `run`; repeatable.")] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]")
+    ] = None,
+    max_usd: Annotated[float | None, typer.Option(help="What the run may cost.")] = None,
+    max_hours: Annotated[float | None, typer.Option(help="How long it may take.")] = None,
+    owned: Annotated[str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")] = None,
+    owned_usd: Annotated[float | None, typer.Option(help="What it costs.")] = None,
+    owned_hours: Annotated[float, typer.Option(help="Hours of use over which that is spread.")] = 10_000,
+    usd_per_kwh: Annotated[float, typer.Option(help="What its electricity costs.")] = 0.30,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="table, markdown, csv, html or json. [by --out, or table]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there.")] = None,
+    evidence: Evidence = Path("runs/evidence"),
+    **flags: Any,
+) -> None:
+    """Hold GPUs against one another for the same run: what fits, how fast, and at what cost; needs no GPU."""
+    from autotune.commands.compare import compare as command
+
+    command(
+        [_spec(flags | {"model": one}) for one in model or (None,)],
+        gpus=gpus,
+        methods=methods or [],
+        budget=(max_usd, max_hours),
+        owned=(owned, owned_usd, owned_hours, usd_per_kwh),
+        evidence=evidence,
+        form=format_,
+        out=out,
+    )
+
+
+@app.command()
 def status(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Say how far a study is, and its best so far."""
     from autotune.commands import studies

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from autotune.carry import Carried, carry, interval
-from autotune.catalog import DeviceSpec, ModelSpec, resolve_device, resolve_model
+from autotune.catalog import DeviceSpec, resolve_device, resolve_model
 from autotune.catalog.rows import load_data
 from autotune.config import TrainConfig
 from autotune.errors import UsageError
@@ -141,11 +141,18 @@ def ratios(seen: Sequence[Sighting], target: DeviceSpec, method: str, quantizati
         same = (one.config.method, one.config.quantization) == (method, quantization)
         if one.device != target.name or one.model is None or not same:
             continue
-        took = pace(resolve_model(one.model), one.config)
-        if took is not None:
-            step = one.accumulation * took.micro_s + took.rest_s
-            found.append(one.tokens_per_s * step / (one.accumulation * one.config.tokens))
+        if (ratio := _over_reference(one)) is not None:
+            found.append(ratio)
     return found
+
+
+@functools.cache
+def _over_reference(one: Sighting) -> float | None:
+    took = pace(resolve_model(one.model or ""), one.config)
+    if took is None:
+        return None
+    step = one.accumulation * took.micro_s + took.rest_s
+    return one.tokens_per_s * step / (one.accumulation * one.config.tokens)
 
 
 def tightened(subject: Subject, seen: Sequence[Sighting]) -> Subject:
@@ -227,14 +234,3 @@ def what_fits(
             ]
             if pair[0] is not None and pair[1] is not None:
                 yield Cell(micro_batch_size=size, seq_len=length, plain=pair[0], recomputed=pair[1])
-
-
-def smallest_card(
-    model: ModelSpec, config: TrainConfig, cards: Sequence[DeviceSpec], headroom: float
-) -> DeviceSpec | None:
-    """The one with the least memory on which it fits."""
-    need = footprint(model, config)
-    if need is None:
-        return None
-    sized = sorted((card for card in cards if card.memory_gib), key=lambda card: card.memory_gib or 0.0)
-    return next((card for card in sized if need.peak_reserved_gib * (1 + ERROR) <= limit_of(card, headroom)), None)

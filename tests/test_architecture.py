@@ -18,8 +18,8 @@ PACKAGE = ROOT / "autotune"
 LAYERS = [
     "errors", "units", "files", "gpu", "config", "foreign", "catalog", "result", "depth", "space", "climb", "lengths",
     "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing", "subject",
-    "projection", "recipe", "submission", "judge", "plan", "store", "ladder", "footing", "search", "recall", "study",
-    "spec", "suite", "target", "setup", "probe", "report", "export", "quality", "commands", "cli",
+    "projection", "recipe", "submission", "judge", "plan", "compare", "store", "ladder", "footing", "search", "recall",
+    "study", "spec", "suite", "target", "setup", "probe", "report", "export", "quality", "commands", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
@@ -45,7 +45,7 @@ HOMES = {
     "sqlalchemy": {"store"},
     "plotly": {"report.figures"},
     "gpuhunt": {"catalog.offers"},
-    "jinja2": {"report.html"},
+    "jinja2": {"report.html", "report.matrix"},
     "pynvml": {"gpu"},
     "numpy": set(),
     "pandas": set(),

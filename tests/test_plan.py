@@ -14,7 +14,7 @@ from autotune.commands import plan as command
 from autotune.config import TrainConfig
 from autotune.errors import NothingFits, UsageError
 from autotune.estimate import CONTEXT_GIB
-from autotune.plan import FITS, OOM, TIGHT, limit_of, make_plan, planned, published, ratios, smallest_card, what_fits
+from autotune.plan import FITS, OOM, TIGHT, limit_of, make_plan, planned, published, ratios, what_fits
 from autotune.result import Evidence
 from autotune.spec import StudySpec
 from autotune.subject import BASELINE
@@ -126,14 +126,6 @@ def test_a_table_grows_in_both_directions() -> None:
     needs = [cell.recomputed.footprint.peak_reserved_gib for cell in cells]
     assert needs[0] < needs[1] < needs[3] and needs[1] == pytest.approx(needs[2])
     assert all(cell.shown is (cell.plain if cell.plain.fits == FITS else cell.recomputed) for cell in cells)
-
-
-def test_the_smallest_card() -> None:
-    cards = [resolve_device(name) for name in ("h100", "a10", "t4", "cpu")]
-    model = resolve_model("mistral-7b")
-    assert smallest_card(model, BASELINE, cards, 0.05) == H100
-    assert smallest_card(model, replace(BASELINE, quantization="nf4", micro_batch_size=1), cards, 0.05) == cards[2]
-    assert smallest_card(resolve_model("llama-3.1-70b"), BASELINE, cards, 0.05) is None
 
 
 # The command
