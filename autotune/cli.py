@@ -4,10 +4,8 @@ Exit codes: 0 done, 1 unexpected, 2 usage or config, 3 environment, 4 nothing fi
 75 preempted, 130 and 143 stopped by a signal.
 """
 
-import inspect
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +13,7 @@ import typer
 
 from autotune import __version__
 from autotune.errors import AutotuneError
+from autotune.flags import pins_of, with_options_of
 
 app = typer.Typer(
     name="autotune",
@@ -25,6 +24,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+EXPORTS = (
+    "recipe, trl, train, axolotl, llamafactory (these by default), transformers, accelerate, kubernetes, skypilot, "
+    "slurm; repeatable."
+)
 StudyName = Annotated[str | None, typer.Argument(help="Name of the study; the newest by default.")]
 Storage = Annotated[
     str | None,
@@ -103,6 +106,9 @@ def run(
         bool | None,
         typer.Option("--quality", help="Then train the finalists on --dataset, and tell their held-out losses."),
     ] = None,
+    verify: Annotated[
+        bool | None, typer.Option("--verify", help="Then run what was exported, and hold it against what was said.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the search. [0]")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; an existing one is continued.")] = None,
     storage: Storage = None,
@@ -125,26 +131,11 @@ _PLANNED = (  # of `run`, what a plan hangs on too
 )
 
 
-def _with_options_of_run(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command that takes **flags the options of `run` of these names, before its own."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        of_run = inspect.signature(run).parameters
-        own = [one for one in inspect.signature(command).parameters.values() if one.kind is not one.VAR_KEYWORD]
-        parameters = [of_run[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
-        parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
-        return command
-
-    return decorate
-
-
 def _spec(flags: dict[str, Any]) -> Any:
     """The StudySpec that these flags of `run` mean."""
     from autotune.spec import make_spec
 
-    flags["pins"] = _pins(flags.pop("set_") or [], seq_len=flags.pop("seq_len"), lora_rank=flags.pop("rank")) or None
+    flags["pins"] = pins_of(flags.pop("set_") or [], seq_len=flags.pop("seq_len"), lora_rank=flags.pop("rank")) or None
     return make_spec(flags.pop("spec"), flags)
 
 
@@ -152,7 +143,7 @@ Evidence = Annotated[Path, typer.Option(metavar="DIR", help="What `autotune impo
 
 
 @app.command()
-@_with_options_of_run(*_PLANNED)
+@with_options_of(run, *_PLANNED)
 def plan(
     gpu: Annotated[str | None, typer.Option(help="Target GPU: a name, or auto (the one here).")] = None,
     evidence: Evidence = Path("runs/evidence"),
@@ -166,7 +157,7 @@ def plan(
 
 
 @app.command()
-@_with_options_of_run(*_PLANNED[1:])  # but for --model, of which there may be several
+@with_options_of(run, *_PLANNED[1:])  # but for --model, of which there may be several
 def compare(
     gpus: Annotated[list[str], typer.Option("--gpus", metavar="NAMES", help="With commas between them; repeatable.")],
     model: Annotated[list[str] | None, typer.Option(help="As of `run`; repeatable.")] = None,
@@ -201,12 +192,48 @@ def compare(
     )
 
 
+_CHECKED = (  # of `run`, what a run that is described elsewhere leaves open
+    *("examples", "dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example", "tokens"),
+    *("memory_gib", "headroom", "price", "prices"),
+)
+
+
+@app.command()
+@with_options_of(run, *_CHECKED)
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads.")],
+    gpu: Annotated[str | None, typer.Option(help="Target GPU: a name, or auto (the one here).")] = None,
+    model: Annotated[str | None, typer.Option(help="What the model is shaped like. [the file's]")] = None,
+    evidence: Evidence = Path("runs/evidence"),
+    json_: Json = False,
+    **flags: Any,
+) -> None:
+    """Say whether the run of another tool's YAML fits a GPU, how long it takes and what to change; needs no GPU."""
+    from autotune.commands.check import check_file
+
+    check_file(file, flags | {"gpu": gpu, "model": model}, evidence=evidence, as_json=json_)
+
+
 @app.command()
 def status(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Say how far a study is, and its best so far."""
     from autotune.commands import studies
 
     studies.status(study, storage, json_)
+
+
+@app.command()
+def verify(
+    study: StudyName = None,
+    micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
+    tolerance: Annotated[float, typer.Option(help="Share by which it may be off.")] = 0.05,
+    storage: Storage = None,
+    json_: Json = False,
+) -> None:
+    """Run a study's train.py, and hold its speed and memory against what the study said."""
+    from autotune.commands.verify import command
+
+    command(study, storage, micro_steps=micro_steps, tolerance=tolerance, as_json=json_)
 
 
 @app.command()
@@ -220,7 +247,7 @@ def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -
 @app.command()
 def export(
     study: StudyName = None,
-    format_: Annotated[list[str] | None, typer.Option("--format", help="recipe, trl or train; all by default.")] = None,
+    format_: Annotated[list[str] | None, typer.Option("--format", help=EXPORTS)] = None,
     out: Annotated[Path | None, typer.Option(help="Directory. [the study's]")] = None,
     storage: Storage = None,
 ) -> None:
@@ -310,23 +337,6 @@ def spaces(json_: Json = False) -> None:
     from autotune.commands import catalogs
 
     catalogs.spaces(json_)
-
-
-def _pins(settings: list[str], **named: Any) -> dict[str, Any]:
-    """{knob: value} from KNOB=VALUE settings (values as YAML reads them) and the named flags."""
-    from autotune.errors import UsageError
-    from autotune.files import load_yaml
-
-    pins = {name: value for name, value in named.items() if value is not None}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals or not name or not text:
-            raise UsageError(f"--set {setting!r} is not KNOB=VALUE", remedy="for example --set checkpointing=none")
-        try:
-            pins[name.strip()] = load_yaml(text)
-        except Exception:
-            raise UsageError(f"--set {setting!r}: the value cannot be read", remedy="quote it") from None
-    return pins
 
 
 def main() -> None:

@@ -48,6 +48,12 @@ class TooManyFailures(AutotuneError):
     exit_code = 5
 
 
+class PromiseBroken(AutotuneError):
+    """The exported run did not come through, or was further from what was promised than the tolerance."""
+
+    exit_code = 1
+
+
 class StorageError(AutotuneError):
     """A database or directory that cannot be reached, read or written."""
 

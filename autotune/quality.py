@@ -6,25 +6,18 @@ Speed says nothing of what a configuration learns. This does, a little: a few st
 
 import json
 import math
-import os
 import random
-import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from autotune.catalog import ModelSpec
 from autotune.dataset import COLUMNS, read_rows
 from autotune.errors import Cancelled, UsageError
 from autotune.export import train
-from autotune.probe.launcher import child_environment
+from autotune.exported import run_exported
 from autotune.recipe import Candidate, Learned, Quality, Recipe
 from autotune.workload import Workload
 
@@ -33,15 +26,6 @@ STEPS, HELD_OUT = 20, 64  # optimizer steps of each, and examples that only tell
 HELD_OUT_SHARE = 0.1
 SLOWER = 10.0  # times the measured step: training that takes longer is taken to hang
 START_S = 900.0
-# Runs a script in a process that ends with its parent, however that ends.
-TIED = """
-import ctypes, os, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-parent, *sys.argv = sys.argv[1:]
-os.getppid() == int(parent) or sys.exit("the parent is gone")
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-ERROR = re.compile(r"(?m)^[\w.]*(?:Error|Exception|Exit)\b.*")
 
 
 def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
@@ -132,53 +116,24 @@ def _learn(
     one: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool], *, on_cpu: bool
 ) -> Learned:
     """One finalist's training, in `folder`. Raises Cancelled."""
-    command = [sys.executable, "-c", TIED, str(os.getpid()), "train.py", "--dataset", "../examples.jsonl"]
-    command += ["--max-steps", str(quality.steps), "--held-out", str(quality.held_out), str(quality.tokens)]
-    command += ["--output-dir", ""]
-    begin, said = time.monotonic(), folder / "said"
-    until = begin + START_S + SLOWER * quality.steps * one.performance.step_time_s
-    with said.open("wb") as stdout, log.open("wb") as stderr:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            # Nothing is weighed here: no setting that makes a CPU's peaks repeat.
-            env=child_environment(os.environ, "cuda") | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}),
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None and time.monotonic() < until:
-                if should_stop():
-                    raise Cancelled
-                time.sleep(0.1)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    arguments = ["--dataset", "../examples.jsonl", "--max-steps", str(quality.steps), "--output-dir", ""]
+    arguments += ["--held-out", str(quality.held_out), str(quality.tokens)]
+    begin, seconds = time.monotonic(), START_S + SLOWER * quality.steps * one.performance.step_time_s
+    result, reason = run_exported(folder, arguments, log, seconds=seconds, should_stop=should_stop, on_cpu=on_cpu)
     learned = Learned(
         config=one.config,
         full_run_hours=one.cost.full_run_hours,
         full_run_usd=one.cost.full_run_usd,
         seconds=time.monotonic() - begin,
     )
-    if process.returncode:
-        hung = f"not done after {learned.seconds:.0f} s" if time.monotonic() >= until else None
-        return replace(learned, reason=hung or _error(log) or f"exit code {process.returncode}")
+    if result is None:
+        return replace(learned, reason=reason)
     try:
-        result: dict[str, Any] = json.loads(said.read_text(encoding="utf-8").strip().splitlines()[-1])
         (before, after), steps = result["held_out_loss"], result["steps"]
-    except (ValueError, IndexError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return replace(learned, reason="it did not say how it went")
     if steps != quality.steps:
         return replace(learned, reason=f"it took {steps} steps of {quality.steps}")
     if not (math.isfinite(before) and math.isfinite(after)):
         return replace(learned, reason=f"its loss went from {before} to {after}")
     return replace(learned, loss_before=before, loss_after=after)
-
-
-def _error(log: Path) -> str:
-    """The last error that a log names; progress bars come after it."""
-    found = ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
-    return found[-1].strip()[:300] if found else ""

@@ -3,7 +3,7 @@
 from autotune.judge import Judge
 from autotune.ladder import Verdict
 from autotune.objective import margins
-from autotune.recipe import Quality, StudySummary, TrialRow
+from autotune.recipe import Quality, StudySummary, TrialRow, Verification
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.search import Told
 from autotune.store import StoredProbe
@@ -79,6 +79,7 @@ def summarize(
     wall_seconds: float,
     importances: dict[str, float],
     quality: Quality | None = None,
+    verification: Verification | None = None,
 ) -> StudySummary:
     """What the study says so far."""
     price, recipe = judge.subject.search_price, judge.recipe(fingerprint)
@@ -91,5 +92,6 @@ def summarize(
         search_usd=None if price is None else wall_seconds / 3600 * price.usd_per_hour,
         importances=importances,
         quality=quality,
+        verification=verification,
         notes=tuple(quality.said(recipe.winner.config)) if quality and recipe else (),
     )

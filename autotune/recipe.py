@@ -9,6 +9,7 @@ from autotune.config import TrainConfig
 from autotune.objective import Performance, differences
 from autotune.projection import CostProjection
 from autotune.result import Evidence, Fingerprint, Measurement, OomDetail, Outcome, Rung, to_data
+from autotune.units import fmt_count, fmt_gib
 from autotune.workload import Workload
 
 
@@ -151,6 +152,52 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What the exported run of a winner did, beside what was promised. `reason` says why it did not come through.
+
+    Errors are relative and signed: promised over done, minus 1. A peak is None where the device does not tell it.
+    """
+
+    config: TrainConfig
+    micro_steps: int
+    tolerance: float
+    promised_tokens_per_s: float
+    promised_gib: float
+    tokens_per_s: float | None = None
+    reserved_gib: float | None = None
+    seconds_per_step: float | None = None
+    reason: str | None = None
+    date: str | None = None
+
+    @property
+    def speed_error(self) -> float | None:
+        return None if self.tokens_per_s is None else self.promised_tokens_per_s / self.tokens_per_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        return None if self.reserved_gib is None else self.promised_gib / self.reserved_gib - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the run came through, and nothing that is known of it is further off than the tolerance."""
+        errors = [error for error in (self.speed_error, self.memory_error) if error is not None]
+        return self.speed_error is not None and all(abs(error) <= self.tolerance for error in errors)
+
+    def said(self) -> list[str]:
+        """What came of it, a line each."""
+        if self.tokens_per_s is None:
+            return [f"the exported run failed: {self.reason}"]
+        lines = [
+            f"{fmt_count(self.promised_tokens_per_s)} tokens/s promised, {fmt_count(self.tokens_per_s)} in the "
+            f"exported run of {self.micro_steps} micro batches ({self.speed_error:+.1%})"
+        ]
+        if self.reserved_gib is None:
+            return [*lines, f"{fmt_gib(self.promised_gib)} promised, not told by this device"]
+        theirs = f"{fmt_gib(self.reserved_gib)} reserved ({self.memory_error:+.1%})"
+        return [*lines, f"{fmt_gib(self.promised_gib)} promised, {theirs}"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
     """A whole study. `recipe` is None where no trial came through. Seconds are wall seconds over all sessions."""
 
@@ -162,6 +209,7 @@ class StudySummary:
     search_usd: float | None
     importances: dict[str, float] = field(default_factory=dict)
     quality: Quality | None = None
+    verification: Verification | None = None
     notes: tuple[str, ...] = ()
 
     def counts(self) -> dict[str, int]:
@@ -236,6 +284,9 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "numerics": recipe.numerics if recipe else None,
         "caveats": list(recipe.caveats) if recipe else [],
         "quality": to_data(summary.quality) if summary.quality else None,
+        "verification": to_data(summary.verification) | {"holds": summary.verification.holds}
+        if summary.verification
+        else None,
         "fingerprint": to_data(recipe.fingerprint) if recipe else None,
         "out_dir": out_dir,
     }

@@ -103,6 +103,7 @@ class StudySpec:
     slack: float = 0.05
     shallow_only: bool = False
     quality: bool = False
+    verify: bool = False
     seed: int = 0
     study: str | None = None
     storage: str | None = None

@@ -396,6 +396,5 @@ class Study:
         return True
 
     def _tell(self, number: int, verdict: Verdict) -> None:
-        result = verdict.result
-        value = self.subject.score(result)
+        result, value = verdict.result, self.subject.score(verdict.result)
         self.search.tell(number, result.outcome, value, margins(result), reused=verdict.reused, reason=result.reason)

@@ -16,10 +16,11 @@ PACKAGE = ROOT / "autotune"
 
 # A module imports only from layers above its own, or from its own package. `catalog`, `report`, ... are packages.
 LAYERS = [
-    "errors", "units", "files", "gpu", "config", "foreign", "catalog", "result", "depth", "space", "climb", "lengths",
-    "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing", "subject",
-    "projection", "recipe", "submission", "judge", "plan", "compare", "store", "ladder", "footing", "search", "recall",
-    "study", "spec", "suite", "target", "setup", "probe", "report", "export", "quality", "commands", "cli",
+    "errors", "units", "files", "flags", "gpu", "config", "foreign", "catalog", "result", "depth", "space", "climb",
+    "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing",
+    "subject", "projection", "recipe", "submission", "judge", "plan", "compare", "checked", "store", "ladder",
+    "footing", "search", "recall", "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported",
+    "quality", "verify", "commands", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
@@ -31,7 +32,7 @@ CHILD = tuple(
     f"probe.{name}"
     for name in ("chunked_loss", "device", "lean", "levers", "model", "recorder", "sft", "trainer", "weigh", "worker")
 )  # what runs in the worker's process
-CHILD_MAY = {"errors", "units", "files", "gpu", "config", "catalog", "result", "depth"}
+CHILD_MAY = {"errors", "units", "files", "flags", "gpu", "config", "catalog", "result", "depth"}
 
 TORCH = frozenset(
     {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "torchao", "safetensors", "trl", "datasets"}
@@ -233,7 +234,8 @@ def test_slow_imports_wait_until_they_are_needed(library):
         if layer(one.module) == library and one.at_module_level and not one.for_types_only
     }
     # The exporters write YAML and are themselves loaded on use.
-    assert eager == ({"export.recipe_yaml", "export.trl"} if library == "yaml" else set())
+    exporters = {"export.recipe_yaml", "export.trl", "export.axolotl", "export.llamafactory"}
+    assert eager == (exporters if library == "yaml" else set())
 
 
 # --- what the quick commands load

@@ -15,7 +15,7 @@ from factories import summary
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
 from autotune.errors import UsageError
-from autotune.export import FORMATS, common, export_all, inexpressible
+from autotune.export import FORMATS, USUAL, common, export_all, inexpressible
 from autotune.lengths import Lengths
 from autotune.recipe import Recipe
 from autotune.result import ProbeRequest
@@ -184,18 +184,14 @@ def test_train_py_holds_every_knob_and_is_short(config: TrainConfig) -> None:
 
 def test_formats_are_chosen_by_name() -> None:
     made = recipe(TrainConfig())
-    assert set(export_all(made, FORMATS)) == {
-        "recipe.yaml",
-        "trl_sft.yaml",
-        "train.py",
-        "rows.py",
-        "lean.py",
-        "launch.sh",
-        "model_config.json",
-    }
+    usual = {"recipe.yaml", "trl_sft.yaml", "train.py", "rows.py", "lean.py", "launch.sh", "model_config.json"}
+    usual |= {"axolotl.yaml", "llamafactory.yaml", "dataset_info.json"}
+    asked = {"accelerate.yaml", "deepspeed.json", "training_args.json", "adapter_config.json", "transformers_notes.md"}
+    assert set(export_all(made, USUAL)) == usual
+    assert set(export_all(made, FORMATS)) == usual | asked | {"job.yaml", "sky.yaml", "train.sbatch"}
     assert set(export_all(made, ["trl"])) == {"trl_sft.yaml"}
-    with pytest.raises(UsageError, match="axolotl"):
-        export_all(made, ["axolotl"])
+    with pytest.raises(UsageError, match="torchtune"):
+        export_all(made, ["torchtune"])
 
 
 def test_hostile_names_execute_nothing(tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ class Display(AbstractContextManager["Display"]):
                 self._print(f"{name:<9} {self._cost(one)}")
         for price in recipe.prices():
             self._print(f"price     {price}")
+        for text in summary.verification.said() if summary.verification else ():
+            self._print(f"verified  {text}")
         for each in summary.quality.ranked() if summary.quality else ():
             self._print(f"learned   {each.config.label()}: {each.told()}")
         for caveat in (*recipe.caveats, *summary.notes):

@@ -66,11 +66,11 @@ def write_study(out: Path, summary: StudySummary, formats: list[str] | None = No
 
 def write_exports(out: Path, summary: StudySummary, formats: list[str] | None = None) -> list[Path]:
     """recipe.yaml beside the summary, every other export under export/."""
-    from autotune.export import FORMATS, export_all
+    from autotune.export import USUAL, export_all
 
     assert summary.recipe is not None
     written = []
-    for name, text in export_all(summary.recipe, formats or list(FORMATS)).items():
+    for name, text in export_all(summary.recipe, formats or USUAL).items():
         path = out / name if name == "recipe.yaml" else out / "export" / name
         write_atomic(path, text, executable=name.endswith(".sh"))
         written.append(path)

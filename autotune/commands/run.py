@@ -17,10 +17,18 @@ from typing import IO, TYPE_CHECKING
 
 from autotune.commands.display import Display
 from autotune.commands.outputs import TrialLog, prepare, write_study
-from autotune.commands.session import facts_of, out_dir, quality_of, storage_url
+from autotune.commands.session import facts_of, out_dir, quality_of, storage_url, verification_of
 from autotune.config import TrainConfig
 from autotune.depth import depths
-from autotune.errors import AutotuneError, Cancelled, EnvironmentProblem, Interrupted, TooManyFailures, UsageError
+from autotune.errors import (
+    AutotuneError,
+    Cancelled,
+    EnvironmentProblem,
+    Interrupted,
+    PromiseBroken,
+    TooManyFailures,
+    UsageError,
+)
 from autotune.probe.launcher import WorkerProber
 from autotune.recipe import Quality, StudySummary, TrialRow
 from autotune.result import ProbeRequest, to_data
@@ -107,8 +115,13 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
     target = find_target(spec.gpu)
     if spec.quality and spec.shallow_only:
         raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
-    if spec.configs and (spec.quality or spec.shallow_only):
-        raise UsageError("configs are probed as they are", remedy="leave --quality and --shallow-only out")
+    if spec.configs and (spec.quality or spec.shallow_only or spec.verify):
+        raise UsageError("configs are probed as they are", remedy="leave --quality, --verify and --shallow-only out")
+    if spec.verify and (spec.shallow_only or spec.trainer != "transformers" or target.here is not None):
+        raise UsageError(
+            "--verify runs train.py on the device itself",
+            remedy="leave out --verify, or --shallow-only and --trainer trl",
+        )
     searched = replace(spec, pins={}, configs=()) if spec.configs else spec
     setup = set_up(searched, target, (lambda text: None) if quiet else partial(print, file=sys.stderr))
     if target.here is not None:
@@ -143,6 +156,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     from autotune.search import Search, stored_facts
     from autotune.store import ProbeStore
     from autotune.study import Limits, Study
+    from autotune.verify import verify
 
     spec, setup, out, name = task.spec, task.setup, task.out, task.study
     store = ProbeStore(task.url)
@@ -246,8 +260,10 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             wall_seconds=before + time.monotonic() - task.started,
             importances=search.importances(),
             quality=quality,
+            verification=verified,
         )
 
+    verified = verification_of(facts)
     summary = summed_up(quality_of(facts))
     data = write_study(out, summary)
     if spec.quality and spec.dataset and summary.recipe is not None and failure is None and not stop():
@@ -263,11 +279,19 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
                 summary = summed_up(quality)
                 data = write_study(out, summary)
             search.remember("wall_seconds", before + time.monotonic() - task.started)
+    if spec.verify and summary.recipe is not None and failure is None and not stop():
+        prober.close()
+        verified = verify(summary.recipe, out, say=display.say, should_stop=stop)
+        search.remember("verification", to_data(verified))
+        summary = summed_up(summary.quality)
+        data = write_study(out, summary)
     display.result(summary, _short(out))
     if as_json:
         sys.stdout.write(json.dumps(data) + "\n")
     if failure is not None:
         raise failure
+    if spec.verify and verified is not None and not verified.holds and not stop():
+        raise PromiseBroken(verified.said()[0], remedy=f"read {_short(out)}/logs/verify.log, and run it again")
     if summary.recipe is None and not stop():
         raise TooManyFailures(
             "no configuration came through", remedy=f"see {_short(out)}/oom_report.md and {_short(out)}/logs"

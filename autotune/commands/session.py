@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UsageError
-from autotune.recipe import Quality, StudySummary
+from autotune.recipe import Quality, StudySummary, Verification
 from autotune.result import Fingerprint, from_data, to_data
 from autotune.setup import slug
 from autotune.subject import Subject
@@ -59,6 +59,11 @@ def quality_of(facts: dict[str, Any]) -> Quality | None:
     return from_data(Quality, facts["quality"]) if "quality" in facts else None
 
 
+def verification_of(facts: dict[str, Any]) -> Verification | None:
+    """What the exported run of a study's winner was last seen to do, if it was run."""
+    return from_data(Verification, facts["verification"]) if "verification" in facts else None
+
+
 def open_study(name: str | None, storage: str | None) -> StoredStudy:
     """A finished or running study, by name; the newest if none is given.
 
@@ -101,5 +106,6 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
         wall_seconds=float(facts.get("wall_seconds", 0.0)),
         importances=search.importances(),
         quality=quality_of(facts),
+        verification=verification_of(facts),
     )
     return StoredStudy(summary=summary, subject=subject, facts=facts, out=Path(facts["out"]))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from autotune.errors import UsageError
-from autotune.export import recipe_yaml, train, trl
+from autotune.export import axolotl, fleet, launchers, llamafactory, recipe_yaml, train, transformers_args, trl
 from autotune.export.trl import inexpressible
 from autotune.recipe import Recipe
 
@@ -11,7 +11,15 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "recipe": recipe_yaml.export,
     "trl": trl.export,
     "train": train.export,
+    "axolotl": axolotl.export,
+    "llamafactory": llamafactory.export,
+    "transformers": transformers_args.export,
+    "accelerate": launchers.export,
+    "kubernetes": fleet.kubernetes,
+    "skypilot": fleet.skypilot,
+    "slurm": fleet.slurm,
 }
+USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
 
 
 def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
@@ -28,4 +36,4 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
     return files
 
 
-__all__ = ["FORMATS", "export_all", "inexpressible"]
+__all__ = ["FORMATS", "USUAL", "export_all", "inexpressible"]

@@ -1,0 +1,75 @@
+"""`autotune verify`: runs what a study exported as a user would, and holds it against what the study said."""
+
+import json
+import sys
+from pathlib import Path
+
+from autotune.commands.outputs import write_study
+from autotune.commands.session import open_study, storage_url
+from autotune.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, PromiseBroken, UsageError
+from autotune.recipe import Recipe
+from autotune.result import Evidence, to_data
+from autotune.target import find_target
+from autotune.verify import verify
+
+
+def command(
+    name: str | None, storage: str | None, *, micro_steps: int, tolerance: float, as_json: bool = False
+) -> None:
+    """Verify a study's winner on the device that measured it; the result is kept with the study.
+
+    Raises:
+        UsageError: no such study, or a winner that nothing was measured of here.
+        EnvironmentProblem: another device than the study's.
+        PromiseBroken: beyond the tolerance.
+    """
+    from autotune.commands.run import Stop
+    from autotune.search import Search
+
+    if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
+        raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
+    found = open_study(name, storage)
+    recipe = found.summary.recipe
+    if recipe is None:
+        raise NothingFits(f"study {found.summary.study!r} has no winner", remedy="continue it with `autotune run`")
+    check(recipe)
+    (found.out / "logs").mkdir(parents=True, exist_ok=True)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    with Stop().listening() as stop:
+        try:
+            done = verify(recipe, found.out, micro_steps=micro_steps, tolerance=tolerance, say=say, should_stop=stop)
+        except Cancelled:
+            code = 128 + (stop.signal or 2)
+            raise Interrupted("stopped; nothing was verified", exit_code=code) from None
+    search = Search.open(storage_url(storage), found.summary.study, found.subject.space)
+    search.remember("verification", to_data(done))
+    write_study(found.out, open_study(found.summary.study, storage).summary)
+    if as_json:
+        sys.stdout.write(json.dumps(to_data(done) | {"holds": done.holds}, indent=2) + "\n")
+    else:
+        print("\n".join(done.said()))
+    if not done.holds:
+        log = Path(found.out) / "logs" / "verify.log"
+        raise PromiseBroken(
+            done.reason or f"the promise does not hold within {tolerance:.0%}",
+            remedy=f"read {log}; something else may be using the device (`autotune doctor`)",
+        )
+
+
+def check(recipe: Recipe) -> None:
+    """Whether this machine can hold the recipe against reality."""
+    if recipe.winner.evidence is not Evidence.MEASURED:
+        raise UsageError(
+            f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise to hold",
+            remedy=f"run the study on {recipe.device.name} itself",
+        )
+    if recipe.trainer != "transformers":
+        raise UsageError("what TRL trained is not verified yet", remedy="run `trl sft --config export/trl_sft.yaml`")
+    here = find_target("cpu" if recipe.device.kind == "cpu" else "auto").device
+    if here.name != recipe.device.name:
+        raise EnvironmentProblem(
+            f"the study was measured on {recipe.device.name}, here is {here.name}", remedy="verify it there"
+        )

@@ -1,0 +1,78 @@
+"""Running an exported script as a user would: in a process of its own that ends with this one, killed when it hangs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import Cancelled
+from autotune.probe.launcher import child_environment
+
+# Runs a script in a process that ends with its parent, however that ends.
+TIED = """
+import ctypes, os, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+parent, *sys.argv = sys.argv[1:]
+os.getppid() == int(parent) or sys.exit("the parent is gone")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+ERROR = re.compile(r"(?m)^[\w.]*(?:Error|Exception|Exit)\b.*")
+
+
+def run_exported(
+    folder: Path,
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    seconds: float,
+    should_stop: Callable[[], bool],
+    on_cpu: bool,
+) -> tuple[dict[str, Any] | None, str | None]:
+    """(what `train.py` in `folder` said at its end, None), or (None, why it said nothing).
+
+    What it writes to stderr goes to `log`. After `seconds` it is taken to hang. Raises Cancelled where `should_stop`.
+    """
+    command = [sys.executable, "-c", TIED, str(os.getpid()), "train.py", *arguments]
+    begin, said = time.monotonic(), folder / "said"
+    with said.open("wb") as stdout, log.open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            # Nothing is weighed here: no setting that makes a CPU's peaks repeat.
+            env=child_environment(os.environ, "cuda") | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}),
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None and time.monotonic() < begin + seconds:
+                if should_stop():
+                    raise Cancelled
+                time.sleep(0.1)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        took = time.monotonic() - begin
+        hung = f"not done after {took:.0f} s" if took >= seconds else None
+        return None, hung or _error(log) or f"exit code {process.returncode}"
+    try:
+        result: dict[str, Any] = json.loads(said.read_text(encoding="utf-8").strip().splitlines()[-1])
+        return result | {}, None
+    except (ValueError, IndexError, TypeError):
+        return None, "it did not say how it went"
+
+
+def _error(log: Path) -> str:
+    """The last error that a log names; progress bars come after it."""
+    found = ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
+    return found[-1].strip()[:300] if found else ""

@@ -1,0 +1,171 @@
+"""Writes export_keys.yaml, the keys that Axolotl and LLaMA-Factory take, and has both check what is exported.
+
+They pin other versions of the same packages than autotune, so that they cannot be installed for the tests. Here each is
+installed without its dependencies into a directory of its own, beside the transformers that it pins; all else comes
+from the environment of the tests. After raising a version below, look at what changed in export_keys.yaml:
+
+    python tests/refresh_export_keys.py [DIRECTORY]     # about 3 minutes and 300 MB; DIRECTORY is kept
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import types
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KEYS = Path(__file__).with_name("export_keys.yaml")
+BOTH = ("huggingface_hub==1.17.0", "datasets==4.8.4", "httpx", "httpcore", "h11", "anyio", "sniffio")
+TOOLS = {
+    "axolotl": (
+        *("axolotl==0.19.0", "transformers==5.16.1", "addict", "art", "colorama", "einops", "fire", "pillow", "scipy"),
+        *("termcolor", *BOTH),
+    ),
+    "llamafactory": (
+        *("llamafactory==0.9.5", "transformers==5.6.0", "tokenizers==0.22.2", "omegaconf==2.3.0"),
+        *("antlr4-python3-runtime==4.9.3", *BOTH),
+    ),
+}
+# What Axolotl switches on by itself and has no part in a step: of files, tokens, evaluation, and what is not used.
+HARMLESS = (
+    "attn_decontaminates_packing attn_supports_packing attn_uses_flash_lib attn_needs_dtype_cast eval_sample_packing"
+    " experimental_skip_move_to_device generation_do_sample pretrain_multipack_attn qgalore_proj_quant save_safetensors"
+    " shuffle_merged_datasets tiled_mlp_use_original_mlp tokenizer_save_jinja_files"
+)
+
+
+def main(directory: Path) -> None:
+    told = {}
+    for tool, packages in TOOLS.items():
+        home = directory / tool
+        if not home.exists():
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home), *packages]
+            subprocess.run(pip, check=True)
+        files = []
+        for number, text in enumerate(_exported(tool)):
+            files.append(directory / f"{tool}-{number}.yaml")
+            files[-1].write_text(text, encoding="utf-8")
+        environment = os.environ | {"PYTHONPATH": str(home), "DISABLE_VERSION_CHECK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        child = [sys.executable, __file__, "--inside", tool, *map(str, files)]
+        done = subprocess.run(child, env=environment, check=True, stdout=subprocess.PIPE, text=True, cwd=directory)
+        told[tool] = yaml.safe_load(done.stdout.partition("---\n")[2])
+        print(f"{tool}: {len(files)} files accepted, {len(told[tool]['keys'])} keys")
+    KEYS.write_text(_text(told), encoding="utf-8")
+
+
+def _exported(tool: str) -> list[str]:
+    """What is exported of each configuration of the tests, and of a model with a hostile name."""
+    from dataclasses import replace
+
+    from test_export_axolotl import CONFIGS, HOSTILE, recipe
+
+    from autotune.export import axolotl, llamafactory
+
+    exporter = {"axolotl": axolotl, "llamafactory": llamafactory}[tool]
+    plain = recipe(CONFIGS[0])
+    recipes = [*map(recipe, CONFIGS), *(replace(plain, model=replace(plain.model, name=name)) for name in HOSTILE)]
+    return [exporter.export(one)[f"{tool}.yaml"] for one in recipes]
+
+
+def _text(told: dict[str, Any]) -> str:
+    lines = ["# Written by refresh_export_keys.py; names are parted by spaces."]
+    for tool, lists in told.items():
+        lines += [f"{tool}:", f"  source: {' '.join(TOOLS[tool][:2])}"]
+        for name, values in lists.items():
+            wrapped = textwrap.wrap(" ".join(sorted(values)), 116, break_on_hyphens=False)
+            lines += [f"  {name}: >-", *(f"    {line}" for line in wrapped)]
+    return "\n".join(lines) + "\n"
+
+
+def _axolotl(files: list[str]) -> dict[str, list[str]]:
+    from axolotl.integrations.liger.args import LigerArgs
+    from axolotl.utils.config import prepare_plugins, validate_config
+    from axolotl.utils.dict import DictDefault
+    from axolotl.utils.schemas.config import AxolotlInputConfig
+    from axolotl.utils.schemas.datasets import SFTDataset
+    from axolotl.utils.schemas.enums import CANONICAL_ATTN_IMPLS, CustomSupportedOptimizers
+    from transformers.training_args import OptimizerNames
+
+    gpu = {"bf16": True, "fp8": True, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
+    for file in files:
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        cfg = DictDefault(values)
+        prepare_plugins(cfg)
+        checked = validate_config(cfg, capabilities=gpu, env_capabilities={"torch_version": "2.11.0"}).to_dict()
+        for key, value in values.items():  # as it was written, after all that Axolotl sets by itself
+            if key != "datasets" and checked.get(key) != value:
+                raise SystemExit(f"{file}: {key}: {checked.get(key)!r}, and not {value!r}")
+        switched_on = {key for key, value in checked.items() if value is True and key not in values}
+        if unknown := switched_on - set(HARMLESS.split()):
+            raise SystemExit(f"{file}: Axolotl switches on by itself: {', '.join(sorted(unknown))}")
+    return {
+        "keys": [*AxolotlInputConfig.model_fields, *LigerArgs.model_fields],
+        "dataset_keys": [*SFTDataset.model_fields],
+        "attentions": [*CANONICAL_ATTN_IMPLS],
+        "optimizers": [*(name.value for name in OptimizerNames), *(name.value for name in CustomSupportedOptimizers)],
+    }
+
+
+def _llamafactory(files: list[str]) -> dict[str, list[str]]:
+    from dataclasses import fields
+
+    import llamafactory
+    from llamafactory.extras.constants import AttentionFunction
+    from llamafactory.hparams import parser
+    from omegaconf import OmegaConf
+    from transformers.training_args import OptimizerNames
+
+    data_package = types.ModuleType("llamafactory.data")  # its own imports torchaudio
+    data_package.__path__ = [str(Path(llamafactory.__file__).parent / "data")]
+    sys.modules["llamafactory.data"] = data_package
+    from llamafactory.data.parser import DatasetAttr, get_dataset_list
+
+    from autotune.export.llamafactory import DATASETS
+
+    (dataset,) = get_dataset_list(["your_dataset"], DATASETS)
+    if (dataset.load_from, dataset.formatting, dataset.messages, dataset.role_tag) != (
+        "file",
+        "sharegpt",
+        "messages",
+        "role",
+    ):
+        raise SystemExit(f"dataset_info.json is read otherwise: {vars(dataset)}")
+    parser.is_torch_bf16_gpu_available = lambda: True
+    for file in files:
+        values = OmegaConf.to_container(OmegaConf.load(file))  # as `llamafactory-cli train` reads it
+        if values != yaml.safe_load(Path(file).read_text(encoding="utf-8")):
+            raise SystemExit(f"{file}: OmegaConf reads it otherwise")
+        without_gpu = {"use_cpu": True, "bf16": False, "fp16": False}
+        model, data, training, finetuning, _ = parser.get_train_args(values | without_gpu)
+        read = {**vars(training), **vars(finetuning), **vars(data), **vars(model)}
+        for key, value in values.items():
+            if key in ("bf16", "fp16", "report_to", "dataset", "lora_target"):
+                continue
+            if key == "cutoff_len":
+                value -= values["packing"]  # packed rows get one more
+            if read[key] != value:
+                raise SystemExit(f"{file}: {key}: {read[key]!r}, and not {value!r}")
+    return {
+        "keys": [field.name for arguments in parser._TRAIN_ARGS for field in fields(arguments)],
+        "dataset_keys": [*(field.name for field in fields(DatasetAttr)), "file_name", "columns", "tags", "hf_hub_url"],
+        "attentions": [name.value for name in AttentionFunction],
+        "optimizers": [name.value for name in OptimizerNames],
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        inside = {"axolotl": _axolotl, "llamafactory": _llamafactory}[sys.argv[2]](sys.argv[3:])
+        print("---")
+        print(yaml.safe_dump({name: sorted(set(values)) for name, values in inside.items()}))
+    elif len(sys.argv) > 1:
+        Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+        main(Path(sys.argv[1]).resolve())
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            main(Path(scratch))
