@@ -6,6 +6,7 @@ Everything here is an estimate and says so. A speed is that of the reference car
 
 import functools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,11 +16,12 @@ from autotune.catalog import DeviceSpec, resolve_device, resolve_model
 from autotune.catalog.rows import load_data
 from autotune.config import TrainConfig
 from autotune.errors import UsageError
-from autotune.estimate import CONTEXT_GIB, ERROR, Footprint, footprint
+from autotune.estimate import CONTEXT_GIB, ERROR, Footprint, Sizes, footprint
 from autotune.objective import Performance, Scored, choose
 from autotune.pace import REFERENCE, pace
 from autotune.projection import CostProjection, project
 from autotune.result import Evidence
+from autotune.space import SearchSpace
 from autotune.subject import Subject
 from autotune.submission import Sighting
 from autotune.workload import Workload
@@ -179,12 +181,15 @@ def make_plan(
         planned(subject, subject.baselines()[0], limit, seen),
     )
     if baseline is None:
+        known = Sizes.of(subject.model) is not None
+        what = "int8 bases, DoRA and offloaded checkpoints" if known else f"{subject.model.config['model_type']} models"
         raise UsageError(
-            f"there is no formula for {subject.model.config['model_type']} models",
+            f"there is no formula for {what}",
             remedy="probe it on a GPU: `autotune run`, or with --shallow-only if the GPU is too small",
         )
-    space = subject.space
-    configs = dict.fromkeys(space.config(one) for one in islice(space.enumerate(), MOST))
+    space = _told_apart(subject.space, baseline.config)
+    step = math.ceil(space.size() / MOST)  # equally far apart in a space that is too large to look at all of it
+    configs = dict.fromkeys(space.config(one) for one in islice(space.enumerate(), 0, None, step))
     found = {config: one for config in configs if (one := planned(subject, config, limit, seen)) is not None}
     fitting = [one for one in found.values() if one.fits == FITS and one.tokens_per_s]
     here = tuple(one for one in seen if one.device == subject.device.name)
@@ -203,6 +208,17 @@ def make_plan(
     scored = [Scored(config=one.config, score=one.tokens_per_s or 0.0, headroom=-one.margin) for one in fitting]
     winner, reason = choose(scored, subject.floors.slack)
     return replace(plan, best=found[winner.config], reason=reason)
+
+
+def _told_apart(space: SearchSpace, like: TrainConfig) -> SearchSpace:
+    """The space without what the formulas do not know, and with what makes no difference to them as in `like`."""
+    for name in ("attention", "dora", "rslora", "loader_workers"):
+        if (knob := space.knob(name)) and getattr(like, name) in knob.choices():
+            space = space.pin(name, getattr(like, name))
+    for name, value in (("quantization", "int8"), ("checkpointing", "offload")):
+        if (knob := space.knob(name)) and knob.choices() != (value,):
+            space, _ = space.narrow(name, functools.partial(operator.ne, value), "there is no formula for it")
+    return space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,6 +106,18 @@ def test_a_family_without_a_formula_is_said() -> None:
         make_plan(subject(model="mixtral-8x7b"))
 
 
+def test_a_large_space_is_looked_at_everywhere() -> None:
+    """And what makes no difference to the formulas does not multiply it."""
+    made = make_plan(subject("a100-80gb", space="everything", allow_quantized=True, allow_any_optimizer=True))
+    assert made.of < 30_000 and made.looked_at <= made.of
+    assert made.best and made.best.config.micro_batch_size * made.best.config.seq_len > 2048
+
+
+def test_a_way_without_a_formula_is_said() -> None:
+    with pytest.raises(UsageError, match="there is no formula for int8 bases"):
+        make_plan(subject(space="qlora", pins={"quantization": "int8"}))
+
+
 def test_a_card_without_memory_cannot_be_planned_for() -> None:
     with pytest.raises(UsageError, match="its memory is not known"):
         limit_of(resolve_device("cpu"), 0.05)
