@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +131,16 @@ def test_only_a_model_of_the_catalogue_is_named(change: dict[str, Any]) -> None:
     if "config" in change:
         change = {"config": recipe.model.config | change["config"]}
     assert submission_of(replace(recipe, model=replace(recipe.model, **change)), DAY).model.name is None
+
+
+def test_what_was_projected_is_not_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = summary()
+    assert made.recipe is not None
+    recipe = replace(made.recipe, winner=replace(made.recipe.winner, evidence=Evidence.PROJECTED))
+    found = SimpleNamespace(summary=replace(made, recipe=recipe), out=Path("nowhere"))
+    monkeypatch.setattr(share, "open_study", lambda name, storage: found)
+    with pytest.raises(UsageError, match="nothing was measured on"):
+        share.submit(None, None, None)
 
 
 def test_a_card_that_nobody_knows_is_not_submitted() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from autotune.commands.plan import EVIDENCE
 from autotune.commands.session import open_study, storage_url
-from autotune.errors import NothingFits
+from autotune.errors import NothingFits, UsageError
 from autotune.files import write_atomic
+from autotune.result import Evidence
 from autotune.submission import read_submission, store_submission, submission_of
 from autotune.units import fmt_count, fmt_gib
 
@@ -15,7 +16,7 @@ def submit(name: str | None, storage: str | None, out: Path | None) -> None:
     """Write what others may know of a study: its winner and baseline, on which GPU, with which versions.
 
     Raises:
-        UsageError: no such study, or one of a GPU that the catalogue does not have.
+        UsageError: no such study, one of a GPU that the catalogue does not have, or of one that another stood in for.
         NothingFits: it has no winner.
         StorageError: the file cannot be written.
     """
@@ -25,6 +26,11 @@ def submit(name: str | None, storage: str | None, out: Path | None) -> None:
         raise NothingFits(
             f"study {found.summary.study!r} has no configuration that came through",
             remedy="let the study go on with `autotune run --study NAME`",
+        )
+    if recipe.winner.evidence is Evidence.PROJECTED:
+        raise UsageError(
+            f"its speeds are projected: nothing was measured on {recipe.device.name}",
+            remedy=f"run the study on {recipe.device.name} itself",
         )
     submission = submission_of(recipe, _measured_on(found.summary.study, storage))
     path = out or found.out / "submission.json"
