@@ -38,8 +38,7 @@ def recipe_of(**names: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def good() -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(submission_of(recipe_of(), DAY).text)
-    return data
+    return dict(json.loads(submission_of(recipe_of(), DAY).text))
 
 
 @pytest.fixture
@@ -134,10 +133,9 @@ def test_only_a_model_of_the_catalogue_is_named(change: dict[str, Any]) -> None:
 
 
 def test_what_was_projected_is_not_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = summary()
-    assert made.recipe is not None
-    recipe = replace(made.recipe, winner=replace(made.recipe.winner, evidence=Evidence.PROJECTED))
-    found = SimpleNamespace(summary=replace(made, recipe=recipe), out=Path("nowhere"))
+    made: Any = summary().recipe
+    recipe = replace(made, winner=replace(made.winner, evidence=Evidence.PROJECTED))
+    found = SimpleNamespace(summary=replace(summary(), recipe=recipe))
     monkeypatch.setattr(share, "open_study", lambda name, storage: found)
     with pytest.raises(UsageError, match="nothing was measured on"):
         share.submit(None, None, None)
