@@ -1,7 +1,7 @@
 """What a configuration needs in memory, by formula: from the shape of the model alone, without a GPU and without torch.
 
 The peaks of a training step are affine in the tokens of a micro batch, with coefficients that are sums of the model's
-sizes. What a layer keeps for its backward pass stands in the autograd graph, and `tests/test_estimate.py` counts it
+sizes. What a layer keeps for its backward pass is in the autograd graph, and `tests/test_kept_activations.py` counts it
 there; the head, what comes and goes, and what Inductor keeps were read off whole models on an H200
 (`benchmarks/plan_memory.py`). Families and ways of computing that nobody looked at are None.
 """
@@ -72,12 +72,13 @@ COMPILED: dict[str, _Kept] = dict.fromkeys(EAGER, _COMPILED) | {
 }
 SCORES = {"gemma2": 8}  # bytes a token and head for each token it is held against, where the scores are there at all
 SCORES_ELSEWHERE, SCORES_COMPILED = 6, 4
+QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # of a layer; 2 elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes that memory follows from. `linears` are the (in, out) of each matrix of a layer."""
+    """The sizes of a model that memory follows from."""
 
     family: str
     layers: int
@@ -126,6 +127,7 @@ class Sizes:
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
+        """The (in, out) of each matrix of a layer."""
         hidden, inner, queries, keys = self.hidden, self.intermediate, self.queries, self.keys
         if self.family == "phi3":  # queries, keys and values in one matrix, both halves of the MLP in another
             return ((hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * inner), (inner, hidden))
@@ -182,11 +184,11 @@ def footprint(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> Fo
     With `micro_steps` of 1 no gradients wait while activations are alive.
     """
     sizes = Sizes.of(model)
-    if sizes is None or config.quantization == "int8" or config.dora or config.offloads:
+    if sizes is None or config.quantization == "int8" or config.precision == "fp32" or config.dora or config.offloads:
         return None
     full, tokens = config.method == "full", config.tokens
     pure = config.precision == "bf16_pure"
-    wide = 4 if config.precision == "fp32" or (full and not pure) else 2  # bytes of what is not quantised
+    wide = 4 if full and not pure else 2  # bytes of what is not quantised
     weights = _weights(sizes, config, wide)
     trained = sizes.params if full else sizes.adapter_params(config.lora_rank or 1)
     trained_bytes = trained * (wide if full else 2 if pure else 4)
@@ -198,7 +200,7 @@ def footprint(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> Fo
     recomputed = 0 if every is None else math.ceil(sizes.layers / every)
     body = tokens * ((sizes.layers - recomputed) * keep + recomputed * wide * sizes.hidden)
     # Autocast keeps what it has cast: for a whole forward pass, and what is saved for the backward pass for longer.
-    casts = 0.0 if pure or config.precision == "fp32" else 2.0 * trained
+    casts = 0.0 if pure else 2.0 * trained
     kept_casts = casts * (1 - recomputed / sizes.layers)
     if config.compile != "none":
         casts = kept_casts
@@ -206,12 +208,17 @@ def footprint(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> Fo
     logits = (min(tokens, HEAD_CHUNK) if config.loss == "chunked" else tokens) * sizes.vocab
     norm = tokens * sizes.hidden * (6 if wide == 2 else 20)
     waiting = trained_bytes if micro_steps > 1 else 0.0
+    embedding = float(wide * sizes.embedding) if full else 0.0
     moments = {  # (gradients, activations, logits)
         "forward": (waiting, body + norm + casts, logits * (10 + capped)),
         "head": (waiting, body + norm - 2 * tokens * sizes.hidden + kept_casts, logits * (12 + capped)),
         "layers": (waiting, body + tokens * ((keep if recomputed else 0) + moving) + kept_casts, 0.0),
+        # The first layer comes last, beside the gradients of all others.
+        "first": (trained_bytes - embedding, tokens * ((keep if recomputed else 0) + moving), 0.0),
         # The gradient of the embedding is made whole, and added to the one that waits.
-        "inputs": (trained_bytes, (2 if pure else 4) * sizes.embedding if full else 0.0, 0.0),
+        "inputs": (trained_bytes, embedding, 0.0),
+        # torch's own AdamW that is not fused makes a root of the second moment.
+        "optimizer": (trained_bytes, trained_bytes if config.optimizer == "adamw_torch" else 0.0, 0.0),
     }
     where, (gradients, activations, head) = max(moments.items(), key=lambda one: sum(one[1]))
     beyond = 2.4 * logits + (0.010 if config.compile == "none" else 0.034) * (activations + head) + 42 * MIB
@@ -224,7 +231,7 @@ def footprint(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> Fo
         logits=gib(head),
         workspace=gib(WORKSPACE),
         reserved=gib(beyond),
-        phase=Phase.FORWARD if where == "forward" else Phase.BACKWARD,
+        phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(where, Phase.BACKWARD),
     )
 
 
@@ -256,15 +263,20 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         eager, casting = EAGER[sizes.family][alone], EAGER[sizes.family][way]
         kept = (one + more - less for one, more, less in zip(table[alone], casting, eager, strict=True))
         of_hidden, of_inner, of_queries, of_keys = kept
+    if config.attention == "eager":  # it repeats keys and values, and keeps the scores
+        other = {"gemma2": (of_queries, of_keys), "phi3": (of_queries, 0), "qwen3": QWEN3_EAGER[config.method]}
+        of_queries, of_keys = other.get(sizes.family, (8, 0))
     keep = of_hidden * sizes.hidden + of_inner * sizes.intermediate
     keep += of_queries * sizes.queries + of_keys * sizes.keys + 4 * _NORMS.get(sizes.family, 2)
     if config.attention == "eager":
         scores = SCORES_COMPILED if compiled else SCORES.get(sizes.family, SCORES_ELSEWHERE)
         keep += scores * sizes.heads * config.seq_len
-        if sizes.family != "gemma2":  # keys and values are repeated for each query head
-            keep += 2 * sizes.queries - of_keys * sizes.keys
     else:
         keep += 4 * sizes.heads
+        if config.packing and config.attention.startswith("sdpa"):
+            # What keeps examples apart is a mask, with which keys and values are repeated for each query head.
+            # Phi 3 keeps less of them in turn: they are parts of one matrix product.
+            keep += 2 * config.seq_len + (0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys))
     if sizes.family == "qwen3":  # it normalises queries and keys of each head
         keep += 4 * (sizes.heads + sizes.key_heads)
     if config.method == "lora":

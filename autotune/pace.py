@@ -54,7 +54,7 @@ class Pace:
 def pace(model: ModelSpec, config: TrainConfig) -> Pace | None:
     """On the reference card; None where `estimate.footprint` knows nothing either."""
     sizes = Sizes.of(model)
-    if sizes is None or config.quantization == "int8" or config.dora or config.offloads:
+    if sizes is None or config.quantization == "int8" or config.precision == "fp32" or config.dora or config.offloads:
         return None
     if config.quantization == "fp8" and config.compile == "none":  # slower than bf16, and nobody's choice
         return None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from autotune.carry import Carried, carry, interval
+from autotune.carry import BETWEEN, WITHIN, Carried, carry, interval, log_ratio
 from autotune.catalog import DeviceSpec, resolve_device, resolve_model
 from autotune.catalog.rows import load_data
 from autotune.config import TrainConfig
@@ -27,6 +27,7 @@ from autotune.submission import Sighting
 from autotune.workload import Workload
 
 MOST = 10_000  # configurations that are looked at: in about two seconds
+BELIEVED = 6.0  # standard deviations between what somebody measured on a card and what is expected of it
 FITS, TIGHT, OOM = "fits", "tight", "out of memory"
 
 
@@ -74,7 +75,7 @@ def limit_of(device: DeviceSpec, headroom: float, memory_gib: float | None = Non
 
     Raises UsageError for a card whose memory is not known.
     """
-    offered = memory_gib or device.usable_gib
+    offered = min((one for one in (memory_gib, device.usable_gib) if one is not None), default=None)
     if offered is None or device.kind == "cpu":
         raise UsageError(
             f"no plan can be made for {device.name}: its memory is not known", remedy="name a GPU, or give --memory-gib"
@@ -141,9 +142,12 @@ def ratios(seen: Sequence[Sighting], target: DeviceSpec, method: str, quantizati
     found = []
     for one in seen:
         same = (one.config.method, one.config.quantization) == (method, quantization)
-        if one.device != target.name or one.model is None or not same:
+        whole = one.evidence is Evidence.MEASURED and one.trainer == "transformers"
+        if one.device != target.name or one.model is None or not same or not whole:
             continue
-        if (ratio := _over_reference(one)) is not None:
+        ratio, expected = _over_reference(one), log_ratio(resolve_device(REFERENCE), target)
+        # What is further off than any two cards were is a mistake, or somebody's joke.
+        if ratio and expected is not None and abs(math.log(ratio) - expected) <= BELIEVED * math.hypot(BETWEEN, WITHIN):
             found.append(ratio)
     return found
 

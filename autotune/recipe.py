@@ -162,16 +162,23 @@ class Verification:
     micro_steps: int
     tolerance: float
     promised_tokens_per_s: float
+    promised_step_s: float
     promised_gib: float
-    tokens_per_s: float | None = None
-    reserved_gib: float | None = None
     seconds_per_step: float | None = None
+    reserved_gib: float | None = None
     reason: str | None = None
     date: str | None = None
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Useful ones, of steps like those promised: how many are in a step is the data's, and no promise."""
+        if self.seconds_per_step is None:
+            return None
+        return self.promised_tokens_per_s * self.promised_step_s / self.seconds_per_step
+
+    @property
     def speed_error(self) -> float | None:
-        return None if self.tokens_per_s is None else self.promised_tokens_per_s / self.tokens_per_s - 1
+        return None if self.seconds_per_step is None else self.seconds_per_step / self.promised_step_s - 1
 
     @property
     def memory_error(self) -> float | None:

@@ -38,6 +38,7 @@ def verify(
         micro_steps=(steps - 1) * accumulation,
         tolerance=tolerance,
         promised_tokens_per_s=winner.performance.tokens_per_second,
+        promised_step_s=winner.performance.step_time_s,
         promised_gib=max(winner.measurement.peak_reserved_gib, 0.0),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -63,12 +64,7 @@ def done_as(promise: Verification, done: dict[str, Any] | None, reason: str | No
     """With what the script said of itself."""
     if done is None:
         return replace(promise, reason=reason or "it said nothing")
-    speed = done.get("tokens_per_second")
-    if done.get("steps") != steps or not isinstance(speed, int | float) or not speed > 0:
-        return replace(promise, reason=f"it took {done.get('steps')} steps of {steps} and told {speed} tokens/s")
-    return replace(
-        promise,
-        tokens_per_s=float(speed),
-        reserved_gib=done.get("peak_reserved_gib"),
-        seconds_per_step=done.get("seconds_per_step"),
-    )
+    seconds = done.get("seconds_per_step")
+    if done.get("steps") != steps or not isinstance(seconds, int | float) or not seconds > 0:
+        return replace(promise, reason=f"it took {done.get('steps')} steps of {steps}, of {seconds} s")
+    return replace(promise, seconds_per_step=float(seconds), reserved_gib=done.get("peak_reserved_gib"))

@@ -246,7 +246,7 @@ def test_assumptions_are_told(answer: Callable[..., Answer]) -> None:
     assert "How long the examples are was not given: 1,024 tokens each (assumed)" in out
     out = printed(answer(changed(TRL, max_steps=77), mean_tokens=300.0, p99_tokens=2000.0, price=2.0))
     assert "for 77 steps, estimated" in out and "(assumed)" not in out
-    assert "at $2.00/h (given by --price" in out
+    assert "at $2.00/h, given by --price" in out
     assert "told for one, and sharding is not modelled" in out
 
 

@@ -86,7 +86,7 @@ def test_what_needs_more(more: dict[str, Any], less: dict[str, Any]) -> None:
 
 def test_no_gradients_wait_in_a_step_of_one_micro_batch() -> None:
     full = {"method": "full", "precision": "bf16_pure", "micro_batch_size": 1, "seq_len": 8192}
-    assert estimate(micro_steps=1, **full).peak_gib < estimate(micro_steps=2, **full).peak_gib - 4
+    assert estimate(micro_steps=1, **full).peak_gib < estimate(micro_steps=2, **full).peak_gib - 0.5
 
 
 def test_every_model_of_a_known_family_has_its_parameters() -> None:
@@ -105,7 +105,22 @@ def test_a_family_that_nobody_looked_at_is_unknown(name: str) -> None:
     assert Sizes.of(resolve_model(name)) is None and footprint(resolve_model(name), TrainConfig()) is None
 
 
-@pytest.mark.parametrize("knobs", [{"quantization": "int8"}, {"dora": True}, {"checkpointing": "offload"}], ids=str)
+def test_an_adamw_that_is_not_fused_needs_room_for_a_root() -> None:
+    full = {"method": "full", "precision": "bf16_pure", "micro_batch_size": 1, "seq_len": 512}
+    apart = estimate(optimizer="adamw_torch", **full)
+    assert apart.phase is Phase.OPTIMIZER
+    assert apart.peak_gib == pytest.approx(estimate(**full).peak_gib + apart.weights, abs=0.5)
+
+
+def test_packed_rows_keep_a_mask() -> None:
+    rows = {"micro_batch_size": 1, "seq_len": 8192, "checkpointing": "none"}
+    assert estimate(packing=True, **rows).peak_gib > 1.08 * estimate(**rows).peak_gib
+
+
+UNKNOWN = [{"quantization": "int8"}, {"dora": True}, {"checkpointing": "offload"}, {"precision": "fp32"}]
+
+
+@pytest.mark.parametrize("knobs", UNKNOWN, ids=str)
 def test_a_way_that_nobody_looked_at_is_unknown(knobs: dict[str, Any]) -> None:
     assert footprint(resolve_model("mistral-7b"), TrainConfig(**knobs)) is None
 

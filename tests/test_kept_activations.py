@@ -59,19 +59,33 @@ def counted(model: dict[str, Any], config: TrainConfig) -> int:
     for index, layer in enumerate(decoder_layers(resident.base)):
         layer.register_forward_pre_hook(enter(index))
     tokens = torch.randint(0, 64, (config.micro_batch_size, config.seq_len))
+    packed = {"position_ids": torch.arange(config.seq_len // 2).repeat(2).expand(config.micro_batch_size, -1)}
     with (
         saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16_mixed"),
     ):
-        trained.train()(input_ids=tokens, labels=tokens)
+        trained.train()(input_ids=tokens, labels=tokens, **(packed if config.packing else {}))
     return kept
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.get('method', 'lora')}-{way['precision']}")
-@pytest.mark.parametrize("family", sorted(EAGER))
-def test_what_a_layer_keeps_of_a_token(family: str, way: dict[str, Any]) -> None:
-    attention = "eager" if family == "gemma2" else "sdpa"
-    for shape in SHAPES:
+USUAL, EAGER_SCORES, PACKED = {"attention": "sdpa"}, {"attention": "eager"}, {"attention": "sdpa", "packing": True}
+CASES = [(family, way, EAGER_SCORES if family == "gemma2" else USUAL) for family in sorted(EAGER) for way in WAYS]
+CASES += [  # how attention computes, by method; Gemma 2 has no sdpa
+    (family, way, how)
+    for family in sorted(EAGER)
+    for way in (WAYS[0], WAYS[3])
+    for how in (EAGER_SCORES, PACKED)
+    if family != "gemma2"
+]
+
+
+def name_of(value: Any) -> str:
+    return value if isinstance(value, str) else "-".join(str(part) for part in value.values())
+
+
+@pytest.mark.parametrize(("family", "way", "how"), CASES, ids=name_of)
+def test_what_a_layer_keeps_of_a_token(family: str, way: dict[str, Any], how: dict[str, Any]) -> None:
+    for shape in SHAPES if how == USUAL else SHAPES[-1:]:
         model = TINY | shape | {"model_type": family, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
         model |= {"bos_token_id": 1, "eos_token_id": 2}
         if family == "phi3":
@@ -79,8 +93,7 @@ def test_what_a_layer_keeps_of_a_token(family: str, way: dict[str, Any]) -> None
         sizes = Sizes.of(ModelSpec(name="tiny", config=model))
         assert sizes is not None
         small, large = (
-            TrainConfig(micro_batch_size=rows, seq_len=64, checkpointing="none", attention=attention, **way)
-            for rows in (2, 4)
+            TrainConfig(micro_batch_size=rows, seq_len=64, checkpointing="none", **how, **way) for rows in (2, 4)
         )
         more = large.tokens - small.tokens  # what does not grow with them is weights that were cast
         assert (counted(model, large) - counted(model, small)) / more == kept_bytes(sizes, large)

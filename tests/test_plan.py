@@ -73,11 +73,14 @@ def test_what_is_measured_on_a_card_draws_its_speed_there() -> None:
         {"config": TrainConfig(quantization="nf4")},
         {"config": TrainConfig(method="full")},
         {"model": "openai-community/gpt2"},
+        {"evidence": Evidence.EXTRAPOLATED},
+        {"trainer": "trl"},
+        {"tokens_per_s": 32_768_000.0},
     ],
     ids=str,
 )
 def test_measurements_of_something_else_tell_nothing(other: dict[str, Any]) -> None:
-    assert ratios([sighting(300.0, **other)], A10, "lora", "none") == []
+    assert ratios([sighting(**{"tokens_per_s": 300.0} | other)], A10, "lora", "none") == []
 
 
 def test_what_comes_with_the_package_is_of_known_cards_and_models() -> None:
@@ -116,6 +119,10 @@ def test_a_large_space_is_looked_at_everywhere() -> None:
 def test_a_way_without_a_formula_is_said() -> None:
     with pytest.raises(UsageError, match="there is no formula for int8 bases"):
         make_plan(subject(space="qlora", pins={"quantization": "int8"}))
+
+
+def test_no_more_is_planned_for_than_the_card_has() -> None:
+    assert limit_of(A10, 0.05, 80.0) == limit_of(A10, 0.05) and limit_of(A10, 0.05, 16.0) < limit_of(A10, 0.05)
 
 
 def test_a_card_without_memory_cannot_be_planned_for() -> None:

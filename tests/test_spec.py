@@ -133,5 +133,5 @@ def test_every_field_is_a_flag():
     from autotune.cli import run
 
     flags = set(inspect.signature(run).parameters)
-    assert set(SPEC_FIELDS) - flags == {"pins"}  # --set, --seq-len and --rank
+    assert set(SPEC_FIELDS) - flags == {"pins", "configs"}  # --set, --seq-len and --rank
     assert flags - set(SPEC_FIELDS) == {"spec", "set_", "seq_len", "rank", "json_", "quiet"}

@@ -27,6 +27,7 @@ def promise(**changes: Any) -> Verification:
         "micro_steps": 200,
         "tolerance": 0.05,
         "promised_tokens_per_s": 1000.0,
+        "promised_step_s": 2.0,
         "promised_gib": 20.0,
     }
     return Verification(**values | changes)
@@ -35,16 +36,17 @@ def promise(**changes: Any) -> Verification:
 @pytest.mark.parametrize(
     ("said", "holds"),
     [
-        ({"tokens_per_second": 1000.0, "peak_reserved_gib": 20.0}, True),
-        ({"tokens_per_second": 960.0, "peak_reserved_gib": 20.9}, True),
-        ({"tokens_per_second": 940.0, "peak_reserved_gib": 20.0}, False),  # promised too much
-        ({"tokens_per_second": 1100.0, "peak_reserved_gib": 20.0}, False),  # promised too little is as wrong
-        ({"tokens_per_second": 1000.0, "peak_reserved_gib": 25.0}, False),
-        ({"tokens_per_second": 1000.0, "peak_reserved_gib": None}, True),  # a CPU does not tell
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": 20.0}, True),
+        ({"seconds_per_step": 2.08, "peak_reserved_gib": 20.9}, True),
+        ({"seconds_per_step": 2.2, "peak_reserved_gib": 20.0}, False),  # promised too much
+        ({"seconds_per_step": 1.8, "peak_reserved_gib": 20.0}, False),  # promised too little is as wrong
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": 25.0}, False),
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": None}, True),  # a CPU does not tell
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": 20.0, "tokens_per_second": 500.0}, True),  # other examples
     ],
 )
 def test_what_holds(said: dict[str, Any], holds: bool) -> None:
-    done = done_as(promise(), said | {"steps": 3, "seconds_per_step": 1.0}, None, 3)
+    done = done_as(promise(), said | {"steps": 3}, None, 3)
     assert done.reason is None and done.holds is holds
     assert all("promised" in line for line in done.said())
 
@@ -54,9 +56,9 @@ def test_what_holds(said: dict[str, Any], holds: bool) -> None:
     [
         (None, "OutOfMemoryError: CUDA out of memory", "CUDA out of memory"),
         (None, None, "it said nothing"),
-        ({"steps": 2, "tokens_per_second": 10.0}, None, "it took 2 steps of 3"),
-        ({"steps": 3, "tokens_per_second": None}, None, "told None tokens/s"),
-        ({"steps": 3, "tokens_per_second": float("nan")}, None, "told nan tokens/s"),
+        ({"steps": 2, "seconds_per_step": 2.0}, None, "it took 2 steps of 3"),
+        ({"steps": 3, "seconds_per_step": None}, None, "of None s"),
+        ({"steps": 3, "seconds_per_step": float("nan")}, None, "of nan s"),
     ],
 )
 def test_a_run_that_did_not_come_through_holds_nothing(said: Any, reason: str | None, told: str) -> None:
@@ -65,7 +67,7 @@ def test_a_run_that_did_not_come_through_holds_nothing(said: Any, reason: str | 
 
 
 def test_it_is_kept_with_the_study_and_shown() -> None:
-    done = done_as(promise(), {"steps": 3, "tokens_per_second": 990.0, "peak_reserved_gib": 19.9}, None, 3)
+    done = done_as(promise(), {"steps": 3, "seconds_per_step": 2.0 / 0.99, "peak_reserved_gib": 19.9}, None, 3)
     assert verification_of({"verification": to_data(done)}) == done
     assert verification_of({}) is None
     told = replace(summary(), verification=done)

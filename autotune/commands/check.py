@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.catalog import DeviceSpec, ModelSpec, age, list_devices, list_models, resolve_model
+from autotune.catalog import DeviceSpec, ModelSpec, list_devices, list_models, resolve_model
 from autotune.checked import Change, Checked, Duration, Search, Setting, check, duration, smallest_card
 from autotune.commands.catalogs import print_json
 from autotune.commands.plan import HOW_SURE, hours, sightings, target
@@ -27,6 +27,7 @@ from autotune.files import load_yaml
 from autotune.foreign import FP32_BASE, ForeignRun, read_foreign
 from autotune.lengths import Lengths
 from autotune.plan import FITS, OOM, TIGHT, limit_of, make_plan
+from autotune.report.matrix import price_text
 from autotune.result import Evidence
 from autotune.setup import DEFAULT_TOKENS, NO_SDPA, set_up
 from autotune.spec import StudySpec, make_spec
@@ -335,9 +336,8 @@ def _duration_lines(answer: Answer) -> Iterator[tuple[str, str]]:
     if price is None or told.interval_usd is None:
         yield "cost", f"{DASH} (no price is known: --price USD_PER_HOUR)"
         return
-    bounds = " to ".join(map(fmt_usd, told.interval_usd))
-    at = f"{fmt_usd(price.usd_per_hour)}/h{each} ({price.provider}, {age(price.as_of, date.today())})"
-    yield "cost", f"{fmt_usd(told.usd)} ({bounds}) at {at}, estimated; start-up, saves and evaluation aside"
+    at = f"({' to '.join(map(fmt_usd, told.interval_usd))}) at {price_text(price, date.today())}{each}"
+    yield "cost", f"{fmt_usd(told.usd)} {at}, estimated; start-up, saves and evaluation aside"
 
 
 def _faster_line(answer: Answer, faster: Faster) -> str:

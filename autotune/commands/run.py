@@ -31,9 +31,10 @@ from autotune.errors import (
 )
 from autotune.probe.launcher import WorkerProber
 from autotune.recipe import Quality, StudySummary, TrialRow
-from autotune.result import ProbeRequest, to_data
+from autotune.result import ProbeRequest, from_data, to_data
 from autotune.setup import Setup, open_reserve, set_up, suit
 from autotune.spec import StudySpec
+from autotune.subject import Subject
 from autotune.target import Target, find_target
 from autotune.units import fmt_gib, parse_duration
 
@@ -161,6 +162,11 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     spec, setup, out, name = task.spec, task.setup, task.out, task.study
     store = ProbeStore(task.url)
     facts = stored_facts(task.url, name) or {}
+    if (
+        "subject" in facts and setup.subject.carried is not None
+    ):  # one ratio for all sessions, or values would not compare
+        carried = from_data(Subject, facts["subject"]).carried
+        setup = replace(setup, subject=replace(setup.subject, carried=carried))
     display.say("starting the probe worker")
     fingerprint = prober.fingerprint
     memory_gib = _memory(spec, task.target, prober.memory_gib, display)
