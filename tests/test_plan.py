@@ -58,7 +58,7 @@ def test_a_published_case_is_told_as_it_was() -> None:
 def test_what_is_measured_on_a_card_draws_its_speed_there() -> None:
     case, limit, config = subject(), limit_of(A10, 0.05), TrainConfig(micro_batch_size=4, seq_len=512)
     alone = planned(case, config, limit)
-    slow = planned(case, config, limit, [sighting(300.0)])
+    slow = planned(case, config, limit, [sighting(500.0)])
     assert alone and slow and alone.tokens_per_s and slow.tokens_per_s and alone.interval and slow.interval
     assert slow.tokens_per_s < alone.tokens_per_s
     assert slow.interval[1] / slow.interval[0] < alone.interval[1] / alone.interval[0]
