@@ -15,8 +15,10 @@ from sessions import Start, starter
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
+from autotune.probe.launcher import WorkerProber
 from autotune.store import ProbeStore
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait take another test's processor
 gc.set_threshold(200_000, 50, 100)  # torch's objects are walked seldom: a fifth of the unit tests' time
 
 
@@ -25,6 +27,17 @@ def _without_waiting_for_the_disk(connection: Any, record: Any) -> None:
     """Tests kill processes, not machines: what SQLite handed to the kernel is safe enough."""
     if isinstance(connection, sqlite3.Connection):
         connection.execute("PRAGMA synchronous=OFF")
+
+
+# These start real probes and real training, and take minutes.
+LONGEST = ("end_to_end", "launcher", "quality", "truncation", "train_py", "trl_trainer", "levers", "chunked_loss")
+LONGEST += ("compile", "suite", "packing", "search", "study", "resume")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """xdist hands out files in the order of their tests: what takes long comes first, so that nobody ends it alone."""
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def make_tables(url: str) -> None:
@@ -77,6 +90,13 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path / 'autotune.db'}"
     create: Callable[[], str] = request.getfixturevalue("postgres")
     return create()
+
+
+@pytest.fixture(scope="session")
+def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
+    """One warm worker for all who kill none, and who need no other history than their own."""
+    with WorkerProber("cpu", tmp_path_factory.mktemp("logs")) as started:
+        yield started
 
 
 @pytest.fixture

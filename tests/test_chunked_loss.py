@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ from autotune.workload import Workload
 pytestmark = pytest.mark.probe
 
 SMALL = TINY | {"num_hidden_layers": 2}
-
-
-@pytest.fixture(scope="module")
-def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
-    with WorkerProber("cpu", tmp_path_factory.mktemp("logs")) as started:
-        yield started
 
 
 def built(model: dict[str, Any]) -> Any:

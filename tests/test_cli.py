@@ -167,10 +167,12 @@ def test_a_storage_error_after_the_worker_was_started_leaves_no_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A study that is named is looked for only then."""
+    before = psutil.Process().children(recursive=True)  # other tests' worker may be warm
     answer = said(monkeypatch, capsys, *RUN, "--study", "mine", "--storage", SERVER)
     assert answer.code == 6 and answer.is_one_error()
     assert CANARY not in answer.err
-    commands = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    commands = [" ".join(child.cmdline()) for child in left]
     assert not any("autotune.probe.worker" in command for command in commands)
 
 

@@ -65,10 +65,10 @@ def serve(*requests: ProbeRequest) -> list[tuple[int, list[float]]]:
 def test_layers_are_compiled_once_for_all_depths_and_for_whoever_comes_back() -> None:
     """The first layer is no other than the rest, and another micro batch leaves the code of the one before alone."""
     asked = [(2, 2), (2, 4), (3, 2), (2, None), (2, 2)]
-    compiled = serve(*(request("per_layer", *one) for one in asked))
-    plain = serve(*(request("none", *one) for one in asked))
-    assert [graphs for graphs, _ in compiled] == [1, 1, 2, 2, 2]
+    served = serve(*(request(compile, *one) for compile in ("none", "per_layer") for one in asked))
+    plain, compiled = served[: len(asked)], served[len(asked) :]
     assert [graphs for graphs, _ in plain] == [0] * len(asked)
+    assert [graphs for graphs, _ in compiled] == [1, 1, 2, 2, 2]
     for (_, found), (_, expected) in zip(compiled, plain, strict=True):
         steps = min(len(found), len(expected))  # how many a probe takes hangs on their time
         assert steps >= 2 and found[:steps] == pytest.approx(expected[:steps], rel=1e-4)

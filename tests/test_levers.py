@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from autotune.climb import move
 from autotune.config import TrainConfig
 from autotune.errors import UsageError
 from autotune.export import export_all
+from autotune.lengths import Lengths
 from autotune.memory import needs_at_least
 from autotune.objective import capability, leanest
 from autotune.probe.launcher import WorkerProber
@@ -24,15 +24,10 @@ from autotune.result import Measurement, ModelShape, Outcome, ProbeRequest
 from autotune.setup import set_up, suit
 from autotune.space import Knob, SearchSpace
 from autotune.spec import StudySpec
+from autotune.workload import Workload
 
 TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 2}
 FITS_FP8 = TINY_LLAMA | {"num_key_value_heads": 2}  # every side of its matrices is a multiple of 16
-
-
-@pytest.fixture(scope="module")
-def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
-    with WorkerProber("cpu", tmp_path_factory.mktemp("logs")) as started:
-        yield started
 
 
 def measured(prober: WorkerProber, **knobs: Any) -> Measurement:
@@ -175,15 +170,21 @@ def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
 
 
 @pytest.mark.probe
-@pytest.mark.parametrize("knobs", [{"quantization": "fp8"}, {"checkpointing": "offload"}, {}], ids=str)
+@pytest.mark.parametrize("knobs", [{"quantization": "fp8"}, {"checkpointing": "offload"}], ids=str)
 def test_the_exported_script_pulls_the_same_levers(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    """Those that pull none are trained in test_export.py."""
     pytest.importorskip("torchao")
     known = summary().recipe
     assert known is not None
-    config = TrainConfig(micro_batch_size=8, seq_len=32, precision="fp32", **knobs)
-    made = replace(known, winner=replace(known.winner, config=config), model=resolve_model("demo-3m"))
-    files = export_all(made, ["train"])
-    assert ("levers.py" in files) is bool(knobs)
+
+    def exported(**knobs: Any) -> dict[str, str]:
+        config = TrainConfig(micro_batch_size=8, seq_len=32, precision="fp32", **knobs)
+        workload = Workload(examples=64, lengths=Lengths.constant(32), global_batch=16)
+        made = replace(known, winner=replace(known.winner, config=config), workload=workload)
+        return export_all(replace(made, model=resolve_model("demo-3m")), ["train"])
+
+    files = exported(**knobs)
+    assert "levers.py" in files and "levers.py" not in exported()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     command = [sys.executable, "train.py", "--random-weights", "--max-steps", "2", "--output-dir", ""]

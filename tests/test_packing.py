@@ -18,6 +18,7 @@ from autotune.errors import UsageError
 from autotune.lengths import Lengths
 from autotune.objective import Performance, performance
 from autotune.packing import ATTENTIONS, PACKED_APART
+from autotune.probe.launcher import WorkerProber
 from autotune.projection import by_examples
 from autotune.result import Measurement, Outcome, ProbeRequest
 from autotune.setup import NO_SDPA, Setup, set_up
@@ -266,9 +267,8 @@ def test_the_seams_and_the_padding_of_a_packed_row_are_not_learned() -> None:
 
 
 @pytest.mark.probe
-def test_a_packed_probe_is_a_probe_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_packed_probe_is_a_probe_and_leaves_no_trace(prober: WorkerProber, tmp_path: Path) -> None:
     from autotune.catalog import resolve_model
-    from autotune.probe.launcher import WorkerProber
 
     workload = Workload(lengths=Lengths.of([20] * 50 + [70] * 20 + [128] * 3, "counted"), global_batch=8)
 
@@ -279,11 +279,10 @@ def test_a_packed_probe_is_a_probe_and_leaves_no_trace(tmp_path: Path) -> None:
         short: dict[str, Any] = {"min_timed_s": 0.0, "min_timed_micros": 1, "evaluate": True}
         return ProbeRequest(config=config, model=model, device="cpu", memory_gib=2.0, rows=rows, **short)
 
-    with WorkerProber("cpu", tmp_path) as prober:
-        results = [
-            prober.probe(request(on), tmp_path / f"{index}.log") for index, on in enumerate((False, True, False))
-        ]
-        assert prober.starts == 1
+    prober.fingerprint  # noqa: B018 (the worker is up from here on)
+    starts = prober.starts
+    results = [prober.probe(request(on), tmp_path / f"{index}.log") for index, on in enumerate((False, True, False))]
+    assert prober.starts == starts
     before, packed, after = (result.measurement for result in results)
     assert before and packed and after
     assert packed.micro_step_s and packed.loss_first != before.loss_first

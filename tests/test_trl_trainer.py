@@ -1,7 +1,6 @@
 """TRL's SFTTrainer as the loop of a study: probed for real, its space narrowed, its exports told apart."""
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +21,6 @@ from autotune.spec import StudySpec
 
 pytest.importorskip("trl")
 MODEL = TINY | {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 4096}
-
-
-@pytest.fixture(scope="module")
-def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
-    with WorkerProber("cpu", tmp_path_factory.mktemp("logs")) as started:
-        yield started
 
 
 def request(trainer: str = "trl", **knobs: Any) -> ProbeRequest:
@@ -66,7 +59,7 @@ def test_a_probe_through_sfttrainer_learns_what_transformers_trainer_does(
 
 @pytest.mark.probe
 def test_two_depths_foretell_what_sfttrainer_needs(prober: WorkerProber) -> None:
-    asked = request(checkpointing="none", micro_batch_size=16, seq_len=256)
+    asked = request(checkpointing="none", micro_batch_size=8, seq_len=256)
     low, high, whole = (measured(prober, shortened(asked, depth) if depth else asked) for depth in (2, 4, None))
     foretold = extrapolate([(2, low), (4, high)], 8).measurement
     assert foretold.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.05)

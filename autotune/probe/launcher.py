@@ -13,6 +13,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -108,6 +109,7 @@ class WorkerProber:
         self._deadlines = DEADLINES | dict(deadlines or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None  # what a killed worker leaves lies in here
         self._buffer = b""
         self._ready = False
         self._fingerprint: Fingerprint | None = None
@@ -176,6 +178,7 @@ class WorkerProber:
     def close(self) -> None:
         """End the worker and everything it started: ask, wait, kill the group."""
         process, self._process = self._process, None
+        scratch, self._scratch = self._scratch, None
         if self._channel is not None:
             self._channel.close()  # end of file: an idle worker leaves by itself
             self._channel = None
@@ -190,15 +193,19 @@ class WorkerProber:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # grandchildren that outlived it
         process.wait()
+        if scratch is not None:
+            scratch.cleanup()
 
     def launch(self) -> None:
         """Start the worker and return; it imports its libraries meanwhile."""
         ours, theirs = socket.socketpair()
         self.logs.mkdir(parents=True, exist_ok=True)
         log = self.logs / "worker.log"
+        self._scratch = tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True)
+        worker = [sys.executable, "-m", "autotune.probe.worker"]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.probe.worker", str(theirs.fileno()), self.device, str(os.getpid())],
+                [*worker, str(theirs.fileno()), self.device, str(os.getpid()), self._scratch.name],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

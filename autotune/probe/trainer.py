@@ -130,9 +130,11 @@ class Probe:
         meter: Meter,
         emit: Callable[[Phase], None],
         lost_gib: float,
+        scratch: str | None = None,
     ) -> None:
-        """`lost_gib` is managed memory that earlier probes of this process left behind."""
+        """`lost_gib` is managed memory that earlier probes of this process left behind; `scratch` a place for files."""
         self.request, self.resident, self.meter, self.lost_gib = request, resident, meter, lost_gib
+        self.scratch = scratch
         self.base = resident.base
         self.recorder = Recorder(meter, request, emit, self._state_gib)
         self.recorder.phase = Phase.LOAD
@@ -163,7 +165,7 @@ class Probe:
         if config.compile == "per_layer":
             self._compile()
         self._watch()
-        with tempfile.TemporaryDirectory(prefix="autotune-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="autotune-", dir=self.scratch) as scratch:
             self.trainer = self._make_trainer(scratch)
             meter.reset_peak()
             self.recorder.phase = Phase.FIRST_STEP

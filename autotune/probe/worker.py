@@ -41,7 +41,7 @@ def main() -> None:
 
     send(event="phase", phase=Phase.START)
     try:
-        worker = Worker(sys.argv[2], send)
+        worker = Worker(sys.argv[2], send, sys.argv[4])
         send(event="ready", fingerprint=to_data(worker.meter.fingerprint()), memory_gib=worker.meter.memory_gib())
     except Exception as error:
         traceback.print_exc()
@@ -73,12 +73,13 @@ def described(model: dict[str, Any]) -> dict[str, Any]:
 class Worker:
     """One device, and the base models that wait on it: one family, at the depths that were asked for."""
 
-    def __init__(self, device: str, send: Callable[..., None]) -> None:
+    def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
         # Imported here, so that `ready` and a failed import both reach the parent as messages.
         from autotune.probe.device import open_meter
 
         self.meter = open_meter(device)
         self._send = send
+        self._scratch = scratch
         self._residents: dict[int | None, Resident] = {}  # by depth
         self._served = 0
         self._empty_gib = 0.0
@@ -134,7 +135,7 @@ class Worker:
 
         emit(Phase.LOAD)
         try:
-            probe = Probe(request, self._base_for(request), self.meter, emit, self._lost_gib)
+            probe = Probe(request, self._base_for(request), self.meter, emit, self._lost_gib, self._scratch)
             measurement = probe.run()
             fields = {"outcome": Outcome.OK, "measurement": measurement}
             if measurement.alloc_retries:
