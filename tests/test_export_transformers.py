@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_export import HOSTILE, _save_demo, demo, each_config, recipe, write
+from test_export import HOSTILE, demo, each_config, recipe, write
+from test_train_py import _save_demo
 
 from autotune.config import TrainConfig
 from autotune.export import common, transformers_args
