@@ -7,6 +7,7 @@ precision, which changes speed as much as any, and products in fp8 where they ar
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from autotune.config import TrainConfig
@@ -88,3 +89,18 @@ def sizes(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
     for size in sorted(knob.choices() if knob else (), reverse=True):
         if size < config.micro_batch_size:
             yield replace(config, micro_batch_size=size)
+
+
+def neighbours(
+    space: SearchSpace, best: TrainConfig | None, seen: set[str], rank: int | None = None
+) -> list[dict[str, Any]]:
+    """The choices that differ least from the best, of those whose digest was not seen; other ranks than `rank` last."""
+    choices = [(one, space.config(one)) for one in islice(space.enumerate(), 100_000)]
+    there = best.as_dict() if best else {}
+    apart = [
+        ((rank is not None and config.lora_rank != rank, len(config.as_dict().items() ^ there.items())), one)
+        for one, config in choices
+        if config.digest not in seen
+    ]
+    least = min((distance for distance, _ in apart), default=None)
+    return [one for distance, one in apart if distance == least]

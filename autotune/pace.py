@@ -51,8 +51,11 @@ class Pace:
         return self.host_s > self.compute_s + self.memory_s
 
 
-def pace(model: ModelSpec, config: TrainConfig) -> Pace | None:
-    """On the reference card; None where `estimate.footprint` knows nothing either."""
+def pace(model: ModelSpec, config: TrainConfig, host_pace: float = 1.0) -> Pace | None:
+    """On the reference card; None where `estimate.footprint` knows nothing either.
+
+    `host_pace` times what is assumed that the host needs.
+    """
     sizes = Sizes.of(model)
     if sizes is None or config.quantization == "int8" or config.precision == "fp32" or config.dora or config.offloads:
         return None
@@ -78,7 +81,7 @@ def pace(model: ModelSpec, config: TrainConfig) -> Pace | None:
     memory = moved / ((card.bandwidth_gb_s or 0.0) * 1e9)
     issue_ms = FULL_MS if full else HOST_MS["compiled" if compiled else "eager"]
     issue_ms += NF4_MS if config.quantization == "nf4" else 0.0
-    host = sizes.layers * issue_ms / 1000 * (1 + AGAIN * again)
+    host = sizes.layers * issue_ms / 1000 * (1 + AGAIN * again) * host_pace
     device = compute + memory
     micro = (device**4 + host**4) ** 0.25  # the longer of the two, a little more where they are close
     share = host**4 / (device**4 + host**4)

@@ -9,14 +9,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
+from typing import Any
 
-from autotune.climb import MAKES_ROOM, ORDER, TOO_LARGE, move, sizes
+from autotune.climb import MAKES_ROOM, ORDER, TOO_LARGE, move, neighbours, sizes
 from autotune.config import TrainConfig
 from autotune.depth import Extrapolation
 from autotune.errors import Cancelled
 from autotune.judge import DISAGREEMENT, Judge
 from autotune.ladder import Ladder, Promise, Verdict
+from autotune.leads import leads
 from autotune.numerics import REFERENCE
 from autotune.objective import Scored, margins, more_capable, to_beat
 from autotune.recall import recall, row_of
@@ -28,6 +29,7 @@ from autotune.subject import Subject
 
 CLIMBED = "climbed"  # under which a study remembers which trials were
 WORTHWHILE = 0.01  # relative gain from which on a climb moves
+Waiting = tuple[float, Asked]  # for its whole model, with the tokens/s that truncated ones foretell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,38 +119,53 @@ class Study:
     def _climb(self) -> None:
         """From the best, one knob at a time, by what truncated depths foretell; whole models of those that lead."""
         tried = {row.config.digest: row.outcome for row in self.rows}
+        self._follow_leads(tried)
         while (best := self.best()) is not None and not self._done():
             seen = len(tried)
             self._measure_waiting(self._pass(best, tried))
             if len(tried) == seen or self.best() is best:
                 return
 
-    def _pass(self, best: TrialRow, tried: dict[str, Outcome]) -> list[tuple[float, Asked]]:
+    def _follow_leads(self, tried: dict[str, Outcome]) -> None:
+        """What the formulas find best from here; whole models of those that lead."""
+        waiting: list[Waiting] = []
+        best = self.best()
+        for config in leads(self.subject, best.config, best.limit_gib or 0.0) if best else ():
+            if config.digest not in tried and not self._done():
+                self._look(self.subject.space.clip(config), tried, waiting)
+        self._measure_waiting(waiting)
+
+    def _pass(self, best: TrialRow, tried: dict[str, Outcome]) -> list[Waiting]:
         """One move after another by each knob in turn; those that may lead wait, with what they are foretold to do."""
         here, speed = best.config, best.tokens_per_second or 0.0
-        waiting: list[tuple[float, Asked]] = []
+        waiting: list[Waiting] = []
         for name in ORDER:
             while not self._done() and (chosen := move(self.subject.space, here, name, tried)) is not None:
-                self.search.enqueue(chosen)
-                asked = self._ask()
-                self._climbed.add(asked.number)
-                self.search.remember(CLIMBED, sorted(self._climbed))  # or they would count as patience when continued
-                looked = self.ladder.look(asked.config, asked.number)
-                if looked is None:
-                    looked = self.ladder.evaluate(asked.config, asked.number)
-                if isinstance(looked, Verdict):
-                    there = self._close(asked, looked)
-                    tried[there.config.digest], reached = there.outcome, there.tokens_per_second or 0.0
-                else:
-                    reached = self._speed(asked.config, looked)
-                    tried[asked.config.digest] = Outcome.OK
-                    waiting.append((reached, asked))
-                    self.say(f"{reached:,.0f} tokens/s foretold: {asked.config.label()}")
+                config, reached = self._look(chosen, tried, waiting)
                 if reached > speed * (1 - WORTHWHILE if name in MAKES_ROOM else 1 + WORTHWHILE):
-                    here, speed = asked.config, reached
+                    here, speed = config, reached
         return waiting
 
-    def _measure_waiting(self, waiting: list[tuple[float, Asked]]) -> None:
+    def _look(
+        self, chosen: dict[str, Any], tried: dict[str, Outcome], waiting: list[Waiting]
+    ) -> tuple[TrainConfig, float]:
+        """Look at one choice below full depth: its configuration, and tokens/s. It waits where that did not decide."""
+        self.search.enqueue(chosen)
+        asked = self._ask()
+        self._climbed.add(asked.number)
+        self.search.remember(CLIMBED, sorted(self._climbed))  # or they would count as patience when continued
+        looked = self.ladder.look(asked.config, asked.number) or self.ladder.evaluate(asked.config, asked.number)
+        if isinstance(looked, Verdict):
+            there = self._close(asked, looked)
+            tried[there.config.digest], reached = there.outcome, there.tokens_per_second or 0.0
+        else:
+            reached = self._speed(asked.config, looked)
+            tried[asked.config.digest] = Outcome.OK
+            waiting.append((reached, asked))
+            self.say(f"{reached:,.0f} tokens/s foretold: {asked.config.label()}")
+        return asked.config, reached
+
+    def _measure_waiting(self, waiting: list[Waiting]) -> None:
         """Whole models of those that wait, the most promising first, while they can still win."""
         for place, (_, asked) in enumerate(sorted(waiting, key=lambda one: one[0], reverse=True)):
             if place and self._is_spent():
@@ -331,11 +348,8 @@ class Study:
         return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
 
     def _done(self) -> bool:
-        if self.should_stop() or self._full():
-            return True
-        if self.rows and self._is_spent():
-            return True
-        return self._stale() >= self.limits.patience
+        limited = self.should_stop() or self._full() or (bool(self.rows) and self._is_spent())
+        return limited or self._stale() >= self.limits.patience
 
     def _is_spent(self) -> bool:
         """Whether what is left of the budget is wanted for confirming."""
@@ -376,24 +390,10 @@ class Study:
 
     def _queue_any(self, seen: set[str]) -> bool:
         """What differs least from the best so far, of what was not tried; False where everything was."""
-        space, best = self.subject.space, self.best()
-        choices = [(one, space.config(one)) for one in islice(space.enumerate(), 100_000)]
-        untried = [(one, config) for one, config in choices if config.digest not in seen]
-        if not untried:
-            return False
-
-        there = best.config.as_dict() if best else {}
-        apart = [  # another rank last
-            (
-                self._rank is not None and config.lora_rank != self._rank,
-                len(config.as_dict().items() ^ there.items()),
-            )
-            for _, config in untried
-        ]
-        least = min(apart)
-        nearest = [one for (one, _), distance in zip(untried, apart, strict=True) if distance == least]
-        self.search.enqueue(self._random.choice(nearest))
-        return True
+        best = self.best()
+        if nearest := neighbours(self.subject.space, best.config if best else None, seen, self._rank):
+            self.search.enqueue(self._random.choice(nearest))
+        return bool(nearest)
 
     def _tell(self, number: int, verdict: Verdict) -> None:
         result, value = verdict.result, self.subject.score(verdict.result)

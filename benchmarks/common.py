@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -92,16 +93,19 @@ def speed(
 class Rows:
     """Rows kept as they come, a line each in <out>/<name>.jsonl: what was measured outlasts the call that measured it.
 
-    With `earlier`, the file of an earlier call on the same machine, it goes on where that ended.
+    With `earlier`, the file of an earlier call on the same machine, it goes on where that ended, but for rows that
+    `stays` does not accept.
     """
 
-    def __init__(self, name: str, out: Path | None, earlier: Path | None) -> None:
-        text = earlier.read_text() if earlier else ""
-        self.all: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    def __init__(
+        self, name: str, out: Path | None, earlier: Path | None, stays: Callable[[dict[str, Any]], bool] | None = None
+    ) -> None:
+        rows = [json.loads(line) for line in (earlier.read_text() if earlier else "").splitlines()]
+        self.all: list[dict[str, Any]] = [row for row in rows if stays is None or stays(row)]
         folder = out or RESULTS
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{name}.jsonl"
-        self._path.write_text(text)
+        self._path.write_text("".join(json.dumps(row) + "\n" for row in self.all))
 
     def add(self, row: dict[str, Any]) -> None:
         self.all.append(row)

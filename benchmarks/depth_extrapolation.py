@@ -3,6 +3,13 @@
 Each configuration is probed on two truncated depths and on the whole model, by the product's own worker, and the
 extrapolation is held against the whole. Times are of a full step with four micro batches. Where issuing takes the host
 as long as the device computes, the probe says that the host is the bottleneck.
+
+A host that others use too stumbles for seconds, at any depth alike, and two probes in a row may both be disturbed.
+Where its share of a step is not small, the three depths are therefore probed in turns, two if all their steps are alike
+and else four or more, until the shortest steps of two probes agree at each, and the shortest are compared, which is
+what the product extends. Where no two of eight agree, the next call with `--rows` measures the configuration anew. What
+the first probes say of the median step of the first whole model is told beside it, and how much that median differs
+from one whole model to the next.
 """
 
 import argparse
@@ -10,6 +17,8 @@ import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +26,11 @@ from common import Rows, save, table
 
 from autotune.catalog import resolve_model
 from autotune.config import TrainConfig
-from autotune.depth import depths, extrapolate
+from autotune.depth import DEVICE_BOUND, Extrapolation, depths, extrapolate
 from autotune.ladder import shortened
 from autotune.objective import step_time_s
 from autotune.probe.launcher import WorkerProber
-from autotune.result import Measurement, Outcome, ProbeRequest
+from autotune.result import Fingerprint, Measurement, Outcome, ProbeRequest, from_data, to_data
 
 # A model, and how many of its layers count as the whole: a mixture does not fit with all of them.
 MODELS: dict[str, int | None] = {
@@ -31,6 +40,9 @@ MODELS: dict[str, int | None] = {
     "phi-3-mini": None,
     "mixtral-8x7b": 12,
 }
+MICROS = 4  # of a step
+TURNS = 4  # at least, where something disturbs
+AGREED = 0.03  # by how much the shortest steps of two undisturbed probes may differ, and a step from the shortest
 EAGER = {"gemma-2-9b"}  # its capped scores have no SDPA
 NONE, EVERY_2, FULL = ({"checkpointing": name} for name in ("none", "every_2", "full"))
 COMPILED = {"compile": "per_layer", "precision": "bf16_pure"}
@@ -56,23 +68,28 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--memory-gib", type=float, default=135.0)
     parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call, to go on from")
+    parser.add_argument("--turns", type=int, default=8, help="at most")
     parser.add_argument("--seconds", type=float, default=540.0, help="stop after so long")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    kept = Rows("depth_extrapolation", args.out, args.rows)
-    with WorkerProber(args.device, logs) as prober:
-        fingerprint = prober.fingerprint
-        for name, settings in itertools.product(args.models, CONFIGS):
-            config = TrainConfig(**settings, **({"attention": "eager"} if name in EAGER else {}))
-            if time.monotonic() < until and not kept.has(model=name, config=config.label()):
-                kept.add(compare(prober, args, name, config, logs))
-                table(kept.all[-1:], ["model", "config", "peak_error", "reserved_error", "time_error", "host_bound"])
-    rows = [row for row in kept.all if "peak_error" in row]
+    kept = Rows("depth_extrapolation", args.out, args.rows, finished)
+    wanted = [
+        (name, TrainConfig(**settings, **({"attention": "eager"} if name in EAGER else {})))
+        for name, settings in itertools.product(args.models, CONFIGS)
+    ]
+    missing = [(name, config) for name, config in wanted if not kept.has(model=name, config=config.label())]
+    if missing:
+        with WorkerProber(args.device, logs) as prober:
+            for name, config in missing:
+                if time.monotonic() < until:
+                    kept.add(probed(prober, args, name, config, logs))
+                    table([compared(kept.all[-1])], ["model", "config", "peak_error", "reserved_error", "time_error"])
+    rows = [compared(row) for row in kept.all if "failed" not in row]
 
-    def errors(key: str) -> tuple[float, float]:
-        found = [abs(one[key]) for one in rows]
+    def errors(key: str, host_bound: tuple[bool, ...] = (True, False)) -> tuple[float, float]:
+        found = [abs(one[key]) for one in rows if one["host_bound"] in host_bound] or [0.0]
         return statistics.median(found), max(found)
 
     peak, reserved, step = errors("peak_error"), errors("reserved_error"), errors("time_error")
@@ -85,42 +102,94 @@ def main() -> None:
         "reserved_error_max": reserved[1],
         "time_error_median": step[0],
         "time_error_max": step[1],
-        "time_error_max_device_bound": max(
-            (abs(one["time_error"]) for one in rows if not one["host_bound"]), default=0.0
-        ),
-        "time_error_max_host_bound": max((abs(one["time_error"]) for one in rows if one["host_bound"]), default=0.0),
-        "time_within_its_interval": statistics.fmean(abs(one["time_error"]) <= one["claimed_error"] for one in rows),
+        "time_error_max_device_bound": errors("time_error", (False,))[1],
+        "time_error_max_host_bound": errors("time_error", (True,))[1],
+        "first_error_median": errors("first_error")[0],
+        "first_error_max": errors("first_error")[1],
+        "first_within_its_interval": statistics.fmean(abs(one["first_error"]) <= one["claimed_error"] for one in rows),
+        "whole_differs_median": errors("whole_differs", (True,))[0],
+        "whole_differs_max": errors("whole_differs", (True,))[1],
     }
+    fingerprint = from_data(Fingerprint, kept.all[0]["fingerprint"])
     save("depth_extrapolation", fingerprint, summary, rows, args.out)
     print(summary)
 
 
-def compare(
+def probed(
     prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig, logs: Path
 ) -> dict[str, Any]:
-    """The extrapolation against the whole. Errors are relative and signed; without them where a probe failed."""
+    """What was measured at each of the three depths, in each turn, or where it failed."""
     model = dict(resolve_model(name).config)
     if MODELS.get(name):
         model["num_hidden_layers"] = MODELS[name]
     shape = prober.describe(model)
     pair = depths(shape, config.checkpoint_every) if shape else None
     assert shape is not None and pair is not None
-    whole_request = ProbeRequest(config=config, model=model, device=args.device, memory_gib=args.memory_gib)
+    whole = ProbeRequest(config=config, model=model, device=args.device, memory_gib=args.memory_gib)
+    requests = [*(shortened(whole, depth) for depth in pair), whole]
     about: dict[str, Any] = {
         "model": name,
         "config": config.label(),
         "depths": [*pair, shape.num_layers],
-        "seconds": [],
+        "seconds": 0.0,
+        "fingerprint": to_data(prober.fingerprint),
     }
-    found: dict[int | None, Measurement] = {}
-    for depth in (*pair, None):
-        result = prober.probe(whole_request if depth is None else shortened(whole_request, depth), logs / "probe.log")
-        about["seconds"].append(result.seconds.get("total"))
-        if result.outcome is not Outcome.OK or result.measurement is None:
-            return about | {"failed": f"at depth {depth}: {result.outcome}, {result.reason}"}
-        found[depth] = result.measurement
-    foretold, whole = extrapolate([(depth, found[depth]) for depth in pair], shape.num_layers), found[None]
-    guess = foretold.measurement
+    found: list[list[Measurement]] = [[], [], []]
+    for _ in range(args.turns):
+        for request, measurements in zip(requests, found, strict=True):
+            result = prober.probe(request, logs / "probe.log")
+            about["seconds"] += result.seconds.get("total", 0.0)
+            if result.outcome is not Outcome.OK or result.measurement is None:
+                return about | {"failed": f"at depth {request.depth}: {result.outcome}, {result.reason}"}
+            measurements.append(result.measurement)
+        if enough(found, about["depths"]):
+            break
+    return about | {"probes": [[to_data(one) for one in each] for each in found]}
+
+
+def enough(found: Sequence[Sequence[Measurement]], at: Sequence[int]) -> bool:
+    """Whether so many turns tell the undisturbed step at each depth."""
+    if foretold([each[0] for each in found], at).unseen <= DEVICE_BOUND:
+        return True
+    turns = min(len(each) for each in found)
+    return all(agree(each) for each in found) and (turns >= TURNS or all(calm(each) for each in found))
+
+
+def calm(probes: Sequence[Measurement]) -> bool:
+    """Whether most steps took what the shortest did."""
+    micros = pooled(probes).micro_step_s
+    return statistics.median(micros) / min(micros) - 1 <= AGREED
+
+
+def finished(row: dict[str, Any]) -> bool:
+    """Whether a row of an earlier call stays."""
+    return "failed" in row or enough(read(row), row["depths"])
+
+
+def read(row: dict[str, Any]) -> list[list[Measurement]]:
+    """The probes of each depth."""
+    return [[from_data(Measurement, one) for one in each] for each in row["probes"]]
+
+
+def agree(probes: Sequence[Measurement]) -> bool:
+    """Whether two of these were not disturbed, as it seems."""
+    shortest = sorted(min(one.micro_step_s) for one in probes)
+    return len(shortest) > 1 and shortest[1] / shortest[0] - 1 <= AGREED
+
+
+def compared(row: dict[str, Any]) -> dict[str, Any]:
+    """The extrapolation against the whole. Errors are relative and signed; without them where a probe failed."""
+    about = {key: value for key, value in row.items() if key not in ("probes", "fingerprint")}
+    if "failed" in row:
+        return about
+    probes = read(row)
+    found = [pooled(each) for each in probes]
+    line, whole = foretold(found, row["depths"]), found[-1]
+    guess = line.measurement
+    medians = [step_time_s(one, MICROS) for one in probes[-1]]
+    first = foretold([each[0] for each in probes], row["depths"]).measurement
+    micro, rest = (min, statistics.median) if line.shortest else (statistics.fmean, statistics.fmean)
+    step_s = MICROS * micro(whole.micro_step_s) + (rest(whole.rest_s) if whole.rest_s else 0.0)
     return about | {
         "peak_gib": whole.peak_allocated_gib,
         "peak_error": guess.peak_allocated_gib / whole.peak_allocated_gib - 1,
@@ -128,14 +197,33 @@ def compare(
         "reserved_gib": whole.peak_reserved_gib,
         "reserved_error": guess.peak_reserved_gib / whole.peak_reserved_gib - 1,
         "context_gib": [guess.context_gib, whole.context_gib],
-        "step_s": step_time_s(whole, 4),
-        "time_error": step_time_s(guess, 4) / step_time_s(whole, 4) - 1,
-        "claimed_error": foretold.time_error,
-        "host_bound": foretold.host_bound,
-        "micro_s": [statistics.median(found[depth].micro_step_s) for depth in (*pair, None)],
-        "host_s": [found[depth].host_micro_s for depth in (*pair, None)],
-        "rest_s": [statistics.median(found[depth].rest_s or (0.0,)) for depth in (*pair, None)],
+        "step_s": step_s,
+        "time_error": step_time_s(guess, MICROS) / step_s - 1,
+        "probes": [len(each) for each in probes],
+        "undisturbed": [agree(each) for each in probes],
+        "first_error": step_time_s(first, MICROS) / medians[0] - 1,
+        "claimed_error": first.time_error,
+        "whole_differs": max(medians) / min(medians) - 1,
+        "host_bound": line.host_bound,
+        "micro_s": [[round(micro, 6) for micro in one.micro_step_s] for one in found],
+        "host_s": [one.host_micro_s for one in found],
     }
+
+
+def foretold(found: Sequence[Measurement], at: Sequence[int]) -> Extrapolation:
+    """The whole model's from those of the first two depths."""
+    return extrapolate(list(zip(at[:2], found[:2], strict=True)), at[-1])
+
+
+def pooled(probes: Sequence[Measurement]) -> Measurement:
+    """Probes of one depth as one: the memory of the first, the times of all."""
+    return replace(
+        probes[0],
+        step_s=tuple(itertools.chain(*(one.step_s for one in probes))),
+        micro_step_s=tuple(itertools.chain(*(one.micro_step_s for one in probes))),
+        rest_s=tuple(itertools.chain(*(one.rest_s for one in probes))),
+        host_micro_s=min((one.host_micro_s for one in probes if one.host_micro_s is not None), default=None),
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "autotune"
 LAYERS = [
     "errors", "units", "files", "flags", "gpu", "config", "foreign", "catalog", "result", "depth", "space", "climb",
     "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing",
-    "subject", "projection", "recipe", "submission", "judge", "plan", "compare", "checked", "store", "ladder",
+    "subject", "projection", "recipe", "submission", "judge", "leads", "plan", "compare", "checked", "store", "ladder",
     "footing", "search", "recall", "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported",
     "quality", "verify", "commands", "cli",
 ]  # fmt: skip
