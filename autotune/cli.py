@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from autotune import __version__
+from autotune.cli_studies import Json, Storage, StudyName, studies
 from autotune.errors import AutotuneError
 from autotune.flags import pins_of, with_options_of
 
@@ -23,17 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-EXPORTS = (
-    "recipe, trl, train, axolotl, llamafactory (these by default), transformers, accelerate, kubernetes, skypilot, "
-    "slurm; repeatable."
-)
-StudyName = Annotated[str | None, typer.Argument(help="Name of the study; the newest by default.")]
-Storage = Annotated[
-    str | None,
-    typer.Option(help="Database URL, or AUTOTUNE_STORAGE. [default: sqlite:///runs/autotune.db]", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 def _version(value: bool) -> None:
@@ -214,59 +204,7 @@ def check(
     check_file(file, flags | {"gpu": gpu, "model": model}, evidence=evidence, as_json=json_)
 
 
-@app.command()
-def status(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
-    """Say how far a study is, and its best so far."""
-    from autotune.commands import studies
-
-    studies.status(study, storage, json_)
-
-
-@app.command()
-def verify(
-    study: StudyName = None,
-    micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
-    tolerance: Annotated[float, typer.Option(help="Share by which it may be off.")] = 0.05,
-    storage: Storage = None,
-    json_: Json = False,
-) -> None:
-    """Run a study's train.py, and hold its speed and memory against what the study said."""
-    from autotune.commands.verify import command
-
-    command(study, storage, micro_steps=micro_steps, tolerance=tolerance, as_json=json_)
-
-
-@app.command()
-def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
-    """Explain every out-of-memory and refusal of a study, and what to change."""
-    from autotune.commands import studies
-
-    studies.oom(study, storage, json_)
-
-
-@app.command()
-def export(
-    study: StudyName = None,
-    format_: Annotated[list[str] | None, typer.Option("--format", help=EXPORTS)] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory. [the study's]")] = None,
-    storage: Storage = None,
-) -> None:
-    """Write the winner's configuration for a trainer."""
-    from autotune.commands import studies
-
-    studies.export(study, storage, format_ or [], out)
-
-
-@app.command()
-def report(
-    study: StudyName = None,
-    out: Annotated[Path | None, typer.Option(help="Directory. [the study's]")] = None,
-    storage: Storage = None,
-) -> None:
-    """Write report.html and the other files of a study again."""
-    from autotune.commands import studies
-
-    studies.report(study, storage, out)
+app.add_typer(studies)
 
 
 @app.command()

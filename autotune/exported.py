@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ from typing import Any
 from autotune.errors import Cancelled
 from autotune.probe.launcher import child_environment
 
-# Runs a script in a process that ends with its parent, however that ends.
+# Runs a script, or a module, in a process that ends with its parent, however that ends.
 TIED = """
 import ctypes, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 parent, *sys.argv = sys.argv[1:]
 os.getppid() == int(parent) or sys.exit("the parent is gone")
-runpy.run_path(sys.argv[0], run_name="__main__")
+run = runpy.run_path if sys.argv[0].endswith(".py") else runpy.run_module
+run(sys.argv[0], run_name="__main__")
 """
-ERROR = re.compile(r"(?m)^[\w.]*(?:Error|Exception|Exit)\b.*")
+ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
 
 
 def run_exported(
@@ -34,13 +35,17 @@ def run_exported(
     seconds: float,
     should_stop: Callable[[], bool],
     on_cpu: bool,
+    script: str = "train.py",
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """(what `train.py` in `folder` said at its end, None), or (None, why it said nothing).
+    """(what `script` in `folder`, or a module of that name, said at its end, None), or (None, why it said nothing).
 
-    What it writes to stderr goes to `log`. After `seconds` it is taken to hang. Raises Cancelled where `should_stop`.
+    `environment` goes on top of a probe's. What it writes to stderr goes to `log`. After `seconds` it is taken to hang.
+    Raises Cancelled where `should_stop`.
     """
-    command = [sys.executable, "-c", TIED, str(os.getpid()), "train.py", *arguments]
+    command = [sys.executable, "-c", TIED, str(os.getpid()), script, *arguments]
     begin, said = time.monotonic(), folder / "said"
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     with said.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(
             command,
@@ -49,7 +54,7 @@ def run_exported(
             stdout=stdout,
             stderr=stderr,
             # Nothing is weighed here: no setting that makes a CPU's peaks repeat.
-            env=child_environment(os.environ, "cuda") | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}),
+            env=child_environment(os.environ, "cuda") | dict(environment or {}) | hidden,
             start_new_session=True,
         )
         try:
@@ -64,7 +69,7 @@ def run_exported(
     if process.returncode:
         took = time.monotonic() - begin
         hung = f"not done after {took:.0f} s" if took >= seconds else None
-        return None, hung or _error(log) or f"exit code {process.returncode}"
+        return None, hung or last_error(log) or f"exit code {process.returncode}"
     try:
         result: dict[str, Any] = json.loads(said.read_text(encoding="utf-8").strip().splitlines()[-1])
         return result | {}, None
@@ -72,7 +77,7 @@ def run_exported(
         return None, "it did not say how it went"
 
 
-def _error(log: Path) -> str:
+def last_error(log: Path) -> str:
     """The last error that a log names; progress bars come after it."""
     found = ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
     return found[-1].strip()[:300] if found else ""

@@ -1,5 +1,6 @@
 """A study's trials as people see them: from verdicts as they fall, and from what Optuna and our table remember."""
 
+from autotune.explanation import Explanation
 from autotune.judge import Judge
 from autotune.ladder import Verdict
 from autotune.objective import margins
@@ -80,6 +81,7 @@ def summarize(
     importances: dict[str, float],
     quality: Quality | None = None,
     verification: Verification | None = None,
+    explanation: Explanation | None = None,
 ) -> StudySummary:
     """What the study says so far."""
     price, recipe = judge.subject.search_price, judge.recipe(fingerprint)
@@ -93,5 +95,6 @@ def summarize(
         importances=importances,
         quality=quality,
         verification=verification,
+        explanation=explanation if recipe and explanation and explanation.of(recipe.winner.config) else None,
         notes=tuple(quality.said(recipe.winner.config)) if quality and recipe else (),
     )

@@ -6,11 +6,15 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.config import TrainConfig
+from autotune.explanation import Explanation
 from autotune.objective import Performance, differences
 from autotune.projection import CostProjection
 from autotune.result import Evidence, Fingerprint, Measurement, OomDetail, Outcome, Rung, to_data
 from autotune.units import fmt_count, fmt_gib
 from autotune.workload import Workload
+
+CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: relative, and at least
+UNTOLD = "whether memory creeps is not known: the run does not tell its peaks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +160,9 @@ class Verification:
     """What the exported run of a winner did, beside what was promised. `reason` says why it did not come through.
 
     Errors are relative and signed: promised over done, minus 1. A peak is None where the device does not tell it.
+    `file` is what was run, and `probed` whether that is what was measured: else nothing was promised of it. A `soak`
+    trains on rows as long as can be among short ones: no speed was promised of these, and no more memory than
+    promised may be needed, nor more from quarter to quarter (`peaks_gib`, of allocated memory; () where untold).
     """
 
     config: TrainConfig
@@ -168,6 +175,10 @@ class Verification:
     reserved_gib: float | None = None
     reason: str | None = None
     date: str | None = None
+    file: str = "train.py"
+    probed: bool = True
+    soak: bool = False
+    peaks_gib: tuple[float, ...] = ()
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -185,23 +196,52 @@ class Verification:
         return None if self.reserved_gib is None else self.promised_gib / self.reserved_gib - 1
 
     @property
+    def creep(self) -> str | None:
+        """How memory grows while the same work is done; None where it does not, or nobody knows."""
+        if not self.soak or len(self.peaks_gib) != 4:
+            return None
+        _, before, _, after = self.peaks_gib
+        if after - before <= max(CREEP * before, CREEP_GIB):
+            return None
+        grown = f"from {fmt_gib(before)} in the second quarter of the steps to {fmt_gib(after)} in the last"
+        return f"memory creeps {grown} ({after / before - 1:+.1%})"
+
+    @property
+    def broken(self) -> str | None:
+        """Why the promise does not hold: the run died, memory creeps, or a number is off. None where it holds."""
+        if self.speed_error is None:
+            return f"the exported run failed: {self.reason}"
+        errors = [] if self.soak else [abs(self.speed_error)]
+        if self.memory_error is not None:
+            errors.append(-self.memory_error if self.soak else abs(self.memory_error))
+        if self.creep is None and self.probed and max(errors, default=0.0) > self.tolerance:
+            return f"the promise does not hold within {self.tolerance:.0%}"
+        return self.creep
+
+    @property
     def holds(self) -> bool:
-        """Whether the run came through, and nothing that is known of it is further off than the tolerance."""
-        errors = [error for error in (self.speed_error, self.memory_error) if error is not None]
-        return self.speed_error is not None and all(abs(error) <= self.tolerance for error in errors)
+        return self.broken is None
 
     def said(self) -> list[str]:
         """What came of it, a line each."""
         if self.tokens_per_s is None:
             return [f"the exported run failed: {self.reason}"]
-        lines = [
-            f"{fmt_count(self.promised_tokens_per_s)} tokens/s promised, {fmt_count(self.tokens_per_s)} in the "
-            f"exported run of {self.micro_steps} micro batches ({self.speed_error:+.1%})"
-        ]
-        if self.reserved_gib is None:
-            return [*lines, f"{fmt_gib(self.promised_gib)} promised, not told by this device"]
-        theirs = f"{fmt_gib(self.reserved_gib)} reserved ({self.memory_error:+.1%})"
-        return [*lines, f"{fmt_gib(self.promised_gib)} promised, {theirs}"]
+        run = f"{self.micro_steps} micro batches of {self.file}"
+        if self.soak:
+            lines = [f"{run}, {self.config.seq_len:,} tokens among short rows: it came through"]
+        else:
+            done = f"{fmt_count(self.tokens_per_s)} in {run} ({self.speed_error:+.1%})"
+            lines = [f"{fmt_count(self.promised_tokens_per_s)} tokens/s promised, {done}"]
+        theirs = "not told by this device"
+        if self.reserved_gib is not None:
+            theirs = f"{fmt_gib(self.reserved_gib)} reserved ({self.memory_error:+.1%})"
+        lines.append(f"{fmt_gib(self.promised_gib)} promised, {theirs}")
+        if not self.probed:
+            lines.append(f"{self.file} is not what was probed: nothing was promised of its speed and memory")
+        if self.soak:
+            peaks = " GiB, ".join(f"{peak:.2f}" for peak in self.peaks_gib)
+            lines.append(self.creep or (f"no memory creeps: {peaks} GiB by quarters" if peaks else UNTOLD))
+        return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +257,7 @@ class StudySummary:
     importances: dict[str, float] = field(default_factory=dict)
     quality: Quality | None = None
     verification: Verification | None = None
+    explanation: Explanation | None = None
     notes: tuple[str, ...] = ()
 
     def counts(self) -> dict[str, int]:
@@ -294,6 +335,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "verification": to_data(summary.verification) | {"holds": summary.verification.holds}
         if summary.verification
         else None,
+        "explanation": to_data(summary.explanation) if summary.explanation else None,
         "fingerprint": to_data(recipe.fingerprint) if recipe else None,
         "out_dir": out_dir,
     }

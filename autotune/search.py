@@ -212,6 +212,11 @@ class Search:
             if "config" in trial.user_attrs
         ]
 
+    def record(self) -> tuple[dict[str, Any], list[FrozenTrial]]:
+        """What Optuna keeps of the study: its attributes, and its trials of any state."""
+        with _errors(self._url):
+            return dict(self._study.user_attrs), self._study.get_trials(deepcopy=False)
+
     def importances(self) -> dict[str, float]:
         """How much each knob that was varied mattered (PED-ANOVA), or nothing where there are too few trials to say.
 

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
@@ -123,6 +125,28 @@ def engine_options(url: str) -> dict[str, Any]:
     if _parsed(url).get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": 60}}
     return {"pool_pre_ping": True, "pool_recycle": 1800}
+
+
+def read_only(url: str) -> str:
+    """The URL of the same database over which nothing can be written: SQLite's and PostgreSQL's refuse it themselves.
+
+    Raises:
+        UsageError: there is no such SQLite file, which opening would make.
+    """
+    with storage_errors(url):
+        parsed = _parsed(url)
+        backend, path = parsed.get_backend_name(), parsed.database or ""
+        if backend == "postgresql":
+            options = f"{parsed.query.get('options', '')} -c default_transaction_read_only=on"
+            parsed = parsed.update_query_dict({"options": options.strip()})
+        elif backend == "sqlite":
+            if not path.startswith("file:"):
+                if not Path(path).is_file():
+                    remedy = "start a study with `autotune run`, or name --storage"
+                    raise UsageError(f"there is no database {public_url(url)}", remedy=remedy)
+                parsed = parsed.set(database=f"file:{quote(path)}")
+            parsed = parsed.update_query_dict({"mode": "ro", "uri": "true"})
+        return parsed.render_as_string(hide_password=False)
 
 
 def _parsed(url: str) -> URL:

@@ -1,5 +1,6 @@
 """Subject: what is tuned for what, and how a measurement is read as the speed of the full run on the target."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -7,7 +8,7 @@ from autotune.carry import Carried
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price
 from autotune.config import TrainConfig, digest_of
 from autotune.objective import Floors, Performance, performance, score
-from autotune.result import Measurement, ProbeResult
+from autotune.result import Measurement, ProbeRequest, ProbeResult
 from autotune.space import SearchSpace
 from autotune.workload import Workload
 
@@ -60,6 +61,27 @@ class Subject:
         """Useful tokens a second of the full run; None where there is no number."""
         found = score(result, self.workload)
         return found if found is None or self.carried is None else found * self.carried.ratio
+
+    def request(
+        self, config: TrainConfig, *, device: str, memory_gib: float, headroom: float, seed: int
+    ) -> ProbeRequest:
+        """What a probe of the whole model is asked: two micro batches a step, of rows like the workload's."""
+        workload = self.workload
+        # TRL pads to the longest row of a batch, and packs in its own way: its rows are full.
+        rows = workload.rows(config) if self.trainer == "transformers" else ()
+        return ProbeRequest(
+            config=config,
+            model=self.model.config,
+            weights=self.model.weights,
+            device=device,
+            trainer=self.trainer,
+            micro_steps=min(workload.accumulation(config), 2),
+            rows=rows,
+            min_timed_micros=max(2, math.ceil(len(rows) / config.micro_batch_size)) if config.packing else 2,
+            memory_gib=memory_gib,
+            headroom=headroom,
+            seed=seed,
+        )
 
     @property
     def kin(self) -> str:

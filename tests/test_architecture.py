@@ -18,9 +18,9 @@ PACKAGE = ROOT / "autotune"
 LAYERS = [
     "errors", "units", "files", "flags", "gpu", "config", "foreign", "catalog", "result", "depth", "space", "climb",
     "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing",
-    "subject", "projection", "recipe", "submission", "judge", "leads", "plan", "compare", "checked", "store", "ladder",
-    "footing", "search", "recall", "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported",
-    "quality", "verify", "commands", "cli",
+    "subject", "projection", "explanation", "recipe", "submission", "judge", "leads", "plan", "compare", "checked",
+    "store", "ladder", "footing", "search", "recall", "study", "spec", "suite", "target", "setup", "probe", "report",
+    "export", "exported", "quality", "verify", "explain", "train", "dashboard", "commands", "cli_studies", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
@@ -30,7 +30,10 @@ SHARED = {("search", "store"): {"engine_options", "public_url", "storage_errors"
 
 CHILD = tuple(
     f"probe.{name}"
-    for name in ("chunked_loss", "device", "lean", "levers", "model", "recorder", "sft", "trainer", "weigh", "worker")
+    for name in (
+        *("chunked_loss", "device", "lean", "levers", "model", "recorder", "sft", "sft_run", "stand_in", "trainer"),
+        *("weigh", "worker"),
+    )
 )  # what runs in the worker's process
 CHILD_MAY = {"errors", "units", "files", "flags", "gpu", "config", "catalog", "result", "depth"}
 
@@ -42,9 +45,10 @@ HOMES = {
     **{library: set(CHILD) for library in TORCH},
     "transformers": {*CHILD, "dataset"},
     "datasets": {"dataset", "probe.sft"},
-    "optuna": {"search"},
+    "optuna": {"search", "dashboard"},
+    "optuna_dashboard": {"dashboard"},
     "sqlalchemy": {"store"},
-    "plotly": {"report.figures"},
+    "plotly": {"report.figures", "dashboard"},
     "gpuhunt": {"catalog.offers"},
     "jinja2": {"report.html", "report.matrix"},
     "pynvml": {"gpu"},

@@ -223,7 +223,7 @@ def test_report_and_export_write_the_same_again(finished: Finished, tmp_path: Pa
     assert ended.code == 0
     written = {str(path.relative_to(tmp_path / "only")) for path in (tmp_path / "only").rglob("*") if path.is_file()}
     assert written == {
-        f"export/{name}" for name in ("train.py", "rows.py", "lean.py", "launch.sh", "model_config.json")
+        f"export/{name}" for name in ("train.py", "rows.py", "clock.py", "lean.py", "launch.sh", "model_config.json")
     }
     assert all(Path(line).exists() for line in ended.out.splitlines())
 
@@ -233,6 +233,21 @@ def test_another_limit_cannot_continue_the_study(finished: Finished) -> None:
     ended = autotune(finished.folder, "run", *arguments, "--study", finished.data["study"])
     assert ended.code == 2 and ended.out == ""
     assert "its memory in GiB differs: 1 then, 2 now" in ended.err  # 0.7 is told as 1
+
+
+def test_explain_says_what_each_knob_of_the_winner_is_worth(finished: Finished) -> None:
+    """The last of those that look at this study, whose files it writes again."""
+    ended = autotune(finished.folder, "explain", finished.data["study"], "--json")
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    summary = json.loads((finished.out / "summary.json").read_text())
+    winner, baseline = (summary[who]["config"] for who in ("winner", "baseline"))
+    assert summary["explanation"] == told
+    assert [one["knob"] for one in told["undone"]] == [name for name in winner if winner[name] != baseline[name]]
+    for one in told["undone"]:
+        assert one["config"] == winner | {one["knob"]: baseline[one["knob"]]}
+        assert one["tokens_per_s"] is None or one["tokens_per_s"] > 0
+    assert "Why it won" in (finished.out / "report.html").read_text()
 
 
 # Cut off

@@ -184,7 +184,16 @@ def test_train_py_holds_every_knob_and_is_short(config: TrainConfig) -> None:
 
 def test_formats_are_chosen_by_name() -> None:
     made = recipe(TrainConfig())
-    usual = {"recipe.yaml", "trl_sft.yaml", "train.py", "rows.py", "lean.py", "launch.sh", "model_config.json"}
+    usual = {
+        "recipe.yaml",
+        "trl_sft.yaml",
+        "train.py",
+        "rows.py",
+        "clock.py",
+        "lean.py",
+        "launch.sh",
+        "model_config.json",
+    }
     usual |= {"axolotl.yaml", "llamafactory.yaml", "dataset_info.json"}
     asked = {"accelerate.yaml", "deepspeed.json", "training_args.json", "adapter_config.json", "transformers_notes.md"}
     assert set(export_all(made, USUAL)) == usual
@@ -199,7 +208,7 @@ def test_hostile_names_execute_nothing(tmp_path: Path) -> None:
     made = recipe(TrainConfig(), study=HOSTILE, model=model, reason=HOSTILE, trainer=HOSTILE, caveats=(HOSTILE,))
     files = export_all(made, FORMATS)
     directory = write(files, tmp_path / "out; touch CANARY $(touch CANARY)")
-    for name in ("recipe.yaml", "trl_sft.yaml", "train.py", "rows.py", "lean.py", "launch.sh"):
+    for name in ("recipe.yaml", "trl_sft.yaml", "train.py", "rows.py", "clock.py", "lean.py", "launch.sh"):
         comments = [line for line in files[name].splitlines() if "touch CANARY" in line and line.startswith("#")]
         assert comments, f"{name} does not show the name in its head"
     assert yaml.safe_load(files["recipe.yaml"])["study"] == HOSTILE

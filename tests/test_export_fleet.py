@@ -183,12 +183,13 @@ def test_scripts_run_launch_sh_and_nothing_else(
     slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
     ended, called = shell(tmp_path, (folder / "train.sbatch").read_text(), "--max-steps", "2", **environment, **slurm)
     assert ended == code
-    asked = ["--dataset", data, "--output-dir", "-out", "--max-steps", "2"]
+    always = ["--dataset", data, "--output-dir", "-out", "--resume"]
+    asked = [*always, "--max-steps", "2"]
     expected = ["srun", "bash", "launch.sh", *asked, "python", "./train.py", *asked]
     assert called == expected + ["scontrol", "requeue", "7"] * requeued
 
     ended, called = shell(tmp_path, f'cd "$FOLDER"\n{task["run"]}', FOLDER=str(folder), **environment)
-    assert (ended, called) == (code, ["python", "./train.py", *asked[:4]])
+    assert (ended, called) == (code, ["python", "./train.py", *always])
     ended, called = shell(tmp_path, task["setup"])
     wanted = [f"{package}=={version.partition('+')[0]}" for package, version in packages.items()]
     assert "\n".join(called) == "\n".join(["pip", "install", "--", *wanted])

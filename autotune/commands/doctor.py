@@ -73,6 +73,7 @@ def _packages() -> list[Check]:
         ("torchao", False),
         ("trl", False),
         ("liger-kernel", False),
+        ("optuna-dashboard", False),
         ("flash-attn", False),
     ):
         try:

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import math
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from autotune.commands.display import Display
 from autotune.commands.outputs import TrialLog, prepare, write_study
-from autotune.commands.session import facts_of, out_dir, quality_of, storage_url, verification_of
+from autotune.commands.session import explanation_of, facts_of, out_dir, quality_of, storage_url, verification_of
 from autotune.config import TrainConfig
 from autotune.depth import depths
 from autotune.errors import (
@@ -118,10 +117,9 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
         raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
     if spec.configs and (spec.quality or spec.shallow_only or spec.verify):
         raise UsageError("configs are probed as they are", remedy="leave --quality, --verify and --shallow-only out")
-    if spec.verify and (spec.shallow_only or spec.trainer != "transformers" or target.here is not None):
+    if spec.verify and (spec.shallow_only or target.here is not None):
         raise UsageError(
-            "--verify runs train.py on the device itself",
-            remedy="leave out --verify, or --shallow-only and --trainer trl",
+            "--verify runs what is exported on the device itself", remedy="leave out --verify, or --shallow-only"
         )
     searched = replace(spec, pins={}, configs=()) if spec.configs else spec
     setup = set_up(searched, target, (lambda text: None) if quiet else partial(print, file=sys.stderr))
@@ -184,22 +182,8 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     display.plan(setup, fits_gib=memory_gib, trials=spec.trials)
 
     def request(config: TrainConfig) -> ProbeRequest:
-        workload = setup.subject.workload
-        # TRL pads to the longest row of a batch, and packs in its own way: its rows are full.
-        rows = workload.rows(config) if setup.subject.trainer == "transformers" else ()
-        return ProbeRequest(
-            config=config,
-            model=setup.subject.model.config,
-            weights=setup.subject.model.weights,
-            device=prober.device,
-            trainer=setup.subject.trainer,
-            micro_steps=min(workload.accumulation(config), 2),
-            rows=rows,
-            min_timed_micros=max(2, math.ceil(len(rows) / config.micro_batch_size)) if config.packing else 2,
-            memory_gib=memory_gib,
-            headroom=spec.headroom,
-            seed=spec.seed,
-        )
+        memory = {"memory_gib": memory_gib, "headroom": spec.headroom}
+        return setup.subject.request(config, device=prober.device, seed=spec.seed, **memory)
 
     ladder = Ladder(
         prober,
@@ -232,6 +216,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     search = Search.create(task.url, name, setup.subject.space, seed=spec.seed, facts=same)
     search.remember("subject", to_data(setup.subject))
     search.remember("out", str(out))
+    search.remember("asked", {"memory_gib": memory_gib, "headroom": spec.headroom, "seed": spec.seed})
     limits = Limits(budget_s=task.budget_s, trials=spec.trials, patience=spec.patience)
     study = Study(setup.subject, search, ladder, limits, task.started, say=display.say, should_stop=stop)
     study.resume(store.of_study(name))
@@ -267,6 +252,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             importances=search.importances(),
             quality=quality,
             verification=verified,
+            explanation=explanation_of(facts),
         )
 
     verified = verification_of(facts)
@@ -297,7 +283,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     if failure is not None:
         raise failure
     if spec.verify and verified is not None and not verified.holds and not stop():
-        raise PromiseBroken(verified.said()[0], remedy=f"read {_short(out)}/logs/verify.log, and run it again")
+        raise PromiseBroken(verified.broken or "", remedy=f"read {_short(out)}/logs/verify.log, and run it again")
     if summary.recipe is None and not stop():
         raise TooManyFailures(
             "no configuration came through", remedy=f"see {_short(out)}/oom_report.md and {_short(out)}/logs"

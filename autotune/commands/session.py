@@ -1,11 +1,13 @@
 """Opening a study that exists: from its name to the values that report, export, status and oom read. No torch."""
 
 import os
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UsageError
+from autotune.explanation import Explanation
 from autotune.recipe import Quality, StudySummary, Verification
 from autotune.result import Fingerprint, from_data, to_data
 from autotune.setup import slug
@@ -64,6 +66,11 @@ def verification_of(facts: dict[str, Any]) -> Verification | None:
     return from_data(Verification, facts["verification"]) if "verification" in facts else None
 
 
+def explanation_of(facts: dict[str, Any]) -> Explanation | None:
+    """What the knobs of a study's winner were last found to be worth, if that was asked."""
+    return from_data(Explanation, facts["explanation"]) if "explanation" in facts else None
+
+
 def open_study(name: str | None, storage: str | None) -> StoredStudy:
     """A finished or running study, by name; the newest if none is given.
 
@@ -94,18 +101,20 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
             remedy="run the study again under another name",
         )
     subject = from_data(Subject, facts["subject"])
-    search = Search.open(url, name, subject.space)
-    store = ProbeStore(url)
-    stored = store.of_study(name)
-    rows, judge = recall(subject, search.finished(), stored)
+    with closing(Search.open(url, name, subject.space)) as search:
+        finished, importances = search.finished(), search.importances()
+    with closing(ProbeStore(url)) as store:  # last: where the study runs, a row is there before its trial is finished
+        stored = store.of_study(name)
+    rows, judge = recall(subject, finished, stored)
     summary = summarize(
         rows,
         judge,
         from_data(Fingerprint, facts["fingerprint"]),
         probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in stored),
         wall_seconds=float(facts.get("wall_seconds", 0.0)),
-        importances=search.importances(),
+        importances=importances,
         quality=quality_of(facts),
         verification=verification_of(facts),
+        explanation=explanation_of(facts),
     )
     return StoredStudy(summary=summary, subject=subject, facts=facts, out=Path(facts["out"]))

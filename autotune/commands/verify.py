@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from autotune.commands.outputs import write_study
@@ -10,29 +11,39 @@ from autotune.errors import Cancelled, EnvironmentProblem, Interrupted, NothingF
 from autotune.recipe import Recipe
 from autotune.result import Evidence, to_data
 from autotune.target import find_target
-from autotune.verify import verify
+from autotune.verify import FILES, usual, verify
 
 
 def command(
-    name: str | None, storage: str | None, *, micro_steps: int, tolerance: float, as_json: bool = False
+    name: str | None,
+    storage: str | None,
+    *,
+    form: str | None = None,
+    soak: bool = False,
+    micro_steps: int,
+    tolerance: float,
+    as_json: bool = False,
 ) -> None:
     """Verify a study's winner on the device that measured it; the result is kept with the study.
 
     Raises:
         UsageError: no such study, or a winner that nothing was measured of here.
-        EnvironmentProblem: another device than the study's.
-        PromiseBroken: beyond the tolerance.
+        EnvironmentProblem: another device than the study's, or no TRL.
+        StorageError: no room for weights that TRL could read.
+        PromiseBroken: beyond the tolerance, or memory creeps.
     """
     from autotune.commands.run import Stop
     from autotune.search import Search
 
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
         raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
+    if form not in (None, *FILES):
+        raise UsageError(f"--format cannot be {form!r}", remedy=f"one of {', '.join(FILES)}")
     found = open_study(name, storage)
     recipe = found.summary.recipe
     if recipe is None:
         raise NothingFits(f"study {found.summary.study!r} has no winner", remedy="continue it with `autotune run`")
-    check(recipe)
+    check(recipe, form)
     (found.out / "logs").mkdir(parents=True, exist_ok=True)
 
     def say(text: str) -> None:
@@ -40,7 +51,16 @@ def command(
 
     with Stop().listening() as stop:
         try:
-            done = verify(recipe, found.out, micro_steps=micro_steps, tolerance=tolerance, say=say, should_stop=stop)
+            done = verify(
+                recipe,
+                found.out,
+                form=form,
+                soak=soak,
+                micro_steps=micro_steps,
+                tolerance=tolerance,
+                say=say,
+                should_stop=stop,
+            )
         except Cancelled:
             code = 128 + (stop.signal or 2)
             raise Interrupted("stopped; nothing was verified", exit_code=code) from None
@@ -51,23 +71,23 @@ def command(
         sys.stdout.write(json.dumps(to_data(done) | {"holds": done.holds}, indent=2) + "\n")
     else:
         print("\n".join(done.said()))
-    if not done.holds:
+    if done.broken:
         log = Path(found.out) / "logs" / "verify.log"
         raise PromiseBroken(
-            done.reason or f"the promise does not hold within {tolerance:.0%}",
+            done.broken,
             remedy=f"read {log}; something else may be using the device (`autotune doctor`)",
         )
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, form: str | None = None) -> None:
     """Whether this machine can hold the recipe against reality."""
     if recipe.winner.evidence is not Evidence.MEASURED:
         raise UsageError(
             f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise to hold",
             remedy=f"run the study on {recipe.device.name} itself",
         )
-    if recipe.trainer != "transformers":
-        raise UsageError("what TRL trained is not verified yet", remedy="run `trl sft --config export/trl_sft.yaml`")
+    if (form or usual(recipe)) == "trl" and find_spec("trl") is None:
+        raise EnvironmentProblem("TRL is not installed", remedy="pip install trl")
     here = find_target("cpu" if recipe.device.kind == "cpu" else "auto").device
     if here.name != recipe.device.name:
         raise EnvironmentProblem(

@@ -15,7 +15,7 @@ from autotune.recipe import Recipe
 UNPROJECTED_H = 0.5  # start-up, downloads and saves are in no projection
 PREEMPTED = 75  # exit codes: come back later,
 HOPELESS = [2, 4]  # and what no other attempt mends: wrong arguments, nothing fits
-GRACE_S = 120  # from the signal to the end
+GRACE_S = 120  # from the signal to the end: a step and a checkpoint, from which the next attempt goes on
 RETRIES = 3  # of a run that was preempted; one that fails otherwise has a single one
 _MAKER = re.compile(r"^(nvidia-)?(geforce-|tesla-)?")
 _FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")  # and the size that a plain name means
@@ -32,7 +32,15 @@ def kubernetes(recipe: Recipe) -> dict[str, str]:
     container: dict[str, Any] = {
         "name": "train",
         "image": "your-registry/your-image:tag",
-        "command": ["bash", "/export/launch.sh", "--dataset", "/data/train.jsonl", "--output-dir", "/output"],
+        "command": [
+            "bash",
+            "/export/launch.sh",
+            "--dataset",
+            "/data/train.jsonl",
+            "--output-dir",
+            "/output",
+            "--resume",
+        ],
         "env": [{"name": ALLOCATOR_VARIABLE, "value": ALLOCATOR}],
         "volumeMounts": [{"name": folder, "mountPath": f"/{folder}"} for folder in ("export", "data", "output")],
     }
@@ -79,7 +87,7 @@ def skypilot(recipe: Recipe) -> dict[str, str]:
         "resources": {**gpu, "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [PREEMPTED]}},
         "envs": {"DATASET": "your-data.jsonl", "OUTPUT": "out", ALLOCATOR_VARIABLE: ALLOCATOR},
         "setup": f"pip install -- {shlex.join(packages)}",  # as probed; which build of torch is the index's to say
-        "run": 'bash launch.sh --dataset "$DATASET" --output-dir "$OUTPUT"',
+        "run": 'bash launch.sh --dataset "$DATASET" --output-dir "$OUTPUT" --resume',
     }
     return {"sky.yaml": _yaml(recipe, head, task)}
 
@@ -102,7 +110,7 @@ set -euo pipefail
 cd -- "${{SLURM_SUBMIT_DIR:?submit it with sbatch}}"
 export {ALLOCATOR_VARIABLE}={shlex.quote(ALLOCATOR)}
 code=0
-srun bash launch.sh --dataset "${{DATASET:?name your data}}" --output-dir "${{OUTPUT:-out}}" "$@" || code=$?
+srun bash launch.sh --dataset "${{DATASET:?name your data}}" --output-dir "${{OUTPUT:-out}}" --resume "$@" || code=$?
 if [ "$code" -eq {PREEMPTED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RETRIES} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

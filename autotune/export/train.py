@@ -28,7 +28,7 @@ SAMPLED = 16  # lengths that stand for all of them
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """The script, how it makes its rows and its loss, its launcher (executable), and the shape for random weights."""
+    """The script and what it imports, its launcher (executable), and the shape for random weights."""
     lines = facts(recipe)
     head = comment("; ".join(pair) for pair in zip(lines[::2], lines[1::2], strict=True))  # the script is to stay short
     if recipe.trainer != "transformers":
@@ -44,7 +44,8 @@ def export(recipe: Recipe) -> dict[str, str]:
     template = resources.files("autotune.export").joinpath("train_template.py.txt").read_text(encoding="utf-8")
     # One pass: a name that looks like a placeholder stays a name.
     script = re.sub(r"@([A-Z_]+)@", lambda match: parts[match[1]], template)
-    beside = {"rows.py": ("autotune.export", "rows_template.py.txt"), "lean.py": ("autotune.probe", "lean.py")}
+    beside = {f"{name}.py": ("autotune.export", f"{name}_template.py.txt") for name in ("rows", "clock")}
+    beside["lean.py"] = ("autotune.probe", "lean.py")
     if recipe.winner.config.loss == "chunked":
         beside["chunked_loss.py"] = ("autotune.probe", "chunked_loss.py")
     if _levers(recipe.winner.config):

@@ -62,10 +62,15 @@ def _differences(recipe: Recipe) -> list[str]:
 
 def command(recipe: Recipe) -> str:
     """The command line. `trl sft` hands arguments that it does not know to `accelerate launch`."""
-    # accelerate launch overwrites ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so that only its own flag has an effect.
-    regional = " --dynamo_use_regional_compilation" if recipe.winner.config.compile == "per_layer" else ""
     environment = f"CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"  # TRL refuses a second GPU in one process
-    return f"{environment} trl sft --config trl_sft.yaml --num_processes 1{regional}"
+    return f"{environment} trl sft --config trl_sft.yaml {' '.join(launch(recipe))}"
+
+
+def launch(recipe: Recipe) -> list[str]:
+    """What of the command is for `accelerate launch`."""
+    # It overwrites ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so that only its own flag has an effect.
+    regional = ["--dynamo_use_regional_compilation"] if recipe.winner.config.compile == "per_layer" else []
+    return ["--num_processes", "1", *regional]
 
 
 def inexpressible(recipe: Recipe) -> list[str]:

@@ -4,12 +4,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-PAD = "<pad>"
+from autotune.probe.stand_in import tokenizer
 
 
 def config(seq_len: int, **settings: Any) -> TrainingArguments:
@@ -22,12 +20,6 @@ def rows(tokens: torch.Tensor, number: int) -> Any:
     """`number` rows of a dataset of the kind that SFTTrainer trains on, from tokens (rows x length), over and over."""
     dataset = Dataset.from_dict({"input_ids": tokens.tolist()})
     return dataset.select([index % len(tokens) for index in range(number)])
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Of one word: it is asked for what it pads with."""
-    words = Tokenizer(WordLevel({PAD: 0}, unk_token=PAD))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=PAD)
 
 
 __all__ = ["SFTTrainer", "config", "rows", "tokenizer"]

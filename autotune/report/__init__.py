@@ -4,7 +4,7 @@
 did not fit.
 """
 
-from autotune.report.html import render
+from autotune.report.html import draw, render
 from autotune.report.oom import OomReport, oom_report
 
-__all__ = ["OomReport", "oom_report", "render"]
+__all__ = ["OomReport", "draw", "oom_report", "render"]

@@ -8,6 +8,7 @@ import html
 from typing import Any
 
 from autotune.config import TrainConfig
+from autotune.explanation import Explanation
 from autotune.recipe import Quality
 from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
 from autotune.report.tradeoffs import CellRow
@@ -158,6 +159,26 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat="+.0%")
     return _finish(figure, x="cost a useful token against the winner", y=None, height=110 + 38 * len(others))
+
+
+def explanation(found: Explanation | None) -> dict[str, Any] | None:
+    """The winner's speed with one knob after another set back; the slowest on top, nothing where it does not fit."""
+    if found is None or not any(one.tokens_per_s for one in found.undone):
+        return None
+    figure, rows = _empty(), found.ranked()
+    figure.add_bar(
+        x=[one.tokens_per_s or 0.0 for one in rows],
+        y=[f"{one.knob} {escape(str(getattr(one.config, one.knob)))}" for one in rows],
+        orientation="h",
+        marker={"color": OUTCOMES[Outcome.OK][0]},
+        error_x={"array": [one.error * (one.tokens_per_s or 0.0) for one in rows], "thickness": 1},
+        text=["" if one.tokens_per_s else "does not come through" for one in rows],
+        hovertext=[f"{escape(one.config.label())}<br><b>{found.effect(one)}</b> [{one.evidence}]" for one in rows],
+        hoverinfo="text",
+    )
+    figure.add_vline(x=found.winner.tokens_per_s, line={"color": ACCENT, "width": 1.5})
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    return _finish(figure, x="tokens/s with the baseline's value of one knob", y=None, height=110 + 38 * len(rows))
 
 
 def quality(found: Quality | None, winner: TrainConfig | None) -> dict[str, Any] | None:

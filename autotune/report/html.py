@@ -193,20 +193,27 @@ def _closest(report: OomReport) -> Any:
     return min(known, key=lambda entry: (entry.margin, entry.number), default=None)
 
 
+def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
+    """The page's figures by name, as the data that Plotly.newPlot takes; None where there is nothing to show."""
+    recipe = summary.recipe
+    return {
+        "scatter": figures.scatter(infos.scatter(summary)),
+        "history": figures.history(infos.history(summary)),
+        "importances": figures.importances(infos.importances(summary)),
+        "memory": figures.memory(infos.memory(summary)),
+        "explanation": figures.explanation(summary.explanation),
+        "capability": figures.capability(tradeoffs.cells(recipe) if recipe else ()),
+        "quality": figures.quality(summary.quality, recipe.winner.config if recipe else None),
+    }
+
+
 def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
     """Everything that the template reads."""
     from markupsafe import Markup
 
     recipe, report = summary.recipe, oom_report(summary)
     cells = tradeoffs.cells(recipe) if recipe else ()
-    drawn = {
-        "scatter": figures.scatter(infos.scatter(summary)),
-        "history": figures.history(infos.history(summary)),
-        "importances": figures.importances(infos.importances(summary)),
-        "memory": figures.memory(infos.memory(summary)),
-        "capability": figures.capability(cells),
-        "quality": figures.quality(summary.quality, recipe.winner.config if recipe else None),
-    }
+    drawn = draw(summary)
     # A figure fewer is not a reason for 5 MB: without any, plotly.js stays out.
     source = figures.plotly_js() if any(drawn.values()) else ""
     return {

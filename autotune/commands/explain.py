@@ -1,0 +1,81 @@
+"""`autotune explain`: probes a study's winner with one knob after another set back, and says what each is worth."""
+
+import json
+import sys
+
+from autotune.commands.outputs import write_study
+from autotune.commands.run import Stop
+from autotune.commands.session import open_study, storage_url
+from autotune.config import TrainConfig
+from autotune.depth import depths
+from autotune.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits
+from autotune.explain import explain
+from autotune.probe.launcher import WorkerProber
+from autotune.result import ProbeRequest, to_data
+from autotune.target import find_target
+
+
+def command(name: str | None, storage: str | None, *, as_json: bool = False) -> None:
+    """Explain a study's winner on the device that probed it; the result is kept with the study.
+
+    Raises:
+        UsageError: no such study.
+        NothingFits: the study has no winner, or no baseline to compare it with.
+        EnvironmentProblem: another device than the one that probed, or the winner does not come through again.
+    """
+    from autotune.ladder import Ladder
+    from autotune.search import Search
+    from autotune.store import ProbeStore
+
+    found = open_study(name, storage)
+    subject, recipe, url = found.subject, found.summary.recipe, storage_url(storage)
+    if recipe is None or recipe.baseline is None:
+        missing = "winner" if recipe is None else "baseline that came through"
+        raise NothingFits(f"study {found.summary.study!r} has no {missing}", remedy="continue it with `autotune run`")
+    probed_on = subject.measured_on or subject.device
+    here = find_target("cpu" if probed_on.kind == "cpu" else "auto")
+    if here.device.name != probed_on.name:
+        raise EnvironmentProblem(
+            f"the study was probed on {probed_on.name}, here is {here.device.name}", remedy="explain it there"
+        )
+    facts = found.facts
+    asked = facts.get("asked") or {"memory_gib": facts["memory in GiB"], "headroom": facts["headroom"], "seed": 0}
+    logs = found.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    store, cpu = ProbeStore(url), probed_on.kind == "cpu"
+    with Stop().listening() as stop, WorkerProber("cpu" if cpu else "cuda", logs, should_stop=stop) as prober:
+        say("starting the probe worker")
+
+        def request(config: TrainConfig) -> ProbeRequest:
+            return subject.request(config, device=prober.device, **asked)
+
+        try:
+            shape = prober.describe(subject.model.config)
+            shallow = shape is not None and depths(shape, recipe.winner.config.checkpoint_every) is not None
+            ladder = Ladder(
+                prober,
+                store,
+                study=found.summary.study,
+                logs=logs,
+                request=request,
+                model=subject.kin,
+                shape=shape,
+                shallow_only=shallow,
+            )
+            winner, baseline = recipe.winner.config, recipe.baseline.config
+            done = explain(subject, ladder, winner, baseline, say=say, should_stop=stop)
+        except Cancelled:
+            raise Interrupted("stopped; what was probed is kept", exit_code=128 + (stop.signal or 2)) from None
+    search = Search.open(url, found.summary.study, subject.space)
+    search.remember("explanation", to_data(done))
+    write_study(found.out, open_study(found.summary.study, storage).summary)
+    if as_json:
+        sys.stdout.write(json.dumps(to_data(done), indent=2) + "\n")
+    else:
+        print("\n".join(done.said() or ["the winner is the baseline itself"]))
+    if stop.signal is not None:
+        raise Interrupted("stopped; not every knob was looked at", exit_code=128 + stop.signal)

@@ -1,0 +1,61 @@
+"""What each knob of a winner is worth: plain data, and its words."""
+
+import math
+from dataclasses import dataclass
+
+from autotune.config import TrainConfig
+from autotune.result import Evidence, Outcome
+from autotune.units import fmt_gib
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undone:
+    """The winner with one knob as in the baseline. Memory is reserved; `error` is that of its speed, relative."""
+
+    knob: str
+    config: TrainConfig
+    outcome: Outcome
+    evidence: Evidence
+    tokens_per_s: float | None = None
+    error: float = 0.0
+    peak_gib: float | None = None
+    limit_gib: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What each knob of the winner is worth beside the others: what setting it back alone would do."""
+
+    winner: Undone
+    baseline: TrainConfig
+    undone: tuple[Undone, ...]
+
+    def of(self, config: TrainConfig) -> bool:
+        """Whether it is this one's: a study that went on may have another winner."""
+        return self.winner.config == config
+
+    def ranked(self) -> list[Undone]:
+        """What helped most first: what does not fit without, then by speed."""
+        return sorted(self.undone, key=lambda one: one.tokens_per_s or 0.0)
+
+    def effect(self, one: Undone) -> str:
+        """In words: how many times as fast the winner is for this knob, and what it takes in memory."""
+        if one.tokens_per_s is None or self.winner.tokens_per_s is None:
+            if one.outcome not in (Outcome.OOM, Outcome.REFUSED) or not one.peak_gib:
+                return f"without it: {one.outcome.value}"
+            return f"does not fit without it: {fmt_gib(one.peak_gib)} of {fmt_gib(one.limit_gib)}"
+        ratio = self.winner.tokens_per_s / one.tokens_per_s
+        unclear = abs(ratio - 1) <= math.hypot(one.error, self.winner.error)
+        speed = "no clear difference in speed" if unclear else f"{ratio:.2f} times as fast"
+        if one.peak_gib is None or self.winner.peak_gib is None:
+            return speed
+        more = self.winner.peak_gib - one.peak_gib
+        return f"{speed}, {fmt_gib(abs(more))} {'more' if more > 0 else 'less'}"
+
+    def said(self) -> list[str]:
+        """A line for each knob, what helped most first."""
+        return [
+            f"{one.knob} {getattr(self.winner.config, one.knob)} instead of {getattr(one.config, one.knob)}: "
+            f"{self.effect(one)} [{one.evidence.value}]"
+            for one in self.ranked()
+        ]
