@@ -90,6 +90,37 @@ class SearchSpace:
             for knob in self.knobs
         }
 
+    @classmethod
+    def load(cls, name_or_path: str) -> "SearchSpace":
+        """A shipped space by name, or a file. Raises UsageError."""
+        return load_space(name_or_path)
+
+    @classmethod
+    def of(cls, name: str = "own", **knobs: Any) -> "SearchSpace":
+        """A space of these knobs: a list is searched, anything else fixed. Raises UsageError.
+
+        `SearchSpace.of(micro_batch_size=[1, 2, 4], lora_rank=16, checkpointing=["none", "full"])`
+        """
+        space = cls(name=name, knobs=())
+        for knob, given in knobs.items():
+            values = tuple(given) if isinstance(given, list | tuple) else (given,)
+            for value in values:
+                space = space.pin(knob, value)  # which says what cannot be
+            space = space._with(Knob(name=knob, values=values, kind=_kinds().get(knob, "system")))
+        return space
+
+    def as_yaml(self) -> str:
+        """What `load` reads."""
+        import yaml
+
+        def entry(knob: Knob) -> dict[str, Any]:
+            values = (
+                {"min": knob.low, "max": knob.high, "log": knob.log} if knob.is_range else {"values": [*knob.values]}
+            )
+            return values | {"kind": knob.kind} | ({"when": knob.when} if knob.when else {})
+
+        return yaml.safe_dump({"version": 1, "knobs": {knob.name: entry(knob) for knob in self.knobs}}, sort_keys=False)
+
     def knob(self, name: str) -> Knob | None:
         return next((knob for knob in self.knobs if knob.name == name), None)
 
@@ -222,6 +253,12 @@ def load_space(name_or_path: str) -> SearchSpace:
     parsed: Any = read_user_yaml(path, _file_model())
     knobs = [Knob(name=name, **entry.as_knob()) for name, entry in parsed.knobs.items()]
     return SearchSpace(name=path.stem, knobs=tuple(_in_order(knobs)))
+
+
+@cache
+def _kinds() -> dict[str, Kind]:
+    """Of every knob, as the shipped spaces have it."""
+    return {knob.name: knob.kind for knob in load_space("everything").knobs}
 
 
 def _in_order(knobs: list[Knob]) -> Iterator[Knob]:

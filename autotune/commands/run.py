@@ -85,8 +85,8 @@ class Task:
         return self.setup.subject.study
 
 
-def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False) -> None:
-    """Run or continue a study. Raises AutotuneError for everything a user can act on."""
+def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False) -> str:
+    """Run or continue a study, and return its name. Raises AutotuneError for everything a user can act on."""
     task, stop = _resolve(spec, quiet=quiet), Stop()
     with (
         stop.listening(),
@@ -103,6 +103,7 @@ def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False) -> None:
             remedy=f"continue with the same command and --study {task.study}",
             exit_code=128 + stop.signal,
         )
+    return task.study
 
 
 def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:

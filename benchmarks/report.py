@@ -1,0 +1,48 @@
+"""How long a report of many trials takes to build, and how large it is."""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from common import save
+
+from autotune.probe.launcher import WorkerProber
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from factories import summary as made  # the study that the tests of the report look at
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    study = made(trials=args.trials)
+    study = replace(study, trials=tuple(replace(row, log=f"trial-{row.number:04d}.log") for row in study.trials))
+    rows = []
+    started = time.perf_counter()
+    from autotune.report import render  # plotly and jinja2 are loaded in the first run, as the command does
+
+    for run in range(args.runs):
+        page = render(study, "out")
+        rows.append({"run": run, "seconds": time.perf_counter() - started, "bytes": len(page.encode())})
+        started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, WorkerProber("cpu", Path(folder)) as prober:
+        fingerprint = prober.fingerprint
+    summary = {
+        "seconds": rows[0]["seconds"],
+        "bytes": rows[0]["bytes"],
+        "trials": len(study.trials),
+        "seconds_again": statistics.median(row["seconds"] for row in rows[1:]),
+    }
+    save("report", fingerprint, summary, rows, args.out)
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()
