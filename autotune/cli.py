@@ -13,7 +13,7 @@ import typer
 
 from autotune import __version__
 from autotune.cli_studies import Json, Storage, StudyName, studies
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, UsageError
 from autotune.flags import pins_of, with_options_of
 
 app = typer.Typer(
@@ -104,13 +104,18 @@ def run(
     storage: Storage = None,
     out: Annotated[str | None, typer.Option(help="Study directory. [runs/<study>]")] = None,
     json_: Json = False,
+    events: Annotated[
+        bool, typer.Option("--events", help="Print a line of JSON on stdout for each event; the last has the result.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Search for the best configuration with real probes, confirm it, and export it with its cost."""
-    flags = {name: value for name, value in locals().items() if name not in ("json_", "quiet")}
+    flags = {name: value for name, value in locals().items() if name not in ("json_", "events", "quiet")}
     from autotune.commands.run import run as command
 
-    command(_spec(flags), as_json=json_, quiet=quiet)
+    if json_ and events:
+        raise UsageError("--events ends with what --json prints", remedy="leave one of them out")
+    command(_spec(flags), as_json=json_, quiet=quiet, events=events)
 
 
 _PLANNED = (  # of `run`, what a plan hangs on too

@@ -82,6 +82,7 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "headroom of all": ((*RUN, "--headroom", "1"), ("headroom",)),
     "no trials": ((*RUN, "--trials", "0"), ("trials",)),
     "both sizes": ((*RUN, "--examples", "5", "--tokens", "5000"), ("examples or tokens",)),
+    "JSON twice": ((*RUN, "--json", "--events"), ("--events",)),
     "no such spec": (("run", "--spec", "nowhere.yaml"), ("nowhere.yaml", "No such file")),
     "misspelt key": (("run", "--spec", "misspelt.yaml"), ("misspelt.yaml:3:", "bugdet")),
     "wrong type": (("run", "--spec", "wrong.yaml"), ("wrong.yaml:", "examples")),

@@ -134,4 +134,4 @@ def test_every_field_is_a_flag():
 
     flags = set(inspect.signature(run).parameters)
     assert set(SPEC_FIELDS) - flags == {"pins", "configs"}  # --set, --seq-len and --rank
-    assert flags - set(SPEC_FIELDS) == {"spec", "set_", "seq_len", "rank", "json_", "quiet"}
+    assert flags - set(SPEC_FIELDS) == {"spec", "set_", "seq_len", "rank", "json_", "events", "quiet"}

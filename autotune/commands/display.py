@@ -1,18 +1,21 @@
 """What `autotune run` shows while it works, on stderr: rich lines on a terminal, plain ones elsewhere."""
 
+import json
 import shlex
 import sys
+import threading
 import time
 from contextlib import AbstractContextManager
 from datetime import date
 from typing import Any
 
 from autotune.catalog import age
-from autotune.recipe import Candidate, StudySummary, TrialRow
-from autotune.result import Evidence, Outcome, Rung
+from autotune.recipe import Candidate, StudySummary, TrialRow, summary_data
+from autotune.result import Evidence, Outcome, Rung, to_data
 from autotune.setup import Setup
 from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 
+PLAIN_S = 30.0
 _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
 
 
@@ -23,36 +26,56 @@ def _evidence(one: Candidate) -> str:
 
 
 class Display(AbstractContextManager["Display"]):
-    """One run's output. `quiet` shows only warnings and errors."""
+    """One run's output. `quiet` shows only warnings and errors, `events` prints a JSON line on stdout for each event.
 
-    def __init__(self, *, budget_s: float, quiet: bool = False) -> None:
+    Without a terminal a line says every half minute how far it is.
+    """
+
+    def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
         from rich.console import Console
 
         tty = sys.stderr.isatty()
         self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
         self._status: Any = self._console.status("") if tty and not quiet else None
-        self._budget_s = budget_s
+        self._budget_s, self._events = budget_s, events
         self._started = time.monotonic()
         self._best: TrialRow | None = None
+        self._usd_per_hour: float | None = None
+        self._ended = threading.Event()
 
     def __enter__(self) -> "Display":
         if self._status is not None:
             self._status.start()
+        else:
+            threading.Thread(target=self._beat, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
         if self._status is not None:
             self._status.stop()
 
+    def _beat(self) -> None:
+        while not self._ended.wait(PLAIN_S):
+            self._print(self._header("running"), "dim")
+
+    def _event(self, kind: str, **facts: Any) -> None:
+        if self._events:
+            about = {"event": kind, "seconds": round(time.monotonic() - self._started, 3)}
+            sys.stdout.write(json.dumps(about | facts) + "\n")
+            sys.stdout.flush()
+
     def say(self, text: str) -> None:
         """A step that takes a while: shown at the spinner on a terminal, as a line elsewhere."""
+        self._event("step", text=text)
         if self._status is not None:
-            self._status.update(self._header(text))
+            self._spin(text)
         else:
             self._print(text)
 
     def note(self, text: str, style: str | None = None) -> None:
         """A line that stays."""
+        self._event("note", text=text)
         self._print(text, style)
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None) -> None:
@@ -81,6 +104,9 @@ class Display(AbstractContextManager["Display"]):
             "budget": budget,
             "price": cost,
         }
+        self._usd_per_hour = price.usd_per_hour if price else None
+        left_out = [str(removal) for removal in setup.removals]
+        self._event("plan", **lines, left_out=left_out, warnings=list(setup.warnings))
         for name, text in lines.items():
             self._print(f"{name:>9}  {text}")
         for removal in setup.removals:
@@ -90,6 +116,7 @@ class Display(AbstractContextManager["Display"]):
 
     def trial(self, row: TrialRow) -> None:
         """One line for a finished trial."""
+        self._event("trial", **to_data(row))
         if row.tokens_per_second is not None:
             best = self._best.tokens_per_second if self._best else None
             if row.outcome is Outcome.OK and (best is None or row.tokens_per_second > best):
@@ -108,10 +135,11 @@ class Display(AbstractContextManager["Display"]):
             verdict += f": {row.reason}"
         self._print(f"{row.number:>4}  {row.config.label():<66} {result}  {verdict}", _STYLES.get(row.outcome, "red"))
         if self._status is not None:
-            self._status.update(self._header("searching"))
+            self._spin("searching")
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
         """The winner against the baseline, what it will cost, where the files are and what to do next."""
+        self._event("result", **summary_data(summary, out_dir))
         recipe = summary.recipe
         if recipe is None:
             self._print("no configuration came through", "red")
@@ -170,12 +198,17 @@ class Display(AbstractContextManager["Display"]):
         return text
 
     def _header(self, text: str) -> str:
-        from rich.markup import escape
-
         elapsed = time.monotonic() - self._started
         best = f", best {fmt_count(self._best.tokens_per_second)} tokens/s" if self._best else ""
-        left = fmt_seconds(max(self._budget_s - elapsed, 0))
-        return escape(f"{text}   [{fmt_seconds(elapsed)} gone, {left} left{best}]")
+        gone, left = fmt_seconds(elapsed), fmt_seconds(max(self._budget_s - elapsed, 0))
+        if self._usd_per_hour is not None:
+            gone += f" and ${elapsed / 3600 * self._usd_per_hour:.2f}"
+        return f"{text}   [{gone} gone, {left} left{best}]"
+
+    def _spin(self, text: str) -> None:
+        from rich.markup import escape
+
+        self._status.update(escape(self._header(text)))
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False, emoji=False)

@@ -85,14 +85,14 @@ class Task:
         return self.setup.subject.study
 
 
-def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False) -> str:
+def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False, events: bool = False) -> str:
     """Run or continue a study, and return its name. Raises AutotuneError for everything a user can act on."""
     task, stop = _resolve(spec, quiet=quiet), Stop()
     with (
         stop.listening(),
         _alone(task.out, task.study),
         WorkerProber("cpu" if task.target.card is None else "cuda", task.out / "logs", should_stop=stop) as prober,
-        Display(budget_s=task.budget_s, quiet=quiet) as display,
+        Display(budget_s=task.budget_s, quiet=quiet, events=events) as display,
     ):
         prober.launch()  # imports torch meanwhile
         with suppress(Cancelled):
