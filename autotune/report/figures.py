@@ -11,6 +11,7 @@ from autotune.config import TrainConfig
 from autotune.explanation import Explanation
 from autotune.recipe import Quality
 from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
+from autotune.report.parallel import ParallelInfo
 from autotune.report.tradeoffs import CellRow
 from autotune.result import Outcome
 from autotune.units import fmt_count, fmt_gib
@@ -159,6 +160,36 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat="+.0%")
     return _finish(figure, x="cost a useful token against the winner", y=None, height=110 + 38 * len(others))
+
+
+def parallel(info: ParallelInfo) -> dict[str, Any] | None:
+    """A line for each configuration over the knobs that were varied, its speed at the right; the best drawn last."""
+    if not info.axes:
+        return None
+    figure = _empty()
+    groups = ((2, "slower", "#8a8f98", 0.35), (1, "at least half as fast", "#2a7fc4", 0.55))
+    for group, name, colour, opacity in (*groups, (0, "within 5 % of the fastest", ACCENT, 0.95)):
+        xs: list[float | None] = []
+        ys: list[float | None] = []
+        texts: list[str] = []
+        for line in (one for one in info.lines if one.group == group):
+            xs += [*range(len(line.places)), None]  # a gap between two lines of one trace
+            ys += [*line.places, None]
+            texts += [f"{fmt_count(line.tokens_per_second)} tokens/s<br>{escape(line.label)}"] * (len(line.places) + 1)
+        if xs:
+            style = {"color": colour, "width": 1.4}
+            figure.add_scatter(
+                x=xs, y=ys, mode="lines", name=name, line=style, opacity=opacity, hovertext=texts, hoverinfo="text"
+            )
+    for place, (_, values) in enumerate(info.axes):
+        for index, value in enumerate(values):
+            height = index / (len(values) - 1)
+            figure.add_annotation(x=place, y=height, text=escape(value), showarrow=False, xanchor="left", xshift=3)
+    names = [escape(knob) for knob, _ in info.axes] + [f"tokens/s, to {fmt_count(info.fastest)}"]
+    figure.update_xaxes(tickvals=[*range(len(names))], ticktext=names, range=[-0.5, len(names) - 0.5], showgrid=True)
+    figure.update_xaxes(ticklabeloverflow="allow")
+    figure.update_yaxes(visible=False, range=[-0.06, 1.06])
+    return _finish(figure, x="", y=None, height=420)
 
 
 def explanation(found: Explanation | None) -> dict[str, Any] | None:

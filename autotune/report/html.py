@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import age
 from autotune.recipe import Recipe, StudySummary
-from autotune.report import figures, infos, tradeoffs
+from autotune.report import figures, infos, parallel, tradeoffs
 from autotune.report.oom import OomReport, missed, oom_report
 from autotune.result import Evidence, Outcome
 from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
@@ -199,6 +199,7 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
     return {
         "scatter": figures.scatter(infos.scatter(summary)),
         "history": figures.history(infos.history(summary)),
+        "parallel": figures.parallel(parallel.parallel(summary)),
         "importances": figures.importances(infos.importances(summary)),
         "memory": figures.memory(infos.memory(summary)),
         "explanation": figures.explanation(summary.explanation),
