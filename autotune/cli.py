@@ -105,7 +105,7 @@ def run(
     out: Annotated[str | None, typer.Option(help="Study directory. [runs/<study>]")] = None,
     json_: Json = False,
     events: Annotated[
-        bool, typer.Option("--events", help="Print a line of JSON on stdout for each event; the last has the result.")
+        bool, typer.Option("--events", help="Print a line of JSON on stdout for each event, the result last.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:

@@ -63,7 +63,7 @@ def told(subject: Subject, knob: str, result: ProbeResult) -> Undone:
     found = result.measurement
     one = Undone(knob=knob, config=result.config, outcome=result.outcome, evidence=result.evidence)
     if result.oom is not None:
-        one = replace(one, peak_gib=result.oom.reserved_gib, limit_gib=result.oom.limit_gib)
+        one = replace(one, peak_gib=result.oom.need_gib, limit_gib=result.oom.limit_gib)
     if result.outcome is not Outcome.OK or found is None:
         return one
     speed, peak, limit = subject.performance(result.config, [found]), found.peak_reserved_gib, found.limit_gib

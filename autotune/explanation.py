@@ -35,15 +35,19 @@ class Explanation:
         return self.winner.config == config
 
     def ranked(self) -> list[Undone]:
-        """What helped most first: what does not fit without, then by speed."""
-        return sorted(self.undone, key=lambda one: one.tokens_per_s or 0.0)
+        """What helped most first: what does not fit without, then by speed, at last what nothing is known of."""
+        too_large = (Outcome.OOM, Outcome.REFUSED)
+        return sorted(
+            self.undone,
+            key=lambda one: (one.tokens_per_s is None and one.outcome not in too_large, one.tokens_per_s or 0.0),
+        )
 
     def effect(self, one: Undone) -> str:
         """In words: how many times as fast the winner is for this knob, and what it takes in memory."""
         if one.tokens_per_s is None or self.winner.tokens_per_s is None:
             if one.outcome not in (Outcome.OOM, Outcome.REFUSED) or not one.peak_gib:
                 return f"without it: {one.outcome.value}"
-            return f"does not fit without it: {fmt_gib(one.peak_gib)} of {fmt_gib(one.limit_gib)}"
+            return f"does not fit without it: at least {fmt_gib(one.peak_gib)} of {fmt_gib(one.limit_gib)}"
         ratio = self.winner.tokens_per_s / one.tokens_per_s
         unclear = abs(ratio - 1) <= math.hypot(one.error, self.winner.error)
         speed = "no clear difference in speed" if unclear else f"{ratio:.2f} times as fast"

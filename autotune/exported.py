@@ -77,7 +77,7 @@ def run_exported(
         return None, "it did not say how it went"
 
 
-def last_error(log: Path) -> str:
-    """The last error that a log names; progress bars come after it."""
-    found = ERROR.findall(log.read_text(encoding="utf-8", errors="replace"))
+def last_error(log: Path, begins: int = 0) -> str:
+    """The last error that a log names from this byte on; progress bars come after it."""
+    found = ERROR.findall(log.read_bytes()[begins:].decode("utf-8", errors="replace"))
     return found[-1].strip()[:300] if found else ""

@@ -26,8 +26,8 @@ def leads(subject: Subject, here: TrainConfig, limit_gib: float) -> Iterator[Tra
         return
     space, workload = subject.space, subject.workload
     for knob in space.knobs:
-        if knob.name not in VARIED:
-            space = space.pin(knob.name, getattr(here, knob.name))
+        if knob.name not in VARIED and (value := getattr(here, knob.name)) is not None:  # no rank where all is trained
+            space = space.pin(knob.name, value)
     fitting: dict[TrainConfig, float] = {}
     for config in dict.fromkeys(space.config(chosen) for chosen in space.enumerate()):
         need = footprint(subject.model, config, min(workload.accumulation(config), 2))

@@ -97,13 +97,15 @@ class SearchSpace:
 
     @classmethod
     def of(cls, name: str = "own", **knobs: Any) -> "SearchSpace":
-        """A space of these knobs: a list is searched, anything else fixed. Raises UsageError.
+        """A space of these knobs: a list or range is searched, anything else fixed. Raises UsageError.
 
         `SearchSpace.of(micro_batch_size=[1, 2, 4], lora_rank=16, checkpointing=["none", "full"])`
         """
         space = cls(name=name, knobs=())
         for knob, given in knobs.items():
-            values = tuple(given) if isinstance(given, list | tuple) else (given,)
+            values = tuple(given) if isinstance(given, list | tuple | range) else (given,)
+            if not values or len(set(map(repr, values))) != len(values):
+                raise UsageError(f"{knob}: a list has values, each once, not {given!r}", remedy="give some to search")
             for value in values:
                 space = space.pin(knob, value)  # which says what cannot be
             space = space._with(Knob(name=knob, values=values, kind=_kinds().get(knob, "system")))

@@ -40,6 +40,15 @@ def test_events_are_lines_of_json_and_the_last_has_the_result(capsys: pytest.Cap
     assert {key: events[-1][key] for key in told} == told
 
 
+def test_a_suite_is_one_event_where_events_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(budget_s=600.0, events=True, quiet=True) as one:
+        assert one.configs([{"name": "one"}]) is True
+    with Display(budget_s=600.0, quiet=True) as one:
+        assert one.configs([{"name": "one"}]) is False
+    (event,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert event["event"] == "result" and event["configs"] == [{"name": "one"}]
+
+
 def test_without_events_stdout_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = shown(capsys)
     assert out == "" and "winner" in err and "\x1b[" not in err

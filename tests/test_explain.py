@@ -12,10 +12,11 @@ from autotune.commands.session import explanation_of
 from autotune.config import TrainConfig
 from autotune.errors import EnvironmentProblem
 from autotune.explain import explain, set_back
+from autotune.explain import told as read
 from autotune.explanation import Explanation, Undone
 from autotune.recipe import summary_data
 from autotune.report import render
-from autotune.result import Evidence, Outcome, to_data
+from autotune.result import Evidence, OomDetail, Outcome, Phase, ProbeRequest, to_data
 
 BASELINE = TrainConfig(micro_batch_size=4, seq_len=256, lora_rank=32)
 WINNER = replace(BASELINE, micro_batch_size=8, checkpointing="none", lora_rank=16)
@@ -85,13 +86,30 @@ def told(**changes: Any) -> Explanation:
         ({"tokens_per_s": 1250.0}, "0.80 times as fast"),
         (
             {"outcome": Outcome.OOM, "peak_gib": 30.0, "limit_gib": 22.0},
-            "does not fit without it: 30.0 GiB of 22.0 GiB",
+            "does not fit without it: at least 30.0 GiB of 22.0 GiB",
         ),
         ({"outcome": Outcome.CRASH}, "without it: crash"),
     ],
 )
 def test_the_words(changes: dict[str, Any], words: str) -> None:
     assert told(**changes).said() == [f"checkpointing none instead of full: {words} [measured]"]
+
+
+def test_what_did_not_fit_says_what_it_needed(start: Start) -> None:
+    """Which is more than what was reserved when it ran out."""
+    oom = OomDetail(phase=Phase.FORWARD, requested_gib=3.0, allocated_gib=19.5, reserved_gib=20.0, limit_gib=21.5)
+    result = replace(
+        machine(rate=by_tokens)(ProbeRequest(config=WINNER, model={}, memory_gib=80.0)), outcome=Outcome.OOM, oom=oom
+    )
+    assert read(start().study.subject, "checkpointing", result).peak_gib == 22.5
+
+
+def test_what_failed_by_chance_helped_nobody() -> None:
+    made = told(tokens_per_s=500.0)
+    crashed = one("compile", replace(WINNER, compile="per_layer"), outcome=Outcome.CRASH)
+    too_large = one("micro_batch_size", replace(WINNER, micro_batch_size=4), outcome=Outcome.OOM, peak_gib=30.0)
+    ranked = replace(made, undone=(crashed, *made.undone, too_large)).ranked()
+    assert [each.knob for each in ranked] == ["micro_batch_size", "checkpointing", "compile"]
 
 
 def test_it_is_kept_with_the_study_and_shown() -> None:

@@ -11,7 +11,7 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.config import TrainConfig
 from autotune.estimate import footprint
 from autotune.leads import VARIED, leads
-from autotune.space import load_space
+from autotune.space import SearchSpace, load_space
 from autotune.subject import Subject
 
 HERE = TrainConfig(seq_len=512)
@@ -62,6 +62,13 @@ def test_each_fits_and_differs_in_nothing_that_it_may_not_touch(limit_gib: float
 )
 def test_nothing_where_nothing_fits_or_nothing_is_known(nothing: Callable[[], object]) -> None:
     assert list(nothing()) == []  # type: ignore[call-overload]
+
+
+def test_full_fine_tuning_has_no_rank_to_keep() -> None:
+    both = SearchSpace.of(method=["lora", "full"], lora_rank=[16, 32], micro_batch_size=[1, 2], seq_len=512)
+    full = TrainConfig(method="full", lora_rank=None, micro_batch_size=1, seq_len=512, precision="bf16_pure")
+    found = list(leads(replace(subject(), space=both.pin("precision", "bf16_pure")), full, 130.0))
+    assert all(config.method == "full" for config in found)
 
 
 def test_a_study_tries_them_right_after_its_baseline(start: Start) -> None:

@@ -1,5 +1,6 @@
 """The full run: stopped, killed and gone on with, it trains the very weights that it would have trained undisturbed."""
 
+import fcntl
 import json
 import os
 import signal
@@ -45,7 +46,7 @@ def session(
             seen.append(now)
 
     arguments = ["--random-weights", "--max-steps", str(STEPS), *more]
-    run = Run(demo(CONFIG), folder / "train.py", output, arguments)
+    run = Run(demo(CONFIG), folder / "train.py", output, [*arguments, "--output-dir", str(output)])
     return run.train(progress, lambda: bool(steps) and steps[-1] >= stop_at)
 
 
@@ -68,12 +69,13 @@ def test_a_run_that_is_killed_and_stopped_and_gone_on_with_is_the_same_run(
     _wait(lambda: lines.exists() and lines.read_text().count("\n") >= 2)
     killed.send_signal(signal.SIGKILL)  # the run that it started saves a checkpoint
     killed.wait()
-    _wait(lambda: any(output.glob("checkpoint-*/trainer_state.json")))
+    _wait(lambda: _is_free(output))
 
     seen: list[Progress] = []
     at = int(next(output.glob("checkpoint-*")).name.removeprefix("checkpoint-")) + 3
     assert session(folder, output, "--resume", stop_at=at, seen=seen)[0] == PREEMPTED
     assert at <= json.loads((output / "training.json").read_text())["steps"] < STEPS
+    (output / "checkpoint-99").mkdir()  # of one that was killed while it saved
     assert session(folder, output, "--resume", seen=seen)[0] == 0
     assert seen[-1].step == seen[-1].of == STEPS and seen[-1].left_s == 0
     assert seen[-1].trained_s > max(json.loads(line)["seconds"] for line in lines.read_text().splitlines())
@@ -86,6 +88,16 @@ def test_a_run_that_is_killed_and_stopped_and_gone_on_with_is_the_same_run(
     assert code == 2 and "no-such-option" in error
 
 
+def _is_free(output: Path) -> bool:
+    """Whether the run that trains there has saved and ended."""
+    with (output / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
 def _wait(until: Any) -> None:
     end = time.monotonic() + 120
     while not until():
@@ -94,9 +106,14 @@ def _wait(until: Any) -> None:
 
 
 def told(lines: list[dict[str, Any]], earlier: int = 0, **changes: Any) -> Progress:
-    recipe: Recipe = replace(demo(CONFIG), price=find_price("h200-sxm"), **changes)
+    recipe: Recipe = replace(demo(CONFIG), **({"price": find_price("h200-sxm")} | changes))
     recipe = replace(recipe, winner=replace(recipe.winner, performance=_seconds(recipe, 2.0)))
-    return Run(recipe, Path("train.py"), Path("out"), [])._progress(lines, earlier)
+    run = Run(recipe, Path("train.py"), Path("out"), [])
+    for place, line in enumerate(lines):
+        if place == earlier:
+            run._first = None
+        run._take(line)
+    return run._progress()
 
 
 def _seconds(recipe: Recipe, step: float) -> Any:
@@ -112,7 +129,9 @@ def test_what_is_left_goes_by_the_pace_of_this_session_and_what_was_paid_counts_
     assert (now.trained_s, now.left_s, now.projected_s) == (21.0, 96 * 3.0, 200.0)
     assert now.spent_usd is not None and now.projected_usd == pytest.approx(now.spent_usd * 200 / 21)
     assert now.off is None  # too early to say
-    assert now.told()["error"] == pytest.approx(21 / 200 - 1)
+    assert now.told()["error"] is None  # it is not done
+    done = told([line(100, 210.0)])
+    assert done.told()["error"] == pytest.approx(0.05)
 
 
 def test_a_single_step_leaves_the_promise() -> None:
@@ -126,8 +145,7 @@ def test_a_slower_device_is_noticed_after_a_while() -> None:
 
 
 def test_without_a_price_no_money_is_named() -> None:
-    recipe = replace(demo(CONFIG), price=None)
-    now = Run(recipe, Path("train.py"), Path("out"), [])._progress([line(1, 9.0)], 0)
+    now = told([line(1, 9.0)], price=None)
     assert now.spent_usd is None and now.projected_usd is None
 
 
@@ -137,7 +155,9 @@ def test_without_a_price_no_money_is_named() -> None:
         ({}, "give either --dataset"),
         ({"dataset": Path("none.jsonl")}, "there is no file none.jsonl"),
         ({"dataset": Path(__file__), "random_weights": True}, "give either --dataset"),
-        ({"random_weights": True, "output": Path("before")}, "holds checkpoints of an earlier run"),
+        ({"random_weights": True, "output": Path("before")}, "checkpoint-3 is of an earlier run"),
+        ({"random_weights": True, "output": Path("done")}, "adapter_model.safetensors is of an earlier run"),
+        ({"random_weights": True, "output": Path("locked")}, "another run trains in"),
     ],
 )
 def test_what_is_missing_or_in_the_way_is_said(
@@ -145,10 +165,17 @@ def test_what_is_missing_or_in_the_way_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "before" / "checkpoint-3").mkdir(parents=True)
+    for name in ("done/adapter_model.safetensors", "locked/progress.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("kept")
     _found(monkeypatch, tmp_path)
-    with pytest.raises(UsageError, match=what):
-        command.command(None, None, **(_NOTHING | options))
+    with (tmp_path / "locked" / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match=what):
+            command.command(None, None, **(_NOTHING | options))
     assert not (tmp_path / "trained").exists()
+    assert (tmp_path / "done" / "adapter_model.safetensors").read_text() == "kept"
+    assert (tmp_path / "locked" / "progress.jsonl").read_text() == "kept"
 
 
 def test_a_study_of_trl_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,12 +185,41 @@ def test_a_study_of_trl_names_its_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert "trl sft --config" in (error.value.remedy or "")
 
 
-def test_a_script_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _scripted(folder: Path, text: str) -> Path:
+    """A script in place of train.py, with a run's beginnings beside it: `--resume` goes on with what is there."""
+    output = folder / "output"
+    (output / "export").mkdir(parents=True)
+    (output / "export" / "train.py").write_text(text)
+    return output
+
+
+_DIES_ON_SIGTERM = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("OSError: no room on the device"))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("text", ["raise RuntimeError('no room on the device')", _DIES_ON_SIGTERM])
+def test_a_script_that_fails_is_quoted(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was stopped. What an earlier session failed of, or saved, is not this one's."""
     _found(monkeypatch, tmp_path)
-    (tmp_path / "export").mkdir()
-    (tmp_path / "export" / "train.py").write_text("raise RuntimeError('no room on the device')")
-    with pytest.raises(AutotuneError, match="RuntimeError: no room on the device"):
-        command.command(None, None, **(_NOTHING | {"random_weights": True}))
+    output = _scripted(tmp_path, text)
+    (output / "train.log").write_text("ValueError: long ago\n")
+    (output / "checkpoint-3").mkdir()
+    with pytest.raises(AutotuneError, match=r"training failed: .*no room on the device"):
+        command.command(None, None, **(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
+
+
+def test_a_line_that_was_cut_off_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _found(monkeypatch, tmp_path)
+    whole, last = json.dumps(line(3, 9.0, began=1.0)), json.dumps(line(100, 7.0, began=2.0))
+    script = "import sys\npath = sys.argv[sys.argv.index('--progress') + 1]\n"
+    output = _scripted(tmp_path, f"{script}open(path, 'a').write({last!r} + chr(10))")
+    (output / "progress.jsonl").write_text(f"{whole}\nno JSON\n{whole[:20]}")
+    command.command(None, None, **(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
+    told = json.loads((output / "training.json").read_text())
+    assert (told["steps"], told["trained_s"]) == (100, 16.0)
 
 
 _NOTHING: dict[str, Any] = {

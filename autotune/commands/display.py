@@ -186,6 +186,11 @@ class Display(AbstractContextManager["Display"]):
                 self._print(f"          bash {launch} --dataset data.jsonl   # the full run")
         self._print(f"          open {shlex.quote(out_dir + '/report.html')}")
 
+    def configs(self, told: list[dict[str, Any]]) -> bool:
+        """What a suite came to, where events are printed, instead of a table. Returns whether they are."""
+        self._event("result", configs=told)
+        return self._events
+
     def _cost(self, one: Any) -> str:
         cost = one.cost
         low, high = cost.interval_hours

@@ -59,7 +59,7 @@ def command(name: str | None, storage: str | None, *, as_json: bool = False) -> 
             ladder = Ladder(
                 prober,
                 store,
-                study=found.summary.study,
+                study=f"{found.summary.study}, explained",  # apart, or a lucky probe would be another winner
                 logs=logs,
                 request=request,
                 model=subject.kin,

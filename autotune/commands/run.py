@@ -311,7 +311,7 @@ def _suite(
     told = probe(task.spec, subject, prober, store, out, memory_gib=memory_gib, say=say, should_stop=stop)
     if as_json:
         sys.stdout.write(json.dumps([one.data() for one in told]) + "\n")
-    else:
+    elif not display.configs([one.data() for one in told]):
         print_table(None, dict(COLUMNS), [one.cells() for one in told])
         display.note(f"written: {_short(out)}/suite.md and suite.json")
 

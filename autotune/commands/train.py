@@ -1,6 +1,6 @@
 """`autotune train`: starts the full run from a study's recipe, and says how far it is and what it has cost."""
 
-import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,6 +14,7 @@ from autotune.units import fmt_seconds, fmt_usd
 from autotune.verify import TOLERANCE
 
 PLAIN_S = 30.0  # between two lines where there is no terminal
+STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes: the last where it did not train yet
 
 
 def command(
@@ -28,7 +29,7 @@ def command(
     max_steps: int | None,
     as_json: bool = False,
 ) -> None:
-    """Train with a study's winner, by its exported script as it stands in the study's directory.
+    """Train with a study's winner, by its script, which is written beside what it saves.
 
     Raises:
         UsageError: no such study, no data, or a checkpoint is in the way.
@@ -50,38 +51,36 @@ def command(
         )
     if dataset is not None and not dataset.is_file():
         raise UsageError(f"there is no file {dataset}", remedy="name a .jsonl file")
-    output = (output or found.out / "trained").absolute()
-    if not resume and any(output.glob("checkpoint-*")):
-        raise UsageError(
-            f"{output} holds checkpoints of an earlier run",
-            remedy="go on from the last with --resume, or name another --output-dir",
-        )
-    if not resume:
-        (output / "progress.jsonl").unlink(missing_ok=True)
-    script = (found.out / "export" / "train.py").absolute()
-    if not script.is_file():
-        write_exports(found.out, found.summary, ["train"])
+    # What only tries the speed leaves nothing, unless it is told where.
+    saves = output is not None or not random_weights
+    output = (output or found.out / ("trained" if saves else "tried")).absolute()
+    there = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
+    if there and not resume:
+        raise UsageError(f"{there[0]} is of an earlier run", remedy="go on with --resume, or name another --output-dir")
+    script = output / "export" / "train.py"
+    if not (resume and script.is_file()):  # what was begun is gone on with as it was, whoever wins by now
+        write_exports(output, found.summary, ["train"])
     arguments = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
+    arguments += ["--output-dir", str(output) if saves else ""]
     arguments += ["--model", model] if model else []
     arguments += ["--resume"] if resume else []
     arguments += ["--max-steps", str(max_steps)] if max_steps else []
-    run, shown = Run(recipe, script, output, arguments), Shown()
+    run, shown = Run(recipe, script, output, arguments, fresh=not resume), Shown()
     shown.say(f"training {recipe.winner.config.label()}; its log is {run.log}")
     with Stop().listening() as stop, shown:
         code, error = run.train(shown.progress, lambda: stop() and shown.stopping())
-    told = json.loads(path.read_text()) if (path := output / "training.json").exists() else {}
     if code == 0:
-        shown.say(f"done: {shown.line}; what was trained is in {output}")
+        kept = f"what was trained is in {output}" if saves else "nothing was kept"
+        shown.say(f"done: {shown.line}; {kept}")
         if as_json:
-            sys.stdout.write(json.dumps(told, indent=2) + "\n")
+            sys.stdout.write((output / "training.json").read_text())
         return
-    if stop.signal is not None or code == PREEMPTED:
-        kept = "a checkpoint is saved" if any(output.glob("checkpoint-*")) else "it had no checkpoint yet"
-        exit_code = 128 + stop.signal if stop.signal else code
+    if code in STOPPED:
+        steps = [int(one.parent.name[11:]) for one in output.glob("checkpoint-*/trainer_state.json")]
         raise Interrupted(
-            f"stopped; {kept}",
+            f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
             remedy=f"go on with `autotune train {found.summary.study} --resume` and the same options",
-            exit_code=exit_code,
+            exit_code=128 + stop.signal if stop.signal else PREEMPTED,
         )
     raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
 
