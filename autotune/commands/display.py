@@ -184,6 +184,7 @@ class Display(AbstractContextManager["Display"]):
             self._print(f"next      bash {launch} --random-weights --max-steps 5   # tries the exported run")
             if recipe.model.weights or "/" in recipe.model.name:
                 self._print(f"          bash {launch} --dataset data.jsonl   # the full run")
+        self._print(f"          autotune explain {shlex.quote(summary.study)}   # why it won")
         self._print(f"          open {shlex.quote(out_dir + '/report.html')}")
 
     def configs(self, told: list[dict[str, Any]]) -> bool:
@@ -205,10 +206,10 @@ class Display(AbstractContextManager["Display"]):
     def _header(self, text: str) -> str:
         elapsed = time.monotonic() - self._started
         best = f", best {fmt_count(self._best.tokens_per_second)} tokens/s" if self._best else ""
-        gone, left = fmt_seconds(elapsed), fmt_seconds(max(self._budget_s - elapsed, 0))
+        gone, left = fmt_seconds(elapsed), self._budget_s - elapsed
         if self._usd_per_hour is not None:
             gone += f" and ${elapsed / 3600 * self._usd_per_hour:.2f}"
-        return f"{text}   [{gone} gone, {left} left{best}]"
+        return f"{text}   [{gone} gone, {fmt_seconds(left) if left > 0 else 'no time'} left{best}]"
 
     def _spin(self, text: str) -> None:
         from rich.markup import escape
