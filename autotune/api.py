@@ -12,6 +12,7 @@ from autotune.config import TrainConfig
 from autotune.errors import NothingFits
 from autotune.files import write_atomic
 from autotune.recipe import Candidate, Recipe, StudySummary, summary_data
+from autotune.setup import slug
 from autotune.space import SearchSpace
 from autotune.spec import StudySpec
 from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
@@ -37,7 +38,7 @@ def tune(
 
     with TemporaryDirectory(prefix="autotune-") as folder:
         if isinstance(space, SearchSpace):
-            path = Path(folder) / f"{space.name}.yaml"
+            path = Path(folder) / f"{slug(space.name)}.yaml"  # the name is anybody's
             write_atomic(path, space.as_yaml())
             space = str(path)
         name = run(StudySpec(model=model, gpu=gpu, space=space, **options), quiet=quiet)

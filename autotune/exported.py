@@ -15,16 +15,22 @@ from typing import Any
 from autotune.errors import Cancelled
 from autotune.probe.launcher import child_environment
 
-# Runs a script, or a module, in a process that ends with its parent, however that ends.
+# Runs a script, or a module, in a process that gets a signal when its parent ends, however that ends.
 TIED = """
-import ctypes, os, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-parent, *sys.argv = sys.argv[1:]
+import ctypes, os, runpy, sys
+number, parent, *sys.argv = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, int(number))
 os.getppid() == int(parent) or sys.exit("the parent is gone")
-run = runpy.run_path if sys.argv[0].endswith(".py") else runpy.run_module
-run(sys.argv[0], run_name="__main__")
+is_file = sys.argv[0].endswith(".py")
+is_file and sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+(runpy.run_path if is_file else runpy.run_module)(sys.argv[0], run_name="__main__")
 """
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
+
+
+def tied(script: str, arguments: Sequence[str], ending: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The command that runs a script, or a module of that name, tied to this process: `ending` is what it gets then."""
+    return [sys.executable, "-c", TIED, str(int(ending)), str(os.getpid()), script, *arguments]
 
 
 def run_exported(
@@ -43,12 +49,11 @@ def run_exported(
     `environment` goes on top of a probe's. What it writes to stderr goes to `log`. After `seconds` it is taken to hang.
     Raises Cancelled where `should_stop`.
     """
-    command = [sys.executable, "-c", TIED, str(os.getpid()), script, *arguments]
     begin, said = time.monotonic(), folder / "said"
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     with said.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(
-            command,
+            tied(script, arguments),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=stdout,

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,20 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from autotune.errors import UsageError
-from autotune.exported import last_error
+from autotune.exported import last_error, tied
 from autotune.files import write_atomic
 from autotune.recipe import Recipe
-
-PREEMPTED = 75  # exit code of the script after SIGTERM, when a checkpoint is there
-# Runs a script that gets SIGTERM when its parent ends, however that ends: it saves a checkpoint.
-TIED = """
-import ctypes, os, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-parent, *sys.argv = sys.argv[1:]
-os.getppid() == int(parent) or sys.exit("the parent is gone")
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +52,8 @@ class Run:
         """`fresh`: forget what earlier runs said there."""
         self._recipe, self._output, self._fresh = recipe, output, fresh
         self._steps = output / "progress.jsonl"
-        self._command = [str(script), *arguments, "--progress", str(self._steps)]
+        # When this process ends, however it ends, the run saves a checkpoint.
+        self._command = tied(str(script), [*arguments, "--progress", str(self._steps)], signal.SIGTERM)
         self._read = 0  # bytes of it
         self._sessions: dict[float, float] = {}  # when each began -> seconds it has trained
         self._first: dict[str, Any] | None = None  # steps of this session, and the last
@@ -87,7 +76,7 @@ class Run:
                 ) from None
             self._begin(log)
             process = subprocess.Popen(
-                [sys.executable, "-c", TIED, str(os.getpid()), *self._command],
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -21,8 +21,9 @@ from autotune.commands.session import StoredStudy
 from autotune.config import TrainConfig
 from autotune.errors import AutotuneError, UsageError
 from autotune.export import export_all
+from autotune.export.fleet import PREEMPTED
 from autotune.recipe import Recipe
-from autotune.train import PREEMPTED, Progress, Run
+from autotune.train import Progress, Run
 
 STEPS = 30
 CONFIG = TrainConfig(micro_batch_size=2, seq_len=32, optimizer="adamw_torch", precision="bf16_pure")

@@ -9,7 +9,8 @@ from autotune.commands.outputs import write_exports
 from autotune.commands.run import Stop
 from autotune.commands.session import open_study
 from autotune.errors import AutotuneError, Interrupted, NothingFits, UsageError
-from autotune.train import PREEMPTED, Progress, Run
+from autotune.export.fleet import PREEMPTED
+from autotune.train import Progress, Run
 from autotune.units import fmt_seconds, fmt_usd
 from autotune.verify import TOLERANCE
 
