@@ -195,7 +195,7 @@ def footprint(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> Fo
     adapters = 0.0 if full else trained_bytes
     optimizer = _state(sizes, config, trained, trained_bytes)
 
-    keep, moving = kept_bytes(sizes, config), _moving_bytes(sizes, config)
+    keep, moving = kept_bytes(sizes, config), moving_bytes(sizes, config)
     every = config.checkpoint_every
     recomputed = 0 if every is None else math.ceil(sizes.layers / every)
     body = tokens * ((sizes.layers - recomputed) * keep + recomputed * wide * sizes.hidden)
@@ -284,7 +284,7 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     return keep
 
 
-def _moving_bytes(sizes: Sizes, config: TrainConfig) -> float:
+def moving_bytes(sizes: Sizes, config: TrainConfig) -> float:
     """Bytes of a token that come and go in the backward pass of a layer."""
     if config.compile != "none":
         return 8 * sizes.intermediate + 6 * sizes.hidden

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -93,15 +92,12 @@ def speed(
 class Rows:
     """Rows kept as they come, a line each in <out>/<name>.jsonl: what was measured outlasts the call that measured it.
 
-    With `earlier`, the file of an earlier call on the same machine, it goes on where that ended, but for rows that
-    `stays` does not accept.
+    With `earlier`, the file of an earlier call on the same kind of machine, it goes on where that ended.
     """
 
-    def __init__(
-        self, name: str, out: Path | None, earlier: Path | None, stays: Callable[[dict[str, Any]], bool] | None = None
-    ) -> None:
-        rows = [json.loads(line) for line in (earlier.read_text() if earlier else "").splitlines()]
-        self.all: list[dict[str, Any]] = [row for row in rows if stays is None or stays(row)]
+    def __init__(self, name: str, out: Path | None, earlier: Path | None) -> None:
+        lines = (earlier.read_text() if earlier else "").splitlines()
+        self.all: list[dict[str, Any]] = [json.loads(line) for line in lines]
         folder = out or RESULTS
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{name}.jsonl"

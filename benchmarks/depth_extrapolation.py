@@ -7,9 +7,9 @@ as long as the device computes, the probe says that the host is the bottleneck.
 A host that others use too stumbles for seconds, at any depth alike, and two probes in a row may both be disturbed.
 Where its share of a step is not small, the three depths are therefore probed in turns, two if all their steps are alike
 and else four or more, until the shortest steps of two probes agree at each, and the shortest are compared, which is
-what the product extends. Where no two of eight agree, the next call with `--rows` measures the configuration anew. What
-the first probes say of the median step of the first whole model is told beside it, and how much that median differs
-from one whole model to the next.
+what the product extends. Where no two of eight agree at a depth there is no undisturbed step to compare: such rows are
+told apart (`disturbed`), and the next call with `--rows` measures them anew. What the first probes say of the median
+step of the first whole model is told beside it, and how much that median differs from one whole model to the next.
 """
 
 import argparse
@@ -69,33 +69,40 @@ def main() -> None:
     parser.add_argument("--memory-gib", type=float, default=135.0)
     parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call, to go on from")
     parser.add_argument("--turns", type=int, default=8, help="at most")
-    parser.add_argument("--seconds", type=float, default=540.0, help="stop after so long")
+    parser.add_argument("--seconds", type=float, default=540.0, help="stop after so long; 0 tells what is in --rows")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    kept = Rows("depth_extrapolation", args.out, args.rows, finished)
+    kept = Rows("depth_extrapolation", args.out, args.rows)
+    done = {key(row) for row in kept.all if finished(row)}
     wanted = [
         (name, TrainConfig(**settings, **({"attention": "eager"} if name in EAGER else {})))
         for name, settings in itertools.product(args.models, CONFIGS)
     ]
-    missing = [(name, config) for name, config in wanted if not kept.has(model=name, config=config.label())]
-    if missing:
+    missing = [(name, config) for name, config in wanted if (name, config.label()) not in done]
+    if missing and args.seconds:
         with WorkerProber(args.device, logs) as prober:
             for name, config in missing:
                 if time.monotonic() < until:
                     kept.add(probed(prober, args, name, config, logs))
                     table([compared(kept.all[-1])], ["model", "config", "peak_error", "reserved_error", "time_error"])
-    rows = [compared(row) for row in kept.all if "failed" not in row]
+    latest = {key(row): row for row in kept.all}.values()  # what was measured anew comes later
+    shown = [compared(row) | {"disturbed": not finished(row)} for row in latest]
+    came_through = [row for row in shown if "failed" not in row]
+    rows, disturbed = ([row for row in came_through if row["disturbed"] is side] for side in (False, True))
 
-    def errors(key: str, host_bound: tuple[bool, ...] = (True, False)) -> tuple[float, float]:
-        found = [abs(one[key]) for one in rows if one["host_bound"] in host_bound] or [0.0]
+    def errors(name: str, host_bound: tuple[bool, ...] = (True, False)) -> tuple[float, float]:
+        found = [abs(one[name]) for one in rows if one["host_bound"] in host_bound] or [0.0]
         return statistics.median(found), max(found)
 
     peak, reserved, step = errors("peak_error"), errors("reserved_error"), errors("time_error")
     summary = {
         "configs": len(rows),
         "families": len({one["model"] for one in rows}),
+        "failed": len(shown) - len(came_through),
+        "disturbed": len(disturbed),
+        "disturbed_time_error_max": max((abs(row["time_error"]) for row in disturbed), default=None),
         "peak_error_median": peak[0],
         "peak_error_max": peak[1],
         "reserved_error_median": reserved[0],
@@ -111,7 +118,7 @@ def main() -> None:
         "whole_differs_max": errors("whole_differs", (True,))[1],
     }
     fingerprint = from_data(Fingerprint, kept.all[0]["fingerprint"])
-    save("depth_extrapolation", fingerprint, summary, rows, args.out)
+    save("depth_extrapolation", fingerprint, summary, shown, args.out)
     print(summary)
 
 
@@ -161,8 +168,12 @@ def calm(probes: Sequence[Measurement]) -> bool:
     return statistics.median(micros) / min(micros) - 1 <= AGREED
 
 
+def key(row: dict[str, Any]) -> tuple[str, str]:
+    return row["model"], row["config"]
+
+
 def finished(row: dict[str, Any]) -> bool:
-    """Whether a row of an earlier call stays."""
+    """Whether a row needs not be measured again."""
     return "failed" in row or enough(read(row), row["depths"])
 
 

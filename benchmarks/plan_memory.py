@@ -5,11 +5,15 @@ Held against every whole model that was measured here: those of `depth_extrapola
 `--probe` measures such models now, on the GPU here; without it no GPU is needed.
 
 nf4 rows measured before version 3 of the probe hold the statistics of the base twice, which is taken off.
+
+Beside that stand the published tables of 8,192 tokens, of transformers 4.49 (`studies/h100-8k`). Its own way of
+computing differs in three places that their rows tell apart, so that each is held against today's formula, which is
+what `autotune plan` says, and against the same formula with those three (`as_they_ran`).
 """
 
 import argparse
+import itertools
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -20,13 +24,17 @@ from typing import Any
 from common import RESULTS, Rows, save, table
 from depth_extrapolation import CONFIGS, EAGER
 
-from autotune.catalog import ModelSpec, resolve_model
+from autotune.catalog import ModelSpec, resolve_device, resolve_model
 from autotune.config import TrainConfig
-from autotune.estimate import NF4_STATISTICS, Sizes, footprint
+from autotune.estimate import NF4_STATISTICS, Sizes, footprint, kept_bytes, moving_bytes
 from autotune.pace import pace
+from autotune.plan import limit_of
 from autotune.probe.launcher import WorkerProber
 from autotune.result import Fingerprint, Outcome, ProbeRequest, from_data, to_data
+from autotune.spec import make_spec
 from autotune.units import gib
+
+STUDIES = Path(__file__).parent.parent / "studies" / "h100-8k"
 
 # What the formula was made with; all other models are held out. Llama 3.1 was measured, and not looked at.
 CALIBRATION = ("mistral-7b", "phi-3-mini", "gemma-2-9b")
@@ -71,11 +79,12 @@ def main() -> None:
     parser.add_argument("--probe", nargs="*", help="measure these models now [ten of all families]")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--memory-gib", type=float, default=135.0)
-    parser.add_argument("--seconds", type=float, default=540.0, help="stop measuring after so long")
+    parser.add_argument("--seconds", type=float, default=540.0, help="stop measuring after so long; 0 measures nothing")
     parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call, to go on from")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     new = [] if args.probe is None and args.rows is None else probed(args)
+    tables = [row for card in ("h100", "a100") for row in published(card)]
     found, fingerprint = stored()
     rows = [row for one in (*found, *new) if (row := held_against(one)) is not None]
     inside, out = ([row for row in rows if row["held_out"] is side] for side in (False, True))
@@ -88,8 +97,15 @@ def main() -> None:
             summary[f"{name}{key}_max"] = max(errors)
     paced = [row for row in rows if row["pace_error"] is not None]
     summary["pace_within_80"] = statistics.fmean(row["pace_inside"] for row in paced)
+    told = [row for row in tables if row["error"] is not None]
+    summary["published_configs"] = len(told)
+    summary["published_error_max"] = max(abs(row["error"]) for row in told)
+    summary["published_error_max_as_they_ran"] = max(abs(row["error_as_they_ran"]) for row in told)
+    summary["published_nf4_verdicts"] = sum("nf4" in row["config"] for row in tables)
+    summary["published_nf4_verdicts_wrong"] = sum("nf4" in row["config"] and not row["same_verdict"] for row in tables)
     table(sorted(rows, key=lambda row: -abs(row["error"]))[:12], ["model", "config", "peak_gib", "error"])
-    save("plan_memory", fingerprint, summary, rows, args.out)
+    table(tables, ["card", "model", "config", "published_gib", "error", "error_as_they_ran", "same_verdict"])
+    save("plan_memory", fingerprint, summary, [*rows, *tables], args.out)
     print(summary)
 
 
@@ -120,6 +136,48 @@ def held_against(one: Measured) -> dict[str, Any] | None:
     }
 
 
+def published(card: str) -> list[dict[str, Any]]:
+    """What others measured on this card, against the formula. Of their nf4 rows, whose code is unknown, the verdict."""
+    spec, found = make_spec(STUDIES / f"{card}.yaml", {}), []
+    limit_gib = limit_of(resolve_device(card), spec.headroom)
+    for case in spec.configs:
+        model, config = resolve_model(case.model or spec.model), TrainConfig(**spec.pins | case.knobs)
+        told = footprint(model, config, min(case.accumulation, 2))
+        assert told is not None
+        peak = case.published.peak_gib
+        compared = peak is not None and config.quantization == "none"
+        found.append(
+            {
+                "card": card,
+                "model": model.short,
+                "config": config.label(),
+                "published_gib": peak,
+                "planned_gib": told.peak_gib,
+                "error": told.peak_gib / peak - 1 if compared else None,
+                "error_as_they_ran": as_they_ran(model, config) / peak - 1 if compared else None,
+                "same_verdict": (told.peak_reserved_gib <= limit_gib) is (case.published.outcome != "oom"),
+            }
+        )
+    return found
+
+
+def as_they_ran(model: ModelSpec, config: TrainConfig) -> float:
+    """GiB at the peak with the three things that explain those tables.
+
+    The loss stays in bf16: logits, their logarithms, and the gradients of both, 8 bytes. Adapters are fp32 beside a
+    bf16 base without autocast: each casts its input and has an fp32 output. Gradients are zeroed and not freed.
+    """
+    sizes, told = Sizes.of(model), footprint(model, config)
+    assert sizes is not None and told is not None
+    casts = 4 * sum(map(sum, sizes.linears)) if config.method == "lora" else 0
+    body = 2 * sizes.layers * sizes.hidden
+    capped = 2 if sizes.family == "gemma2" else 0
+    head = body + 4 * sizes.hidden + (8 + capped) * sizes.vocab
+    layers = body + kept_bytes(sizes, config) + casts + moving_bytes(sizes, config)
+    held = told.weights + told.adapters + told.gradients + told.optimizer
+    return held + gib(config.tokens * max(head, layers))
+
+
 def stored() -> tuple[list[Measured], Fingerprint]:
     """What other benchmarks measured of whole models."""
     found = []
@@ -136,7 +194,7 @@ def stored() -> tuple[list[Measured], Fingerprint]:
                     micro_steps=2,
                     peak_gib=row["peak_gib"],
                     reserved_gib=row["reserved_gib"],
-                    micro_s=row["micro_s"][-1],
+                    micro_s=statistics.fmean(row["micro_s"][-1]),
                     probe=result["fingerprint"].get("probe", 1),
                     held_out=row["model"] not in CALIBRATION,
                 )
@@ -166,24 +224,18 @@ def probed(args: argparse.Namespace) -> list[Measured]:
     """Models that the formula was not made with, whole, each in several ways."""
     kept, until = Rows("plan_memory", args.out, args.rows), time.monotonic() + args.seconds
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    asked = [(name, settings) for name in (args.probe or HELD_OUT) for settings in NEW_CONFIGS]
-    with WorkerProber(args.device, logs) as prober:
-        for name, settings in asked:
-            eager = {"attention": "eager"} if resolve_model(name).config["model_type"] == "gemma2" else {}
-            config = TrainConfig(**settings, **eager)
-            if time.monotonic() > until or kept.has(model=name, config=to_data(config)):
-                continue
-            request = ProbeRequest(
-                config=config, model=resolve_model(name).config, device=args.device, memory_gib=args.memory_gib
-            )
-            result = prober.probe(request, logs / "probe.log")
-            row: dict[str, Any] = {"model": name, "config": to_data(config), "outcome": result.outcome.value}
-            if result.outcome is Outcome.OK and result.measurement is not None:
-                one = result.measurement
-                row |= {"micro_steps": one.micro_steps, "micro_s": statistics.fmean(one.micro_step_s)}
-                row |= {"peak_gib": one.peak_allocated_gib, "reserved_gib": one.peak_reserved_gib}
-            kept.add(row | {"reason": result.reason, "fingerprint": to_data(prober.fingerprint)})
-            print(name, config.label(), result.outcome, row.get("peak_gib", math.nan), flush=True)
+    asked = []
+    for name, settings in itertools.product(args.probe or HELD_OUT, NEW_CONFIGS):
+        eager = {"attention": "eager"} if resolve_model(name).config["model_type"] == "gemma2" else {}
+        config = TrainConfig(**settings, **eager)
+        if not kept.has(model=name, config=to_data(config)):
+            asked.append((name, config))
+    if asked and args.seconds:
+        with WorkerProber(args.device, logs) as prober:
+            for name, config in asked:
+                if time.monotonic() < until:
+                    kept.add(probe(prober, args, name, config, logs))
+                    print(name, config.label(), kept.all[-1]["outcome"], kept.all[-1].get("peak_gib"), flush=True)
     return [
         Measured(
             model=resolve_model(row["model"]),
@@ -198,6 +250,20 @@ def probed(args: argparse.Namespace) -> list[Measured]:
         for row in kept.all
         if row["outcome"] == "ok"
     ]
+
+
+def probe(prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig, logs: Path) -> dict[str, Any]:
+    """What one whole model was measured to take."""
+    request = ProbeRequest(
+        config=config, model=resolve_model(name).config, device=args.device, memory_gib=args.memory_gib
+    )
+    result = prober.probe(request, logs / "probe.log")
+    row: dict[str, Any] = {"model": name, "config": to_data(config), "outcome": result.outcome.value}
+    if result.outcome is Outcome.OK and result.measurement is not None:
+        one = result.measurement
+        row |= {"micro_steps": one.micro_steps, "micro_s": statistics.fmean(one.micro_step_s)}
+        row |= {"peak_gib": one.peak_allocated_gib, "reserved_gib": one.peak_reserved_gib}
+    return row | {"reason": result.reason, "fingerprint": to_data(prober.fingerprint)}
 
 
 if __name__ == "__main__":
