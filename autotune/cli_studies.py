@@ -75,6 +75,23 @@ def train(
 
 
 @studies.command()
+def worker(
+    study: Annotated[str, typer.Option(help="Name of the study, which `autotune run` began.")],
+    storage: Storage = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for logs. [the study's]")] = None,
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Join though this machine is not like the others.")
+    ] = False,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="End with this process.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Probe for a study that another process leads, on the GPU here, until there is nothing more to search."""
+    from autotune.commands.worker import command
+
+    command(study, storage, out=out, allow_mixed=allow_mixed, parent=parent, quiet=quiet)
+
+
+@studies.command()
 def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Explain every out-of-memory and refusal of a study, and what to change."""
     from autotune.commands import studies

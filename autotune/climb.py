@@ -7,7 +7,7 @@ precision, which changes speed as much as any, and products in fp8 where they ar
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 from autotune.config import TrainConfig
@@ -95,12 +95,23 @@ def neighbours(
     space: SearchSpace, best: TrainConfig | None, seen: set[str], rank: int | None = None
 ) -> list[dict[str, Any]]:
     """The choices that differ least from the best, of those whose digest was not seen; other ranks than `rank` last."""
-    choices = [(one, space.config(one)) for one in islice(space.enumerate(), 100_000)]
-    there = best.as_dict() if best else {}
+    there, choices = best.as_dict() if best else {}, _choices(space)
     apart = [
-        ((rank is not None and config.lora_rank != rank, len(config.as_dict().items() ^ there.items())), one)
-        for one, config in choices
-        if config.digest not in seen
+        (rank is not None and config.lora_rank != rank, len(config.as_dict().items() ^ there.items()))
+        for _, config in choices
     ]
-    least = min((distance for distance, _ in apart), default=None)
-    return [one for distance, one in apart if distance == least]
+    for _, places in groupby(sorted(range(len(choices)), key=apart.__getitem__), key=apart.__getitem__):
+        if unseen := [chosen for chosen, config in map(choices.__getitem__, places) if config.digest not in seen]:
+            return unseen
+    return []
+
+
+_last: tuple[str, list[tuple[dict[str, Any], TrainConfig]]] = ("", [])
+
+
+def _choices(space: SearchSpace) -> list[tuple[dict[str, Any], TrainConfig]]:
+    """Every choice with its configuration; those of the space that was asked for last are kept."""
+    global _last
+    if _last[0] != space.digest:
+        _last = space.digest, [(one, space.config(one)) for one in islice(space.enumerate(), 100_000)]
+    return _last[1]

@@ -7,7 +7,7 @@ The global batch is not here: it is the user's, and the same for every candidate
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 METHODS = ("full", "lora")
@@ -135,7 +135,7 @@ class TrainConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Every knob that has an effect, by name."""
-        values = asdict(self)
+        values = {name: getattr(self, name) for name in _KNOBS}
         if self.method == "full":
             del values["lora_rank"], values["quantization"], values["dora"], values["rslora"]
         if self.quantization != "nf4":
@@ -204,6 +204,9 @@ def check_value(knob: str, value: Any) -> None:
             raise ValueError(f"{knob} is true or false, not {value!r}")
     elif value not in CHOICES[knob] or isinstance(value, bool):
         raise ValueError(f"{knob} is one of {', '.join(map(str, CHOICES[knob]))}, not {value!r}")
+
+
+_KNOBS = tuple(field.name for field in fields(TrainConfig))
 
 
 def digest_of(data: Any) -> str:

@@ -148,6 +148,15 @@ def list_gpus() -> list[GpuInfo]:
     return [card.info(index) for index, card in cards if card is not None]
 
 
+def visible() -> list[int | str]:
+    """The cards CUDA would use, in its order, by index or UUID."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [card.index for card in list_gpus()]
+    names = [name.strip() for name in named.split(",")]
+    return [int(name) if name.isdecimal() else name for name in names if name and name != "-1"]
+
+
 def first_visible() -> int | str:
     """The card CUDA would call device 0: the first of CUDA_VISIBLE_DEVICES (an index or a UUID), or card 0.
 

@@ -103,6 +103,8 @@ class Ladder:
     def learn(self, trial: int | None, result: ProbeResult) -> None:
         """Take over what a probe found out."""
         config, measurement = result.config, result.measurement
+        if result.rung is Rung.NODE:  # its node may be another
+            return
         if result.outcome is Outcome.OOM and result.depth is None and _of_the_device(result):
             assert result.oom is not None
             micro_steps = self._request(config).micro_steps

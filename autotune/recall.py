@@ -35,7 +35,7 @@ def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
 def recall(subject: Subject, finished: list[Told], stored: list[StoredProbe]) -> tuple[list[TrialRow], Judge]:
     """A study's rows and judge from what Optuna and the probe table remember."""
     judge = Judge(subject)
-    beside = (Rung.CONFIRM, Rung.REFERENCE)
+    beside = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
     searched = [row for row in stored if row.result.rung not in beside and row.result.depth is None]
     by_trial = {row.trial: row.result for row in searched if row.trial is not None}
     seconds: dict[int | None, float] = {}

@@ -31,6 +31,7 @@ class Rung(StrEnum):
     FULL = "full"
     CONFIRM = "confirm"
     REFERENCE = "reference"  # only what others' losses are compared with
+    NODE = "node"  # only whether a worker's node is like the others
 
 
 class Phase(StrEnum):

@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class Search:
     def __init__(self, url: str, storage: RDBStorage, study: optuna.Study, space: SearchSpace) -> None:
         self._url, self._storage, self._study, self._space = url, storage, study, space
         self._asked: dict[int, optuna.Trial] = {}  # a Trial that is made anew samples anew
+        self._nameless: set[int] = set()  # running trials that nobody had put a name on, when looked at last
 
     @classmethod
     def create(cls, url: str, name: str, space: SearchSpace, *, seed: int, facts: dict[str, Any]) -> "Search":
@@ -112,21 +113,29 @@ class Search:
         with _errors(self._url):
             return self._study.user_attrs.get(key)
 
-    def repair(self, settle: Callable[[int], bool]) -> int:
+    def repair(self, settle: Callable[[int], bool], at_work: Collection[str] = ()) -> int:
         """Settle trials that a killed session left RUNNING: told from our row, or failed and queued again.
 
-        `settle(number)` tells the trial if its probe is stored, and returns whether it was. Returns how many were
-        queued again.
+        `settle(number)` tells the trial if its probe is stored, and returns whether it was. Trials of workers that are
+        `at_work` are left alone, and those without a worker's name are given a second look before: somebody may just
+        have begun them. Returns how many were queued again.
         """
-        requeued = 0
-        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            if not settle(trial.number):
-                self.give_back(trial.number)
-                requeued += 1
+        requeued, nameless = 0, set()
+        with _errors(self._url):
+            running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        for trial in running:
+            worker = trial.user_attrs.get("worker")
+            if worker in at_work:
+                continue
+            if worker is None and len(at_work) > 1 and trial.number not in self._nameless:
+                nameless.add(trial.number)
+            elif not settle(trial.number):
+                requeued += self.give_back(trial.number)
+        self._nameless = nameless
         return requeued
 
     def enqueue(self, chosen: dict[str, Any]) -> None:
-        """Have this choice tried next."""
+        """Have this choice tried next, by whoever asks first."""
         with _errors(self._url):
             self._study.enqueue_trial(chosen)
 
@@ -142,9 +151,12 @@ class Search:
         with _errors(self._url):
             return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
-    def ask(self) -> Asked:
+    def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Asked:
+        """The next trial: of what is `wanted`, else what is queued, else what the sampler proposes."""
         with _errors(self._url):
-            trial = self._study.ask()
+            trial = self._study.ask() if wanted is None else self._begun(wanted)
+            if worker:
+                trial.set_user_attr("worker", worker)
             chosen: dict[str, Any] = {}
             for knob in self._space.knobs:
                 if knob.is_active(chosen):
@@ -153,6 +165,16 @@ class Search:
             trial.set_user_attr("config", config.as_dict())
             self._asked[trial.number] = trial
             return Asked(number=trial.number, config=config)
+
+    def _begun(self, wanted: dict[str, Any]) -> optuna.Trial:
+        """A trial of this choice; not by way of the queue, from which another worker could take it."""
+        known = {name: distribution(knob) for name in wanted if (knob := self._space.knob(name)) is not None}
+        template = optuna.trial.create_trial(
+            state=TrialState.RUNNING, params={name: wanted[name] for name in known}, distributions=known
+        )
+        storage, study = self._study._storage, self._study
+        self._study._thread_local.cached_all_trials = None  # as `Study.ask` does, or the sampler would not see the last
+        return optuna.Trial(study, storage.create_new_trial(study._study_id, template_trial=template))
 
     def tell(
         self,
@@ -169,8 +191,10 @@ class Search:
             trial = self._asked.pop(number, None)
             if trial is None:  # asked for by a session that was killed
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
+            if self._trial(number).state.is_finished():  # others held this session to be dead, and gave the trial back
+                return
             for key, margin in margins.items():
-                if math.isfinite(margin):
+                if math.isfinite(margin) and key not in trial.constraints:  # a session may have been killed in here
                     trial.set_constraint(key, margin)
             trial.set_user_attr("outcome", outcome.value)
             trial.set_user_attr("reused", reused)
@@ -184,15 +208,30 @@ class Search:
                 trial.report(value, step=0)
                 self._study.tell(number, state=TrialState.PRUNED)
 
-    def give_back(self, number: int) -> None:
-        """The trial was not finished: it goes back to the queue, as a new trial."""
+    def withdraw(self, number: int) -> bool:
+        """The trial is not to be: it counts for nothing. False where another worker was quicker to say so."""
         with _errors(self._url):
             self._asked.pop(number, None)
-            params = self._trial(number).params
-            fixed = self._trial(number).system_attrs.get("fixed_params")
-            self._study.tell(number, state=TrialState.FAIL)
-            if params or fixed:
-                self._study.enqueue_trial(params or fixed)
+            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError, ValueError):
+                self._study.tell(number, state=TrialState.FAIL)
+                return True
+        return False
+
+    def give_back(self, number: int) -> bool:
+        """The trial was not finished: it goes back to the queue, as a new trial. False where another did so."""
+        with _errors(self._url):
+            trial = self._trial(number)
+        chosen = trial.params or trial.system_attrs.get("fixed_params")
+        if not self.withdraw(number):
+            return False
+        if chosen:
+            self.enqueue(chosen)
+        return True
+
+    def num_finished(self) -> int:
+        """Trials with an outcome."""
+        with _errors(self._url):
+            return len(self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
 
     def finished(self) -> list[Told]:
         """Trials with an outcome, in order; those that were given back are not among them."""

@@ -104,6 +104,7 @@ class StudySpec:
     shallow_only: bool = False
     quality: bool = False
     verify: bool = False
+    workers: int = 1
     seed: int = 0
     study: str | None = None
     storage: str | None = None
@@ -119,6 +120,7 @@ class StudySpec:
             "global_batch_tokens",
             "trials",
             "patience",
+            "workers",
             "min_rank",
         )
         checks = {name: (count := getattr(self, name)) is None or 1 <= count <= MAX_COUNT for name in counts}

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import psutil
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 from autotune.errors import StorageError, UsageError
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung, from_data, to_data
@@ -39,6 +40,23 @@ _probes = sa.Table(
 # Only these say the same when asked again; a crash or a timeout may not.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
 
+NETWORK = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "smbfs",
+    "sshfs",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "glusterfs",
+    "afs",
+    "s3fs",
+}
+LATE_ROWS = 1000  # a row may be seen after others with higher numbers: whoever began first need not end first
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredProbe:
@@ -56,7 +74,8 @@ class ProbeStore:
         with storage_errors(url):
             self._url = url
             self._engine = sa.create_engine(_parsed(url), **engine_options(url))
-            _metadata.create_all(self._engine)
+            make_tables(self._engine, _metadata)
+        self._known: set[int] = set()  # rows that were written or read here
 
     def add(
         self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint, *, model: str = ""
@@ -76,7 +95,7 @@ class ProbeStore:
             "circumstances": json.dumps(to_data(fingerprint)),
         }
         with storage_errors(self._url), self._engine.begin() as connection:
-            connection.execute(_probes.insert().values(**row))
+            self._known.add(connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one())
 
     def find(self, request: str, fingerprint: str, rungs: Iterable[Rung]) -> ProbeResult | None:
         """The newest stored answer to a request under the same fingerprint, from any study of this database."""
@@ -99,6 +118,15 @@ class ProbeStore:
         """Every row of a study, in the order they were written."""
         return self._rows(_probes.c.study == study)
 
+    def news(self, study: str) -> list[StoredProbe]:
+        """The rows of a study that others wrote, and that were not read here."""
+        behind = max(self._known, default=0) - LATE_ROWS
+        which = sa.and_(_probes.c.study == study, _probes.c.id > behind)
+        query = sa.select(_probes.c.id).where(which)
+        with storage_errors(self._url), self._engine.connect() as connection:
+            unknown = set(connection.execute(query).scalars()) - self._known
+        return self._rows(_probes.c.id.in_(unknown)) if unknown else []
+
     def of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
         """Every row of a model under this fingerprint, of all studies, in the order they were written."""
         return self._rows(sa.and_(_probes.c.model == model, _probes.c.fingerprint == fingerprint))
@@ -107,6 +135,7 @@ class ProbeStore:
         query = sa.select(_probes).where(which).order_by(_probes.c.id)
         with storage_errors(self._url), self._engine.connect() as connection:
             rows = connection.execute(query).mappings().all()
+        self._known.update(row["id"] for row in rows)
         return [
             StoredProbe(
                 trial=row["trial"],
@@ -120,11 +149,30 @@ class ProbeStore:
         self._engine.dispose()
 
 
+def make_tables(engine: sa.Engine, metadata: sa.MetaData) -> None:
+    """Those that are missing. Of several processes that find them missing at once all but one fail, and look again."""
+    try:
+        metadata.create_all(engine)
+    except DBAPIError:
+        metadata.create_all(engine)
+
+
 def engine_options(url: str) -> dict[str, Any]:
     """SQLite waits for its lock; servers are asked whether a pooled connection still lives."""
     if _parsed(url).get_backend_name() == "sqlite":
         return {"connect_args": {"timeout": 60}}
     return {"pool_pre_ping": True, "pool_recycle": 1800}
+
+
+def network_drive(url: str) -> str | None:
+    """The kind of file system that an SQLite file lies on, if that is of another machine."""
+    parsed = _parsed(url)
+    if parsed.get_backend_name() != "sqlite" or not parsed.database:
+        return None
+    path = Path(parsed.database).absolute()
+    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    kind = next((mounts[folder] for folder in path.parents if folder in mounts), "")
+    return kind if kind.removeprefix("fuse.") in NETWORK else None
 
 
 def read_only(url: str) -> str:

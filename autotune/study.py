@@ -7,28 +7,32 @@ hears of it, so that a killed study continues with nothing lost.
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.climb import MAKES_ROOM, ORDER, TOO_LARGE, move, neighbours, sizes
 from autotune.config import TrainConfig
+from autotune.confirm import Confirmation, measure_close_calls
+from autotune.crew import Alone, Crew
 from autotune.depth import Extrapolation
 from autotune.errors import Cancelled
-from autotune.judge import DISAGREEMENT, Judge
+from autotune.judge import Judge
 from autotune.ladder import Ladder, Promise, Verdict
 from autotune.leads import leads
-from autotune.numerics import REFERENCE
 from autotune.objective import Scored, margins, more_capable, to_beat
 from autotune.recall import recall, row_of
 from autotune.recipe import TrialRow
-from autotune.result import Outcome
+from autotune.result import Outcome, ProbeResult
 from autotune.search import Asked, Search
 from autotune.store import StoredProbe
 from autotune.subject import Subject
 
 CLIMBED = "climbed"  # under which a study remembers which trials were
 WORTHWHILE = 0.01  # relative gain from which on a climb moves
+STARTUP = 8  # trials with a value, before which who helps keeps to the neighbours of the best
+AWAITING_S, LOOK_EVERY_S = 0.2, 15.0
 Waiting = tuple[float, Asked]  # for its whole model, with the tokens/s that truncated ones foretell
 
 
@@ -52,12 +56,17 @@ class Study:
     ladder: Ladder
     limits: Limits
     started: float
-    on_trial: Callable[[TrialRow], None] = lambda row: None
+    on_trial: Callable[[TrialRow], None] = lambda row: None  # of this session
+    on_heard: Callable[[TrialRow], None] = lambda row: None  # of another worker
     say: Callable[[str], None] = lambda text: None
     should_stop: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
     rows: list[TrialRow] = field(default_factory=list)
-    _open: list[int] = field(default_factory=list)  # asked for, not told yet; `run` gives them back
+    crew: Crew = field(default_factory=Alone)
+    news: Callable[[], list[StoredProbe]] = list  # what others stored since this was asked last
+    _open: dict[int, str] = field(default_factory=dict)  # asked for, not told yet, with what each tries
+    _heard: dict[int, ProbeResult] = field(default_factory=dict)  # what others found out, by trial
+    _look_at: float = 0.0  # when to look next whether somebody is gone
     _climbed: set[int] = field(default_factory=set)
     _rank: int | None = None  # that is held while sampling
     judge: Judge = field(init=False)
@@ -69,17 +78,10 @@ class Study:
 
     def resume(self, stored: list[StoredProbe]) -> None:
         """Take over what earlier sessions stored, and settle trials that were cut off."""
-        by_trial = {row.trial: row.result for row in stored if row.trial is not None and row.result.depth is None}
+        self._heard = {row.trial: row.result for row in stored if row.trial is not None and row.result.depth is None}
         for row in stored:
             self.ladder.learn(row.trial, row.result)
-
-        def settle(number: int) -> bool:
-            if number not in by_trial:
-                return False
-            self._tell(number, Verdict(result=by_trial[number]))
-            return True
-
-        queued = self.search.repair(settle)
+        queued = self.search.repair(self._settle, self.crew.workers())
         self._climbed = set(self.search.remembered(CLIMBED) or ())
         self.rows, self.judge = recall(self.subject, self.search.finished(), stored)
         self._probe_times = [
@@ -88,7 +90,7 @@ class Study:
             if row.outcome is Outcome.OK and not row.reused
         ]
         if self.rows:
-            self.say(f"continuing: {len(self.rows)} trials are done, {queued} that were cut off are queued again")
+            self.say(f"{len(self.rows)} trials are done already, {queued} that were cut off are queued again")
 
     def begin(self, tried: list[TrainConfig]) -> None:
         """Put the baselines that were tried at the start into a new study's queue; their results are stored already."""
@@ -101,18 +103,36 @@ class Study:
 
         Trials that were asked for and not told go back to the queue, whatever ends this.
         """
-        try:
+        with self._giving_back():
             while self.search.is_waiting() and not self._done():
                 self._step(self._promise)
             self._climb()
             self._raise_capability()
             self._sample()
             self._raise_capability()
-            self._measure_close_calls()
+            measure_close_calls(self.judge, self.ladder, self._ended, self._is_spent, self.say)
+
+    def work(self, is_over: Callable[[], bool]) -> None:
+        """Help a study that another session leads: its queue, the best's neighbours, then what the sampler proposes."""
+        with self._giving_back():
+            while not self._done() and not is_over():
+                wanted = None
+                if (
+                    sum(row.tokens_per_second is not None for row in self.rows) < STARTUP
+                    and not self.search.is_waiting()
+                ):
+                    wanted = self._untried()
+                if self._step(self._promise, wanted) is None and not self._await_others():
+                    break
+            self.hear(look=True)
+
+    @contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
-            for number in self._open:
-                self.search.give_back(number)
-            self._open.clear()
+            for number in list(self._open):
+                self._give_back(number)
             if not isinstance(error, Cancelled):
                 raise
 
@@ -150,8 +170,11 @@ class Study:
         self, chosen: dict[str, Any], tried: dict[str, Outcome], waiting: list[Waiting]
     ) -> tuple[TrainConfig, float]:
         """Look at one choice below full depth: its configuration, and tokens/s. It waits where that did not decide."""
-        self.search.enqueue(chosen)
-        asked = self._ask()
+        asked = self._ask(chosen)
+        if asked is None:  # another worker is at it
+            config = self.subject.space.config(chosen)
+            tried[config.digest] = Outcome.OK
+            return config, 0.0
         self._climbed.add(asked.number)
         self.search.remember(CLIMBED, sorted(self._climbed))  # or they would count as patience when continued
         looked = self.ladder.look(asked.config, asked.number) or self.ladder.evaluate(asked.config, asked.number)
@@ -169,8 +192,7 @@ class Study:
         """Whole models of those that wait, the most promising first, while they can still win."""
         for place, (_, asked) in enumerate(sorted(waiting, key=lambda one: one[0], reverse=True)):
             if place and self._is_spent():
-                self._open.remove(asked.number)
-                self.search.give_back(asked.number)
+                self._give_back(asked.number)
             else:
                 self._close(asked, self.ladder.evaluate(asked.config, asked.number, self._promise))
 
@@ -180,20 +202,22 @@ class Study:
         The rank is held at that of the climb, which most trials have had and whose code is compiled: another moves the
         speed by a percent or two and costs a compilation for each micro batch, and it is raised at the end.
         """
-        seen, started = {row.config.digest for row in self.rows}, self.best() is not None
+        started = self.best() is not None
         ranks = [row.config.lora_rank for row in self.rows if row.config.lora_rank]
         if ranks and self.subject.space.knob("lora_rank"):
             self._rank = statistics.mode(ranks)
             self.search.hold({"lora_rank": self._rank})
         while not self._done():
-            config = self._step(self._promise).config
+            seen = {row.config.digest for row in self.rows}
+            row = self._step(self._promise)
+            if row is None:
+                if not self._await_others():
+                    return
+                continue
             if not started and self.best() is not None:  # no baseline came through at first
                 started = True
                 self._climb()
-                seen |= {row.config.digest for row in self.rows}
-            known = config.digest in seen
-            seen.add(config.digest)
-            if known and not self._done() and not self._queue_any(seen):
+            if row.config.digest in seen and not self._done() and not self._queue_any():
                 self.say("every configuration of the space has been tried")
                 return
 
@@ -209,25 +233,10 @@ class Study:
                 if smaller not in outcomes:
                     if self.should_stop() or self._is_spent() or self._full():
                         return
-                    self.search.enqueue(self.subject.space.clip(smaller))
-                    outcomes[smaller] = self._step(None).outcome
+                    row = self._step(None, self.subject.space.clip(smaller))
+                    outcomes[smaller] = Outcome.OK if row is None else row.outcome  # None: another worker is at it
                 if outcomes[smaller] not in TOO_LARGE:
                     break
-
-    def _measure_close_calls(self) -> None:
-        """Whole models of what a truncated one left close to the best: one, and more while confirming has its time."""
-        asked = set[TrainConfig]()
-        while left := [config for config in self.judge.close_calls() if config not in asked]:
-            if self.should_stop() or self._late() or (asked and self._is_spent()):
-                return
-            asked.add(left[0])
-            self.say(f"close to the best, at full depth: {left[0].label()}")
-            try:
-                result = self.ladder.evaluate(left[0], None).result
-            except Cancelled:
-                return
-            if result.outcome is Outcome.OK and result.measurement is not None and result.depth is None:
-                self.judge.add(left[0], result.measurement)
 
     def _promise(self, config: TrainConfig, foretold: Extrapolation) -> str | None:
         """Why an extrapolated candidate cannot win; None while it can."""
@@ -244,103 +253,96 @@ class Study:
     def _speed(self, config: TrainConfig, foretold: Extrapolation) -> float:
         return self.subject.performance(config, [foretold.measurement]).tokens_per_second
 
-    def _step(self, promise: Promise | None) -> TrialRow:
-        """One trial, all the way."""
-        asked = self._ask()
+    def _step(self, promise: Promise | None, wanted: dict[str, Any] | None = None) -> TrialRow | None:
+        """One trial, all the way; None where there is nothing to do that nobody else is at."""
+        if (asked := self._ask(wanted)) is None:
+            return None
         return self._close(asked, self.ladder.evaluate(asked.config, asked.number, promise))
 
-    def _ask(self) -> Asked:
-        asked = self.search.ask()
-        self._open.append(asked.number)
+    def _ask(self, wanted: dict[str, Any] | None = None) -> Asked | None:
+        """A trial that nobody else is at: of what is wanted, or else whatever is next."""
+        self.hear()
+        asked = self.search.ask(wanted, worker=self.crew.name)
+        if not self.crew.take(asked.config.digest, asked.number):
+            self.search.withdraw(asked.number)
+            if wanted is not None or (other := self._untried()) is None:
+                return None
+            return self._ask(other)
+        self._open[asked.number] = asked.config.digest
+        limit = self.limits.trials
+        if limit is not None and self.crew.ahead(asked.config.digest) + self.search.num_finished() >= limit:
+            self._leave(asked.number)
+            self.search.withdraw(asked.number)
+            return None
         return asked
+
+    def _leave(self, number: int) -> None:
+        self.crew.drop(self._open.pop(number))
+
+    def _give_back(self, number: int) -> None:
+        self.search.give_back(number)
+        self._leave(number)
+
+    def _untried(self) -> dict[str, Any] | None:
+        """A choice that differs least from the best, of those that nobody has tried or is at."""
+        best, seen = self.best(), self.crew.taken() | {row.config.digest for row in self.rows}
+        nearest = neighbours(self.subject.space, best.config if best else None, seen, self._rank)
+        return self._random.choice(nearest) if nearest else None
+
+    def _await_others(self) -> bool:
+        """Whether somebody else is still at something; after a moment."""
+        if not self.crew.taken():
+            return False
+        time.sleep(AWAITING_S)
+        return True
+
+    def hear(self, *, look: bool = False) -> None:
+        """Take over what others found out, and now and then, or to `look`, what those had begun that are gone."""
+        for row in self.news():
+            self.ladder.learn(row.trial, row.result)
+            if row.trial is not None and row.result.depth is None:
+                self._heard[row.trial] = row.result
+                took = row.result.seconds.get("total", 0.0)
+                self.on_heard(self._keep(row.trial, Verdict(result=row.result, seconds=took)))
+        if (look or self.clock() >= self._look_at) and (at_work := self.crew.workers()):
+            self._look_at = self.clock() + LOOK_EVERY_S
+            if queued := self.search.repair(self._settle, at_work):
+                self.say(f"{queued} trials of a worker that is gone are queued again")
+
+    def _settle(self, number: int) -> bool:
+        """Tell a trial whose worker is gone, if it had stored what it found out."""
+        if number not in self._heard:
+            return False
+        self._tell(number, Verdict(result=self._heard[number]))
+        return True
 
     def _close(self, asked: Asked, verdict: Verdict) -> TrialRow:
         """Tell what became of a trial, keep what it found out, and its row."""
         result = verdict.result
-        self._open.remove(asked.number)  # its result is stored: whatever fails now, `repair` settles it
+        digest = self._open.pop(asked.number)  # its result is stored: whatever fails now, `repair` settles it
         self._tell(asked.number, verdict)
+        self.crew.drop(digest)
         if result.outcome is Outcome.OK and not verdict.reused:
             took = result.seconds.get("total", 0.0)
             compiled_here = result.config.compile != "none" and verdict.seconds == took
             self._probe_times.append((took, compiled_here))
-        row = row_of(asked.number, verdict, self.subject)
-        self.rows.append(row)
-        self.judge.take(result)
+        row = self._keep(asked.number, verdict)
         self.on_trial(row)
         return row
 
-    def confirm(self) -> None:
-        """Measure the finalists and the baseline again; in later rounds those that may still win.
+    def _keep(self, number: int, verdict: Verdict) -> TrialRow:
+        row = row_of(number, verdict, self.subject)
+        self.rows.append(row)
+        self.judge.take(verdict.result)
+        return row
 
-        The likely winner and the baseline come first, since the budget may end it. Who fails is replaced by the next
-        best. One evaluation and one save belong to the full run: who wins has done them.
-        """
-        entries = self.judge.finalists(self.limits.finalists)
-        likely, baseline = entries[:1], self.judge.baseline()
-        if baseline is not None and baseline not in likely:
-            entries = [*likely, baseline, *(one for one in entries[1:] if one != baseline)]
-        for round_ in range(1, self.limits.rounds + 1):
-            last = round_ == self.limits.rounds
-            waiting = [one for one in entries if round_ == 1 or self.judge.may_win(one)]
-            while waiting:
-                config = waiting.pop(0)
-                if self.should_stop() or self._late():
-                    return
-                why = f"round {round_} of {self.limits.rounds}"
-                confirmed = self._confirm_one(config, why, round_, whole=last or config in likely)
-                if confirmed is None:
-                    return
-                if not confirmed:
-                    entries.remove(config)
-                    next_best = [one for one in self.judge.finalists(len(entries) + 1) if one not in entries][:1]
-                    if next_best and not self._late():
-                        entries += next_best
-                        waiting += next_best
-        again = self.limits.rounds
-        for config in entries:
-            while self.judge.disagreement(config) > DISAGREEMENT and len(self.judge.confirmed[config.digest]) < 3:
-                again += 1
-                if self._ended() or not self._confirm_one(config, "once more, since measurements disagree", again):
-                    break
-        # Who leads now may not have led before.
-        while (leader := self.judge.leader()) is not None and not self._ended():
-            twice = len(self.judge.confirmed[leader.digest]) >= min(self.limits.rounds, 2)
-            if twice and self.ladder.was_evaluated(leader):
-                return
-            again += 1
-            if self._confirm_one(leader, "once more, since it leads", again, whole=True) is None:
-                return
+    def confirm(self) -> None:
+        """Measure the finalists again, with what is left of the budget."""
+        finalists, rounds = self.limits.finalists, self.limits.rounds
+        Confirmation(self.subject, self.judge, self.ladder, finalists, rounds, self._ended, self.say).run()
 
     def _ended(self) -> bool:
         return self.should_stop() or self._late()
-
-    def _confirm_one(self, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
-        """Whether the configuration came through again; None if the user asked to stop, or time ran out, meanwhile."""
-        micro_steps = min(self.subject.workload.accumulation(config), 4)
-        try:
-            if config.digest not in self.judge.confirmed and not self._is_sound(config):
-                return False
-            if self._late():
-                return None
-            self.say(f"confirming, {why}: {config.label()}")
-            result = self.ladder.confirm(config, micro_steps, round_, whole=whole)
-        except Cancelled:
-            return None
-        if result.outcome is Outcome.OK and result.measurement is not None:
-            self.judge.confirm(config, result.measurement)
-            return True
-        self.judge.drop(config, result.reason or result.outcome, fits=result.outcome is not Outcome.OOM)
-        return False
-
-    def _is_sound(self, config: TrainConfig) -> bool:
-        """Whether its losses are those of its reference, as far as real weights and time can tell."""
-        if (reference := self.judge.to_compare(config)) is not None and not self._late():
-            self.say(f"comparing the losses of {config.label()} with {REFERENCE}")
-            self.judge.references[reference.digest] = self.ladder.reference(reference)
-        if (reason := self.judge.unsound(config)) is not None:
-            self.ladder.reject(config, reason)
-            self.judge.drop(config, reason)
-        return reason is None
 
     def best(self) -> TrialRow | None:
         """The fastest trial so far that was measured, or else extrapolated."""
@@ -366,9 +368,8 @@ class Study:
         if not self._probe_times:
             return 0.0
         entries = min(len(self._probe_times), self.limits.finalists) + 1
-        times = [took for took, compiled in self._probe_times if not compiled] or [
-            took for took, _ in self._probe_times
-        ]
+        all_times = [took for took, _ in self._probe_times]
+        times = [took for took, compiled in self._probe_times if not compiled] or all_times
         need = 2.0 * statistics.median(times) * (entries + self.limits.rounds - 1)  # later rounds are the winner's
         return min(need, self.limits.budget_s / 2)
 
@@ -388,12 +389,11 @@ class Study:
             since = 0 if improved else since + (row.number not in self._climbed)
         return since
 
-    def _queue_any(self, seen: set[str]) -> bool:
-        """What differs least from the best so far, of what was not tried; False where everything was."""
-        best = self.best()
-        if nearest := neighbours(self.subject.space, best.config if best else None, seen, self._rank):
-            self.search.enqueue(self._random.choice(nearest))
-        return bool(nearest)
+    def _queue_any(self) -> bool:
+        """Queue what differs least from the best; False where everything was tried."""
+        if (chosen := self._untried()) is not None:
+            self.search.enqueue(chosen)
+        return chosen is not None
 
     def _tell(self, number: int, verdict: Verdict) -> None:
         result, value = verdict.result, self.subject.score(verdict.result)

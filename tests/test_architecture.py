@@ -16,18 +16,21 @@ PACKAGE = ROOT / "autotune"
 
 # A module imports only from layers above its own, or from its own package. `catalog`, `report`, ... are packages.
 LAYERS = [
-    "errors", "units", "files", "flags", "gpu", "config", "foreign", "catalog", "result", "depth", "space", "climb",
-    "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective", "packing",
-    "subject", "projection", "explanation", "recipe", "submission", "judge", "leads", "plan", "compare", "checked",
-    "store", "ladder", "footing", "search", "recall", "study", "spec", "suite", "target", "setup", "probe", "report",
-    "export", "exported", "quality", "verify", "explain", "train", "dashboard", "commands", "api", "cli_studies",
-    "cli",
+    "errors", "units", "files", "flags", "process", "gpu", "config", "foreign", "catalog", "result", "depth", "space",
+    "climb", "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective",
+    "packing", "subject", "projection", "explanation", "recipe", "submission", "judge", "leads", "plan", "compare",
+    "checked", "store", "leases", "ladder", "footing", "search", "recall", "confirm", "crew", "nodes", "study", "spec",
+    "suite", "target", "setup", "probe", "report", "export", "exported", "quality", "verify", "explain", "train",
+    "dashboard", "commands", "api", "cli_studies", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
-ADAPTERS = ("search", "store", "probe", "report", "export")
+ADAPTERS = ("search", "store", "leases", "probe", "report", "export")
 # ... but for how a database is reached and how its errors are told: said once, for Optuna's tables and ours.
-SHARED = {("search", "store"): {"engine_options", "public_url", "storage_errors"}}
+SHARED = {
+    ("search", "store"): {"engine_options", "public_url", "storage_errors"},
+    ("leases", "store"): {"engine_options", "make_tables", "storage_errors"},
+}
 
 CHILD = tuple(
     f"probe.{name}"
@@ -36,7 +39,7 @@ CHILD = tuple(
         *("weigh", "worker"),
     )
 )  # what runs in the worker's process
-CHILD_MAY = {"errors", "units", "files", "flags", "gpu", "config", "catalog", "result", "depth"}
+CHILD_MAY = {"errors", "units", "files", "flags", "process", "gpu", "config", "catalog", "result", "depth"}
 
 TORCH = frozenset(
     {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "torchao", "safetensors", "trl", "datasets"}
@@ -48,7 +51,7 @@ HOMES = {
     "datasets": {"dataset", "probe.sft"},
     "optuna": {"search", "dashboard"},
     "optuna_dashboard": {"dashboard"},
-    "sqlalchemy": {"store"},
+    "sqlalchemy": {"store", "leases"},
     "plotly": {"report.figures", "dashboard", "api"},
     "gpuhunt": {"catalog.offers"},
     "jinja2": {"report.html", "report.matrix"},

@@ -93,7 +93,7 @@ def test_a_proposal_that_is_known_is_replaced_by_a_neighbour_of_the_best(start: 
     best = session.study.best()
     assert best is not None
     seen = {row.config.digest for row in session.study.rows}
-    assert session.study._queue_any(seen)
+    assert session.study._queue_any()
     asked = session.search.ask().config
     assert asked.digest not in seen
     changed = [name for name, value in asked.as_dict().items() if value != best.config.as_dict()[name]]

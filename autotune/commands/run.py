@@ -15,12 +15,20 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from autotune.commands.display import Display
+from autotune.commands.local import CONFIRMING, ENDED, SEARCHING, local_workers
 from autotune.commands.outputs import TrialLog, prepare, write_study
-from autotune.commands.session import explanation_of, facts_of, out_dir, quality_of, storage_url, verification_of
+from autotune.commands.session import (
+    explanation_of,
+    facts_of,
+    out_dir,
+    quality_of,
+    shared_url,
+    storage_url,
+    verification_of,
+)
 from autotune.config import TrainConfig
 from autotune.depth import depths
 from autotune.errors import (
-    AutotuneError,
     Cancelled,
     EnvironmentProblem,
     Interrupted,
@@ -138,7 +146,7 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
             )
         if reason := impossible(setup.subject.model, setup.subject.workload, spec.dataset):
             raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
-    url = storage_url(spec.storage)
+    url = storage_url(spec.storage) if spec.workers == 1 else shared_url(spec.storage)
     if spec.study is None:
         name = setup.subject.study if not spec.configs else f"{setup.subject.study}-suite"
         setup = replace(setup, subject=replace(setup.subject, study=name if spec.configs else _unused(name, url)))
@@ -151,6 +159,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     """Search, confirm, write, print. Raises Cancelled where a stop leaves nothing to write."""
     from autotune.footing import find_footing
     from autotune.ladder import Ladder
+    from autotune.leases import Leases, Worker
     from autotune.quality import compare
     from autotune.recall import summarize
     from autotune.search import Search, stored_facts
@@ -219,28 +228,34 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     search.remember("out", str(out))
     search.remember("asked", {"memory_gib": memory_gib, "headroom": spec.headroom, "seed": spec.seed})
     limits = Limits(budget_s=task.budget_s, trials=spec.trials, patience=spec.patience)
-    study = Study(setup.subject, search, ladder, limits, task.started, say=display.say, should_stop=stop)
-    study.resume(store.of_study(name))
-    log = TrialLog(out, study.rows)
+    before, failure = float(facts.get("wall_seconds", 0.0)), None
+    with Leases(task.url, name, Worker.here(fingerprint.device)).joined() as crew:
+        study = Study(setup.subject, search, ladder, limits, task.started, say=display.say, should_stop=stop, crew=crew)
+        study.news = partial(store.news, name)
+        study.resume(store.of_study(name))
+        log = TrialLog(out, study.rows)
 
-    before = float(facts.get("wall_seconds", 0.0))
+        def on_trial(row: TrialRow) -> None:
+            log.add(row)
+            search.remember("wall_seconds", before + time.monotonic() - task.started)
+            display.trial(row)
 
-    def on_trial(row: TrialRow) -> None:
-        log.add(row)
-        search.remember("wall_seconds", before + time.monotonic() - task.started)
-        display.trial(row)
-
-    study.on_trial = on_trial
-    study.begin(tried)
-    failure: AutotuneError | None = None
-    try:
-        study.run()
-        if not stop() and not spec.shallow_only:
-            study.confirm()
-    except (TooManyFailures, EnvironmentProblem) as error:
-        failure = error  # told once what was found so far is written
-    finally:
-        search.remember("wall_seconds", before + time.monotonic() - task.started)
+        study.on_trial = study.on_heard = on_trial
+        study.begin(tried)
+        search.remember("limits", to_data(limits))
+        search.remember("phase", SEARCHING)
+        try:
+            with local_workers(spec.workers - 1, name, task.url, out, setup.subject.device):
+                study.run()
+                search.remember("phase", CONFIRMING)
+                if not stop() and not spec.shallow_only:
+                    study.confirm()
+            study.hear(look=True)
+        except (TooManyFailures, EnvironmentProblem) as error:
+            failure = error  # told once what was found so far is written
+        finally:
+            search.remember("phase", ENDED)
+            search.remember("wall_seconds", before + time.monotonic() - task.started)
     display.say("writing the report")
 
     def summed_up(quality: Quality | None) -> StudySummary:

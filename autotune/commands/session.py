@@ -26,6 +26,19 @@ def storage_url(storage: str | None) -> str:
     return storage
 
 
+def shared_url(storage: str | None) -> str:
+    """The same, of a database that several processes may write. Raises UsageError for one that they may not."""
+    from autotune.store import network_drive
+
+    url = storage_url(storage)
+    if kind := network_drive(url):
+        raise UsageError(
+            f"the database is an SQLite file on a network drive ({kind}), whose locks do not hold between machines",
+            remedy="give --storage postgresql+psycopg://..., or a file on a disk of this machine for its own workers",
+        )
+    return url
+
+
 def out_dir(out: str | None, study: str) -> Path:
     return Path(out) if out else DEFAULT_ROOT / slug(study)
 

@@ -3,18 +3,16 @@
 The folder it runs in holds `clock.py`, as exported with train.py. Its last line on stdout is what train.py's would be.
 """
 
-import ctypes
 import importlib
 import json
 import runpy
-import signal
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from autotune.process import die_with_parent
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the launcher is tied to autotune, and this to it
+    die_with_parent()  # the launcher is tied to autotune, and this to it
     from transformers import trainer
 
     clock: Any = importlib.import_module("clock").Clock

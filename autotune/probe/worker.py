@@ -4,7 +4,6 @@ It speaks JSON lines on a socket of its own, since libraries print to stdout; st
 After each probe it puts the process back as it was, and says so; the parent replaces a worker that could not.
 """
 
-import ctypes
 import faulthandler
 import gc
 import json
@@ -20,18 +19,18 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from autotune.config import TrainConfig
+from autotune.process import die_with_parent
 from autotune.result import Measurement, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult, from_data, to_data
 
 if TYPE_CHECKING:
     from autotune.probe.model import Resident
 
-PR_SET_PDEATHSIG = 1
 MAX_LOST_GIB = 0.5
 
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
-    _die_with_parent(int(sys.argv[3]))
+    die_with_parent(int(sys.argv[3]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     reader, writer = channel.makefile("r"), channel.makefile("w")
 
@@ -325,13 +324,6 @@ def _log_to(target: str | int) -> None:
     os.dup2(handle, 2)
     if handle != target:
         os.close(handle)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Linux ends this process when its parent dies, however it dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the parent is gone")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""The other workers of `autotune run --workers N`: one for each further GPU of this machine."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from autotune import gpu
+from autotune.catalog import DeviceSpec
+from autotune.commands.outputs import prepare
+from autotune.errors import EnvironmentProblem
+
+SEARCHING, CONFIRMING, ENDED = "searching", "confirming", "ended"  # the phases of a study; workers help in the first
+LEAVE_S = 20.0
+
+
+@contextmanager
+def local_workers(count: int, study: str, url: str, out: Path, device: DeviceSpec) -> Iterator[None]:
+    """`count` workers on the other GPUs of this machine (or its processor), that end with this process or before."""
+    if not count:
+        yield
+        return
+    cards: list[int | str | None] = [None] * count
+    if device.kind != "cpu":
+        cards = list(gpu.visible()[1 : count + 1])
+    if len(cards) < count:
+        raise EnvironmentProblem(
+            f"--workers {count + 1}: there are {len(cards) + 1} GPUs here", remedy=f"give --workers {len(cards) + 1}"
+        )
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, card in enumerate(cards, 2):
+            folder = out / f"worker-{number}"
+            prepare(folder)
+            environment = os.environ | {"AUTOTUNE_STORAGE": url}  # not on the command line, which everybody can read
+            if card is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = str(card)
+            line = [sys.executable, "-m", "autotune.cli", "worker", "--study", study, "--out", str(folder)]
+            with (folder / "logs" / "tuner.log").open("ab") as log:
+                started.append(
+                    subprocess.Popen(
+                        [*line, "--parent", str(os.getpid())],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+        yield
+    finally:
+        for process in started:
+            with suppress(ProcessLookupError):
+                process.terminate()
+        for process in started:
+            try:
+                process.wait(timeout=LEAVE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,213 @@
+"""`autotune worker`: takes part in a study that another process leads, on the GPU of this one."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from autotune.commands.display import Display
+from autotune.commands.local import SEARCHING
+from autotune.commands.outputs import prepare
+from autotune.commands.run import FOREIGN_GIB, Stop
+from autotune.commands.session import shared_url
+from autotune.config import TrainConfig
+from autotune.errors import Cancelled, EnvironmentProblem, Interrupted, TooManyFailures, UsageError
+from autotune.nodes import Reading, apart
+from autotune.probe.launcher import WorkerProber
+from autotune.process import die_with_parent
+from autotune.recipe import TrialRow
+from autotune.result import Fingerprint, Outcome, ProbeRequest, Rung, from_data
+from autotune.setup import slug
+from autotune.subject import Subject
+from autotune.target import find_target
+from autotune.units import fmt_gib
+
+if TYPE_CHECKING:
+    from autotune.store import ProbeStore, StoredProbe
+    from autotune.study import Study
+
+PREEMPTED = 75
+NODE_EVERY_S = 600.0
+
+
+def command(
+    study: str, storage: str | None, *, out: Path | None, allow_mixed: bool, parent: int | None, quiet: bool
+) -> None:
+    """Work on a study until whoever leads it has seen enough, or its limits are reached.
+
+    Raises:
+        UsageError: no such study, or a database that machines cannot share.
+        EnvironmentProblem: another kind of machine than the study's.
+        TooManyFailures: this node is not like the others, or its probes keep failing.
+        Interrupted: stopped by a signal; what was being probed is queued again. Exit 75 after SIGTERM.
+    """
+    from autotune.search import stored_facts
+
+    if parent is not None:
+        die_with_parent(parent, number=signal.SIGTERM)
+    url = shared_url(storage)
+    facts = stored_facts(url, study)
+    if facts is None or "limits" not in facts:
+        raise UsageError(
+            f"there is no study {study!r} in this database that could be joined",
+            remedy="start it with `autotune run --study NAME` and the same --storage, then its workers",
+        )
+    subject = from_data(Subject, facts["subject"])
+    device = _device(subject, float(facts["asked"]["memory_gib"]))
+    # The one that leads wrote its directory down; on another host there is none of that name.
+    home = Path(facts["out"])
+    folder = out or (home if home.is_dir() else Path("runs") / slug(study)) / f"worker-{os.getpid()}"
+    prepare(folder)
+    stop, budget_s = Stop(), float(facts["limits"]["budget_s"])
+    with (
+        stop.listening(),
+        WorkerProber(device, folder / "logs", should_stop=stop) as prober,
+        Display(budget_s=budget_s, quiet=quiet) as display,
+    ):
+        prober.launch()
+        with suppress(Cancelled):
+            _work(url, study, subject, facts, prober, display, stop, folder, allow_mixed=allow_mixed)
+    if stop.signal is not None:
+        code = PREEMPTED if stop.signal == signal.SIGTERM else 128 + stop.signal
+        raise Interrupted("stopped; what was being probed is queued again", exit_code=code)
+
+
+def _work(
+    url: str,
+    name: str,
+    subject: Subject,
+    facts: dict[str, Any],
+    prober: WorkerProber,
+    display: Display,
+    stop: Stop,
+    folder: Path,
+    *,
+    allow_mixed: bool,
+) -> None:
+    from autotune.ladder import Ladder
+    from autotune.leases import Leases, Worker
+    from autotune.search import Search
+    from autotune.store import ProbeStore
+    from autotune.study import Limits, Study
+
+    display.say("starting the probe worker")
+    fingerprint, theirs = prober.fingerprint, from_data(Fingerprint, facts["fingerprint"])
+    if (differs := theirs.differences(fingerprint)) and not allow_mixed:
+        raise EnvironmentProblem(
+            f"this machine is not like the one that began the study: {'; '.join(differs)}",
+            remedy="workers of one study need the same GPU and the same packages (--allow-mixed to try nevertheless)",
+        )
+    asked = facts["asked"]
+
+    def request(config: TrainConfig) -> ProbeRequest:
+        return subject.request(config, device=prober.device, **asked)
+
+    store = ProbeStore(url)
+    ladder = Ladder(
+        prober,
+        store,
+        study=name,
+        logs=folder / "logs",
+        request=request,
+        model=subject.kin,
+        shape=prober.describe(subject.model.config),
+        shallow_only=bool(facts.get("shallow only")),
+    )
+    ladder.learn_from_others()
+    me = Worker.here(fingerprint.device)
+    search = Search.create(url, name, subject.space, seed=int(asked["seed"]) + crc32(me.name.encode()), facts={})
+    limits = Limits(**facts["limits"])
+    started = time.monotonic() - float(facts.get("wall_seconds", 0.0))
+    with Leases(url, name, me).joined() as crew:
+        study = Study(subject, search, ladder, limits, started, say=display.say, should_stop=stop, crew=crew)
+        study.resume(store.of_study(name))
+        node = Node(prober, store, study, request, timed=subject.device.kind != "cpu", folder=folder)
+        if (reasons := node.look()) and not allow_mixed:
+            raise TooManyFailures(
+                f"this node is not like the others: {'; '.join(reasons)}",
+                remedy="see what else runs on it, its cooling and its clocks; --allow-mixed joins nevertheless",
+            )
+
+        def news() -> "list[StoredProbe]":
+            if node.is_due():
+                for reason in node.look():
+                    display.note(f"this node has changed: {reason}", "yellow")
+            return store.news(name)
+
+        own: list[TrialRow] = []
+
+        def on_trial(row: TrialRow) -> None:
+            own.append(row)
+            display.trial(row)
+
+        study.news, study.on_trial = news, on_trial
+        study.work(lambda: search.remembered("phase") != SEARCHING)
+        display.note(f"{len(own)} trials of study {name} were done here")
+
+
+class Node:
+    """This node's readings of the baseline, beside those of the others. They are stored, and are no results."""
+
+    def __init__(
+        self,
+        prober: WorkerProber,
+        store: "ProbeStore",
+        study: "Study",
+        request: Callable[[TrainConfig], ProbeRequest],
+        *,
+        timed: bool,
+        folder: Path,
+    ) -> None:
+        self._prober, self._store, self._study, self._request = prober, store, study, request
+        self._timed, self._log = timed, folder / "logs" / "node.log"
+        self._next = time.monotonic() + NODE_EVERY_S
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def look(self) -> list[str]:
+        """Measure the baseline, and say in what this node is apart. Nothing where there is no baseline to measure."""
+        self._next = time.monotonic() + NODE_EVERY_S
+        judge, name = self._study.judge, self._study.subject.study
+        baseline = judge.baseline()
+        if baseline is None or baseline.digest not in judge.measured:
+            return []
+        others = [
+            Reading.of(row.result.measurement)
+            for row in self._store.of_study(name)
+            if row.result.rung is Rung.NODE and row.result.measurement is not None and not row.result.notes
+        ] or [Reading.of(judge.measured[baseline.digest])]
+        result = self._prober.probe(replace(self._request(baseline), rung=Rung.NODE, min_timed_s=2.0), self._log)
+        if result.outcome is not Outcome.OK or result.measurement is None:
+            reasons = [f"the baseline does not come through here: {result.reason or result.outcome}"]
+        else:
+            reasons = apart(Reading.of(result.measurement), others, timed=self._timed)
+        result = replace(result, notes=tuple(reasons))
+        self._store.add(name, None, result, self._prober.fingerprint, model=self._study.subject.kin)
+        return reasons
+
+
+def _device(subject: Subject, memory_gib: float) -> str:
+    """ "cpu" or "cuda". Raises EnvironmentProblem where the GPU here is another than the study's, or is not free."""
+    probed_on = subject.measured_on or subject.device
+    if probed_on.kind == "cpu":
+        return "cpu"
+    here = find_target("auto")
+    if here.device.name != probed_on.name:
+        raise EnvironmentProblem(
+            f"the study is probed on {probed_on.name}, here is {here.device.name}",
+            remedy="GPUs of different models never share a study: begin another one on this card",
+        )
+    assert here.card is not None
+    free_gib = here.card.memory_gib - here.card.used_gib
+    if free_gib < memory_gib - FOREIGN_GIB:
+        raise EnvironmentProblem(
+            f"the study uses {fmt_gib(memory_gib)} of each card, and {fmt_gib(free_gib)} of this one are free",
+            remedy="end what holds this GPU's memory",
+        )
+    return "cuda"

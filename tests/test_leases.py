@@ -1,0 +1,152 @@
+"""Who is at work on a study: leases that only one can hold, heartbeats, and workers that are gone."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from autotune import leases
+from autotune.leases import Leases, Worker
+
+ELSEWHERE = Worker(host="other", realm="another boot", pid=1, started=1.0, device="NVIDIA H200")
+Join = Callable[..., Leases]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def join(database: str, clock: Clock) -> Iterator[Join]:
+    opened: list[Leases] = []
+
+    def start(me: Worker, study: str = "one") -> Leases:
+        made = Leases(database, study, me, clock=clock)
+        made._beat()
+        opened.append(made)
+        return made
+
+    yield start
+    for one in opened:
+        one._engine.dispose()
+
+
+def far(number: int) -> Worker:
+    return replace(ELSEWHERE, pid=number)
+
+
+def test_one_configuration_is_taken_by_one_worker(join: Join) -> None:
+    first, second = join(far(1)), join(far(2))
+    assert first.take("aa", 1) and not second.take("aa", 2) and not first.take("aa", 3)
+    assert second.take("bb", 4)
+    assert first.taken() == second.taken() == {"aa", "bb"}
+    second.drop("aa")  # is not its to drop
+    assert not second.take("aa", 5)
+    first.drop("aa")
+    assert second.take("aa", 6)
+
+
+def test_studies_do_not_know_of_one_another(join: Join) -> None:
+    first, other = join(far(1)), join(far(2), "two")
+    assert first.take("aa", 1) and other.take("aa", 1)
+    assert set(first.workers()) == {first.name} and other.taken() == {"aa"}
+
+
+def test_what_was_taken_before_is_ahead(join: Join) -> None:
+    first, second = join(far(1)), join(far(2))
+    for name, (worker, number) in {"aa": (first, 7), "bb": (second, 5), "cc": (first, 6)}.items():
+        assert worker.take(name, number)
+    assert [first.ahead(name) for name in ("aa", "bb", "cc")] == [0, 1, 2]
+    first.drop("aa")
+    assert second.ahead("cc") == 1
+
+
+def test_of_many_at_once_one_gets_it(join: Join) -> None:
+    crew = [join(far(number)) for number in range(6)]
+    got: list[bool] = []
+    threads = [threading.Thread(target=lambda one=one: got.append(one.take("aa", 1))) for one in crew]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == [False] * 5 + [True]
+
+
+def test_a_worker_elsewhere_is_gone_once_its_heart_has_stood_still(join: Join, clock: Clock) -> None:
+    mine, theirs = join(far(1)), join(far(2))
+    assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
+    for _ in range(5):
+        clock.now += 0.9 * leases.GONE_S
+        mine._beat()
+        theirs._beat()
+        assert set(mine.workers()) == {mine.name, theirs.name}
+    clock.now += 0.9 * leases.GONE_S
+    mine._beat()
+    assert theirs.name in mine.workers()
+    clock.now += 0.2 * leases.GONE_S
+    assert set(mine.workers()) == {mine.name}
+    assert mine.take("aa", 2)  # what it held is free
+    theirs._beat()  # it had only been stopped
+    assert set(mine.workers()) == {mine.name, theirs.name}
+
+
+def test_a_process_of_this_machine_that_ended_is_gone_at_once(join: Join) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    here = Worker.here("cpu")
+    mine = join(here)
+    theirs = join(replace(here, pid=child.pid, started=leases.psutil.Process(child.pid).create_time()))
+    assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
+    child.kill()  # a parent that did not notice yet keeps a zombie
+    while leases.psutil.Process(child.pid).status() != leases.psutil.STATUS_ZOMBIE:
+        pass
+    assert set(mine.workers()) == {mine.name} and mine.taken() == set()
+    child.communicate()
+
+
+def test_a_pid_that_another_process_has_now_is_not_the_worker(join: Join) -> None:
+    mine = join(Worker.here("cpu"))
+    other = join(replace(Worker.here("cpu"), started=1.0))
+    assert os.getpid() == other._me.pid and set(mine.workers()) == {mine.name}
+
+
+def test_who_leaves_holds_nothing(database: str) -> None:
+    me = Worker.here("cpu")
+    with Leases(database, "one", me).joined() as crew:
+        assert crew.take("aa", 1) and set(crew.workers()) == {crew.name}
+    with Leases(database, "one", me).joined() as crew:
+        assert crew.taken() == set()
+
+
+def test_the_heart_beats_on_where_the_database_fails(
+    database: str, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    from autotune.errors import StorageError
+
+    monkeypatch.setattr(leases, "BEAT_S", 0.01)
+    crew, beats, failed = Leases(database, "one", Worker.here("cpu")), Leases._beat, threading.Event()
+    again = threading.Event()
+
+    def beat(self: Leases) -> None:
+        if not failed.is_set() and threading.current_thread() is not threading.main_thread():
+            failed.set()
+            raise StorageError("gone")
+        beats(self)
+        if failed.is_set():
+            again.set()
+
+    monkeypatch.setattr(Leases, "_beat", beat)
+    with crew.joined():
+        assert again.wait(10)
