@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial
 
 from autotune.recipe import StudySummary, TrialRow
 from autotune.report import draw, oom_report, render
-from autotune.report.figures import OUTCOMES
+from autotune.report.canvas import OUTCOMES
 from autotune.report.oom import code
 from autotune.search import METRIC
 from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd

@@ -1,5 +1,7 @@
 """A study's trials as people see them: from verdicts as they fall, and from what Optuna and our table remember."""
 
+from collections.abc import Iterable
+
 from autotune.explanation import Explanation
 from autotune.judge import Judge
 from autotune.ladder import Verdict
@@ -75,8 +77,8 @@ def summarize(
     rows: list[TrialRow],
     judge: Judge,
     fingerprint: Fingerprint,
+    stored: Iterable[StoredProbe],
     *,
-    probe_seconds: float,
     wall_seconds: float,
     importances: dict[str, float],
     quality: Quality | None = None,
@@ -89,9 +91,9 @@ def summarize(
         study=judge.subject.study,
         recipe=recipe,
         trials=tuple(rows),
-        probe_seconds=probe_seconds,
         wall_seconds=wall_seconds,
         search_usd=None if price is None else wall_seconds / 3600 * price.usd_per_hour,
+        probes=tuple(row.result for row in stored),
         importances=importances,
         quality=quality,
         verification=verification,

@@ -9,7 +9,7 @@ from autotune.config import TrainConfig
 from autotune.explanation import Explanation
 from autotune.objective import Performance, differences
 from autotune.projection import CostProjection
-from autotune.result import Evidence, Fingerprint, Measurement, OomDetail, Outcome, Rung, to_data
+from autotune.result import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung, to_data
 from autotune.units import fmt_count, fmt_gib
 from autotune.workload import Workload
 
@@ -246,19 +246,26 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
-    """A whole study. `recipe` is None where no trial came through. Seconds are wall seconds over all sessions."""
+    """A whole study. `recipe` is None where no trial came through. Seconds are wall seconds over all sessions.
+
+    `probes` is everything that was stored, in that order: what was decided without a probe has no seconds.
+    """
 
     study: str
     recipe: Recipe | None
     trials: tuple[TrialRow, ...]
-    probe_seconds: float
     wall_seconds: float
     search_usd: float | None
+    probes: tuple[ProbeResult, ...] = ()
     importances: dict[str, float] = field(default_factory=dict)
     quality: Quality | None = None
     verification: Verification | None = None
     explanation: Explanation | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def probe_seconds(self) -> float:
+        return sum(probe.seconds.get("total", 0.0) for probe in self.probes)
 
     def counts(self) -> dict[str, int]:
         """`judged` counts distinct configurations with a real probe; refusals are counted apart."""

@@ -49,7 +49,7 @@ HOMES = {
     "optuna": {"search", "dashboard"},
     "optuna_dashboard": {"dashboard"},
     "sqlalchemy": {"store"},
-    "plotly": {"report.figures", "dashboard", "api"},
+    "plotly": {"report.canvas", "dashboard", "api"},
     "gpuhunt": {"catalog.offers"},
     "jinja2": {"report.html", "report.matrix"},
     "pynvml": {"gpu"},

@@ -248,7 +248,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             study.rows,
             study.judge,
             fingerprint,
-            probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in store.of_study(name)),
+            store.of_study(name),
             wall_seconds=before + time.monotonic() - task.started,
             importances=search.importances(),
             quality=quality,

@@ -110,7 +110,7 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
         rows,
         judge,
         from_data(Fingerprint, facts["fingerprint"]),
-        probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in stored),
+        stored,
         wall_seconds=float(facts.get("wall_seconds", 0.0)),
         importances=importances,
         quality=quality_of(facts),

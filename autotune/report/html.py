@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from autotune.catalog import age
 from autotune.recipe import Recipe, StudySummary
 from autotune.report import figures, infos, parallel, tradeoffs
+from autotune.report.canvas import OUTCOMES, plotly_js
 from autotune.report.oom import OomReport, missed, oom_report
+from autotune.report.timeline import timeline
 from autotune.result import Evidence, Outcome
 from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-OUTCOME_NAMES = {outcome.value: name for outcome, (_, _, name) in figures.OUTCOMES.items()}
+OUTCOME_NAMES = {outcome.value: name for outcome, (_, _, name) in OUTCOMES.items()}
 STATES = {
     "fits": ("✓", "fits"),
     "mixed": ("◪", "mixed"),
@@ -179,7 +181,7 @@ def _price(recipe: Recipe) -> str:
 def _breakdown(summary: StudySummary) -> str:
     """'12 trials: 8 fit, 2 out of memory, 2 refused'."""
     parts = []
-    for outcome, (_, _, name) in figures.OUTCOMES.items():
+    for outcome, (_, _, name) in OUTCOMES.items():
         number = sum(row.outcome is outcome for row in summary.trials)
         if number:
             parts.append(f"{number:,} {'fit' if outcome is Outcome.OK else name}")
@@ -199,6 +201,7 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
     return {
         "scatter": figures.scatter(infos.scatter(summary)),
         "history": figures.history(infos.history(summary)),
+        "timeline": figures.timeline(timeline(summary)),
         "parallel": figures.parallel(parallel.parallel(summary)),
         "importances": figures.importances(infos.importances(summary)),
         "memory": figures.memory(infos.memory(summary)),
@@ -216,7 +219,7 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
     cells = tradeoffs.cells(recipe) if recipe else ()
     drawn = draw(summary)
     # A figure fewer is not a reason for 5 MB: without any, plotly.js stays out.
-    source = figures.plotly_js() if any(drawn.values()) else ""
+    source = plotly_js() if any(drawn.values()) else ""
     return {
         "summary": summary,
         "recipe": recipe,
@@ -228,6 +231,7 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
         "price": _price(recipe) if recipe else None,
         "commands": _commands(recipe, out_dir_name),
         "compare": infos.compare(recipe) if recipe else (),
+        "spent": timeline(summary).said(),
         "map": infos.feasibility(summary),
         "costs": infos.costs(recipe) if recipe else (),
         "cells": cells,
