@@ -95,6 +95,25 @@ class TrialRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnCard:
+    """The winner's configuration on one card. `state` is whether it fits, or why that is not known.
+
+    Without a `cost` it does not fit there, or no speed can be told. `basis` counts what was measured on that card by
+    others and tightened its speed; `own` is the card that the study is for.
+    """
+
+    device: DeviceSpec
+    state: str
+    need_gib: float
+    limit_gib: float
+    price: Price | None
+    tokens_per_s: float | None = None
+    cost: CostProjection | None = None
+    basis: int = 0
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
     """What one finalist learned: the loss of the held-out examples before and after, or the reason why not.
 
@@ -258,6 +277,7 @@ class StudySummary:
     search_usd: float | None
     probes: tuple[ProbeResult, ...] = ()
     importances: dict[str, float] = field(default_factory=dict)
+    cards: tuple[OnCard, ...] = ()  # what the winner's run would be elsewhere
     quality: Quality | None = None
     verification: Verification | None = None
     explanation: Explanation | None = None
@@ -318,6 +338,24 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
     }
 
 
+def on_card_data(card: OnCard) -> dict[str, Any]:
+    """One of `cards` in summary.json."""
+    cost = card.cost
+    return {
+        "card": card.device.name,
+        "state": card.state,
+        "need_gib": card.need_gib,
+        "limit_gib": card.limit_gib,
+        "tokens_per_second": card.tokens_per_s,
+        "full_run_hours": cost and cost.full_run_hours,
+        "interval_hours": cost and list(cost.interval_hours),
+        "full_run_usd": cost and cost.full_run_usd,
+        "spot_usd": cost and cost.spot_usd,
+        "evidence": cost and cost.evidence.value,
+        "measurements_on_this_card": card.basis,
+    }
+
+
 def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
     """summary.json, and what `--json` prints."""
     recipe = summary.recipe
@@ -335,6 +373,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "probe_seconds": summary.probe_seconds,
         "wall_seconds": summary.wall_seconds,
         "search_usd": summary.search_usd,
+        "cards": [on_card_data(card) for card in summary.cards],
         "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
         "numerics": recipe.numerics if recipe else None,
         "caveats": list(recipe.caveats) if recipe else [],

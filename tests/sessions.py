@@ -65,6 +65,7 @@ class Session:
             self.study.judge,
             FINGERPRINT,
             self.store.of_study(self.study.subject.study),
+            headroom=0.05,
             wall_seconds=2.0,
             importances=self.search.importances(),
         )

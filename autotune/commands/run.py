@@ -249,6 +249,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             study.judge,
             fingerprint,
             store.of_study(name),
+            headroom=spec.headroom,
             wall_seconds=before + time.monotonic() - task.started,
             importances=search.importances(),
             quality=quality,

@@ -111,6 +111,7 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
         judge,
         from_data(Fingerprint, facts["fingerprint"]),
         stored,
+        headroom=float(facts.get("headroom", 0.05)),
         wall_seconds=float(facts.get("wall_seconds", 0.0)),
         importances=importances,
         quality=quality_of(facts),

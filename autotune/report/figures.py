@@ -4,14 +4,14 @@ from typing import Any
 
 from autotune.config import TrainConfig
 from autotune.explanation import Explanation
-from autotune.recipe import Quality
+from autotune.recipe import OnCard, Quality
 from autotune.report.canvas import ACCENT, OUTCOMES, empty, escape, finish
 from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
 from autotune.report.parallel import ParallelInfo
 from autotune.report.timeline import KINDS, TimelineInfo
 from autotune.report.tradeoffs import CellRow
 from autotune.result import Outcome, Rung
-from autotune.units import fmt_count, fmt_gib, fmt_seconds
+from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 
 TERM_COLOURS = dict(zip(TERMS, ("#2a7fc4", "#8fc1ea", "#d99a00", "#d9541e", "#8a8f98"), strict=True))
 SPENT_COLOURS = dict(zip(KINDS, ("#8a8f98", "#d99a00", "#2a7fc4", "#8c63c7"), strict=True))
@@ -182,6 +182,36 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat="+.0%")
     return finish(figure, x="cost a useful token against the winner", y=None, height=110 + 38 * len(others))
+
+
+def cards(found: tuple[OnCard, ...]) -> dict[str, Any] | None:
+    """USD of the winner's run on each card whose price is known, with its interval; the cheapest on top."""
+    priced = [(one, one.cost) for one in found if one.cost and one.cost.full_run_usd is not None]
+    if len(priced) < 2:
+        return None
+    figure = empty()
+    usd = [cost.full_run_usd or 0.0 for _, cost in priced]
+    bounds = [cost.interval_usd or (0.0, 0.0) for _, cost in priced]
+    figure.add_bar(
+        x=usd,
+        y=[escape(one.device.name) for one, _ in priced],
+        orientation="h",
+        marker={"color": [ACCENT if one.own else OUTCOMES[Outcome.OK][0] for one, _ in priced]},
+        error_x={
+            "array": [high - value for value, (_, high) in zip(usd, bounds, strict=True)],
+            "arrayminus": [value - low for value, (low, _) in zip(usd, bounds, strict=True)],
+            "thickness": 1,
+        },
+        hovertext=[
+            f"{escape(one.device.name)}<br><b>{fmt_usd(cost.full_run_usd)}</b>, "
+            f"{fmt_seconds(cost.full_run_hours * 3600)} [{cost.evidence}]"
+            for one, cost in priced
+        ],
+        hoverinfo="text",
+    )
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(tickprefix="$", rangemode="tozero")
+    return finish(figure, x="USD of the full run, on demand", y=None, height=100 + 26 * len(priced))
 
 
 def parallel(info: ParallelInfo) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from autotune.catalog import age
 from autotune.recipe import Recipe, StudySummary
 from autotune.report import figures, infos, parallel, tradeoffs
 from autotune.report.canvas import OUTCOMES, plotly_js
+from autotune.report.matrix import price_text
 from autotune.report.oom import OomReport, missed, oom_report
 from autotune.report.timeline import timeline
 from autotune.result import Evidence, Outcome
@@ -205,6 +206,7 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
         "parallel": figures.parallel(parallel.parallel(summary)),
         "importances": figures.importances(infos.importances(summary)),
         "memory": figures.memory(infos.memory(summary)),
+        "cards": figures.cards(summary.cards),
         "explanation": figures.explanation(summary.explanation),
         "capability": figures.capability(tradeoffs.cells(recipe) if recipe else ()),
         "quality": figures.quality(summary.quality, recipe.winner.config if recipe else None),
@@ -235,6 +237,7 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
         "map": infos.feasibility(summary),
         "costs": infos.costs(recipe) if recipe else (),
         "cells": cells,
+        "price_of": lambda card: price_text(card.price, date.today()),
         "lengths": tradeoffs.lengths(summary),
         "fingerprint": infos.fingerprint(recipe) if recipe else (),
         "oom": report,
