@@ -50,8 +50,8 @@ def test_utilization_weighs_by_timed_seconds_and_leaves_out_what_is_unknown() ->
 def test_what_is_said() -> None:
     said = timeline(study(probe("10:00:00"), probe("10:00:10"))).said()
     assert said == (
-        "60% of 30 s a probe had the device: 8.0 s timed steps, 6.0 s first steps, 4.0 s setting up, cleaning up",
-        "27% of it were timed steps, in which a kernel ran 50% of the time",
+        "for 60% of 30 s a probe had the device: 8.0 s timed steps, 6.0 s first steps, 4.0 s set-up and clean-up",
+        "27% were timed steps, in which a kernel ran 50% of the time",
     )
     assert timeline(study()).said() == ()
     assert timeline(study(probe("10:00:00"), wall_s=0.0)).said() == ()

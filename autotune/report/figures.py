@@ -53,15 +53,17 @@ def scatter(info: ScatterInfo) -> dict[str, Any] | None:
         figure.add_vline(
             x=info.limit_gib,
             line={"color": ACCENT, "width": 1.5, "dash": "dash"},
+            layer="below",
+            # Upright at the far side of the line, where nothing that fits can be.
             annotation={
                 "text": f"limit {fmt_gib(info.limit_gib)}",
+                "textangle": -90,
+                "xanchor": "left",
                 "yanchor": "top",
-                "xanchor": "right",
-                "xshift": -4,
             },
         )
-    figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(range=[2 * below, top])
+    figure.update_xaxes(range=_around([one.peak_gib or 0.0 for one in info.points], info.limit_gib))
+    figure.update_yaxes(range=[2 * below, top], tickformat=",")
     return finish(figure, x="peak reserved memory, GiB", y="useful tokens/s", height=430)
 
 
@@ -86,7 +88,7 @@ def history(info: HistoryInfo) -> dict[str, Any] | None:
             y=[below if point.tokens_per_second is None else point.tokens_per_second for point in points],
             **_markers(outcome, points),
         )
-    figure.update_yaxes(range=[2 * below, top])
+    figure.update_yaxes(range=[2 * below, top], tickformat=",")
     return finish(figure, x="trial", y="useful tokens/s", height=360)
 
 
@@ -124,7 +126,14 @@ def timeline(info: TimelineInfo) -> dict[str, Any] | None:
         )
         figure.update_layout(
             yaxis={"domain": [0.0, 0.62]},
-            yaxis2={"domain": [0.7, 1.0], "range": [0, 1], "tickformat": ".0%", "tickvals": [0, 0.5, 1], "anchor": "x"},
+            yaxis2={
+                "domain": [0.7, 1.0],
+                "range": [0, 1],
+                "tickformat": ".0%",
+                "tickvals": [0, 0.5, 1],
+                "anchor": "x",
+                "title": {"text": "busy"},
+            },
         )
     rungs = [rung.value for rung in Rung if any(one.rung is rung for one in info.spans)]
     figure.update_layout(barmode="overlay", bargap=0.3, legend={"traceorder": "normal"})
@@ -256,11 +265,13 @@ def explanation(found: Explanation | None) -> dict[str, Any] | None:
         marker={"color": OUTCOMES[Outcome.OK][0]},
         error_x={"array": [one.error * (one.tokens_per_s or 0.0) for one in rows], "thickness": 1},
         text=["" if one.tokens_per_s else "does not come through" for one in rows],
+        textposition="outside",
         hovertext=[f"{escape(one.config.label())}<br><b>{found.effect(one)}</b> [{one.evidence}]" for one in rows],
         hoverinfo="text",
     )
     figure.add_vline(x=found.winner.tokens_per_s, line={"color": ACCENT, "width": 1.5})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(tickformat=",")
     return finish(figure, x="tokens/s with the baseline's value of one knob", y=None, height=110 + 38 * len(rows))
 
 
@@ -316,6 +327,7 @@ def memory(bars: tuple[MemoryBar, ...]) -> dict[str, Any] | None:
     limit = max(bar.limit_gib for bar in bars)
     figure.add_vline(
         x=limit,
+        layer="below",
         line={"color": ACCENT, "width": 1.5, "dash": "dash"},
         annotation={"text": f"limit {fmt_gib(limit)}", "xanchor": "right", "xshift": -4},
     )
@@ -325,6 +337,16 @@ def memory(bars: tuple[MemoryBar, ...]) -> dict[str, Any] | None:
     figure.update_layout(barmode="stack", bargap=0.45, legend={"traceorder": "normal"})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return finish(figure, x="GiB allocated at the peak", y=None, height=170 + 62 * len(bars))
+
+
+def _around(peaks: list[float], limit_gib: float | None) -> tuple[float, float]:
+    """The ends of the memory axis, with room for names at the points and at the limit."""
+    ends = [*peaks, *([limit_gib] if limit_gib else [])]
+    low, high = min(ends), max(ends)
+    if limit_gib:
+        high = min(high, limit_gib * EDGE)
+    room = 0.12 * max(high - low, 0.05 * high)
+    return max(low - room, 0.0), high + room
 
 
 def _by_outcome(points: tuple[Point, ...]) -> list[tuple[Outcome, list[Point]]]:

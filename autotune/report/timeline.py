@@ -14,7 +14,7 @@ SPENT = {
     "timed steps": ("steady",),
     "evaluation and save": ("evaluate", "save"),
 }
-SET_UP = "setting up, cleaning up"
+SET_UP = "set-up and clean-up"
 KINDS = (SET_UP, *SPENT)
 PAUSE_S = 120.0  # between two probes of one session less than this passes; more is a study that was continued
 
@@ -63,10 +63,11 @@ class TimelineInfo:
         """Where the time went, in sentences; () where no probe ran."""
         if not self.probe_s or not self.wall_s:
             return ()
-        parts = [f"{fmt_seconds(self.spent[kind])} {kind}" for kind in reversed(KINDS) if self.spent[kind]]
+        most = sorted(((seconds, kind) for kind, seconds in self.spent.items() if seconds), reverse=True)
+        parts = ", ".join(f"{fmt_seconds(seconds)} {kind}" for seconds, kind in most)
         told = [
-            f"{self.share(self.probe_s):.0%} of {fmt_seconds(self.wall_s)} a probe had the device: {', '.join(parts)}",
-            f"{self.share(self.spent['timed steps']):.0%} of it were timed steps"
+            f"for {self.share(self.probe_s):.0%} of {fmt_seconds(self.wall_s)} a probe had the device: {parts}",
+            f"{self.share(self.spent['timed steps']):.0%} were timed steps"
             + (
                 ", and how busy the device was in them is not known"
                 if self.utilization is None
