@@ -51,13 +51,14 @@ def finish(figure: Any, *, x: str, y: str | None, height: int) -> dict[str, Any]
         "ticklabelstandoff": 4,
         "title": {"standoff": 12, "font": {"size": 13}},
     }
+    named = any(trace.name and trace.showlegend is not False for trace in figure.data)
     figure.update_layout(
         template="none",
         height=height,
         autosize=True,
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        margin={"l": 8, "r": 16, "t": 44, "b": 8},
+        margin={"l": 8, "r": 16, "t": 44 if named else 10, "b": 8},
         font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13},
         legend={"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
         hoverlabel={"align": "left", "font": {"size": 12}},

@@ -161,7 +161,7 @@ def importances(shares: tuple[tuple[str, float], ...]) -> dict[str, Any] | None:
     figure.update_xaxes(tickformat=".0%")
     # The longest bar has its number beside it.
     figure.update_xaxes(range=[0.0, 1.16 * shares[0][1] or 1.0])
-    return finish(figure, x="share of the variation explained", y=None, height=90 + 34 * len(shares))
+    return finish(figure, x="share of the variation explained", y=None, height=56 + 34 * len(shares))
 
 
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
@@ -190,7 +190,7 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     figure.add_vline(x=0, line={"color": ACCENT, "width": 1.5})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat="+.0%")
-    return finish(figure, x="cost a useful token against the winner", y=None, height=110 + 38 * len(others))
+    return finish(figure, x="cost against the winner", y=None, height=76 + 38 * len(others))
 
 
 def cards(found: tuple[OnCard, ...]) -> dict[str, Any] | None:
@@ -220,7 +220,7 @@ def cards(found: tuple[OnCard, ...]) -> dict[str, Any] | None:
     )
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickprefix="$", rangemode="tozero")
-    return finish(figure, x="USD of the full run, on demand", y=None, height=100 + 26 * len(priced))
+    return finish(figure, x="USD, on demand", y=None, height=66 + 26 * len(priced))
 
 
 def parallel(info: ParallelInfo) -> dict[str, Any] | None:
@@ -228,7 +228,7 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
     if not info.axes:
         return None
     figure = empty()
-    groups = ((2, "slower", "#8a8f98", 0.35), (1, "at least half as fast", "#2a7fc4", 0.55))
+    groups = ((2, "slower", "#8a8f98", 0.35), (1, "at least half as fast", "#2a7fc4", 0.7))
     for group, name, colour, opacity in (*groups, (0, "within 5 % of the fastest", ACCENT, 0.95)):
         xs: list[float | None] = []
         ys: list[float | None] = []
@@ -272,7 +272,7 @@ def explanation(found: Explanation | None) -> dict[str, Any] | None:
     figure.add_vline(x=found.winner.tokens_per_s, line={"color": ACCENT, "width": 1.5})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat=",")
-    return finish(figure, x="tokens/s with the baseline's value of one knob", y=None, height=110 + 38 * len(rows))
+    return finish(figure, x="tokens/s without it", y=None, height=76 + 38 * len(rows))
 
 
 def quality(found: Quality | None, winner: TrainConfig | None) -> dict[str, Any] | None:
@@ -312,7 +312,7 @@ def memory(bars: tuple[MemoryBar, ...]) -> dict[str, Any] | None:
     if not bars:
         return None
     figure = empty()
-    names = [escape(bar.name) for bar in bars]
+    names = [f"{escape(bar.name)}<br>{fmt_gib(sum(bar.terms.values()))}" for bar in bars]
     for term in TERMS:
         values = [bar.terms[term] for bar in bars]
         figure.add_bar(
@@ -329,11 +329,15 @@ def memory(bars: tuple[MemoryBar, ...]) -> dict[str, Any] | None:
         x=limit,
         layer="below",
         line={"color": ACCENT, "width": 1.5, "dash": "dash"},
-        annotation={"text": f"limit {fmt_gib(limit)}", "xanchor": "right", "xshift": -4},
+        annotation={
+            "text": f"limit {fmt_gib(limit)}",
+            "textangle": -90,
+            "xanchor": "left",
+            "yanchor": "top",
+            "xshift": 2,
+        },
     )
-    for bar, name in zip(bars, names, strict=True):
-        total = sum(bar.terms.values())
-        figure.add_annotation(x=total, y=name, text=fmt_gib(total), showarrow=False, xanchor="left", xshift=6)
+    figure.update_xaxes(range=[0.0, 1.06 * max(limit, *(sum(bar.terms.values()) for bar in bars))])
     figure.update_layout(barmode="stack", bargap=0.45, legend={"traceorder": "normal"})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     return finish(figure, x="GiB allocated at the peak", y=None, height=170 + 62 * len(bars))

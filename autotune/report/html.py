@@ -69,10 +69,18 @@ def render(summary: StudySummary, out_dir_name: str) -> str:
         "percent": lambda share: DASH if share is None else f"{share:.1%}",
         "signed": lambda share: DASH if share is None else f"{share:+.1%}",
         "text": infos.value_text,
+        "breaks": breaks,
         "missed": missed,
     }
     environment.filters |= filters
     return environment.get_template("report.html.j2").render(_view(summary, out_dir_name))
+
+
+def breaks(text: str) -> "Markup":
+    """Text that may be broken after an underscore, as the names of knobs are on a phone."""
+    from markupsafe import Markup, escape
+
+    return Markup("_<wbr>").join(escape(part) for part in text.split("_"))
 
 
 def script_json(data: Any) -> "Markup":
