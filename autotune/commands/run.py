@@ -16,7 +16,15 @@ from typing import IO, TYPE_CHECKING
 
 from autotune.commands.display import Display
 from autotune.commands.outputs import TrialLog, prepare, write_study
-from autotune.commands.session import explanation_of, facts_of, out_dir, quality_of, storage_url, verification_of
+from autotune.commands.session import (
+    LOCK,
+    explanation_of,
+    facts_of,
+    out_dir,
+    quality_of,
+    storage_url,
+    verification_of,
+)
 from autotune.config import TrainConfig
 from autotune.depth import depths
 from autotune.errors import (
@@ -359,7 +367,7 @@ def _memory(spec: StudySpec, target: Target, total_gib: float, display: Display)
 @contextmanager
 def _alone(out: Path, study: str) -> Iterator[IO[str]]:
     """Hold the study's lock; it goes with the process, however that ends."""
-    with (out / ".lock").open("a+") as file:
+    with (out / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
