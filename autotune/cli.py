@@ -32,6 +32,25 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+def _models(incomplete: str) -> list[str]:
+    """For the shell's TAB, like the next two."""
+    from autotune.catalog import list_models
+
+    return [name for one in list_models() for name in (*one.aliases, one.name) if name.startswith(incomplete)]
+
+
+def _gpus(incomplete: str) -> list[str]:
+    from autotune.catalog import list_devices
+
+    return [name for name in ("auto", *(one.name for one in list_devices())) if name.startswith(incomplete)]
+
+
+def _spaces(incomplete: str) -> list[str]:
+    from autotune.space import shipped_spaces
+
+    return [name for name in shipped_spaces() if name.startswith(incomplete)]
+
+
 @app.callback()
 def _main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
@@ -42,10 +61,16 @@ def _main(
 
 @app.command()
 def run(
-    model: Annotated[str | None, typer.Option(help="Catalogue name, local directory, or hub id.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Target GPU: a name, auto (the one here), or cpu. [auto]")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Catalogue name, local directory, or hub id.", autocompletion=_models)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Target GPU: a name, auto (the one here), or cpu. [auto]", autocompletion=_gpus)
+    ] = None,
     spec: Annotated[Path | None, typer.Option(help="Read a study spec (YAML); flags override it.")] = None,
-    space: Annotated[str | None, typer.Option(help="Search space: a name (`autotune spaces`) or a file.")] = None,
+    space: Annotated[
+        str | None, typer.Option(help="Search space: a name (`autotune spaces`) or a file.", autocompletion=_spaces)
+    ] = None,
     trainer: Annotated[
         str | None, typer.Option(help="What trains: transformers, or trl (SFTTrainer). [transformers]")
     ] = None,
@@ -141,7 +166,9 @@ Evidence = Annotated[Path, typer.Option(metavar="DIR", help="What `autotune impo
 @app.command()
 @with_options_of(run, *_PLANNED)
 def plan(
-    gpu: Annotated[str | None, typer.Option(help="Target GPU: a name, or auto (the one here).")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Target GPU: a name, or auto (the one here).", autocompletion=_gpus)
+    ] = None,
     evidence: Evidence = Path("runs/evidence"),
     json_: Json = False,
     **flags: Any,
@@ -198,7 +225,9 @@ _CHECKED = (  # of `run`, what a run that is described elsewhere leaves open
 @with_options_of(run, *_CHECKED)
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads.")],
-    gpu: Annotated[str | None, typer.Option(help="Target GPU: a name, or auto (the one here).")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Target GPU: a name, or auto (the one here).", autocompletion=_gpus)
+    ] = None,
     model: Annotated[str | None, typer.Option(help="What the model is shaped like. [the file's]")] = None,
     evidence: Evidence = Path("runs/evidence"),
     json_: Json = False,

@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial
 
 from autotune.recipe import StudySummary, TrialRow
 from autotune.report import draw, oom_report, render
-from autotune.report.figures import OUTCOMES
+from autotune.report.canvas import OUTCOMES
 from autotune.report.oom import code
 from autotune.search import METRIC
 from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
@@ -134,7 +134,8 @@ def copied(summary: StudySummary, record: Record, documents: Documents) -> optun
         study.set_metric_names([METRIC])
     attributes, trials = record
     for key, value in attributes.items():
-        study.set_user_attr(key, value)
+        if not isinstance(value, dict | list):  # those are for the program, and would fill the page
+            study.set_user_attr(key, value)
     for trial in trials:
         study.add_trial(_with_visible_constraints(trial))
     for key, text in documents.attributes().items():
@@ -197,7 +198,8 @@ def _trial_note(row: TrialRow, summary: StudySummary) -> str:
     """What became of a trial, in Markdown: the verdict, its reason, its log."""
     won = summary.recipe is not None and summary.recipe.winner.config == row.config
     facts = [f"{fmt_count(row.tokens_per_second)} tokens/s"] if row.tokens_per_second is not None else []
-    facts += [f"{fmt_gib(row.peak_reserved_gib)} reserved"] if row.peak_reserved_gib is not None else []
+    how = "reserved" if row.tokens_per_second is not None else "needed"
+    facts += [f"{fmt_gib(row.peak_reserved_gib)} {how}"] if row.peak_reserved_gib is not None else []
     facts += [f"limit {fmt_gib(row.limit_gib)}"] if row.limit_gib is not None else []
     lines = [f"**{OUTCOMES[row.outcome][2]}**{', the winner' * won} [{row.evidence}]", ", ".join(facts)]
     lines += [f"Reason: {code(row.reason)}"] if row.reason else []

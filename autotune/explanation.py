@@ -7,6 +7,8 @@ from autotune.config import TrainConfig
 from autotune.result import Evidence, Outcome
 from autotune.units import fmt_gib
 
+NOTHING_GIB = 0.005  # prints as 0.00
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undone:
@@ -54,6 +56,8 @@ class Explanation:
         if one.peak_gib is None or self.winner.peak_gib is None:
             return speed
         more = self.winner.peak_gib - one.peak_gib
+        if abs(more) < NOTHING_GIB:
+            return f"{speed}, as much memory"
         return f"{speed}, {fmt_gib(abs(more))} {'more' if more > 0 else 'less'}"
 
     def said(self) -> list[str]:

@@ -163,7 +163,7 @@ class Judge:
 
     def candidate(self, config: TrainConfig) -> Candidate:
         """Everything known of one configuration that was measured."""
-        subject, measurements = self.subject, self._measurements(config.digest)
+        subject, measurements = self.subject, self.measurements(config.digest)
         speed = subject.performance(config, measurements)
         largest = max(measurements, key=lambda one: one.peak_reserved_gib)
         cost = project(subject.workload, config, speed, subject.price, self._power_w(largest))
@@ -192,8 +192,8 @@ class Judge:
         # What was confirmed outranks the rest, unless the study was cut short before its likely winner was.
         likely = self.finalists(1)
         sure = bool(likely) and likely[0].digest in self.confirmed
-        best_known = {digest: self._measurements(digest) for digest in self.measured or self.extrapolated}
-        all_known = {digest: self._measurements(digest) for digest in self.extrapolated | self.measured}
+        best_known = {digest: self.measurements(digest) for digest in self.measured or self.extrapolated}
+        all_known = {digest: self.measurements(digest) for digest in self.extrapolated | self.measured}
         pool = self._scored(self.confirmed if sure else best_known)
         if not pool:
             return None
@@ -214,7 +214,10 @@ class Judge:
             reason=reason,
             trainer=subject.trainer,
             fingerprint=fingerprint,
-            by_examples=tuple(by_examples(subject.workload, best.config, best.performance, subject.price, power)),
+            by_examples=tuple(
+                replace(cost, evidence=best.cost.evidence)
+                for cost in by_examples(subject.workload, best.config, best.performance, subject.price, power)
+            ),
             cells=tuple(self.candidate(config) for config in cells.values()),
             numerics=self._numerics(winner.config),
             caveats=(*self.caveats, *self._assumptions(winner.config), *self._doubts(winner, pool)),
@@ -222,10 +225,11 @@ class Judge:
 
     def noise(self, config: TrainConfig) -> float:
         """Relative spread of the timed steps; 0 where there are too few to tell."""
-        steps = [step for measurement in self._measurements(config.digest) for step in measurement.step_s]
+        steps = [step for measurement in self.measurements(config.digest) for step in measurement.step_s]
         return statistics.pstdev(steps) / statistics.fmean(steps) if len(steps) > 1 else 0.0
 
-    def _measurements(self, digest: str) -> list[Measurement]:
+    def measurements(self, digest: str) -> list[Measurement]:
+        """What the numbers of a configuration rest on."""
         if digest in self.confirmed:
             return self.confirmed[digest]
         known = self.measured.get(digest) or self.extrapolated.get(digest)

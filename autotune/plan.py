@@ -83,14 +83,19 @@ def limit_of(device: DeviceSpec, headroom: float, memory_gib: float | None = Non
     return max(offered * (1 - headroom) - CONTEXT_GIB, 0.01)
 
 
+def fit(need_gib: float, limit_gib: float, error: float) -> str:
+    """`FITS` or `OOM`; `TIGHT` where what is needed, and may be so much more, is too close to tell."""
+    return OOM if need_gib > limit_gib else TIGHT if need_gib * (1 + error) > limit_gib else FITS
+
+
 def planned(subject: Subject, config: TrainConfig, limit_gib: float, seen: Sequence[Sighting] = ()) -> Planned | None:
     """One configuration; None where the formulas do not know the model or the way it computes."""
     need = footprint(subject.model, config, min(subject.workload.accumulation(config), 2))
     if need is None:
         return None
-    reserved = need.peak_reserved_gib
-    fits = OOM if reserved > limit_gib else TIGHT if reserved * (1 + ERROR) > limit_gib else FITS
-    told = Planned(config=config, footprint=need, limit_gib=limit_gib, fits=fits)
+    told = Planned(
+        config=config, footprint=need, limit_gib=limit_gib, fits=fit(need.peak_reserved_gib, limit_gib, ERROR)
+    )
     took = pace(subject.model, config)
     if took is None:
         return told
@@ -163,13 +168,22 @@ def _over_reference(one: Sighting) -> float | None:
 
 def tightened(subject: Subject, seen: Sequence[Sighting]) -> Subject:
     """The subject, its projection drawn to what was measured on the device, where another card stands in for it."""
-    source, method = subject.measured_on, subject.baselines()[0].method
-    quantization = subject.baselines()[0].quantization
-    known = ratios(seen, subject.device, method, quantization)
-    to_source = carry(resolve_device(REFERENCE), source) if source else None
-    if source is None or to_source is None or not known:
+    if subject.measured_on is None:
         return subject
-    return replace(subject, carried=carry(source, subject.device, [ratio / to_source.ratio for ratio in known]))
+    drawn = drawn_to(subject.measured_on, subject.device, subject.baselines()[0], seen)
+    return replace(subject, carried=drawn) if drawn and drawn.basis else subject
+
+
+def drawn_to(source: DeviceSpec, target: DeviceSpec, config: TrainConfig, seen: Sequence[Sighting]) -> Carried | None:
+    """From card to card, drawn to what was measured on the target with the configuration's method and base."""
+    precision = "fp8" if config.quantization == "fp8" else "bf16"
+    known, to_source = (
+        ratios(seen, target, config.method, config.quantization),
+        carry(resolve_device(REFERENCE), source),
+    )
+    if to_source is None:
+        return None
+    return carry(source, target, [ratio / to_source.ratio for ratio in known], precision=precision)
 
 
 def make_plan(

@@ -1,10 +1,13 @@
 """A study's trials as people see them: from verdicts as they fall, and from what Optuna and our table remember."""
 
+from collections.abc import Iterable
+
+from autotune.elsewhere import elsewhere
 from autotune.explanation import Explanation
 from autotune.judge import Judge
 from autotune.ladder import Verdict
 from autotune.objective import margins
-from autotune.recipe import Quality, StudySummary, TrialRow, Verification
+from autotune.recipe import OnCard, Quality, Recipe, StudySummary, TrialRow, Verification
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.search import Told
 from autotune.store import StoredProbe
@@ -75,8 +78,9 @@ def summarize(
     rows: list[TrialRow],
     judge: Judge,
     fingerprint: Fingerprint,
+    stored: Iterable[StoredProbe],
     *,
-    probe_seconds: float,
+    headroom: float,
     wall_seconds: float,
     importances: dict[str, float],
     quality: Quality | None = None,
@@ -89,12 +93,18 @@ def summarize(
         study=judge.subject.study,
         recipe=recipe,
         trials=tuple(rows),
-        probe_seconds=probe_seconds,
         wall_seconds=wall_seconds,
         search_usd=None if price is None else wall_seconds / 3600 * price.usd_per_hour,
+        probes=tuple(row.result for row in stored),
         importances=importances,
+        cards=() if recipe is None else _cards(judge, recipe, headroom),
         quality=quality,
         verification=verification,
         explanation=explanation if recipe and explanation and explanation.of(recipe.winner.config) else None,
         notes=tuple(quality.said(recipe.winner.config)) if quality and recipe else (),
     )
+
+
+def _cards(judge: Judge, recipe: Recipe, headroom: float) -> tuple[OnCard, ...]:
+    winner = recipe.winner
+    return elsewhere(judge.subject, winner, judge.measurements(winner.config.digest), headroom)

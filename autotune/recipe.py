@@ -9,7 +9,7 @@ from autotune.config import TrainConfig
 from autotune.explanation import Explanation
 from autotune.objective import Performance, differences
 from autotune.projection import CostProjection
-from autotune.result import Evidence, Fingerprint, Measurement, OomDetail, Outcome, Rung, to_data
+from autotune.result import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung, to_data
 from autotune.units import fmt_count, fmt_gib
 from autotune.workload import Workload
 
@@ -92,6 +92,25 @@ class TrialRow:
     oom: OomDetail | None = None
     seconds: float = 0.0
     log: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnCard:
+    """The winner's configuration on one card. `state` is whether it fits, or why that is not known.
+
+    Without a `cost` it does not fit there, or no speed can be told. `basis` counts what was measured on that card by
+    others and tightened its speed; `own` is the card that the study is for.
+    """
+
+    device: DeviceSpec
+    state: str
+    need_gib: float
+    limit_gib: float
+    price: Price | None
+    tokens_per_s: float | None = None
+    cost: CostProjection | None = None
+    basis: int = 0
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,19 +265,27 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
-    """A whole study. `recipe` is None where no trial came through. Seconds are wall seconds over all sessions."""
+    """A whole study. `recipe` is None where no trial came through. Seconds are wall seconds over all sessions.
+
+    `probes` is everything that was stored, in that order: what was decided without a probe has no seconds.
+    """
 
     study: str
     recipe: Recipe | None
     trials: tuple[TrialRow, ...]
-    probe_seconds: float
     wall_seconds: float
     search_usd: float | None
+    probes: tuple[ProbeResult, ...] = ()
     importances: dict[str, float] = field(default_factory=dict)
+    cards: tuple[OnCard, ...] = ()  # what the winner's run would be elsewhere
     quality: Quality | None = None
     verification: Verification | None = None
     explanation: Explanation | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def probe_seconds(self) -> float:
+        return sum(probe.seconds.get("total", 0.0) for probe in self.probes)
 
     def counts(self) -> dict[str, int]:
         """`judged` counts distinct configurations with a real probe; refusals are counted apart."""
@@ -311,6 +338,24 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
     }
 
 
+def on_card_data(card: OnCard) -> dict[str, Any]:
+    """One of `cards` in summary.json."""
+    cost = card.cost
+    return {
+        "card": card.device.name,
+        "state": card.state,
+        "need_gib": card.need_gib,
+        "limit_gib": card.limit_gib,
+        "tokens_per_second": card.tokens_per_s,
+        "full_run_hours": cost and cost.full_run_hours,
+        "interval_hours": cost and list(cost.interval_hours),
+        "full_run_usd": cost and cost.full_run_usd,
+        "spot_usd": cost and cost.spot_usd,
+        "evidence": cost and cost.evidence.value,
+        "measurements_on_this_card": card.basis,
+    }
+
+
 def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
     """summary.json, and what `--json` prints."""
     recipe = summary.recipe
@@ -328,6 +373,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "probe_seconds": summary.probe_seconds,
         "wall_seconds": summary.wall_seconds,
         "search_usd": summary.search_usd,
+        "cards": [on_card_data(card) for card in summary.cards],
         "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
         "numerics": recipe.numerics if recipe else None,
         "caveats": list(recipe.caveats) if recipe else [],

@@ -28,7 +28,8 @@ def fmt_usd(value: float | None) -> str:
         return DASH
     if value == 0 or value >= 0.995:
         return f"${value:,.2f}"
-    return f"${value:.3g}"
+    text = f"{value:.3g}"
+    return f"${value:.2f}" if len(text) < len("0.12") else f"${text}"
 
 
 def fmt_seconds(value: float | None) -> str:

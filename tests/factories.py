@@ -1,6 +1,8 @@
 """Values that several test files need: a measurement, a probe result, a whole study summary."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from autotune.catalog import find_price, resolve_device, resolve_model
@@ -87,6 +89,18 @@ def oom_detail() -> OomDetail:
     )
 
 
+def probes(rows: list[TrialRow]) -> Iterator[ProbeResult]:
+    """What a study of these trials stores: four seconds for each, one after another; nothing where it was refused."""
+    begun = datetime(2026, 11, 1, tzinfo=UTC)
+    for row in rows:
+        ran = row.outcome is not Outcome.REFUSED
+        took = {"load": 0.4, "first_step": 1.5, "steady": 2.0, "cleanup": 0.1, "total": 4.0}
+        started = (begun + timedelta(seconds=5 * row.number)).isoformat(timespec="milliseconds")
+        yield result(
+            row.config, row.outcome, rung=row.rung, seconds=took if ran else {}, started_at=started if ran else None
+        )
+
+
 def summary(
     *, model: str = "mistral-7b", device: str = "h200", study: str = "h200-mistral-7b", trials: int = 12
 ) -> StudySummary:
@@ -150,8 +164,8 @@ def summary(
         study=study,
         recipe=recipe,
         trials=tuple(rows),
-        probe_seconds=48.0,
-        wall_seconds=75.0,
+        wall_seconds=max(75.0, 5.0 * trials),
         search_usd=0.07,
+        probes=tuple(probes(rows)),
         importances={"checkpointing": 0.6, "compile": 0.3, "micro_batch_size": 0.1},
     )

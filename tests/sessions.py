@@ -64,7 +64,8 @@ class Session:
             self.study.rows,
             self.study.judge,
             FINGERPRINT,
-            probe_seconds=1.0,
+            self.store.of_study(self.study.subject.study),
+            headroom=0.05,
             wall_seconds=2.0,
             importances=self.search.importances(),
         )

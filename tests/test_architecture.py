@@ -18,10 +18,10 @@ PACKAGE = ROOT / "autotune"
 LAYERS = [
     "errors", "units", "files", "flags", "process", "gpu", "config", "foreign", "catalog", "result", "depth", "space",
     "climb", "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective",
-    "packing", "subject", "projection", "explanation", "recipe", "submission", "judge", "leads", "plan", "compare",
-    "checked", "store", "leases", "ladder", "footing", "search", "recall", "confirm", "crew", "nodes", "study", "spec",
-    "suite", "target", "setup", "probe", "report", "export", "exported", "quality", "verify", "explain", "train",
-    "dashboard", "commands", "api", "cli_studies", "cli",
+    "packing", "subject", "projection", "explanation", "recipe", "submission", "judge", "leads", "plan", "elsewhere",
+    "compare", "checked", "store", "leases", "ladder", "footing", "search", "recall", "confirm", "crew", "nodes",
+    "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported", "quality", "verify",
+    "explain", "train", "dashboard", "commands", "api", "cli_studies", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
@@ -52,7 +52,7 @@ HOMES = {
     "optuna": {"search", "dashboard"},
     "optuna_dashboard": {"dashboard"},
     "sqlalchemy": {"store", "leases"},
-    "plotly": {"report.figures", "dashboard", "api"},
+    "plotly": {"report.canvas", "dashboard", "api"},
     "gpuhunt": {"catalog.offers"},
     "jinja2": {"report.html", "report.matrix"},
     "pynvml": {"gpu"},

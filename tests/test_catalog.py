@@ -325,7 +325,7 @@ def test_tables_are_whole_in_a_pipe(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert all(device.name in text for device in list_devices())
     assert all(spec.name in text and ", ".join(spec.aliases) in text for spec in list_models())
-    assert re.search(r"\$0.6 \(oci, \d+ (months|years) old\)", text) and "$2.29 (verda, undated)" in text
+    assert re.search(r"\$0.60 \(oci, \d+ (months|years) old\)", text) and "$2.29 (verda, undated)" in text
     assert "…" not in text
 
 

@@ -231,3 +231,26 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["ru"], {"run"}),
+        (["run", "--mod"], {"--model"}),
+        (["run", "--model", "demo-"], {"demo-3m"}),
+        (["plan", "--gpu", "h200-"], {"h200-sxm", "h200-nvl"}),
+        (["run", "--space", "qlo"], {"qlora"}),
+    ],
+)
+def test_the_shell_completes_commands_options_and_names(typed: list[str], offered: set[str]) -> None:
+    words = ["autotune", *typed]
+    asked = {"_AUTOTUNE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(typed))}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv[0] = 'autotune'; from autotune.cli import main; main()"],
+        env=os.environ | asked,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert set(done.stdout.split()) == offered, done.stderr

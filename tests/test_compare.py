@@ -202,7 +202,7 @@ def test_an_own_card_pays_after_so_many_runs() -> None:
     assert own is not None and own.electricity_usd == pytest.approx(0.4 * 0.5)
     assert own.usd == pytest.approx(2 * 1800 / 10_000 + 0.2) and own.runs == pytest.approx(1800 / (3.0 - 0.2))
     text = said(*cards, owned=OWNED)[-1]
-    assert "over 10,000 h, $0.5 a kWh at its power limit" in text and "it pays after 643 such runs" in text
+    assert "over 10,000 h, $0.50 a kWh at its power limit" in text and "it pays after 643 such runs" in text
     assert "more than its" not in text and "more than its 100 h)" in said(*cards, owned=replace(OWNED, hours=100))[-1]
 
 

@@ -18,6 +18,7 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 import sqlalchemy as sa
+from browser import CHROMIUM, Page, chromium
 from factories import FINGERPRINT, result
 from replay import machine
 from sessions import SPACE, Session, Start, by_tokens, starter, subject_of, whole
@@ -30,7 +31,6 @@ from autotune.result import Outcome, to_data
 from autotune.search import METRIC, Search
 from autotune.store import ProbeStore, read_only
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 COMMAND = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from autotune.cli import main; main()"
 )
@@ -187,19 +187,50 @@ def test_a_foreign_name_is_not_answered(served: Served, host: str, status: int) 
     assert served.ask("/api/studies", Host=host)[0] == status
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
-def test_a_browser_shows_it(served: Served, tmp_path: Path) -> None:
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    done = subprocess.run(
-        [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path}", served.url],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "one (id=0)" in done.stdout
-    assert "Best Trial" in done.stdout
-    assert "Useful tokens/s against peak reserved memory" in done.stdout
+@pytest.fixture(scope="module")
+def page(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    if CHROMIUM is None:
+        pytest.skip("no chromium here")
+    with chromium(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+def test_a_browser_lists_the_study(served: Served, page: Page) -> None:
+    page.open(f"http://{served.host}/dashboard/")
+    assert "Direction: MAXIMIZE" in page.text("0. one")
+
+
+def test_a_browser_shows_the_study_with_its_figures_and_reports(served: Served, page: Page) -> None:
+    page.open(served.url)
+    shown = page.text("one (id=0)", "Best Trial", "Useful tokens/s against peak reserved memory", "oom_report.md")
+    assert "report.html" in shown
+    assert "fingerprint" not in shown  # what is kept for the program is nothing to look at
+    assert page.run("document.querySelectorAll('.js-plotly-plot .point').length") > 8
+
+
+def test_a_browser_shows_notes_and_what_violates_a_constraint(
+    served: Served, page: Page, study: dict[str, Any]
+) -> None:
+    page.open(f"{served.url}/note")
+    page.text("Winner (trial ", "tokens/s [measured]")
+    ran_out = next(one for one in study["trials"] if one["note"]["body"].startswith("**out of memory**"))
+    page.open(f"{served.url}/trials?numbers={ran_out['number']}")
+    page.text(f"Trial {ran_out['number']} (trial_id=", "out of memory [measured]", "Reason: out of memory in backward")
+    # The best is sought among those that fit alone: it is the winner that is marked, and no trial that ran out.
+    best = page.run("[...document.querySelectorAll('li')].filter(one => one.innerText.includes('Best Trial')).length")
+    fits = [one["number"] for one in study["trials"] if max(one["constraints"]) <= 0]
+    assert best == 1 and ran_out["number"] not in fits
+
+
+def test_a_browser_cannot_write(served: Served, page: Page, folder: Path, study: dict[str, Any]) -> None:
+    page.open(f"http://{served.host}/dashboard/")
+    page.text("0. one")
+    before = (folder / "autotune.db").read_bytes()
+    tried = "fetch('/api/studies/0', {method: 'DELETE'}).then(async one => [one.status, (await one.json()).reason])"
+    assert page.run(tried) == [405, "this view is read-only"]
+    page.open(f"http://{served.host}/dashboard/")
+    page.text("0. one")
+    assert served.get("/api/studies/0") == study and (folder / "autotune.db").read_bytes() == before
 
 
 def test_a_port_that_is_taken_and_ctrl_c(served: Served, folder: Path) -> None:

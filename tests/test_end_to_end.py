@@ -148,7 +148,7 @@ def test_the_json_has_the_documented_keys(finished: Finished) -> None:
 
 def test_stderr_tells_the_story_and_stdout_is_json_alone(finished: Finished) -> None:
     assert finished.ended.out.count("\n") == 1
-    for part in ("baseline", "left out  lora_rank 8", "oom in", "winner", "speed-up", "next      bash"):
+    for part in ("baseline", "left out  lora_rank 8", "over by", "winner", "speed-up", "--max-steps 5"):
         assert part in finished.ended.err
     assert "Traceback" not in finished.ended.err and "Warning" not in finished.ended.err
 
@@ -196,6 +196,7 @@ def test_status(finished: Finished) -> None:
     told = autotune(finished.folder, "status", "--json")
     assert told.code == 0, told.err
     data = json.loads(told.out)
+    assert data.pop("running") is False
     changing = ("wall_seconds", "search_usd")
     assert {key: value for key, value in data.items() if key not in changing} == {
         key: value for key, value in finished.data.items() if key not in changing
@@ -267,6 +268,24 @@ def alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_status_from_another_terminal_while_it_runs(tmp_path: Path) -> None:
+    arguments = ("run", *ARGUMENTS, "--study", "mine", "--out", "out", "--quiet", "--events")
+    (tmp_path / "space.yaml").write_text(SPACE)
+    with subprocess.Popen(
+        command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        until(lambda: (tmp_path / "out" / "trials.jsonl").exists() and len(lines(tmp_path / "out")) > 0, process)
+        told, as_data = autotune(tmp_path, "status"), autotune(tmp_path, "status", "mine", "--json")
+        process.terminate()
+        out, err = process.communicate()
+    assert (told.code, told.err) == (0, "")
+    assert f"mine, being run by process {process.pid}" in told.out and " total" in told.out
+    assert json.loads(as_data.out)["running"] is True
+    assert all("event" in json.loads(line) for line in out.splitlines())
+    assert err.startswith("error: stopped")
+    assert json.loads(autotune(tmp_path, "status", "--json").out)["running"] is False
 
 
 def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int) -> tuple[int, str]:

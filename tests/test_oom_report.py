@@ -21,7 +21,7 @@ def row(number: int, outcome: Outcome, **changes: object) -> TrialRow:
 
 
 def study(*rows: TrialRow) -> StudySummary:
-    return StudySummary(study="s", recipe=None, trials=rows, probe_seconds=1.0, wall_seconds=2.0, search_usd=None)
+    return StudySummary(study="s", recipe=None, trials=rows, wall_seconds=2.0, search_usd=None)
 
 
 def test_counts_every_oom_and_refusal() -> None:

@@ -306,7 +306,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], write: Callable[[str], Pa
     lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines()]
     rows = [cells for cells in lines if cells[0] == "a10"]
     assert [cells[1] for cells in rows] == ["ours", "mine", "oci"]
-    assert rows[1][2:5] == ["2", "$0.4", "$0.2"] and rows[1][6] == "my bill [/x]"
+    assert rows[1][2:5] == ["2", "$0.40", "$0.20"] and rows[1][6] == "my bill [/x]"
     assert rows[1][5].endswith(" old") and rows[2][6].endswith("(a reference, not a quote)")
 
 

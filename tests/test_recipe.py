@@ -11,7 +11,7 @@ from autotune.lengths import Lengths
 from autotune.recipe import Candidate, StudySummary, TrialRow, candidate_data, summary_data
 from autotune.result import Evidence, Outcome, Rung
 
-EMPTY = StudySummary(study="s", recipe=None, trials=(), probe_seconds=0.0, wall_seconds=0.0, search_usd=None)
+EMPTY = StudySummary(study="s", recipe=None, trials=(), wall_seconds=0.0, search_usd=None)
 
 
 def row(number: int, outcome: Outcome, size: int = 8, reused: bool = False) -> TrialRow:

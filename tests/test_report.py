@@ -11,7 +11,7 @@ from factories import FINGERPRINT, summary
 from autotune.config import TrainConfig
 from autotune.lengths import Lengths
 from autotune.recipe import Recipe, StudySummary
-from autotune.report import figures, infos, render, tradeoffs
+from autotune.report import canvas, figures, infos, render, tradeoffs
 from autotune.report.html import script_json, stats
 from autotune.result import Evidence, Outcome
 
@@ -34,7 +34,7 @@ def recipe_of(study: StudySummary) -> Recipe:
 
 
 def without_plotly(page: str) -> str:
-    return page.replace(figures.plotly_js(), "")
+    return page.replace(canvas.plotly_js(), "")
 
 
 def figures_in(page: str) -> dict[str, Any]:
@@ -225,8 +225,8 @@ def test_figures_are_made_of_infos(study: StudySummary) -> None:
 
 
 def test_each_outcome_has_a_look_of_its_own() -> None:
-    assert set(figures.OUTCOMES) == set(Outcome)
-    for part in zip(*figures.OUTCOMES.values(), strict=True):
+    assert set(canvas.OUTCOMES) == set(Outcome)
+    for part in zip(*canvas.OUTCOMES.values(), strict=True):
         assert len(set(part)) == len(Outcome)
 
 
@@ -277,12 +277,12 @@ def test_every_section_and_trial_is_there(page: str) -> None:
         assert f"<h2>{title}</h2>" in page
     trials = page[page.index("<h2>Every trial</h2>") : page.index("<h2>Out of memory and refused</h2>")]
     assert trials.count("<tr>") == 1 + 12
-    assert set(figures_in(page)) == {"scatter", "history", "parallel", "importances", "memory"}
+    assert set(figures_in(page)) == {"scatter", "history", "timeline", "parallel", "importances", "memory"}
 
 
 def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
     rest = without_plotly(page)
-    assert page.count(figures.plotly_js()) == 1
+    assert page.count(canvas.plotly_js()) == 1
     assert not re.search(r"""\bsrc\s*=|@import|url\(|<link|<img|<iframe|href\s*=""", rest)
     assert "http://" not in rest and "https://" not in rest
     assert "default-src 'none'" in rest
@@ -335,7 +335,7 @@ def test_json_cannot_end_its_script() -> None:
 
 def test_no_winner_renders(study: StudySummary) -> None:
     rows = tuple(row for row in study.trials if row.outcome is not Outcome.OK)
-    page = render(replace(study, recipe=None, trials=rows, importances={}), "out")
+    page = render(replace(study, recipe=None, trials=rows, probes=(), importances={}), "out")
     assert "<h1>Nothing fitted</h1>" in page
     assert "4 trials: 2 out of memory, 2 refused" in page
     assert "Trial 2 came closest" in page
@@ -347,7 +347,7 @@ def test_no_winner_renders(study: StudySummary) -> None:
 
 def test_no_winner_for_reasons_other_than_memory(study: StudySummary) -> None:
     rows = (replace(study.trials[0], outcome=Outcome.CRASH, margin=None),)
-    page = render(replace(study, recipe=None, trials=rows, importances={}), "out")
+    page = render(replace(study, recipe=None, trials=rows, probes=(), importances={}), "out")
     assert "<h1>No trial came through</h1>" in page
 
 

@@ -3,19 +3,18 @@
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM
 from factories import summary
 from test_report import HOSTILE, hostile_study
 
 from autotune.recipe import StudySummary
 from autotune.report import draw, render
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 
 # Appended to the page: looks at it when it stands, and leaves what it saw where --dump-dom shows it.

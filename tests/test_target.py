@@ -181,6 +181,7 @@ def test_speeds_are_projected_and_memory_is_measured():
         Evidence.PROJECTED,
         Evidence.MEASURED,
     )
+    assert {cost.evidence for cost in found["a10"].by_examples} == {Evidence.PROJECTED}
     assert (here.evidence, here.memory_evidence) == (Evidence.MEASURED, Evidence.MEASURED)
     assert there.measurement.peak_reserved_gib == here.measurement.peak_reserved_gib
     assert there.performance.mfu is None and there.cost.kwh is None

@@ -18,6 +18,7 @@ from autotune.commands.display import Display
 from autotune.commands.local import CONFIRMING, ENDED, SEARCHING, local_workers
 from autotune.commands.outputs import TrialLog, prepare, write_study
 from autotune.commands.session import (
+    LOCK,
     explanation_of,
     facts_of,
     out_dir,
@@ -263,7 +264,8 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             study.rows,
             study.judge,
             fingerprint,
-            probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in store.of_study(name)),
+            store.of_study(name),
+            headroom=spec.headroom,
             wall_seconds=before + time.monotonic() - task.started,
             importances=search.importances(),
             quality=quality,
@@ -373,7 +375,7 @@ def _memory(spec: StudySpec, target: Target, total_gib: float, display: Display)
 @contextmanager
 def _alone(out: Path, study: str) -> Iterator[IO[str]]:
     """Hold the study's lock; it goes with the process, however that ends."""
-    with (out / ".lock").open("a+") as file:
+    with (out / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -1,5 +1,6 @@
 """Opening a study that exists: from its name to the values that report, export, status and oom read. No torch."""
 
+import fcntl
 import os
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from autotune.setup import slug
 from autotune.subject import Subject
 
 DEFAULT_ROOT = Path("runs")
+LOCK = ".lock"  # in a study's directory, held by the process that runs it
 
 
 def storage_url(storage: str | None) -> str:
@@ -51,6 +53,19 @@ class StoredStudy:
     subject: Subject
     facts: dict[str, Any]
     out: Path
+
+
+def running(out: Path) -> str | None:
+    """The process that runs the study of this directory now; None where nobody does, or the directory is elsewhere."""
+    try:
+        with (out / LOCK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return file.read().strip() or "?"
+    except OSError:
+        pass
+    return None
 
 
 def facts_of(subject: Subject, fingerprint: Fingerprint, *, memory_gib: float, headroom: float) -> dict[str, Any]:
@@ -119,12 +134,15 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
     with closing(ProbeStore(url)) as store:  # last: where the study runs, a row is there before its trial is finished
         stored = store.of_study(name)
     rows, judge = recall(subject, finished, stored)
+    probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
     summary = summarize(
         rows,
         judge,
         from_data(Fingerprint, facts["fingerprint"]),
-        probe_seconds=sum(row.result.seconds.get("total", 0.0) for row in stored),
-        wall_seconds=float(facts.get("wall_seconds", 0.0)),
+        stored,
+        headroom=float(facts.get("headroom", 0.05)),
+        # While it runs it was last told when a trial ended.
+        wall_seconds=max(float(facts.get("wall_seconds", 0.0)), probed),
         importances=importances,
         quality=quality_of(facts),
         verification=verification_of(facts),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.commands.outputs import write_exports, write_study
-from autotune.commands.session import StoredStudy, open_study
+from autotune.commands.session import StoredStudy, open_study, running
 from autotune.errors import NothingFits, UsageError
 from autotune.recipe import summary_data
 from autotune.units import fmt_count, fmt_seconds, fmt_usd
@@ -15,13 +15,13 @@ from autotune.units import fmt_count, fmt_seconds, fmt_usd
 def status(name: str | None, storage: str | None, as_json: bool) -> None:
     """How far a study is, and its best so far."""
     found = open_study(name, storage)
-    summary, counts = found.summary, found.summary.counts()
+    summary, counts, process = found.summary, found.summary.counts(), running(found.out)
     if as_json:
-        _json(summary_data(summary, str(found.out)))
+        _json(summary_data(summary, str(found.out)) | {"running": process is not None})
         return
     recipe = summary.recipe
     lines = {
-        "study": summary.study,
+        "study": summary.study + (f", being run by process {process}" if process else ""),
         "trials": ", ".join(f"{count} {kind}" for kind, count in counts.items() if count or kind == "total"),
         "time": f"{fmt_seconds(summary.wall_seconds)} in all, {fmt_seconds(summary.probe_seconds)} of it probing",
         "files": str(found.out),

@@ -100,7 +100,7 @@ class Worker:
     def serve(self, request: ProbeRequest) -> tuple[ProbeResult, bool]:
         """One probe, and whether this process is as good as new after it."""
         clock = Clock()
-        started = datetime.now(UTC).isoformat(timespec="seconds")
+        started = datetime.now(UTC).isoformat(timespec="milliseconds")
         fields, reusable = self._attempt(request, clock)
         oom: OomDetail | None = fields.get("oom")
         if oom is not None and oom.need_gib <= oom.limit_gib and self.meter.aside_gib and reusable:

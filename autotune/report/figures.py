@@ -1,51 +1,30 @@
-"""Infos -> plotly figures as JSON-able data; the only file that imports plotly, and only when a figure is drawn.
+"""Infos -> plotly figures as JSON-able data. One that has nothing to show is None: the report says so in a sentence."""
 
-A figure that has nothing to show is None: the report says so in a sentence. Colours that depend on light or dark are
-left to the page, which sets them when it draws.
-"""
-
-import html
 from typing import Any
 
 from autotune.config import TrainConfig
 from autotune.explanation import Explanation
-from autotune.recipe import Quality
+from autotune.recipe import OnCard, Quality
+from autotune.report.canvas import ACCENT, OUTCOMES, empty, escape, finish
 from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
 from autotune.report.parallel import ParallelInfo
+from autotune.report.timeline import KINDS, TimelineInfo
 from autotune.report.tradeoffs import CellRow
-from autotune.result import Outcome
-from autotune.units import fmt_count, fmt_gib
+from autotune.result import Outcome, Rung
+from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 
-# Colour, symbol and name of each outcome: mid-tones that carry on white and on near-black, after Okabe and Ito, told
-# apart by symbol as well.
-OUTCOMES = {
-    Outcome.OK: ("#2a7fc4", "circle", "fits"),
-    Outcome.SLOW: ("#8a8f98", "diamond-open", "pruned as slow"),
-    Outcome.OOM: ("#d9541e", "x", "out of memory"),
-    Outcome.REFUSED: ("#d99a00", "triangle-down-open", "refused"),
-    Outcome.TIMEOUT: ("#b565a7", "square-open", "timeout"),
-    Outcome.NUMERICS: ("#2f9c86", "star", "loss not finite"),
-    Outcome.CRASH: ("#8c63c7", "cross-open", "crash"),
-}
 TERM_COLOURS = dict(zip(TERMS, ("#2a7fc4", "#8fc1ea", "#d99a00", "#d9541e", "#8a8f98"), strict=True))
-ACCENT = "#d9541e"
+SPENT_COLOURS = dict(zip(KINDS, ("#8a8f98", "#d99a00", "#2a7fc4", "#8c63c7"), strict=True))
+LONG_S = 900.0  # from here on the time axis is in minutes
 # What misses the limit by more than this is drawn at the edge, so that one far miss does not squeeze the rest.
 EDGE = 1.5
-
-
-def plotly_js() -> str:
-    """The whole of plotly.js, to be put inline."""
-    from plotly.offline import get_plotlyjs
-
-    text: str = get_plotlyjs()
-    return text
 
 
 def scatter(info: ScatterInfo) -> dict[str, Any] | None:
     """Useful tokens/s against peak reserved memory; what did not run stands below zero."""
     if not _worth_drawing(info.points):
         return None
-    figure = _empty()
+    figure = empty()
     top, below = _heights(info.points, [marked.tokens_per_second for marked in info.marked])
     edge = None if info.limit_gib is None else info.limit_gib * EDGE
     for outcome, points in _by_outcome(info.points):
@@ -74,23 +53,25 @@ def scatter(info: ScatterInfo) -> dict[str, Any] | None:
         figure.add_vline(
             x=info.limit_gib,
             line={"color": ACCENT, "width": 1.5, "dash": "dash"},
+            layer="below",
+            # Upright at the far side of the line, where nothing that fits can be.
             annotation={
                 "text": f"limit {fmt_gib(info.limit_gib)}",
+                "textangle": -90,
+                "xanchor": "left",
                 "yanchor": "top",
-                "xanchor": "right",
-                "xshift": -4,
             },
         )
-    figure.update_xaxes(rangemode="tozero")
-    figure.update_yaxes(range=[2 * below, top])
-    return _finish(figure, x="peak reserved memory, GiB", y="useful tokens/s", height=430)
+    figure.update_xaxes(range=_around([one.peak_gib or 0.0 for one in info.points], info.limit_gib))
+    figure.update_yaxes(range=[2 * below, top], tickformat=",")
+    return finish(figure, x="peak reserved memory, GiB", y="useful tokens/s", height=430)
 
 
 def history(info: HistoryInfo) -> dict[str, Any] | None:
     """Tokens/s of each trial in order, with the best so far as a line; those without a speed stand below zero."""
     if not _worth_drawing(info.points):
         return None
-    figure = _empty()
+    figure = empty()
     top, below = _heights(info.points, [])
     if len(info.best) > 1:
         figure.add_scatter(
@@ -107,15 +88,65 @@ def history(info: HistoryInfo) -> dict[str, Any] | None:
             y=[below if point.tokens_per_second is None else point.tokens_per_second for point in points],
             **_markers(outcome, points),
         )
-    figure.update_yaxes(range=[2 * below, top])
-    return _finish(figure, x="trial", y="useful tokens/s", height=360)
+    figure.update_yaxes(range=[2 * below, top], tickformat=",")
+    return finish(figure, x="trial", y="useful tokens/s", height=360)
+
+
+def timeline(info: TimelineInfo) -> dict[str, Any] | None:
+    """A row a rung, each second in the colour of what it was spent on; above it how busy the device was when timed."""
+    if not info.spans:
+        return None
+    figure = empty()
+    long = max(one.start_s + one.seconds for one in info.spans) > LONG_S
+    unit, name = (60.0, "minutes") if long else (1.0, "seconds")
+    for kind in KINDS:
+        spans = [one for one in info.spans if one.kind == kind]
+        figure.add_bar(
+            base=[one.start_s / unit for one in spans],
+            x=[one.seconds / unit for one in spans],
+            y=[one.rung.value for one in spans],
+            orientation="h",
+            name=kind,
+            marker={"color": SPENT_COLOURS[kind], "line": {"width": 0}},
+            hovertext=[
+                f"{escape(one.label)}<br>{one.outcome}: <b>{fmt_seconds(one.seconds)}</b> {kind}" for one in spans
+            ],
+            hoverinfo="text",
+        )
+    if info.busy:
+        figure.add_bar(
+            x=[(one.start_s + one.seconds / 2) / unit for one in info.busy],
+            width=[one.seconds / unit for one in info.busy],
+            y=[one.utilization for one in info.busy],
+            yaxis="y2",
+            marker={"color": SPENT_COLOURS["timed steps"], "line": {"width": 0}},
+            hovertext=[f"a kernel ran <b>{one.utilization:.0%}</b> of the time" for one in info.busy],
+            hoverinfo="text",
+            showlegend=False,
+        )
+        figure.update_layout(
+            yaxis={"domain": [0.0, 0.62]},
+            yaxis2={
+                "domain": [0.7, 1.0],
+                "range": [0, 1],
+                "tickformat": ".0%",
+                "tickvals": [0, 0.5, 1],
+                "anchor": "x",
+                "title": {"text": "busy"},
+            },
+        )
+    rungs = [rung.value for rung in Rung if any(one.rung is rung for one in info.spans)]
+    figure.update_layout(barmode="overlay", bargap=0.3, legend={"traceorder": "normal"})
+    figure.update_layout(yaxis={"type": "category", "categoryarray": rungs[::-1], "showgrid": False})
+    height = 130 + 42 * len(rungs) + (100 if info.busy else 0)
+    return finish(figure, x=f"{name} since the first probe", y=None, height=height)
 
 
 def importances(shares: tuple[tuple[str, float], ...]) -> dict[str, Any] | None:
     """Bars, the largest on top."""
     if len(shares) < 2:
         return None
-    figure = _empty()
+    figure = empty()
     figure.add_bar(
         x=[share for _, share in shares],
         y=[escape(knob) for knob, _ in shares],
@@ -130,7 +161,7 @@ def importances(shares: tuple[tuple[str, float], ...]) -> dict[str, Any] | None:
     figure.update_xaxes(tickformat=".0%")
     # The longest bar has its number beside it.
     figure.update_xaxes(range=[0.0, 1.16 * shares[0][1] or 1.0])
-    return _finish(figure, x="share of the variation explained", y=None, height=90 + 34 * len(shares))
+    return finish(figure, x="share of the variation explained", y=None, height=56 + 34 * len(shares))
 
 
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
@@ -138,7 +169,7 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     others = [row for row in rows if row.changes]
     if not others:
         return None
-    figure = _empty()
+    figure = empty()
     figure.add_bar(
         x=[row.extra for row in others],
         y=[escape(row.changes) for row in others],
@@ -159,15 +190,45 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     figure.add_vline(x=0, line={"color": ACCENT, "width": 1.5})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat="+.0%")
-    return _finish(figure, x="cost a useful token against the winner", y=None, height=110 + 38 * len(others))
+    return finish(figure, x="cost against the winner", y=None, height=76 + 38 * len(others))
+
+
+def cards(found: tuple[OnCard, ...]) -> dict[str, Any] | None:
+    """USD of the winner's run on each card whose price is known, with its interval; the cheapest on top."""
+    priced = [(one, one.cost) for one in found if one.cost and one.cost.full_run_usd is not None]
+    if len(priced) < 2:
+        return None
+    figure = empty()
+    usd = [cost.full_run_usd or 0.0 for _, cost in priced]
+    bounds = [cost.interval_usd or (0.0, 0.0) for _, cost in priced]
+    figure.add_bar(
+        x=usd,
+        y=[escape(one.device.name) for one, _ in priced],
+        orientation="h",
+        marker={"color": [ACCENT if one.own else OUTCOMES[Outcome.OK][0] for one, _ in priced]},
+        error_x={
+            "array": [high - value for value, (_, high) in zip(usd, bounds, strict=True)],
+            "arrayminus": [value - low for value, (low, _) in zip(usd, bounds, strict=True)],
+            "thickness": 1,
+        },
+        hovertext=[
+            f"{escape(one.device.name)}<br><b>{fmt_usd(cost.full_run_usd)}</b>, "
+            f"{fmt_seconds(cost.full_run_hours * 3600)} [{cost.evidence}]"
+            for one, cost in priced
+        ],
+        hoverinfo="text",
+    )
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_xaxes(tickprefix="$", rangemode="tozero")
+    return finish(figure, x="USD, on demand", y=None, height=66 + 26 * len(priced))
 
 
 def parallel(info: ParallelInfo) -> dict[str, Any] | None:
     """A line for each configuration over the knobs that were varied, its speed at the right; the best drawn last."""
     if not info.axes:
         return None
-    figure = _empty()
-    groups = ((2, "slower", "#8a8f98", 0.35), (1, "at least half as fast", "#2a7fc4", 0.55))
+    figure = empty()
+    groups = ((2, "slower", "#8a8f98", 0.35), (1, "at least half as fast", "#2a7fc4", 0.7))
     for group, name, colour, opacity in (*groups, (0, "within 5 % of the fastest", ACCENT, 0.95)):
         xs: list[float | None] = []
         ys: list[float | None] = []
@@ -189,14 +250,14 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
     figure.update_xaxes(tickvals=[*range(len(names))], ticktext=names, range=[-0.5, len(names) - 0.5], showgrid=True)
     figure.update_xaxes(ticklabeloverflow="allow")
     figure.update_yaxes(visible=False, range=[-0.06, 1.06])
-    return _finish(figure, x="", y=None, height=420)
+    return finish(figure, x="", y=None, height=420)
 
 
 def explanation(found: Explanation | None) -> dict[str, Any] | None:
     """The winner's speed with one knob after another set back; the slowest on top, nothing where it does not fit."""
     if found is None or not any(one.tokens_per_s for one in found.undone):
         return None
-    figure, rows = _empty(), found.ranked()
+    figure, rows = empty(), found.ranked()
     figure.add_bar(
         x=[one.tokens_per_s or 0.0 for one in rows],
         y=[f"{one.knob} {escape(str(getattr(one.config, one.knob)))}" for one in rows],
@@ -204,12 +265,14 @@ def explanation(found: Explanation | None) -> dict[str, Any] | None:
         marker={"color": OUTCOMES[Outcome.OK][0]},
         error_x={"array": [one.error * (one.tokens_per_s or 0.0) for one in rows], "thickness": 1},
         text=["" if one.tokens_per_s else "does not come through" for one in rows],
+        textposition="outside",
         hovertext=[f"{escape(one.config.label())}<br><b>{found.effect(one)}</b> [{one.evidence}]" for one in rows],
         hoverinfo="text",
     )
     figure.add_vline(x=found.winner.tokens_per_s, line={"color": ACCENT, "width": 1.5})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    return _finish(figure, x="tokens/s with the baseline's value of one knob", y=None, height=110 + 38 * len(rows))
+    figure.update_xaxes(tickformat=",")
+    return finish(figure, x="tokens/s without it", y=None, height=76 + 38 * len(rows))
 
 
 def quality(found: Quality | None, winner: TrainConfig | None) -> dict[str, Any] | None:
@@ -217,7 +280,7 @@ def quality(found: Quality | None, winner: TrainConfig | None) -> dict[str, Any]
     learned = [one for one in found.ranked() if one.loss_after is not None] if found else []
     if found is None or len(learned) < 2:
         return None
-    figure = _empty()
+    figure = empty()
     front = found.front()
     figure.add_scatter(
         x=[one.full_run_hours for one in front],
@@ -241,15 +304,15 @@ def quality(found: Quality | None, winner: TrainConfig | None) -> dict[str, Any]
             hoverinfo="text",
             cliponaxis=False,
         )
-    return _finish(figure, x="hours of the full run", y="held-out loss after training", height=360)
+    return finish(figure, x="hours of the full run", y="held-out loss after training", height=360)
 
 
 def memory(bars: tuple[MemoryBar, ...]) -> dict[str, Any] | None:
     """One stacked bar a candidate, with the limit as a line."""
     if not bars:
         return None
-    figure = _empty()
-    names = [escape(bar.name) for bar in bars]
+    figure = empty()
+    names = [f"{escape(bar.name)}<br>{fmt_gib(sum(bar.terms.values()))}" for bar in bars]
     for term in TERMS:
         values = [bar.terms[term] for bar in bars]
         figure.add_bar(
@@ -264,26 +327,30 @@ def memory(bars: tuple[MemoryBar, ...]) -> dict[str, Any] | None:
     limit = max(bar.limit_gib for bar in bars)
     figure.add_vline(
         x=limit,
+        layer="below",
         line={"color": ACCENT, "width": 1.5, "dash": "dash"},
-        annotation={"text": f"limit {fmt_gib(limit)}", "xanchor": "right", "xshift": -4},
+        annotation={
+            "text": f"limit {fmt_gib(limit)}",
+            "textangle": -90,
+            "xanchor": "left",
+            "yanchor": "top",
+            "xshift": 2,
+        },
     )
-    for bar, name in zip(bars, names, strict=True):
-        total = sum(bar.terms.values())
-        figure.add_annotation(x=total, y=name, text=fmt_gib(total), showarrow=False, xanchor="left", xshift=6)
+    figure.update_xaxes(range=[0.0, 1.06 * max(limit, *(sum(bar.terms.values()) for bar in bars))])
     figure.update_layout(barmode="stack", bargap=0.45, legend={"traceorder": "normal"})
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    return _finish(figure, x="GiB allocated at the peak", y=None, height=170 + 62 * len(bars))
+    return finish(figure, x="GiB allocated at the peak", y=None, height=170 + 62 * len(bars))
 
 
-def escape(text: str) -> str:
-    """Text that plotly shows as it is: it interprets a few HTML tags and all entities."""
-    return html.escape(text, quote=False)
-
-
-def _empty() -> Any:
-    import plotly.graph_objects as go
-
-    return go.Figure()
+def _around(peaks: list[float], limit_gib: float | None) -> tuple[float, float]:
+    """The ends of the memory axis, with room for names at the points and at the limit."""
+    ends = [*peaks, *([limit_gib] if limit_gib else [])]
+    low, high = min(ends), max(ends)
+    if limit_gib:
+        high = min(high, limit_gib * EDGE)
+    room = 0.12 * max(high - low, 0.05 * high)
+    return max(low - room, 0.0), high + room
 
 
 def _by_outcome(points: tuple[Point, ...]) -> list[tuple[Outcome, list[Point]]]:
@@ -324,34 +391,3 @@ def _hover(point: Point) -> str:
     # A tooltip has no scroll bar; the whole reason stands in the table.
     lines += [escape(point.reason[:90])] if point.reason else []
     return "<br>".join(lines)
-
-
-def _finish(figure: Any, *, x: str, y: str | None, height: int) -> dict[str, Any]:
-    """The look that all figures share, as the data that Plotly.newPlot takes."""
-    import json
-
-    axis = {
-        "zeroline": False,
-        "automargin": True,
-        "ticklabelstandoff": 4,
-        "title": {"standoff": 12, "font": {"size": 13}},
-    }
-    figure.update_layout(
-        template="none",
-        height=height,
-        autosize=True,
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        margin={"l": 8, "r": 16, "t": 44, "b": 8},
-        font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
-        hoverlabel={"align": "left", "font": {"size": 12}},
-        dragmode=False,
-    )
-    figure.update_xaxes(**axis)
-    figure.update_yaxes(**axis)
-    figure.update_xaxes(title_text=x)
-    if y:
-        figure.update_yaxes(title_text=y)
-    data: dict[str, Any] = json.loads(figure.to_json())
-    return {"data": data["data"], "layout": data["layout"]}

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 from autotune.catalog import age
 from autotune.recipe import Recipe, StudySummary
 from autotune.report import figures, infos, parallel, tradeoffs
+from autotune.report.canvas import OUTCOMES, plotly_js
+from autotune.report.matrix import price_text
 from autotune.report.oom import OomReport, missed, oom_report
+from autotune.report.timeline import timeline
 from autotune.result import Evidence, Outcome
 from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-OUTCOME_NAMES = {outcome.value: name for outcome, (_, _, name) in figures.OUTCOMES.items()}
+OUTCOME_NAMES = {outcome.value: name for outcome, (_, _, name) in OUTCOMES.items()}
 STATES = {
     "fits": ("✓", "fits"),
     "mixed": ("◪", "mixed"),
@@ -66,10 +69,18 @@ def render(summary: StudySummary, out_dir_name: str) -> str:
         "percent": lambda share: DASH if share is None else f"{share:.1%}",
         "signed": lambda share: DASH if share is None else f"{share:+.1%}",
         "text": infos.value_text,
+        "breaks": breaks,
         "missed": missed,
     }
     environment.filters |= filters
     return environment.get_template("report.html.j2").render(_view(summary, out_dir_name))
+
+
+def breaks(text: str) -> "Markup":
+    """Text that may be broken after an underscore, as the names of knobs are on a phone."""
+    from markupsafe import Markup, escape
+
+    return Markup("_<wbr>").join(escape(part) for part in text.split("_"))
 
 
 def script_json(data: Any) -> "Markup":
@@ -179,7 +190,7 @@ def _price(recipe: Recipe) -> str:
 def _breakdown(summary: StudySummary) -> str:
     """'12 trials: 8 fit, 2 out of memory, 2 refused'."""
     parts = []
-    for outcome, (_, _, name) in figures.OUTCOMES.items():
+    for outcome, (_, _, name) in OUTCOMES.items():
         number = sum(row.outcome is outcome for row in summary.trials)
         if number:
             parts.append(f"{number:,} {'fit' if outcome is Outcome.OK else name}")
@@ -199,9 +210,11 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
     return {
         "scatter": figures.scatter(infos.scatter(summary)),
         "history": figures.history(infos.history(summary)),
+        "timeline": figures.timeline(timeline(summary)),
         "parallel": figures.parallel(parallel.parallel(summary)),
         "importances": figures.importances(infos.importances(summary)),
         "memory": figures.memory(infos.memory(summary)),
+        "cards": figures.cards(summary.cards),
         "explanation": figures.explanation(summary.explanation),
         "capability": figures.capability(tradeoffs.cells(recipe) if recipe else ()),
         "quality": figures.quality(summary.quality, recipe.winner.config if recipe else None),
@@ -216,7 +229,7 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
     cells = tradeoffs.cells(recipe) if recipe else ()
     drawn = draw(summary)
     # A figure fewer is not a reason for 5 MB: without any, plotly.js stays out.
-    source = figures.plotly_js() if any(drawn.values()) else ""
+    source = plotly_js() if any(drawn.values()) else ""
     return {
         "summary": summary,
         "recipe": recipe,
@@ -228,9 +241,11 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
         "price": _price(recipe) if recipe else None,
         "commands": _commands(recipe, out_dir_name),
         "compare": infos.compare(recipe) if recipe else (),
+        "spent": timeline(summary).said(),
         "map": infos.feasibility(summary),
         "costs": infos.costs(recipe) if recipe else (),
         "cells": cells,
+        "price_of": lambda card: price_text(card.price, date.today()),
         "lengths": tradeoffs.lengths(summary),
         "fingerprint": infos.fingerprint(recipe) if recipe else (),
         "oom": report,
