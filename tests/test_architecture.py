@@ -32,7 +32,19 @@ SHARED = {("search", "store"): {"engine_options", "public_url", "storage_errors"
 CHILD = tuple(
     f"probe.{name}"
     for name in (
-        *("chunked_loss", "device", "lean", "levers", "model", "recorder", "sft", "sft_run", "stand_in", "trainer"),
+        *(
+            "chunked_loss",
+            "device",
+            "inject",
+            "lean",
+            "levers",
+            "model",
+            "recorder",
+            "sft",
+            "sft_run",
+            "stand_in",
+            "trainer",
+        ),
         *("weigh", "worker"),
     )
 )  # what runs in the worker's process

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from autotune.config import TrainConfig
+from autotune.probe.inject import injected
 from autotune.result import Measurement, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult, from_data, to_data
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ MAX_LOST_GIB = 0.5
 
 
 def main() -> None:
-    channel = socket.socket(fileno=int(sys.argv[1]))
     _die_with_parent(int(sys.argv[3]))
+    _leave_nobody()
+    channel = socket.socket(fileno=int(sys.argv[1]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     reader, writer = channel.makefile("r"), channel.makefile("w")
 
@@ -54,6 +56,7 @@ def main() -> None:
             send(**described(message["describe"]))
             continue
         _log_to(message["log"])
+        worker.strike = injected(message["log"])
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
         _log_to(home)
         send(event="result", result=to_data(result), reusable=reusable)
@@ -79,6 +82,7 @@ class Worker:
 
         self.meter = open_meter(device)
         self._send = send
+        self.strike: Callable[[Phase], None] | None = None  # a fault on purpose
         self._scratch = scratch
         self._residents: dict[int | None, Resident] = {}  # by depth
         self._served = 0
@@ -132,9 +136,11 @@ class Worker:
         def emit(phase: Phase) -> None:
             clock.enter(phase)
             self._send(event="phase", phase=phase)
+            if self.strike is not None:
+                self.strike(phase)
 
-        emit(Phase.LOAD)
         try:
+            emit(Phase.LOAD)
             probe = Probe(request, self._base_for(request), self.meter, emit, self._lost_gib, self._scratch)
             measurement = probe.run()
             fields = {"outcome": Outcome.OK, "measurement": measurement}
@@ -332,6 +338,23 @@ def _die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent is gone")
+
+
+def _leave_nobody() -> None:
+    """A second process ends this one's group once this one is gone, however it went, and the parent with it.
+
+    What a worker starts (loaders, compilers) would outlive it where nobody is left to end the group.
+    """
+    worker = os.getpid()
+    if os.fork():
+        return
+    for handle in (0, *map(int, sys.argv[1:2])):
+        os.close(handle)  # the socket ends with the worker
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2,))
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2)
+    if os.getppid() == worker:  # or it is gone already
+        signal.sigwait((signal.SIGUSR2,))
+    os.killpg(worker, signal.SIGKILL)
 
 
 if __name__ == "__main__":
