@@ -11,7 +11,7 @@ COLUMNS = ("tries", "survived", "lost", "orphans left")
 HEAD = """# Faults
 
 What was done to a study or its worker, how often, how often it went on or could be continued, how many results were
-lost and how many processes were left. Written by `pytest tests/faults --write-table`, on CPU probes, SQLite and PostgreSQL.
+lost and how many processes were left. Written by `pytest tests/faults --write-table`, on CPU probes and both databases.
 
 """
 _told: dict[str, Counter[str]] = {}
