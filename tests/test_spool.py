@@ -1,37 +1,15 @@
 """Results wait in a file while their database is away, and are in it once it is back: each once, and in order."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psycopg
 import pytest
 from factories import FINGERPRINT, result
-from sqlalchemy.engine import make_url
+from outage import away
 
 from autotune.errors import StorageError
 from autotune.spool import Spool
 from autotune.store import ProbeStore
-
-
-@contextmanager
-def away(database: str) -> Iterator[None]:
-    """The database cannot be reached meanwhile, and whoever was connected to it is cut off."""
-    url = make_url(database)
-    if url.get_backend_name() == "sqlite":
-        file = Path(url.database or "")
-        moved = file.rename(file.with_suffix(".away"))
-        file.mkdir()
-        yield
-        file.rmdir()
-        moved.rename(file)
-        return
-    server = url.set(drivername="postgresql", database="postgres").render_as_string(hide_password=False)
-    with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f'ALTER DATABASE "{url.database}" ALLOW_CONNECTIONS false')
-        connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [url.database])
-        yield
-        connection.execute(f'ALTER DATABASE "{url.database}" ALLOW_CONNECTIONS true')
 
 
 @pytest.fixture
