@@ -95,17 +95,18 @@ class Sizes:
     def of(cls, model: ModelSpec) -> "Sizes | None":
         """None for a family that has no formula."""
         config: dict[str, Any] = model.config
-        family, heads = config["model_type"], config.get("num_attention_heads")
-        if family not in EAGER or not heads or "intermediate_size" not in config:
+        family, heads = config["model_type"], model.size("num_attention_heads")
+        intermediate = model.size("intermediate_size")
+        if family not in EAGER or heads is None or intermediate is None:
             return None
         sizes = cls(
             family=family,
             layers=model.num_layers,
             hidden=model.hidden_size,
-            intermediate=config["intermediate_size"],
+            intermediate=intermediate,
             heads=heads,
-            key_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or model.hidden_size // heads,
+            key_heads=model.size("num_key_value_heads") or heads,
+            head_dim=model.size("head_dim") or model.hidden_size // heads,
             vocab=model.vocab_size,
             tied=bool(config.get("tie_word_embeddings", family.startswith("gemma"))),
         )

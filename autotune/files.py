@@ -18,11 +18,17 @@ MAX_VALUES = 10_000  # of a user's file, its aliases written out; the shipped on
 
 
 def load_yaml(text: str) -> Any:
-    """Safe-load one YAML document; libyaml's parser is used where it was built in (ten times faster)."""
+    """Safe-load one YAML document; libyaml's parser is used where it was built in (ten times faster).
+
+    Raises yaml.YAMLError, RecursionError, and ValueError of a number or date that cannot be.
+    """
     import yaml
 
-    # CSafeLoader is SafeLoader over libyaml: the same restricted set of types.
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+    try:
+        # CSafeLoader is SafeLoader over libyaml: the same restricted set of types.
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+    except (AttributeError, IndexError, KeyError, TypeError):  # PyYAML's own, of tags such as `!!bool maybe`
+        raise yaml.YAMLError("a value is not of its tag") from None
 
 
 def read_user_yaml(path: Path, model: type[M]) -> M:
@@ -95,18 +101,16 @@ def _line_of(node: Any, loc: tuple[int | str, ...]) -> int:
     """The 1-based line of the deepest part of `loc` that exists in the composed YAML tree."""
     line = 1 if node is None else node.start_mark.line + 1
     for part in loc:
-        value = getattr(node, "value", None)
-        if isinstance(part, int) and isinstance(value, list) and part < len(value):
-            node = value[part]
-        elif isinstance(value, list):
-            pairs = [pair for pair in value if isinstance(pair, tuple) and pair[0].value == str(part)]
-            if not pairs:
-                break
-            line, node = pairs[0][0].start_mark.line + 1, pairs[0][1]
-            continue
-        else:
+        children = getattr(node, "value", None)
+        if not isinstance(children, list):
             break
-        line = node.start_mark.line + 1
+        if node.id == "mapping":
+            found = next(((key, value) for key, value in children if key.value == str(part)), None)
+        else:
+            found = (children[part],) * 2 if isinstance(part, int) and part < len(children) else None
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
     return line
 
 

@@ -130,10 +130,7 @@ def _load(path: Path) -> dict[str, Any]:
     if not 0 <= size <= MAX_BYTES:
         problem = "is not a file that can be read" if size < 0 else f"has {size:,} bytes, which no configuration has"
         raise UsageError(f"{str(path)!r} {problem}", remedy="check the path: it is the YAML that you train with")
-    try:
-        values = read_user_yaml(path, RootModel[Any]).root
-    except (AttributeError, IndexError, KeyError, TypeError):  # PyYAML's own, of tags such as `!!bool maybe`
-        raise UsageError(f"{path}: not valid YAML: a value is not of its tag", remedy="remove the tag (!!)") from None
+    values = read_user_yaml(path, RootModel[Any]).root
     if not isinstance(values, dict) or not values:
         raise UsageError(f"{path} holds no keys with values", remedy="pass the YAML that you train with")
     return {key: value for key, value in values.items() if isinstance(key, str)}

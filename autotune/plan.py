@@ -27,6 +27,7 @@ from autotune.submission import Sighting
 from autotune.workload import Workload
 
 MOST = 10_000  # configurations that are looked at: in about two seconds
+MOST_STEP = 300  # to the next of them: beyond, walking there takes longer than looking
 BELIEVED = 6.0  # standard deviations between what somebody measured on a card and what is expected of it
 FITS, TIGHT, OOM = "fits", "tight", "out of memory"
 
@@ -207,7 +208,8 @@ def make_plan(
         )
     space = _told_apart(subject.space, baseline.config)
     step = math.ceil(space.size() / MOST)  # equally far apart in a space that is too large to look at all of it
-    configs = dict.fromkeys(space.config(one) for one in islice(space.enumerate(), 0, None, step))
+    chosen = islice(space.enumerate(), 0, None, step) if step <= MOST_STEP else space.sample(MOST)
+    configs = dict.fromkeys(map(space.config, chosen))
     found = {config: one for config in configs if (one := planned(subject, config, limit, seen)) is not None}
     fitting = [one for one in found.values() if one.fits == FITS and one.tokens_per_s]
     here = tuple(one for one in seen if one.device == subject.device.name)

@@ -1,4 +1,4 @@
-"""What Linux does for a process at its parent's end."""
+"""What Linux does for processes at the end of one of them."""
 
 import ctypes
 import os
@@ -13,3 +13,21 @@ def die_with_parent(parent: int | None = None, *, number: int = signal.SIGKILL) 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         sys.exit("the parent is gone")
+
+
+def take_group_along(*handles: int) -> None:
+    """A second process ends this one's group once this one is gone, however it went, and the parent with it.
+
+    What a worker starts (loaders, compilers) would outlive it where nobody is left to end the group. The second process
+    closes `handles`, which end with the first.
+    """
+    worker = os.getpid()
+    if os.fork():
+        return
+    for handle in (0, *handles):
+        os.close(handle)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2,))
+    die_with_parent(number=signal.SIGUSR2)
+    if os.getppid() == worker:  # or it is gone already
+        signal.sigwait((signal.SIGUSR2,))
+    os.killpg(worker, signal.SIGKILL)

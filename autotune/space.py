@@ -4,13 +4,13 @@ Narrowing happens before the study, so that nothing impossible is ever proposed;
 reason. Which candidate is tried next is the sampler's business (`search`).
 """
 
-import math
 import os
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["system", "learning"]
 _DEFAULTS = TrainConfig()
+MAX_RANGE = 1024  # integers between min and max: nobody can try more, and all of them are looked at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,20 +198,32 @@ class SearchSpace:
 
     def size(self) -> int:
         """How many distinct configurations there are."""
-        conditions = {name for knob in self.knobs for name in ACTIVE_WHEN.get(knob.name, {}) | (knob.when or {})}
-        deciding = [knob for knob in self.knobs if knob.name in conditions]
-        free = [knob for knob in self.knobs if knob.name not in conditions]
-        total, seen = 0, set()
-        for values in product(*(knob.choices() for knob in deciding)):
+        asked: dict[str, list[Any]] = {}  # values that conditions tell from others
+        for knob in self.knobs:
+            for name, want in (ACTIVE_WHEN.get(knob.name, {}) | (knob.when or {})).items():
+                asked.setdefault(name, []).extend(_as_list(want))
+        ways: Counter[tuple[tuple[str, Any], ...]] = Counter([()])  # by what conditions can tell of a choice
+        for knob in self.knobs:
+            further = type(ways)()
+            for known, number in ways.items():
+                active = knob.is_active(dict(known))
+                if not active or knob.name not in asked:
+                    further[known] += number * (len(knob.choices()) if active else 1)
+                else:
+                    for value in knob.choices():
+                        further[(*known, (knob.name, value if value in asked[knob.name] else None))] += number
+            ways = further
+        return ways.total()
+
+    def sample(self, number: int) -> Iterator[dict[str, Any]]:
+        """So many choices of active knobs at random, always the same ones: of a space too large to enumerate."""
+        drawn = random.Random(0)  # noqa: S311 (no secret hangs on it)
+        for _ in range(number):
             chosen: dict[str, Any] = {}
-            for knob, value in zip(deciding, values, strict=True):
+            for knob in self.knobs:
                 if knob.is_active(chosen):
-                    chosen[knob.name] = value
-            key = tuple(sorted(chosen.items(), key=str))
-            if key not in seen:
-                seen.add(key)
-                total += math.prod(len(knob.choices()) for knob in free if knob.is_active(chosen))
-        return total
+                    chosen[knob.name] = drawn.choice(knob.choices())
+            yield chosen
 
     def config(self, chosen: dict[str, Any]) -> TrainConfig:
         """The configuration for {knob: value}; knobs that the space does not name keep their defaults."""
@@ -353,6 +366,9 @@ def _problems(name: str, entry: Any) -> Iterator[tuple[tuple[int | str, ...], st
     """What cannot be in the entry of one knob: where under `knobs` it stands, and why not."""
     if name not in KNOBS:
         yield (name,), f"there is no knob {name!r}{did_you_mean(name, KNOBS)}"
+        return
+    if entry.max and entry.max - entry.min >= MAX_RANGE:
+        yield (name, "max"), f"at most {MAX_RANGE:,} values are searched from min to max: list some as values: [..]"
         return
     found: list[tuple[tuple[int | str, ...], str, Any]] = [
         *(((name, "values", place), name, value) for place, value in enumerate(entry.values)),

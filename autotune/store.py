@@ -1,10 +1,11 @@
 """Probe results in a table beside Optuna's: append-only evidence, found again by request and fingerprint.
 
-The only file that imports SQLAlchemy. Errors leave as StorageError with the true cause and without a password.
+The only file that imports SQLAlchemy. Errors leave as StorageError with the true cause and without a password. A result
+that cannot be written waits in a file, since it cost GPU time.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 
 from autotune.errors import StorageError, UsageError
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung, from_data, to_data
+from autotune.spool import Spool
 
 _metadata = sa.MetaData()
 _probes = sa.Table(
@@ -40,21 +42,8 @@ _probes = sa.Table(
 # Only these say the same when asked again; a crash or a timeout may not.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
 
-NETWORK = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "sshfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "glusterfs",
-    "afs",
-    "s3fs",
-}
+# File systems of other machines.
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "s3fs"}
 LATE_ROWS = 1000  # a row may be seen after others with higher numbers: whoever began first need not end first
 
 
@@ -68,9 +57,10 @@ class StoredProbe:
 
 
 class ProbeStore:
-    """The probe table of one database."""
+    """The probe table of one database. `spool` is where results wait while it is away; `say` is told of it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, spool: Path | None = None, say: Callable[[str], None] = lambda text: None) -> None:
+        self._spool, self._say = Spool(path=spool) if spool else None, say
         with storage_errors(url):
             self._url = url
             self._engine = sa.create_engine(_parsed(url), **engine_options(url))
@@ -80,7 +70,10 @@ class ProbeStore:
     def add(
         self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint, *, model: str = ""
     ) -> None:
-        """Append one result, durably, before anybody else hears of it. `model` is the digest of its config."""
+        """Append one result, durably, before anybody else hears of it. `model` is the digest of its config.
+
+        Raises StorageError if neither the database nor the spool takes it.
+        """
         row = {
             "study": study,
             "model": model,
@@ -94,8 +87,29 @@ class ProbeStore:
             "result": json.dumps(to_data(result)),
             "circumstances": json.dumps(to_data(fingerprint)),
         }
-        with storage_errors(self._url), self._engine.begin() as connection:
-            self._known.add(connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one())
+        try:
+            self._replay()
+            with storage_errors(self._url), self._engine.begin() as connection:
+                self._insert(connection, row)
+        except StorageError as error:
+            if self._spool is None:
+                raise
+            self._spool.add(row)
+            self._say(f"{error}; the result waits in {self._spool.path}")
+
+    def _insert(self, connection: sa.Connection, row: dict[str, Any]) -> None:
+        self._known.add(connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one())
+
+    def _replay(self) -> None:
+        """Write what waits in the spool, each row once: an error does not say whether the database had it already."""
+        if self._spool is None or self._spool.is_empty():
+            return
+        with self._spool.drained() as rows, storage_errors(self._url), self._engine.begin() as connection:
+            for row in rows:
+                same = (column == row[column.name] for column in _probes.c if column is not _probes.c.id)
+                if connection.execute(sa.select(_probes.c.id).where(*same)).first() is None:
+                    self._insert(connection, row)
+        self._say(f"{len(rows)} waiting results are in the database now")
 
     def find(self, request: str, fingerprint: str, rungs: Iterable[Rung]) -> ProbeResult | None:
         """The newest stored answer to a request under the same fingerprint, from any study of this database."""
@@ -110,6 +124,7 @@ class ProbeStore:
             .order_by(_probes.c.id.desc())
             .limit(1)
         )
+        self._replay()
         with storage_errors(self._url), self._engine.connect() as connection:
             text = connection.execute(query).scalar_one_or_none()
         return None if text is None else from_data(ProbeResult, json.loads(text))
@@ -133,6 +148,7 @@ class ProbeStore:
 
     def _rows(self, which: sa.ColumnElement[bool]) -> list[StoredProbe]:
         query = sa.select(_probes).where(which).order_by(_probes.c.id)
+        self._replay()
         with storage_errors(self._url), self._engine.connect() as connection:
             rows = connection.execute(query).mappings().all()
         self._known.update(row["id"] for row in rows)

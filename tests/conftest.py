@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.storages import RDBStorage
+from outage import make_tables
 from sessions import Start, starter
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from autotune.probe.launcher import WorkerProber
-from autotune.store import ProbeStore
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait take another test's processor
 gc.set_threshold(200_000, 50, 100)  # torch's objects are walked seldom: a fifth of the unit tests' time
@@ -31,20 +30,13 @@ def _without_waiting_for_the_disk(connection: Any, record: Any) -> None:
 
 # These start real probes and real training, and take minutes.
 LONGEST = ("end_to_end", "launcher", "quality", "truncation", "train_py", "trl_trainer", "levers", "chunked_loss")
-LONGEST += ("verify", "compile", "suite", "packing", "search", "study", "resume")
+LONGEST += ("worker", "sessions", "fuzz", "verify", "compile", "suite", "packing", "search", "study", "resume")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """xdist hands out files in the order of their tests: what takes long comes first, so that nobody ends it alone."""
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-
-
-def make_tables(url: str) -> None:
-    """Optuna's and ours."""
-    storage = RDBStorage(url)
-    storage.engine.dispose()
-    ProbeStore(url).close()
 
 
 @pytest.fixture(scope="session")

@@ -105,7 +105,7 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
     ) -> Session:
         subject = subject or subject_of()
         prober = ReplayProber(answers or machine(rate=by_tokens))
-        store = ProbeStore(url)
+        store = ProbeStore(url, spool=logs.parent / "spool.jsonl")
         search = Search.create(url, subject.study, subject.space, seed=0, facts={"model": subject.model.name})
         opened.extend((store, search))
 

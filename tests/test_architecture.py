@@ -19,8 +19,8 @@ LAYERS = [
     "errors", "units", "files", "flags", "process", "gpu", "config", "foreign", "catalog", "result", "depth", "space",
     "climb", "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective",
     "packing", "subject", "projection", "explanation", "recipe", "submission", "judge", "leads", "plan", "elsewhere",
-    "compare", "checked", "store", "leases", "ladder", "footing", "search", "recall", "confirm", "crew", "nodes",
-    "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported", "quality", "verify",
+    "compare", "checked", "spool", "store", "leases", "ladder", "footing", "search", "recall", "confirm", "crew",
+    "nodes", "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported", "quality", "verify",
     "explain", "train", "dashboard", "commands", "api", "cli_studies", "cli",
 ]  # fmt: skip
 
@@ -35,7 +35,19 @@ SHARED = {
 CHILD = tuple(
     f"probe.{name}"
     for name in (
-        *("chunked_loss", "device", "lean", "levers", "model", "recorder", "sft", "sft_run", "stand_in", "trainer"),
+        *(
+            "chunked_loss",
+            "device",
+            "inject",
+            "lean",
+            "levers",
+            "model",
+            "recorder",
+            "sft",
+            "sft_run",
+            "stand_in",
+            "trainer",
+        ),
         *("weigh", "worker"),
     )
 )  # what runs in the worker's process

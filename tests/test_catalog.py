@@ -262,6 +262,7 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
         ({key: LLAMA[key] for key in LLAMA if key != "model_type"}, "no model_type"),
         (LLAMA | {"model_type": ["llama"]}, "no model_type"),
         (LLAMA | {"num_hidden_layers": "32"}, "no positive integer num_hidden_layers"),
+        (LLAMA | {"num_hidden_layers": 10**400}, "no positive integer num_hidden_layers"),
         (LLAMA | {"num_hidden_layers": -1}, "no positive integer num_hidden_layers"),
         (LLAMA | {"hidden_size": True}, "no positive integer hidden_size"),
         ([LLAMA], "not a JSON object"),

@@ -125,6 +125,13 @@ def test_a_way_that_nobody_looked_at_is_unknown(knobs: dict[str, Any]) -> None:
     assert footprint(resolve_model("mistral-7b"), TrainConfig(**knobs)) is None
 
 
+@pytest.mark.parametrize("value", [{}, "32", 0, -1, True, 10**400, None], ids=repr)
+@pytest.mark.parametrize("key", ["intermediate_size", "num_attention_heads"])
+def test_a_config_without_its_sizes_has_no_formula(key: str, value: Any) -> None:
+    model = resolve_model("mistral-7b")
+    assert Sizes.of(replace(model, config=model.config | {key: value}, params=None)) is None
+
+
 def test_a_model_that_is_not_catalogued_is_counted() -> None:
     model = replace(resolve_model("mistral-7b"), params=None)
     found = footprint(model, TrainConfig(**SMALL))

@@ -94,8 +94,10 @@ def test_five_problems_at_most(tmp_path):
         ("name: a\n? [1]\n: b\n", "FILE:2: not valid YAML: found unhashable key"),
         ("name: a\nepochs: \x00\n", "FILE:2: not valid YAML: special characters are not allowed"),
         ("name: \x1b[31m\n", "FILE:1: not valid YAML: special characters are not allowed"),
+        ("name: !!timestamp soon\n", "FILE: not valid YAML: a value is not of its tag"),
         ("name: 2021-13-45\n", "FILE: not valid YAML: month must be in 1..12"),
         ("name: *nobody\n", "FILE:1: not valid YAML: found undefined alias 'nobody'"),
+        ("0: []\n", "FILE:1: 0: Keys should be strings"),
         (b"\xff\xfe\x00", "cannot read FILE: it is not UTF-8 text"),
     ],
 )

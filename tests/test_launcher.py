@@ -1,54 +1,21 @@
-"""Real CPU workers on a tiny model: memory that runs out, repeats and is given back; deaths, hangs, stops, secrets."""
+"""Real CPU workers on a tiny model: memory that runs out, repeats and is given back; secrets."""
 
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from probing import LARGE, MODEL, WIDE, pid_of, request
 
-from autotune.config import TrainConfig
-from autotune.errors import Cancelled, EnvironmentProblem
+from autotune.errors import EnvironmentProblem
 from autotune.probe.launcher import WorkerProber, child_environment
 from autotune.result import Outcome, Phase, ProbeRequest, Rung
 
 pytestmark = pytest.mark.probe
 
-MODEL: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 256,
-    "max_position_embeddings": 1024,
-}
-# A process's memory wanders by 2 or 3 MiB, whatever its peak: 1 % can be told from that only on some 400 MiB. They are
-# soonest reached by a model that keeps much of each token and computes little with it.
-WIDE = MODEL | {"hidden_size": 32, "intermediate_size": 1024}
-LARGE: dict[str, Any] = {"model": WIDE, "micro_batch_size": 32, "seq_len": 256}
 TOO_LARGE: dict[str, Any] = LARGE | {"micro_batch_size": 128}
-
-
-def request(memory_gib: float = 4.0, *, rung: Rung = Rung.FULL, model: dict[str, Any] = MODEL, **knobs: Any) -> Any:
-    """Three short steps, the last of them timed."""
-    small = {"micro_batch_size": 4, "seq_len": 64, "precision": "fp32", "checkpointing": "none"}
-    return ProbeRequest(
-        config=TrainConfig(**(small | knobs)),
-        model=model,
-        device="cpu",
-        memory_gib=memory_gib,
-        micro_steps=1,
-        min_timed_micros=1,
-        min_timed_s=0.0,
-        rung=rung,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -188,144 +155,6 @@ def test_a_warm_worker_answers_as_a_fresh_one(
 def test_recomputing_needs_less_memory(both_orders: list[dict[str, tuple[float, float, float]]]) -> None:
     for order in both_orders:
         assert order["checkpointing"][2] < 0.8 * order["lora"][2]
-
-
-# Faults. A sitecustomize module gives every worker a child of its own, as data loaders and compilers do.
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def members(group: int) -> list[int]:
-    """The living processes of a process group."""
-    found = []
-    for pid in psutil.pids():
-        try:
-            if os.getpgid(pid) == group and alive(pid):
-                found.append(pid)
-        except ProcessLookupError:
-            continue
-    return found
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited a minute for {what}"
-        time.sleep(0.02)
-
-
-def pid_of(prober: WorkerProber) -> int:
-    assert prober._process is not None
-    return prober._process.pid
-
-
-class Faulty:
-    """A prober whose worker has a child, and something to do to it in the middle of a probe."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.stop = folder, False
-        self.prober = WorkerProber(
-            "cpu",
-            folder / "logs",
-            deadlines={Phase.LOAD: 8, Phase.FIRST_STEP: 8, Phase.STEADY: 120},
-            should_stop=lambda: self.stop,
-        )
-        self.worker = 0
-
-    def group(self) -> list[int]:
-        return members(self.worker)
-
-    def probe_while(self, name: str, act: Callable[[], None]) -> Any:
-        """Run a probe that takes minutes if nothing happens to it; `act` comes once it is under way."""
-        self.prober.fingerprint  # noqa: B018 (the worker is up from here on)
-        if self.prober._process is None:
-            self.prober.launch()
-        self.worker = pid_of(self.prober)
-        log = self.folder / "logs" / f"{name}.log"
-        asked = ProbeRequest(
-            config=request(**LARGE).config,
-            model=WIDE,
-            device="cpu",
-            memory_gib=4.0,
-            min_timed_s=600.0,
-            max_timed_steps=100_000,
-        )
-
-        def later() -> None:
-            until(log.exists, "the probe to begin")
-            until(lambda: len(self.group()) == 2, "the worker and its child")
-            act()
-
-        thread = threading.Thread(target=later)
-        thread.start()
-        try:
-            return self.prober.probe(asked, log)
-        finally:
-            thread.join()
-
-    def works_again(self) -> bool:
-        result = self.prober.probe(request(), self.folder / "logs" / "again.log")
-        return result.outcome is Outcome.OK and pid_of(self.prober) != self.worker
-
-
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
-    folder = tmp_path_factory.mktemp("faulty")
-    (folder / "sitecustomize.py").write_text(
-        "import subprocess, sys\n"
-        "if 'autotune.probe.worker' in sys.orig_argv:\n"
-        "    child = subprocess.Popen(['sleep', '600'])\n"
-        "    child.returncode = 0  # nobody waits for it\n"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
-        started = Faulty(folder)
-        with started.prober:
-            yield started
-
-
-def test_a_worker_that_is_killed_is_a_crash_and_the_next_probe_works(faulty: Faulty) -> None:
-    result = faulty.probe_while("killed", lambda: os.kill(faulty.worker, signal.SIGKILL))
-    assert result.outcome is Outcome.CRASH
-    assert "killed by SIGKILL" in (result.reason or "")
-    assert result.log == "killed.log"
-    until(lambda: faulty.group() == [], "the group to be gone")  # SIGKILL returns before it has killed
-    assert faulty.works_again()
-
-
-def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty) -> None:
-    result = faulty.probe_while("hang", lambda: os.kill(faulty.worker, signal.SIGSTOP))
-    assert result.outcome is Outcome.TIMEOUT
-    assert result.phase in (Phase.LOAD, Phase.FIRST_STEP)
-    assert "no progress" in (result.reason or "")
-    assert result.log == "hang.log"
-    until(lambda: faulty.group() == [], "the group to be gone")
-    assert faulty.works_again()
-
-
-def test_a_stop_cancels_the_probe_and_kills_the_group(faulty: Faulty) -> None:
-    def stop() -> None:
-        faulty.stop = True
-
-    with pytest.raises(Cancelled):
-        faulty.probe_while("stop", stop)
-    until(lambda: faulty.group() == [], "the group to be gone")
-    faulty.stop = False
-    assert faulty.works_again()
-
-
-def test_closing_leaves_nobody(faulty: Faulty) -> None:
-    assert faulty.works_again() or faulty.prober.starts  # a worker is up
-    worker = pid_of(faulty.prober)
-    assert len(members(worker)) == 2
-    faulty.prober.close()
-    until(lambda: members(worker) == [], "the group to be gone")
-    faulty.prober.close()  # twice is fine
 
 
 SECRETS = {

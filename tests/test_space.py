@@ -121,13 +121,15 @@ def test_a_file(tmp_path):
          "FILE:3: knobs.seq_len.values.0: seq_len is a positive integer, not nan"),
         (HEAD + "  seq_len: [1, 2]\n", "FILE:3: knobs.seq_len.values.0: seq_len is a positive integer, not [1, 2]"),
         (HEAD + "  seq_len:\n    min: 1\n    max: 99999999999999999999\n",
-         "FILE:5: knobs.seq_len.max: seq_len is a positive integer, not 99999999999999999999"),
+         "FILE:5: knobs.seq_len.max: at most 1,024 values are searched from min to max: list some as values: [..]"),
         (HEAD + "  seq_len: {min: -5, max: 3}\n", "FILE:3: knobs.seq_len: min must be at least 1 and at most max"),
         (HEAD + "  seq_len: {min: 5, max: 3}\n", "FILE:3: knobs.seq_len: min must be at least 1 and at most max"),
         (HEAD + "  seq_len: {min: 5}\n", "FILE:3: knobs.seq_len: give either values: [..] or min: and max:"),
         (HEAD + "  seq_len: {}\n", "FILE:3: knobs.seq_len: give either values: [..] or min: and max:"),
         (HEAD + "  seq_len: {values: [1], min: 5, max: 9}\n",
          "FILE:3: knobs.seq_len: give either values: [..] or min: and max:"),
+        (HEAD + "  seq_len: {min: 1, max: 1025}\n",
+         "FILE:3: knobs.seq_len.max: at most 1,024 values are searched from min to max: list some as values: [..]"),
         (HEAD + "  seq_len: {values: [8, 8]}\n", "FILE:3: knobs.seq_len: a value stands twice"),
         (HEAD + "  seq_len: {values: [8], log: true}\n", "FILE:3: knobs.seq_len: log: true goes with min: and max:"),
         (HEAD + "  seq_len: 8\n  seq_len: 9\n", "FILE:4: not valid YAML: 'seq_len' stands twice"),
@@ -293,3 +295,19 @@ def test_the_digest_follows_what_can_be_chosen():
     assert one.digest != space(seq_len=(512, 1024, 2048)).digest
     assert one.digest != one.pin("seq_len", 512).digest
     assert one.describe() == {"seq_len": {"values": [512, 1024], "range": [None, None, False], "when": None}}
+
+
+def test_the_size_of_a_space_is_known_at_once_and_a_sample_is_of_it():
+    knobs = {name: {"min": 1, "max": 1024} for name in ("micro_batch_size", "seq_len", "lora_rank")}
+    knobs["seq_len"]["when"], knobs["lora_rank"]["when"] = {"micro_batch_size": [1, 2]}, {"seq_len": 7}
+    large = SearchSpace(
+        name="large",
+        knobs=tuple(
+            Knob(name=name, low=entry["min"], high=entry["max"], when=entry.get("when"))
+            for name, entry in knobs.items()
+        ),
+    )
+    assert large.size() == 1022 + 2 * (1023 + 1024)
+    drawn = list(large.sample(50))
+    assert drawn == list(large.sample(50)) and len({str(one) for one in drawn}) > 40
+    assert all(set(one) <= set(knobs) and ("seq_len" in one) is (one["micro_batch_size"] in (1, 2)) for one in drawn)

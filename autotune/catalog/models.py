@@ -21,6 +21,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _VOCAB = ("vocab_size",)
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+MAX_SIZE = 2**31  # no model has as much of anything
 
 # Keys of a config.json that say how it was saved or is to be run, not what the model is. An attention implementation
 # may name a Hub repository whose kernels transformers would then download and run.
@@ -52,7 +53,7 @@ class ModelSpec:
         if not isinstance(self.config.get("model_type"), str) or not self.config["model_type"]:
             raise UsageError(f"the config of {self.name} has no model_type", remedy="add it, for example llama")
         for keys in (_LAYERS, _HIDDEN, _VOCAB):
-            if _size(self.config, keys) is None:
+            if self.size(*keys) is None:
                 raise UsageError(
                     f"the config of {self.name} has no positive integer {keys[0]}",
                     remedy="pass a causal language model; multimodal and encoder-decoder models are not supported",
@@ -66,22 +67,30 @@ class ModelSpec:
     def digest(self) -> str:
         return digest_of(self.config)
 
+    def size(self, *keys: str) -> int | None:
+        """The first of these keys of the config that holds a size: a positive integer that can be."""
+        for key in keys:
+            value = self.config.get(key)
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_SIZE:
+                return value
+        return None
+
     @property
     def num_layers(self) -> int:
-        return _size(self.config, _LAYERS) or 0
+        return self.size(*_LAYERS) or 0
 
     @property
     def hidden_size(self) -> int:
-        return _size(self.config, _HIDDEN) or 0
+        return self.size(*_HIDDEN) or 0
 
     @property
     def vocab_size(self) -> int:
-        return _size(self.config, _VOCAB) or 0
+        return self.size(*_VOCAB) or 0
 
     @property
     def max_seq_len(self) -> int | None:
         """Longest sequence the positions allow, in tokens; None when the config does not say."""
-        return _size(self.config, _CONTEXT)
+        return self.size(*_CONTEXT)
 
     def flops_per_token(self, method: str, seq_len: int) -> float | None:
         """Necessary FLOPs a trained token; see `flops.flops_per_token`."""
@@ -185,11 +194,3 @@ def _shape_of(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _shape_of(item) for key, item in value.items() if key[:1] != "_" and key not in _NOT_SHAPE}
     return value
-
-
-def _size(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
-    for key in keys:
-        value = config.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None

@@ -169,7 +169,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     from autotune.verify import verify
 
     spec, setup, out, name = task.spec, task.setup, task.out, task.study
-    store = ProbeStore(task.url)
+    store = ProbeStore(task.url, spool=out / "spool.jsonl", say=partial(display.note, style="yellow"))
     facts = stored_facts(task.url, name) or {}
     if (
         "subject" in facts and setup.subject.carried is not None

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -107,7 +108,7 @@ def _work(
     def request(config: TrainConfig) -> ProbeRequest:
         return subject.request(config, device=prober.device, **asked)
 
-    store = ProbeStore(url)
+    store = ProbeStore(url, spool=folder / "spool.jsonl", say=partial(display.note, style="yellow"))
     ladder = Ladder(
         prober,
         store,

@@ -55,7 +55,10 @@ ON_CPU = {
     "MALLOC_ARENA_MAX": "1",
     "OMP_WAIT_POLICY": "passive",
 }
-KEPT = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "CC", "CXX")
+KEPT = (
+    *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "CC", "CXX"),
+    "AUTOTUNE_INJECT",
+)
 KEPT_PREFIXES = (
     "LC_",
     "CUDA_",

@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from autotune.config import TrainConfig
-from autotune.process import die_with_parent
+from autotune.probe.inject import injected
+from autotune.process import die_with_parent, take_group_along
 from autotune.result import Measurement, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult, from_data, to_data
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ MAX_LOST_GIB = 0.5
 
 
 def main() -> None:
-    channel = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[3]))
+    take_group_along(int(sys.argv[1]))
+    channel = socket.socket(fileno=int(sys.argv[1]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     reader, writer = channel.makefile("r"), channel.makefile("w")
 
@@ -53,6 +55,7 @@ def main() -> None:
             send(**described(message["describe"]))
             continue
         _log_to(message["log"])
+        worker.strike = injected(message["log"])
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
         _log_to(home)
         send(event="result", result=to_data(result), reusable=reusable)
@@ -78,6 +81,7 @@ class Worker:
 
         self.meter = open_meter(device)
         self._send = send
+        self.strike: Callable[[Phase], None] | None = None  # a fault on purpose
         self._scratch = scratch
         self._residents: dict[int | None, Resident] = {}  # by depth
         self._served = 0
@@ -131,9 +135,11 @@ class Worker:
         def emit(phase: Phase) -> None:
             clock.enter(phase)
             self._send(event="phase", phase=phase)
+            if self.strike is not None:
+                self.strike(phase)
 
-        emit(Phase.LOAD)
         try:
+            emit(Phase.LOAD)
             probe = Probe(request, self._base_for(request), self.meter, emit, self._lost_gib, self._scratch)
             measurement = probe.run()
             fields = {"outcome": Outcome.OK, "measurement": measurement}
