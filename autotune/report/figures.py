@@ -219,7 +219,7 @@ def cards(found: tuple[OnCard, ...]) -> dict[str, Any] | None:
         hoverinfo="text",
     )
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(tickprefix="$", rangemode="tozero")
+    figure.update_xaxes(tickformat="$,.2f", rangemode="tozero")
     return finish(figure, x="USD, on demand", y=None, height=66 + 26 * len(priced))
 
 
