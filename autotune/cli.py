@@ -322,7 +322,7 @@ def main() -> None:
     except AutotuneError as error:
         if debug:
             traceback.print_exc()
-        _print_error(str(error), error.remedy)
+        _print_error(str(error), error.remedy, error.explained)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -331,14 +331,20 @@ def main() -> None:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        _print_error(f"unexpected {type(error).__name__}: {error}", "run again with --debug and report the traceback")
+        _print_error(
+            f"unexpected {type(error).__name__}: {error}",
+            "run again with --debug and report the traceback",
+            "unexpected",
+        )
         sys.exit(1)
 
 
-def _print_error(message: str, remedy: str | None) -> None:
+def _print_error(message: str, remedy: str | None, explained: str | None) -> None:
     print(f"error: {message}", file=sys.stderr)
     if remedy:
         print(f"  try: {remedy}", file=sys.stderr)
+    if explained:
+        print(f"  see: docs/errors.md#{explained}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,9 @@ def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
     shown = copy.copy(trial)
     kept = {key: value for key, value in trial.system_attrs.items() if not key.startswith("constraints")}
     shown.system_attrs = kept | {"constraints": [value for _, value in sorted(trial.constraints.items())]}
+    shown.user_attrs = {
+        key: value for key, value in trial.user_attrs.items() if key != "config"
+    }  # the parameters again
     return shown
 
 

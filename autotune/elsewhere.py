@@ -37,6 +37,7 @@ def elsewhere(
         price=subject.price,
         tokens_per_s=winner.performance.tokens_per_second,
         cost=winner.cost,
+        basis=subject.carried.basis if subject.carried else 0,
         own=True,
     )
     others = [

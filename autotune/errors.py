@@ -18,6 +18,7 @@ class AutotuneError(Exception):
     """An error shown to the user as one message and one remedy, without a traceback."""
 
     exit_code = 1
+    explained: str | None = None  # where docs/errors.md says more
 
     def __init__(self, message: str, *, remedy: str | None = None) -> None:
         super().__init__(message)
@@ -34,30 +35,35 @@ class EnvironmentProblem(AutotuneError):
     """The machine lacks what was asked for: a GPU, a driver, a package."""
 
     exit_code = 3
+    explained = "no-such-device"
 
 
 class NothingFits(AutotuneError):
     """No configuration of the search space fits the device."""
 
     exit_code = 4
+    explained = "nothing-fits"
 
 
 class TooManyFailures(AutotuneError):
     """Probes keep failing for reasons other than memory: the machine, not the configuration, is suspect."""
 
     exit_code = 5
+    explained = "too-many-failures"
 
 
 class PromiseBroken(AutotuneError):
     """The exported run did not come through, or was further from what was promised than the tolerance."""
 
     exit_code = 1
+    explained = "a-promise-that-does-not-hold"
 
 
 class StorageError(AutotuneError):
     """A database or directory that cannot be reached, read or written."""
 
     exit_code = 6
+    explained = "storage"
 
 
 class Interrupted(AutotuneError):

@@ -49,8 +49,8 @@ class Said:
         lines = self.err.splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
         remedies = [line for line in lines if line.startswith("  try: ")]
-        # Lines before the error are progress; the remedy comes last.
-        return len(errors) == len(remedies) == 1 and lines[-1] == remedies[0]
+        # Lines before the error are progress; the remedy comes last, but for where more is said.
+        return len(errors) == len(remedies) == 1 and remedies[0] in (lines[-1], *lines[-2:-1])
 
 
 def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Said:

@@ -267,7 +267,8 @@ def test_a_public_address_is_refused(
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, said = refused(monkeypatch, capsys)
-    assert (code, said) == (3, "error: optuna-dashboard is not installed\n  try: pip install optuna-dashboard\n")
+    assert code == 3
+    assert said.startswith("error: optuna-dashboard is not installed\n  try: pip install optuna-dashboard\n")
 
 
 def test_no_database_is_made(

@@ -73,7 +73,9 @@ def test_the_cheapest_comes_first_and_what_does_not_fit_last() -> None:
 
 def test_a_card_that_stood_in_was_measured_itself() -> None:
     h200, a100 = resolve_device("h200"), resolve_device("a100-80gb-sxm")
-    cards = found(subject(device=a100, measured_on=h200, carried=carry(h200, a100)))
+    carried = carry(h200, a100, [0.4])
+    cards = found(subject(device=a100, measured_on=h200, carried=carried))
+    assert cards["a100-80gb-sxm"].basis == 1 and cards["h200-sxm"].basis == 0
     there = cards["h200-sxm"]
     assert there.cost is not None and there.cost.evidence is Evidence.MEASURED
     assert there.tokens_per_s == pytest.approx(subject().performance(CONFIG, [MEASURED]).tokens_per_second)

@@ -388,7 +388,8 @@ def test_a_model_that_fits_nowhere(tmp_path: Path) -> None:
     little = ("--memory-gib", "0.6", "--tokens-per-example", "64")
     ended = autotune(tmp_path, "run", "--gpu", "cpu", "--model", "model", *little, "--json")
     assert (ended.code, ended.out) == (4, ""), ended.err
-    error, remedy = ended.err.splitlines()[-2:]
+    error, remedy, more = ended.err.splitlines()[-3:]
+    assert more == "  see: docs/errors.md#nothing-fits"
     assert error.startswith("error: nothing in the search space fits") and "GiB" in error
     assert remedy.startswith("  try: ")
     assert "Traceback" not in ended.err

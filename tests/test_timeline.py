@@ -8,7 +8,7 @@ from factories import measurement, result, summary
 
 from autotune.recipe import StudySummary
 from autotune.report import figures
-from autotune.report.timeline import KINDS, SET_UP, timeline
+from autotune.report.timeline import KINDS, MANY, SET_UP, SLICES, slices, timeline
 from autotune.result import Outcome, ProbeResult, Rung, Telemetry
 
 TOOK = {"load": 1.0, "first_step": 3.0, "steady": 4.0, "cleanup": 0.5, "total": 9.0}  # half a second nobody counted
@@ -83,3 +83,18 @@ def test_the_figure_has_the_device_above_the_rungs() -> None:
     assert alone is not None and "yaxis2" not in alone["layout"]
     late = figures.timeline(timeline(study(*[probe(f"10:{minute:02}:00") for minute in range(0, 40, 1)])))
     assert late is not None and late["layout"]["xaxis"]["title"]["text"] == "minutes since the first probe"
+
+
+def test_a_long_study_is_cut_into_slices() -> None:
+    """Two hundred probes of nine seconds, one every ten: each part is spent as each probe is."""
+    probes = [probe(f"{10 + number // 360}:{number // 6 % 60:02}:{number % 6 * 10:02}") for number in range(200)]
+    info = timeline(study(*probes, wall_s=2000.0))
+    found = slices(info)
+    assert len(found) == SLICES and len(info.spans) == 800 > MANY
+    for kind in KINDS:
+        assert sum(one.shares[kind] * one.seconds for one in found) == pytest.approx(info.spent[kind])
+        assert found[50].shares[kind] == pytest.approx(info.spent[kind] / info.length_s, abs=0.06)
+    assert all(one.utilization == pytest.approx(0.5) for one in found)
+    drawn = figures.timeline(info)
+    assert drawn is not None and drawn["layout"]["barmode"] == "stack" and len(drawn["data"]) == len(KINDS) + 1
+    assert slices(timeline(study(*probes[:50]))) == ()

@@ -8,7 +8,7 @@ from autotune.recipe import OnCard, Quality
 from autotune.report.canvas import ACCENT, OUTCOMES, empty, escape, finish
 from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
 from autotune.report.parallel import ParallelInfo
-from autotune.report.timeline import KINDS, TimelineInfo
+from autotune.report.timeline import KINDS, TimelineInfo, slices
 from autotune.report.tradeoffs import CellRow
 from autotune.result import Outcome, Rung
 from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
@@ -93,52 +93,53 @@ def history(info: HistoryInfo) -> dict[str, Any] | None:
 
 
 def timeline(info: TimelineInfo) -> dict[str, Any] | None:
-    """A row a rung, each second in the colour of what it was spent on; above it how busy the device was when timed."""
+    """A row a rung, each second in the colour of what it was spent on; above it how busy the device was when timed.
+
+    A long study is drawn in slices, by what share of each was spent on what.
+    """
     if not info.spans:
         return None
-    figure = empty()
-    long = max(one.start_s + one.seconds for one in info.spans) > LONG_S
-    unit, name = (60.0, "minutes") if long else (1.0, "seconds")
+    figure, cut = empty(), slices(info)
+    unit, name = (60.0, "minutes") if info.length_s > LONG_S else (1.0, "seconds")
+    rungs = [rung.value for rung in Rung if any(one.rung is rung for one in info.spans)]
     for kind in KINDS:
+        style = {"name": kind, "marker": {"color": SPENT_COLOURS[kind], "line": {"width": 0}}, "hoverinfo": "text"}
+        if cut:
+            texts = [f"<b>{one.shares[kind]:.0%}</b> {kind}" for one in cut]
+            places = {"x": [(one.start_s + one.seconds / 2) / unit for one in cut], "width": cut[0].seconds / unit}
+            figure.add_bar(y=[one.shares[kind] for one in cut], hovertext=texts, **places, **style)
+            continue
         spans = [one for one in info.spans if one.kind == kind]
         figure.add_bar(
             base=[one.start_s / unit for one in spans],
             x=[one.seconds / unit for one in spans],
             y=[one.rung.value for one in spans],
             orientation="h",
-            name=kind,
-            marker={"color": SPENT_COLOURS[kind], "line": {"width": 0}},
             hovertext=[
                 f"{escape(one.label)}<br>{one.outcome}: <b>{fmt_seconds(one.seconds)}</b> {kind}" for one in spans
             ],
-            hoverinfo="text",
+            **style,
         )
-    if info.busy:
+    busy = [one for one in cut or info.busy if one.utilization is not None]
+    if busy:
         figure.add_bar(
-            x=[(one.start_s + one.seconds / 2) / unit for one in info.busy],
-            width=[one.seconds / unit for one in info.busy],
-            y=[one.utilization for one in info.busy],
+            x=[(one.start_s + one.seconds / 2) / unit for one in busy],
+            width=[one.seconds / unit for one in busy],
+            y=[one.utilization for one in busy],
             yaxis="y2",
             marker={"color": SPENT_COLOURS["timed steps"], "line": {"width": 0}},
-            hovertext=[f"a kernel ran <b>{one.utilization:.0%}</b> of the time" for one in info.busy],
+            hovertext=[f"a kernel ran <b>{one.utilization:.0%}</b> of the time" for one in busy],
             hoverinfo="text",
             showlegend=False,
         )
-        figure.update_layout(
-            yaxis={"domain": [0.0, 0.62]},
-            yaxis2={
-                "domain": [0.7, 1.0],
-                "range": [0, 1],
-                "tickformat": ".0%",
-                "tickvals": [0, 0.5, 1],
-                "anchor": "x",
-                "title": {"text": "busy"},
-            },
-        )
-    rungs = [rung.value for rung in Rung if any(one.rung is rung for one in info.spans)]
+        scale = {"range": [0, 1], "tickformat": ".0%", "tickvals": [0, 0.5, 1], "title": {"text": "busy"}}
+        figure.update_layout(yaxis={"domain": [0.0, 0.62]}, yaxis2={"domain": [0.7, 1.0], "anchor": "x"} | scale)
     figure.update_layout(barmode="overlay", bargap=0.3, legend={"traceorder": "normal"})
-    figure.update_layout(yaxis={"type": "category", "categoryarray": rungs[::-1], "showgrid": False})
-    height = 130 + 42 * len(rungs) + (100 if info.busy else 0)
+    if cut:
+        figure.update_layout(barmode="stack", bargap=0, yaxis={"range": [0, 1], "tickformat": ".0%"})
+    else:
+        figure.update_layout(yaxis={"type": "category", "categoryarray": rungs[::-1], "showgrid": False})
+    height = 130 + 42 * (4 if cut else len(rungs)) + (100 if busy else 0)
     return finish(figure, x=f"{name} since the first probe", y=None, height=height)
 
 
@@ -219,7 +220,7 @@ def cards(found: tuple[OnCard, ...]) -> dict[str, Any] | None:
         hoverinfo="text",
     )
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(tickprefix="$", rangemode="tozero")
+    figure.update_xaxes(tickformat="$,.2f", rangemode="tozero")
     return finish(figure, x="USD, on demand", y=None, height=66 + 26 * len(priced))
 
 

@@ -1,6 +1,6 @@
 """The study over wall time: what each second was spent on, and how busy the GPU was in the steps that were timed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -16,6 +16,8 @@ SPENT = {
 }
 SET_UP = "set-up and clean-up"
 KINDS = (SET_UP, *SPENT)
+MANY = 400  # stretches; with more of them a bar would be narrower than a pixel
+SLICES = 100
 PAUSE_S = 120.0  # between two probes of one session less than this passes; more is a study that was continued
 
 
@@ -41,6 +43,16 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """An equal part of a long study: what share of it went to each of KINDS, and how busy the GPU was when timed."""
+
+    start_s: float
+    seconds: float
+    shares: dict[str, float]
+    utilization: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineInfo:
     """`spent` are seconds by KINDS. `utilization` is the mean over the timed seconds of which it is known."""
 
@@ -54,6 +66,11 @@ class TimelineInfo:
     @property
     def probe_s(self) -> float:
         return sum(self.spent.values())
+
+    @property
+    def length_s(self) -> float:
+        """To the end of the last probe."""
+        return max((one.start_s + one.seconds for one in self.spans), default=0.0)
 
     def share(self, seconds: float) -> float | None:
         """Of the study's wall time, over all its sessions."""
@@ -117,6 +134,38 @@ def timeline(summary: StudySummary) -> TimelineInfo:
         pauses=pauses,
         utilization=sum(one.utilization * one.seconds for one in busy) / known if known else None,
     )
+
+
+def slices(info: TimelineInfo) -> tuple[Slice, ...]:
+    """The same in SLICES equal parts, where it has too many stretches to be drawn one by one; else ()."""
+    if len(info.spans) <= MANY:
+        return ()
+    width = info.length_s / SLICES
+    spent = [dict.fromkeys(KINDS, 0.0) for _ in range(SLICES)]
+    busy = [[0.0, 0.0] for _ in range(SLICES)]  # seconds in which a kernel ran, of seconds
+    for span in info.spans:
+        for place, seconds in _parts(span.start_s, span.seconds, width):
+            spent[place][span.kind] += seconds
+    for one in info.busy:
+        for place, seconds in _parts(one.start_s, one.seconds, width):
+            busy[place][0] += one.utilization * seconds
+            busy[place][1] += seconds
+    return tuple(
+        Slice(
+            start_s=place * width,
+            seconds=width,
+            shares={kind: seconds / width for kind, seconds in kinds.items()},
+            utilization=ran / known if known else None,
+        )
+        for place, (kinds, (ran, known)) in enumerate(zip(spent, busy, strict=True))
+    )
+
+
+def _parts(start_s: float, seconds: float, width: float) -> Iterator[tuple[int, float]]:
+    """(slice, seconds in it)"""
+    end_s = start_s + seconds
+    for place in range(int(start_s / width), min(int(end_s / width) + 1, SLICES)):
+        yield place, max(min(end_s, (place + 1) * width) - max(start_s, place * width), 0.0)
 
 
 def _started(probes: Iterable[ProbeResult]) -> list[tuple[float, ProbeResult]]:
