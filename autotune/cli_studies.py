@@ -27,6 +27,43 @@ def status(study: StudyName = None, storage: Storage = None, json_: Json = False
     studies.status(study, storage, json_)
 
 
+@studies.command("list")
+def list_(storage: Storage = None, json_: Json = False) -> None:
+    """List the studies of a database, and their best."""
+    from autotune.commands import studies
+
+    studies.list_all(storage, json_)
+
+
+@studies.command()
+def resume(
+    study: StudyName = None,
+    budget: Annotated[str | None, typer.Option(help="Wall time from now: 90s, 15m, 1h. [as before]")] = None,
+    trials: Annotated[int | None, typer.Option(help="Total number of trials, over all sessions. [as before]")] = None,
+    workers: Annotated[int | None, typer.Option(help="GPUs of this machine to probe on. [as before]")] = None,
+    storage: Storage = None,
+    json_: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Continue a study that was stopped, with the options it was begun with."""
+    from autotune.commands import studies
+
+    changes = {"budget": budget, "trials": trials, "workers": workers}
+    studies.resume(study, storage, changes, as_json=json_, quiet=quiet)
+
+
+@studies.command()
+def delete(
+    study: Annotated[str, typer.Argument(help="Name of the study.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Forget a study and its probes; its files stay."""
+    from autotune.commands import studies
+
+    studies.delete(study, storage, sure=yes)
+
+
 @studies.command()
 def explain(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Probe a study's winner with one knob after another set back, and say what each is worth."""

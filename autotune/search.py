@@ -285,6 +285,12 @@ class Search:
         return self._study.get_trials(deepcopy=False)[number]
 
 
+def delete_study(url: str, name: str) -> None:
+    """Forget a study and its trials. Raises KeyError where there is none of this name."""
+    with _errors(url), _opened(url) as storage:
+        optuna.delete_study(study_name=name, storage=storage)
+
+
 def study_names(url: str) -> list[str]:
     """The studies of a database, oldest first."""
     with _errors(url), _opened(url) as storage:

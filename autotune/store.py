@@ -142,6 +142,11 @@ class ProbeStore:
             unknown = set(connection.execute(query).scalars()) - self._known
         return self._rows(_probes.c.id.in_(unknown)) if unknown else []
 
+    def forget(self, study: str) -> None:
+        """Delete the rows of a study."""
+        with storage_errors(self._url), self._engine.begin() as connection:
+            connection.execute(_probes.delete().where(_probes.c.study == study))
+
     def of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
         """Every row of a model under this fingerprint, of all studies, in the order they were written."""
         return self._rows(sa.and_(_probes.c.model == model, _probes.c.fingerprint == fingerprint))

@@ -226,6 +226,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         same["shallow only"] = spec.shallow_only
     search = Search.create(task.url, name, setup.subject.space, seed=spec.seed, facts=same)
     search.remember("subject", to_data(setup.subject))
+    search.remember("spec", to_data(replace(spec, storage=None)))  # without the password that may be in there
     search.remember("out", str(out))
     search.remember("asked", {"memory_gib": memory_gib, "headroom": spec.headroom, "seed": spec.seed})
     limits = Limits(budget_s=task.budget_s, trials=spec.trials, patience=spec.patience)

@@ -1,14 +1,16 @@
-"""`autotune status`, `oom`, `export` and `report`: what a study that exists says. No GPU, no torch."""
+"""`autotune list`, `status`, `oom`, `export`, `report`, `resume` and `delete`: studies that exist."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autotune.commands.outputs import write_exports, write_study
-from autotune.commands.session import StoredStudy, open_study, running
+from autotune.commands.session import StoredStudy, open_study, running, storage_url
 from autotune.errors import NothingFits, UsageError
 from autotune.recipe import summary_data
+from autotune.result import from_data
 from autotune.units import fmt_count, fmt_seconds, fmt_usd
 
 
@@ -33,6 +35,96 @@ def status(name: str | None, storage: str | None, as_json: bool) -> None:
         lines["best"] = f"{best.config.label()}: {speed} [{best.evidence}]; full run {cost}"
     for key, text in lines.items():
         print(f"{key:>7}  {text}")
+
+
+def list_all(storage: str | None, as_json: bool) -> None:
+    """The studies of a database: what they tune, how far they are, and their best."""
+    from autotune.commands.catalogs import print_table
+    from autotune.search import stored_facts, study_names
+
+    url, rows = storage_url(storage), list[dict[str, Any]]()
+    for name in study_names(url):
+        facts = stored_facts(url, name) or {}
+        if "subject" not in facts:
+            continue
+        found = open_study(name, url)
+        recipe = found.summary.recipe
+        rows.append(
+            {
+                "study": name,
+                "model": found.subject.model.short,
+                "device": found.subject.device.name,
+                "trials": len(found.summary.trials),
+                "running": running(found.out) is not None,
+                "tokens_per_s": recipe.winner.performance.tokens_per_second if recipe else None,
+                "files": str(found.out),
+            }
+        )
+    if as_json:
+        _json(rows)
+        return
+    if not rows:
+        print("there is no study in this database: start one with `autotune run`, or name --storage")
+        return
+    columns = {"study": "left", "model": "left", "device": "left", "trials": "right", "tokens/s": "right", "": "left"}
+    print_table(
+        None,
+        columns,
+        [
+            (
+                *(str(row[key]) for key in ("study", "model", "device", "trials")),
+                fmt_count(row["tokens_per_s"]),
+                "running" if row["running"] else "",
+            )
+            for row in rows
+        ],
+    )
+
+
+def delete(name: str, storage: str | None, *, sure: bool) -> None:
+    """Forget a study: its trials and its probes, which no other study can use then. Its files stay.
+
+    Raises:
+        UsageError: no such study, somebody is at work on it, or nobody is `sure` and none can be asked.
+    """
+    from autotune.leases import Leases, Worker
+    from autotune.search import delete_study
+    from autotune.store import ProbeStore
+
+    found, url = open_study(name, storage), storage_url(storage)
+    crew = Leases(url, name, Worker.here(""))
+    if at_work := crew.workers():
+        hosts = ", ".join(f"process {one.pid} of {one.host}" for one in at_work.values())
+        raise UsageError(f"study {name!r} is being worked on by {hosts}", remedy="stop it first")
+    if not sure:
+        if not sys.stdin.isatty():
+            raise UsageError("nobody can be asked here", remedy="add --yes")
+        answer = input(f"delete study {name} with its {len(found.summary.trials)} trials? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
+            print("nothing was deleted")
+            return
+    delete_study(url, name)
+    store = ProbeStore(url)
+    store.forget(name)
+    store.close()
+    print(f"deleted; its files are still in {found.out}")
+
+
+def resume(name: str | None, storage: str | None, changes: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
+    """Continue a study with what it was begun with, but for what is given anew."""
+    from autotune.commands.run import run
+    from autotune.spec import StudySpec
+
+    found = open_study(name, storage)
+    if "spec" not in found.facts:
+        raise UsageError(
+            f"{found.summary.study!r} was begun by an earlier autotune, which did not keep its options",
+            remedy="give `autotune run` the same options as before, and --study NAME",
+        )
+    spec = from_data(StudySpec, found.facts["spec"])
+    given = {key: value for key, value in changes.items() if value is not None}
+    spec = replace(spec, **given, study=found.summary.study, storage=storage, out=str(found.out))
+    run(spec, as_json=as_json, quiet=quiet)
 
 
 def oom(name: str | None, storage: str | None, as_json: bool) -> None:
