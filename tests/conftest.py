@@ -31,12 +31,12 @@ def _without_waiting_for_the_disk(connection: Any, record: Any) -> None:
 # These start real probes and real training, and take minutes.
 LONGEST = ("end_to_end", "launcher", "quality", "truncation", "train_py", "trl_trainer", "levers", "chunked_loss")
 LONGEST += (
-    "worker",
-    "sessions",
-    "canary",
-    "fuzz",
     "verify",
     "compile",
+    "worker",
+    "canary",
+    "sessions",
+    "fuzz",
     "suite",
     "packing",
     "search",
