@@ -312,6 +312,27 @@ def spaces(json_: Json = False) -> None:
     catalogs.spaces(json_)
 
 
+dev = typer.Typer(help="For those who test a machine or a fleet.", no_args_is_help=True)
+app.add_typer(dev, name="dev")
+
+
+@dev.command()
+def inject(
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="oom, host-oom, crash, exit, sigkill, sigsegv, nan, slow, hang, disk-full, db-gone; repeatable."
+        ),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="What small studies run on: auto, or cpu.")] = "cpu",
+    json_: Json = False,
+) -> None:
+    """Strike small studies with faults on purpose, and say what came of each."""
+    from autotune.commands.inject import inject as command
+
+    command(fault or [], gpu, as_json=json_)
+
+
 def main() -> None:
     """Entry point: one clear error, a remedy and a documented exit code; a traceback only with --debug."""
     debug = "--debug" in sys.argv[1:]

@@ -30,7 +30,19 @@ def _without_waiting_for_the_disk(connection: Any, record: Any) -> None:
 
 # These start real probes and real training, and take minutes.
 LONGEST = ("end_to_end", "launcher", "quality", "truncation", "train_py", "trl_trainer", "levers", "chunked_loss")
-LONGEST += ("worker", "sessions", "fuzz", "verify", "compile", "suite", "packing", "search", "study", "resume")
+LONGEST += (
+    "verify",
+    "compile",
+    "worker",
+    "canary",
+    "sessions",
+    "fuzz",
+    "suite",
+    "packing",
+    "search",
+    "study",
+    "resume",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

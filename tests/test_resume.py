@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from factories import result
+from factories import FINGERPRINT, result
 from optuna.trial import TrialState
 from replay import machine
 from sessions import BASELINE, SPACE, Session, Start, by_tokens, space, states, subject_of, whole
 
 from autotune.commands.session import open_study
 from autotune.config import TrainConfig
-from autotune.errors import Cancelled, NothingFits, TooManyFailures, UsageError
+from autotune.errors import Cancelled, NothingFits, StorageError, TooManyFailures, UsageError
 from autotune.footing import find_footing
 from autotune.recipe import TrialRow
 from autotune.result import Outcome, ProbeRequest, ProbeResult, to_data
@@ -242,3 +242,17 @@ def test_a_study_of_before_lengths_is_refused_and_not_misread(tmp_path: Path) ->
     search.close()
     with pytest.raises(UsageError, match="'old' was made by an earlier autotune"):
         open_study("old", url)
+
+
+@pytest.mark.parametrize(
+    "broken", [{"subject": {"workload": {"lengths": 1}}}, {"fingerprint": 5}, {"out": None}], ids=str
+)
+def test_a_study_that_somebody_else_wrote_is_told_and_no_traceback(tmp_path: Path, broken: dict[str, Any]) -> None:
+    url = f"sqlite:///{tmp_path / 'autotune.db'}"
+    search = Search.create(url, "theirs", SPACE, seed=0, facts={})
+    for key, value in ({"subject": to_data(subject_of()), "fingerprint": to_data(FINGERPRINT)} | broken).items():
+        search.remember(key, value)
+    search.close()
+    with pytest.raises(StorageError, match="'theirs' holds what autotune does not write") as caught:
+        open_study("theirs", url)
+    assert caught.value.remedy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UsageError
+from autotune.errors import StorageError, UsageError
 from autotune.explanation import Explanation
 from autotune.recipe import Quality, StudySummary, Verification
 from autotune.result import Fingerprint, from_data, to_data
@@ -104,11 +104,9 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
 
     Raises:
         UsageError: there is no such study.
-        StorageError: the database cannot be read.
+        StorageError: the database cannot be read, or holds what was never written by us.
     """
-    from autotune.recall import recall, summarize
-    from autotune.search import Search, stored_facts, study_names
-    from autotune.store import ProbeStore
+    from autotune.search import stored_facts, study_names
 
     url = storage_url(storage)
     names = study_names(url)
@@ -123,11 +121,26 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
     facts = stored_facts(url, name) or {}
     if "subject" not in facts:
         raise UsageError(f"{name!r} is not a study of autotune", remedy="name one that `autotune run` made")
-    if "lengths" not in facts["subject"]["workload"]:
+    if "lengths" not in facts["subject"].get("workload", {}):
         raise UsageError(
             f"{name!r} was made by an earlier autotune, which kept no distribution of lengths",
             remedy="run the study again under another name",
         )
+    try:
+        return _open(name, url, facts)
+    except (KeyError, TypeError, ValueError) as error:  # pydantic's is a ValueError
+        raise StorageError(
+            f"study {name!r} holds what autotune does not write: {str(error).splitlines()[0]}",
+            remedy="open it with the version that made it, or run the study again under another name",
+        ) from None
+
+
+def _open(name: str, url: str, facts: dict[str, Any]) -> StoredStudy:
+    """From what the database holds, whoever wrote it."""
+    from autotune.recall import recall, summarize
+    from autotune.search import Search
+    from autotune.store import ProbeStore
+
     subject = from_data(Subject, facts["subject"])
     with closing(Search.open(url, name, subject.space)) as search:
         finished, importances = search.finished(), search.importances()
