@@ -169,7 +169,7 @@ def network_drive(url: str) -> str | None:
     parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
         return None
-    path = Path(parsed.database).absolute()
+    path = Path(parsed.database).resolve()  # a link may lead there
     mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
     kind = next((mounts[folder] for folder in path.parents if folder in mounts), "")
     return kind if kind.removeprefix("fuse.") in NETWORK else None
