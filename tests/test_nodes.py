@@ -55,5 +55,10 @@ def test_on_processors_that_are_shared_memory_alone_counts() -> None:
     assert len(apart(replace(slow, reserved_gib=30.0), [LIKE], timed=False)) == 1
 
 
+def test_a_segment_of_the_allocator_is_not_apart() -> None:
+    tiny = replace(LIKE, reserved_gib=0.02)
+    assert apart(replace(tiny, reserved_gib=0.035), [tiny]) == []
+
+
 def test_a_fleet_whose_drivers_say_nothing_has_no_temperature() -> None:
     assert apart(LIKE, [replace(LIKE, temperature_c=None)]) == []
