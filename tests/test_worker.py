@@ -1,5 +1,6 @@
 """`autotune worker`, on recorded answers: who may join a study, what a node apart is told, and when a worker leaves."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from sessions import BASELINE, Session, Start, by_tokens, subject_of
 
 from autotune.catalog import resolve_device
 from autotune.commands import worker
-from autotune.commands.local import ENDED, SEARCHING
+from autotune.commands.local import ENDED, SEARCHING, local_workers
 from autotune.commands.worker import Node
 from autotune.config import TrainConfig
 from autotune.errors import EnvironmentProblem, TooManyFailures, UsageError
@@ -182,3 +183,29 @@ def test_a_node_apart_is_refused_unless_it_is_asked_for(join: Join) -> None:
         join(larger)
     assert caught.value.exit_code == 5
     assert len(join(larger, allow_mixed=True)) == 3
+
+
+# --- those that `run` starts
+
+
+def test_a_worker_that_failed_is_told_of(tmp_path: Path) -> None:
+    said: list[str] = []
+    with local_workers(
+        1, "none", f"sqlite:///{tmp_path}/a.db", tmp_path, resolve_device("cpu"), lambda text, _: said.append(text)
+    ):
+        end = time.monotonic() + 60
+        log = tmp_path / "worker-2" / "logs" / "tuner.log"
+        while "try: " not in log.read_text() and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(1)  # to its exit
+    assert said == [f"worker 2 failed (exit code 2): {tmp_path}/worker-2/logs"]
+    assert "there is no study 'none'" in log.read_text()
+
+
+def test_there_are_no_more_workers_than_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with (
+        pytest.raises(EnvironmentProblem, match="--workers 3: there are 1 GPUs here"),
+        local_workers(2, "one", "sqlite://", tmp_path, resolve_device("h200"), lambda *_: None),
+    ):
+        pass

@@ -1,4 +1,4 @@
-"""`autotune worker` as processes on this machine's processor: two on one study, one that is killed, one that is stopped."""
+"""`autotune worker` as processes: two on one study, one that is killed, one that is stopped, two that cannot join."""
 
 import json
 import os
@@ -104,7 +104,6 @@ def test_two_workers_share_a_study(place: Place) -> None:
     assert len(told) == 10 == place.told["trials"]["total"] and place.told["evidence"] == "measured"
     assert len({one.user_attrs["worker"] for one in told}) == 2
     assert not place.trials(TrialState.RUNNING)
-    assert not [path for path in (place.folder / "runs" / "one").glob("worker-*/.lock")]
 
 
 @pytest.mark.usefixtures("open_again")
