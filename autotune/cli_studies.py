@@ -129,6 +129,22 @@ def worker(
 
 
 @studies.command()
+def fleet(
+    study: StudyName = None,
+    workers: Annotated[int, typer.Option(min=1, help="How many, beside the `autotune run` that leads.")] = 1,
+    format_: Annotated[
+        list[str] | None, typer.Option("--format", help="kubernetes, skypilot, slurm (all by default); repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory. [the study's]")] = None,
+    storage: Storage = None,
+) -> None:
+    """Write what starts workers of a study on Kubernetes, SkyPilot or Slurm; the database's URL is not in it."""
+    from autotune.commands.fleet import command
+
+    command(study, storage, workers=workers, formats=format_ or [], out=out)
+
+
+@studies.command()
 def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Explain every out-of-memory and refusal of a study, and what to change."""
     from autotune.commands import studies

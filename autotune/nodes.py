@@ -8,6 +8,7 @@ from autotune.result import Measurement
 from autotune.units import fmt_gib
 
 SPEED, MEMORY, KELVIN = 0.05, 0.02, 10.0  # by how much a node may be off the median of the others
+SEGMENT_GIB = 0.02  # torch reserves 20 MiB at a time: of a tiny model that is more than the share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ def apart(own: Reading, others: Sequence[Reading], *, timed: bool = True) -> lis
         with_what = f" ({own.about})" if own.about else ""
         found.append(f"{fleet_s / own.micro_s - 1:+.0%} tokens/s against the fleet's median{with_what}")
     fleet_gib = statistics.median(one.reserved_gib for one in others)
-    if abs(own.reserved_gib / fleet_gib - 1) > MEMORY:
+    if abs(own.reserved_gib - fleet_gib) > max(MEMORY * fleet_gib, SEGMENT_GIB):
         found.append(f"it reserves {fmt_gib(own.reserved_gib)}, the fleet {fmt_gib(fleet_gib)}")
     warmth = [one.temperature_c for one in others if one.temperature_c is not None]
     if timed and warmth and own.temperature_c is not None:

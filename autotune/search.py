@@ -21,7 +21,7 @@ from autotune.config import TrainConfig
 from autotune.errors import StorageError, UsageError
 from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace
-from autotune.store import engine_options, public_url, storage_errors
+from autotune.store import engine_options, one_at_a_time, public_url, storage_errors
 
 STARTUP_TRIALS = 8
 ENOUGH_TRIALS = 20  # with a value, to tell importances from
@@ -62,6 +62,7 @@ class Search:
         """A new study, or the existing one of this name if the space and the facts are the same (else UsageError)."""
         with _errors(url), contextlib.ExitStack() as undo:
             storage = undo.enter_context(_opened(url))
+            one_at_a_time(storage.engine)
             study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
             search = cls(url, storage, study, space)
             search._adopt(facts)

@@ -185,12 +185,21 @@ def engine_options(url: str) -> dict[str, Any]:
     return {"pool_pre_ping": True, "pool_recycle": 1800}
 
 
+def one_at_a_time(engine: sa.Engine) -> None:
+    """SQLite locks when a transaction begins, not when it first writes: else two workers read that a trial is queued,
+    and both take it."""
+    if engine.dialect.name == "sqlite":
+        engine.dispose()
+        sa.event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
+        sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+
+
 def network_drive(url: str) -> str | None:
     """The kind of file system that an SQLite file lies on, if that is of another machine."""
     parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
         return None
-    path = Path(parsed.database).absolute()
+    path = Path(parsed.database).resolve()  # a link may lead there
     mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
     kind = next((mounts[folder] for folder in path.parents if folder in mounts), "")
     return kind if kind.removeprefix("fuse.") in NETWORK else None

@@ -115,15 +115,15 @@ class Study:
     def work(self, is_over: Callable[[], bool]) -> None:
         """Help a study that another session leads: its queue, the best's neighbours, then what the sampler proposes."""
         with self._giving_back():
+            known = False  # what was proposed last
             while not self._done() and not is_over():
-                wanted = None
-                if (
-                    sum(row.tokens_per_second is not None for row in self.rows) < STARTUP
-                    and not self.search.is_waiting()
-                ):
-                    wanted = self._untried()
-                if self._step(self._promise, wanted) is None and not self._await_others():
+                wanted, seen = None, {row.config.digest for row in self.rows}
+                near = known or sum(row.tokens_per_second is not None for row in self.rows) < STARTUP
+                if near and not self.search.is_waiting() and (wanted := self._untried()) is None and known:
                     break
+                if (row := self._step(self._promise, wanted)) is None and not self._await_others():
+                    break
+                known = row is not None and row.config.digest in seen
             self.hear(look=True)
 
     @contextmanager

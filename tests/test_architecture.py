@@ -28,7 +28,7 @@ LAYERS = [
 ADAPTERS = ("search", "store", "leases", "probe", "report", "export")
 # ... but for how a database is reached and how its errors are told: said once, for Optuna's tables and ours.
 SHARED = {
-    ("search", "store"): {"engine_options", "public_url", "storage_errors"},
+    ("search", "store"): {"engine_options", "one_at_a_time", "public_url", "storage_errors"},
     ("leases", "store"): {"engine_options", "make_tables", "storage_errors"},
 }
 

@@ -171,6 +171,14 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     assert states(database)[TrialState.RUNNING] == 0
 
 
+def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> None:
+    leader, helper = join(), join()
+    leader.study._step(None)
+    helper.study.work(lambda: states(database)[TrialState.COMPLETE] > 150)
+    tried = states(database)[TrialState.COMPLETE]
+    assert tried < 100 and len({row.config.digest for row in helper.study.rows}) == 48
+
+
 def test_who_helps_ends_when_the_study_does(join: Join) -> None:
     leader, helper = join(), join()
     leader.study._step(None)

@@ -106,7 +106,7 @@ def test_a_card_that_is_not_catalogued_is_labelled_by_the_driver() -> None:
     device = replace(made.device, name="nvidia-geforce-rtx-4070", nvml_names=())
     fingerprint = replace(made.fingerprint, device="NVIDIA GeForce RTX 4070")
     made = replace(made, device=device, fingerprint=fingerprint)
-    assert fleet.gpu_product(made) == "NVIDIA-GeForce-RTX-4070"
+    assert fleet.gpu_product(device, fingerprint) == "NVIDIA-GeForce-RTX-4070"
     assert (fleet.sky_gpu(device), fleet.slurm_gpu(device)) == ("RTX4070", "rtx_4070")
 
 

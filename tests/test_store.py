@@ -6,17 +6,19 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from factories import FINGERPRINT, result
 from sqlalchemy.engine import make_url
 
+from autotune.commands.session import shared_url
 from autotune.config import TrainConfig
 from autotune.errors import AutotuneError, StorageError, UsageError
 from autotune.result import Outcome, Rung
 from autotune.search import Search, stored_facts, study_names
 from autotune.space import load_space
-from autotune.store import ProbeStore, public_url
+from autotune.store import ProbeStore, network_drive, public_url
 
 CANARY = "s3cr3t-c4n4ry"
 FULL = (Rung.FULL, Rung.CONFIRM)
@@ -174,3 +176,20 @@ def test_two_processes_write_to_one_sqlite_file(tmp_path: Path) -> None:
     trials = [row.trial for row in reader.of_study("one")]
     reader.close()
     assert sorted(trials) == sorted([*range(20), *range(20)])
+
+
+def test_a_file_on_a_network_drive_is_for_nobody_to_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mounted" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "mounted")
+    drives = {"/": "ext4", str(tmp_path / "mounted"): "nfs4", str(tmp_path / "mounted" / "inner"): "ext4"}
+    found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in drives.items()]
+    monkeypatch.setattr("autotune.store.psutil.disk_partitions", lambda all: found)
+    for folder, kind in (("", None), ("mounted", "nfs4"), ("link", "nfs4"), ("mounted/inner", None)):
+        assert network_drive(f"sqlite:///{tmp_path / folder / 'autotune.db'}") == kind
+    monkeypatch.chdir(tmp_path / "mounted")
+    with pytest.raises(UsageError, match=r"on a network drive \(nfs4\)"):
+        shared_url("sqlite:///autotune.db")
+    found[1].fstype = "fuse.sshfs"
+    assert network_drive("sqlite:///autotune.db") == "fuse.sshfs"
+    server = f"postgresql+psycopg://me:{CANARY}@host/db"
+    assert shared_url(server) == server

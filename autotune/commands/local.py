@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,8 +17,13 @@ LEAVE_S = 20.0
 
 
 @contextmanager
-def local_workers(count: int, study: str, url: str, out: Path, device: DeviceSpec) -> Iterator[None]:
-    """`count` workers on the other GPUs of this machine (or its processor), that end with this process or before."""
+def local_workers(
+    count: int, study: str, url: str, out: Path, device: DeviceSpec, note: Callable[[str, str], None]
+) -> Iterator[None]:
+    """`count` workers on the other GPUs of this machine (or its processor), that end with this process or before.
+
+    `note` is told, in yellow, which of them failed.
+    """
     if not count:
         yield
         return
@@ -50,7 +55,9 @@ def local_workers(count: int, study: str, url: str, out: Path, device: DeviceSpe
                 )
         yield
     finally:
-        for process in started:
+        for number, process in enumerate(started, 2):
+            if process.poll():
+                note(f"worker {number} failed (exit code {process.returncode}): {out}/worker-{number}/logs", "yellow")
             with suppress(ProcessLookupError):
                 process.terminate()
         for process in started:

@@ -247,7 +247,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         search.remember("limits", to_data(limits))
         search.remember("phase", SEARCHING)
         try:
-            with local_workers(spec.workers - 1, name, task.url, out, setup.subject.device):
+            with local_workers(spec.workers - 1, name, task.url, out, setup.subject.device, display.note):
                 study.run()
                 search.remember("phase", CONFIRMING)
                 if not stop() and not spec.shallow_only:

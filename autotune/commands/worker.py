@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -62,7 +63,9 @@ def command(
     device = _device(subject, float(facts["asked"]["memory_gib"]))
     # The one that leads wrote its directory down; on another host there is none of that name.
     home = Path(facts["out"])
-    folder = out or (home if home.is_dir() else Path("runs") / slug(study)) / f"worker-{os.getpid()}"
+    folder = (
+        out or (home if home.is_dir() else Path("runs") / slug(study)) / f"worker-{socket.gethostname()}-{os.getpid()}"
+    )
     prepare(folder)
     stop, budget_s = Stop(), float(facts["limits"]["budget_s"])
     with (

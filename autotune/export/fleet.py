@@ -11,6 +11,7 @@ from typing import Any
 from autotune.catalog import DeviceSpec
 from autotune.export.common import ALLOCATOR, ALLOCATOR_VARIABLE, comment, facts, has_published_weights
 from autotune.recipe import Recipe
+from autotune.result import Fingerprint
 
 UNPROJECTED_H = 0.5  # start-up, downloads and saves are in no projection
 PREEMPTED = 75  # exit codes: come back later,
@@ -44,7 +45,7 @@ def kubernetes(recipe: Recipe) -> dict[str, str]:
         "env": [{"name": ALLOCATOR_VARIABLE, "value": ALLOCATOR}],
         "volumeMounts": [{"name": folder, "mountPath": f"/{folder}"} for folder in ("export", "data", "output")],
     }
-    label = gpu_product(recipe)
+    label = gpu_product(recipe.device, recipe.fingerprint)
     pod = {
         "restartPolicy": "Never",
         "activeDeadlineSeconds": 3600 * limit_hours(recipe),  # of a pod that runs; waiting for a GPU does not count
@@ -130,12 +131,11 @@ def slug(name: str) -> str:
     return (name if name[:1].isalpha() else f"autotune-{name}")[:52].strip("-")
 
 
-def gpu_product(recipe: Recipe) -> str | None:
+def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
     """The card as GPU feature discovery labels it: the driver's name with dashes for blanks. None if not NVIDIA's."""
-    device = recipe.device
     if device.vendor != "nvidia":
         return None
-    name = device.nvml_names[0] if device.nvml_names else recipe.fingerprint.device  # uncatalogued: it is the one here
+    name = device.nvml_names[0] if device.nvml_names else fingerprint.device  # uncatalogued: it is the one here
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("-_.")
 
 
