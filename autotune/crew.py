@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from typing import Protocol
 
+WORKED = "seconds of "  # a worker, under which a study remembers how long it helped
+
 
 class Crew(Protocol):
     """What one worker needs to know of the others. Configurations are named by their digests."""

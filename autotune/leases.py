@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from zlib import crc32
 
-import psutil
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
@@ -53,33 +53,24 @@ class Worker:
     host: str
     realm: str
     pid: int
-    started: float
+    started: int  # ticks after the boot, which no setting of the clock moves
     device: str
+    leads: bool = False
 
     @classmethod
-    def here(cls, device: str) -> "Worker":
+    def here(cls, device: str, *, leads: bool = False) -> "Worker":
         """This process."""
-        return cls(
-            host=socket.gethostname(),
-            realm=_realm(),
-            pid=os.getpid(),
-            started=psutil.Process().create_time(),
-            device=device,
-        )
+        pid = os.getpid()
+        started = began(pid) or 0
+        return cls(host=socket.gethostname(), realm=_realm(), pid=pid, started=started, device=device, leads=leads)
 
     @property
     def name(self) -> str:
-        return f"{self.host}:{self.pid}:{self.started:.2f}"
+        return f"{self.host}:{self.pid}:{self.started}"
 
     def lives_here(self) -> bool | None:
         """Whether the process is alive; None where that cannot be seen from here."""
-        if self.realm != _realm():
-            return None
-        try:
-            process = psutil.Process(self.pid)
-            return abs(process.create_time() - self.started) < 1 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return began(self.pid) == self.started if self.realm == _realm() else None
 
 
 class Leases:
@@ -89,6 +80,7 @@ class Leases:
         self._url, self._study, self._me, self._clock = url, study, me, clock
         self.name = me.name
         self._seen: dict[str, tuple[int, float]] = {}  # beats, and since when
+        self._looked = clock()
         with storage_errors(url):
             self._engine = sa.create_engine(url, **engine_options(url))
             make_tables(self._engine, _metadata)
@@ -105,7 +97,8 @@ class Leases:
         finally:
             stop.set()
             heart.join()
-            self.forget(self.name)
+            with suppress(StorageError):  # the others find out
+                self.forget(self.name)
             self._engine.dispose()
 
     def take(self, config: str, trial: int) -> bool:
@@ -114,6 +107,10 @@ class Leases:
         with storage_errors(self._url):
             try:
                 with self._engine.begin() as connection:
+                    if connection.dialect.name == "postgresql":  # it numbers rows before it shows them to others
+                        lock = sa.func.pg_advisory_xact_lock(crc32(self._study.encode()))
+                        connection.execute(sa.select(lock))
+                    self._count_up(connection)
                     connection.execute(_leases.insert().values(**row))
             except IntegrityError:
                 return False
@@ -143,18 +140,46 @@ class Leases:
         query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(_workers.c.study == self._study)
         with self._begin() as connection:
             rows = connection.execute(query).all()
-        now, at_work = self._clock(), {}
+        now, at_work = self._clock(), {self.name: self._me}
+        counts = {name: beats for name, beats, _ in rows}
+        # Whose own heart has stood still, with the database away or as it was stopped, cannot tell of others.
+        if now - self._looked > 2 * BEAT_S and counts.get(self.name) == self._seen.get(self.name, (None,))[0]:
+            self._seen.clear()
+        self._looked = now
         for name, beats, about in rows:
             then, since = self._seen.get(name, (None, now))
-            if then != beats:
-                since = now
-            self._seen[name] = (beats, since)
+            self._seen[name] = (beats, now if then != beats else since)
             worker = Worker(**json.loads(about))
-            if worker.lives_here() is not False and now - since < GONE_S:
+            alive = worker.lives_here() is not False and now - self._seen[name][1] < GONE_S
+            if alive:
                 at_work[name] = worker
-            else:
+            elif name != self.name:
                 self.forget(name)
+        with self._begin() as connection:  # of those who woke up, took something and were killed
+            joined = sa.select(_workers.c.name).where(_workers.c.study == self._study)
+            lost = sa.and_(_leases.c.study == self._study, _leases.c.worker.not_in(joined))
+            connection.execute(_leases.delete().where(lost))
         return at_work
+
+    def certainly(self) -> dict[str, Worker]:
+        """The other workers whose processes are here or whose hearts beat, which takes a few beats to see."""
+        others = {name: one for name, one in self.workers().items() if name != self.name}
+        if any(one.lives_here() is None for one in others.values()):
+            before = {name: self._seen[name][0] for name in others}
+            time.sleep(2.5 * BEAT_S)
+            now = self.workers()
+            return {
+                name: one
+                for name, one in others.items()
+                if name in now and (one.lives_here() or self._seen[name][0] != before[name])
+            }
+        return others
+
+    def clear(self) -> None:
+        """Forget the study's workers and leases."""
+        with self._begin() as connection:
+            for table in (_leases, _workers):
+                connection.execute(table.delete().where(table.c.study == self._study))
 
     def forget(self, name: str) -> None:
         """A worker that left, or is gone: it holds nothing any more."""
@@ -169,17 +194,29 @@ class Leases:
 
     def _beat(self) -> None:
         """Count up. Who is not there joins: it is new, or was held to be gone since it was stopped for a while."""
+        with self._begin() as connection:
+            self._count_up(connection)
+
+    def _count_up(self, connection: sa.Connection) -> None:
         mine = sa.and_(_workers.c.study == self._study, _workers.c.name == self.name)
         row = {"study": self._study, "name": self.name, "beats": 0, "about": json.dumps(asdict(self._me))}
-        with self._begin() as connection:
-            if not connection.execute(_workers.update().where(mine).values(beats=_workers.c.beats + 1)).rowcount:
-                connection.execute(_workers.insert().values(**row))
+        if not connection.execute(_workers.update().where(mine).values(beats=_workers.c.beats + 1)).rowcount:
+            connection.execute(_workers.insert().values(**row))
 
     def _beat_on(self, stop: threading.Event) -> None:
         """Until told to stop, whatever the database does meanwhile."""
         while not stop.wait(BEAT_S):
             with suppress(StorageError):
                 self._beat()
+
+
+def began(pid: int) -> int | None:
+    """When a process of this machine began, in ticks after the boot; None where there is none, or only a zombie."""
+    try:
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else int(others[18])
 
 
 def _realm() -> str:

@@ -1,7 +1,9 @@
 """A study's trials as people see them: from verdicts as they fall, and from what Optuna and our table remember."""
 
 from collections.abc import Iterable
+from typing import Any
 
+from autotune.crew import WORKED
 from autotune.elsewhere import elsewhere
 from autotune.explanation import Explanation
 from autotune.judge import Judge
@@ -74,6 +76,11 @@ def recall(subject: Subject, finished: list[Told], stored: list[StoredProbe]) ->
     return rows, judge
 
 
+def seconds_of_others(facts: dict[str, Any]) -> float:
+    """What the workers of a study beside the one that leads have worked, all together."""
+    return sum(float(value) for key, value in facts.items() if key.startswith(WORKED))
+
+
 def summarize(
     rows: list[TrialRow],
     judge: Judge,
@@ -82,19 +89,20 @@ def summarize(
     *,
     headroom: float,
     wall_seconds: float,
+    others_seconds: float = 0.0,
     importances: dict[str, float],
     quality: Quality | None = None,
     verification: Verification | None = None,
     explanation: Explanation | None = None,
 ) -> StudySummary:
-    """What the study says so far."""
+    """What the study says so far. `others_seconds` is what further GPUs worked on it."""
     price, recipe = judge.subject.search_price, judge.recipe(fingerprint)
     return StudySummary(
         study=judge.subject.study,
         recipe=recipe,
         trials=tuple(rows),
         wall_seconds=wall_seconds,
-        search_usd=None if price is None else wall_seconds / 3600 * price.usd_per_hour,
+        search_usd=None if price is None else (wall_seconds + others_seconds) / 3600 * price.usd_per_hour,
         probes=tuple(row.result for row in stored),
         importances=importances,
         cards=() if recipe is None else _cards(judge, recipe, headroom),

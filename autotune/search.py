@@ -7,6 +7,7 @@ that have to be run again. Hands history and importances out as plain data.
 import contextlib
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from autotune.store import engine_options, one_at_a_time, public_url, storage_er
 STARTUP_TRIALS = 8
 ENOUGH_TRIALS = 20  # with a value, to tell importances from
 METRIC = "useful tokens/s"
+NAMELESS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class Search:
     def __init__(self, url: str, storage: RDBStorage, study: optuna.Study, space: SearchSpace) -> None:
         self._url, self._storage, self._study, self._space = url, storage, study, space
         self._asked: dict[int, optuna.Trial] = {}  # a Trial that is made anew samples anew
-        self._nameless: set[int] = set()  # running trials that nobody had put a name on, when looked at last
+        self._nameless: dict[int, float] = {}  # running trials that nobody has put a name on, and since when
 
     @classmethod
     def create(cls, url: str, name: str, space: SearchSpace, *, seed: int, facts: dict[str, Any]) -> "Search":
@@ -114,22 +116,24 @@ class Search:
         with _errors(self._url):
             return self._study.user_attrs.get(key)
 
-    def repair(self, settle: Callable[[int], bool], at_work: Collection[str] = ()) -> int:
+    def repair(self, settle: Callable[[int], bool], workers: Callable[[], Collection[str]] = tuple) -> int:
         """Settle trials that a killed session left RUNNING: told from our row, or failed and queued again.
 
-        `settle(number)` tells the trial if its probe is stored, and returns whether it was. Trials of workers that are
-        `at_work` are left alone, and those without a worker's name are given a second look before: somebody may just
-        have begun them. Returns how many were queued again.
+        `settle(number)` tells the trial if its probe is stored, and returns whether it was. Trials of `workers` at
+        work are left alone, and those without a worker's name wait for some seconds: somebody may just have begun them.
+        Returns how many were queued again.
         """
-        requeued, nameless = 0, set()
+        requeued, nameless, now = 0, dict[int, float](), time.monotonic()
         with _errors(self._url):
             running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        at_work = workers()  # asked after what runs was read, so that whoever began it has joined
         for trial in running:
             worker = trial.user_attrs.get("worker")
             if worker in at_work:
                 continue
-            if worker is None and len(at_work) > 1 and trial.number not in self._nameless:
-                nameless.add(trial.number)
+            since = self._nameless.get(trial.number, now)
+            if worker is None and len(at_work) > 1 and now - since < NAMELESS_S:
+                nameless[trial.number] = since
             elif not settle(trial.number):
                 requeued += self.give_back(trial.number)
         self._nameless = nameless
@@ -155,8 +159,8 @@ class Search:
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Asked:
         """The next trial: of what is `wanted`, else what is queued, else what the sampler proposes."""
         with _errors(self._url):
-            trial = self._study.ask() if wanted is None else self._begun(wanted)
-            if worker:
+            trial = self._study.ask() if wanted is None else self._begun(wanted, worker)
+            if worker and wanted is None:
                 trial.set_user_attr("worker", worker)
             chosen: dict[str, Any] = {}
             for knob in self._space.knobs:
@@ -167,11 +171,14 @@ class Search:
             self._asked[trial.number] = trial
             return Asked(number=trial.number, config=config)
 
-    def _begun(self, wanted: dict[str, Any]) -> optuna.Trial:
+    def _begun(self, wanted: dict[str, Any], worker: str) -> optuna.Trial:
         """A trial of this choice; not by way of the queue, from which another worker could take it."""
         known = {name: distribution(knob) for name in wanted if (knob := self._space.knob(name)) is not None}
         template = optuna.trial.create_trial(
-            state=TrialState.RUNNING, params={name: wanted[name] for name in known}, distributions=known
+            state=TrialState.RUNNING,
+            params={name: wanted[name] for name in known},
+            distributions=known,
+            user_attrs={"worker": worker} if worker else {},
         )
         storage, study = self._study._storage, self._study
         self._study._thread_local.cached_all_trials = None  # as `Study.ask` does, or the sampler would not see the last
@@ -187,12 +194,15 @@ class Search:
         reused: bool = False,
         reason: str | None = None,
     ) -> None:
-        """Tell what became of a trial. Margins are signed: above 0 is infeasible."""
-        with _errors(self._url):
+        """Tell what became of a trial. Margins are signed: above 0 is infeasible.
+
+        Where others held this session to be dead and gave the trial back, that stands.
+        """
+        with _errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
             trial = self._asked.pop(number, None)
             if trial is None:  # asked for by a session that was killed
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
-            if self._trial(number).state.is_finished():  # others held this session to be dead, and gave the trial back
+            if self._trial(number).state.is_finished():
                 return
             for key, margin in margins.items():
                 if math.isfinite(margin) and key not in trial.constraints:  # a session may have been killed in here
@@ -222,17 +232,18 @@ class Search:
         """The trial was not finished: it goes back to the queue, as a new trial. False where another did so."""
         with _errors(self._url):
             trial = self._trial(number)
-        chosen = trial.params or trial.system_attrs.get("fixed_params")
+        chosen = trial.system_attrs.get("fixed_params", {}) | trial.params
         if not self.withdraw(number):
             return False
         if chosen:
             self.enqueue(chosen)
         return True
 
-    def num_finished(self) -> int:
-        """Trials with an outcome."""
+    def told(self) -> set[int]:
+        """The numbers of the trials with an outcome."""
         with _errors(self._url):
-            return len(self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)))
+            done = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
+        return {trial.number for trial in done}
 
     def finished(self) -> list[Told]:
         """Trials with an outcome, in order; those that were given back are not among them."""

@@ -66,6 +66,7 @@ class ProbeStore:
             self._engine = sa.create_engine(_parsed(url), **engine_options(url))
             make_tables(self._engine, _metadata)
         self._known: set[int] = set()  # rows that were written or read here
+        self._read_to = 0  # the highest that was read
 
     def add(
         self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint, *, model: str = ""
@@ -135,8 +136,7 @@ class ProbeStore:
 
     def news(self, study: str) -> list[StoredProbe]:
         """The rows of a study that others wrote, and that were not read here."""
-        behind = max(self._known, default=0) - LATE_ROWS
-        which = sa.and_(_probes.c.study == study, _probes.c.id > behind)
+        which = sa.and_(_probes.c.study == study, _probes.c.id > self._read_to - LATE_ROWS)
         query = sa.select(_probes.c.id).where(which)
         with storage_errors(self._url), self._engine.connect() as connection:
             unknown = set(connection.execute(query).scalars()) - self._known
@@ -157,6 +157,7 @@ class ProbeStore:
         with storage_errors(self._url), self._engine.connect() as connection:
             rows = connection.execute(query).mappings().all()
         self._known.update(row["id"] for row in rows)
+        self._read_to = max((self._read_to, *(row["id"] for row in rows)))
         return [
             StoredProbe(
                 trial=row["trial"],

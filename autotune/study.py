@@ -21,18 +21,18 @@ from autotune.errors import Cancelled
 from autotune.judge import Judge
 from autotune.ladder import Ladder, Promise, Verdict
 from autotune.leads import leads
-from autotune.objective import Scored, margins, more_capable, to_beat
-from autotune.recall import recall, row_of
+from autotune.objective import Scored, more_capable, to_beat
+from autotune.recall import recall
 from autotune.recipe import TrialRow
 from autotune.result import Outcome, ProbeResult
 from autotune.search import Asked, Search
+from autotune.sharing import Sharing
 from autotune.store import StoredProbe
 from autotune.subject import Subject
 
 CLIMBED = "climbed"  # under which a study remembers which trials were
 WORTHWHILE = 0.01  # relative gain from which on a climb moves
 STARTUP = 8  # trials with a value, before which who helps keeps to the neighbours of the best
-AWAITING_S, LOOK_EVERY_S = 0.2, 15.0
 Waiting = tuple[float, Asked]  # for its whole model, with the tokens/s that truncated ones foretell
 
 
@@ -48,7 +48,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Study:
+class Study(Sharing):
     """One session of a study. `started` is `clock()` when the command began: the budget counts from there."""
 
     subject: Subject
@@ -66,6 +66,8 @@ class Study:
     news: Callable[[], list[StoredProbe]] = list  # what others stored since this was asked last
     _open: dict[int, str] = field(default_factory=dict)  # asked for, not told yet, with what each tries
     _heard: dict[int, ProbeResult] = field(default_factory=dict)  # what others found out, by trial
+    _untold: set[int] = field(default_factory=set)  # of those, the trials that are not told yet
+    _theirs: set[int] = field(default_factory=set)  # the trials of others
     _look_at: float = 0.0  # when to look next whether somebody is gone
     _climbed: set[int] = field(default_factory=set)
     _rank: int | None = None  # that is held while sampling
@@ -81,9 +83,10 @@ class Study:
         self._heard = {row.trial: row.result for row in stored if row.trial is not None and row.result.depth is None}
         for row in stored:
             self.ladder.learn(row.trial, row.result)
-        queued = self.search.repair(self._settle, self.crew.workers())
+        queued = self.search.repair(self._settle, self.crew.workers)
         self._climbed = set(self.search.remembered(CLIMBED) or ())
         self.rows, self.judge = recall(self.subject, self.search.finished(), stored)
+        self._untold = self._heard.keys() - {row.number for row in self.rows}
         self._probe_times = [
             (row.seconds, row.config.compile != "none")
             for row in self.rows
@@ -104,8 +107,8 @@ class Study:
         Trials that were asked for and not told go back to the queue, whatever ends this.
         """
         with self._giving_back():
-            while self.search.is_waiting() and not self._done():
-                self._step(self._promise)
+            while self.search.is_waiting() and not self._done() and self._step(self._promise) is not None:
+                pass
             self._climb()
             self._raise_capability()
             self._sample()
@@ -262,6 +265,9 @@ class Study:
     def _ask(self, wanted: dict[str, Any] | None = None) -> Asked | None:
         """A trial that nobody else is at: of what is wanted, or else whatever is next."""
         self.hear()
+        limit = self.limits.trials
+        if limit is not None and len(self.crew.taken()) + len(self.search.told()) >= limit:
+            return None
         asked = self.search.ask(wanted, worker=self.crew.name)
         if not self.crew.take(asked.config.digest, asked.number):
             self.search.withdraw(asked.number)
@@ -269,52 +275,16 @@ class Study:
                 return None
             return self._ask(other)
         self._open[asked.number] = asked.config.digest
-        limit = self.limits.trials
-        if limit is not None and self.crew.ahead(asked.config.digest) + self.search.num_finished() >= limit:
-            self._leave(asked.number)
-            self.search.withdraw(asked.number)
+        if limit is not None and self.crew.ahead(asked.config.digest) + len(self.search.told()) >= limit:
+            self._give_back(asked.number)
             return None
         return asked
-
-    def _leave(self, number: int) -> None:
-        self.crew.drop(self._open.pop(number))
-
-    def _give_back(self, number: int) -> None:
-        self.search.give_back(number)
-        self._leave(number)
 
     def _untried(self) -> dict[str, Any] | None:
         """A choice that differs least from the best, of those that nobody has tried or is at."""
         best, seen = self.best(), self.crew.taken() | {row.config.digest for row in self.rows}
         nearest = neighbours(self.subject.space, best.config if best else None, seen, self._rank)
         return self._random.choice(nearest) if nearest else None
-
-    def _await_others(self) -> bool:
-        """Whether somebody else is still at something; after a moment."""
-        if not self.crew.taken():
-            return False
-        time.sleep(AWAITING_S)
-        return True
-
-    def hear(self, *, look: bool = False) -> None:
-        """Take over what others found out, and now and then, or to `look`, what those had begun that are gone."""
-        for row in self.news():
-            self.ladder.learn(row.trial, row.result)
-            if row.trial is not None and row.result.depth is None:
-                self._heard[row.trial] = row.result
-                took = row.result.seconds.get("total", 0.0)
-                self.on_heard(self._keep(row.trial, Verdict(result=row.result, seconds=took)))
-        if (look or self.clock() >= self._look_at) and (at_work := self.crew.workers()):
-            self._look_at = self.clock() + LOOK_EVERY_S
-            if queued := self.search.repair(self._settle, at_work):
-                self.say(f"{queued} trials of a worker that is gone are queued again")
-
-    def _settle(self, number: int) -> bool:
-        """Tell a trial whose worker is gone, if it had stored what it found out."""
-        if number not in self._heard:
-            return False
-        self._tell(number, Verdict(result=self._heard[number]))
-        return True
 
     def _close(self, asked: Asked, verdict: Verdict) -> TrialRow:
         """Tell what became of a trial, keep what it found out, and its row."""
@@ -328,12 +298,6 @@ class Study:
             self._probe_times.append((took, compiled_here))
         row = self._keep(asked.number, verdict)
         self.on_trial(row)
-        return row
-
-    def _keep(self, number: int, verdict: Verdict) -> TrialRow:
-        row = row_of(number, verdict, self.subject)
-        self.rows.append(row)
-        self.judge.take(verdict.result)
         return row
 
     def confirm(self) -> None:
@@ -358,7 +322,7 @@ class Study:
         return self.clock() - self.started + self._reserve_s() >= self.limits.budget_s
 
     def _full(self) -> bool:
-        return self.limits.trials is not None and len(self.rows) + len(self._open) >= self.limits.trials
+        return self.limits.trials is not None and len(self.search.told()) + len(self._open) >= self.limits.trials
 
     def _reserve_s(self) -> float:
         """What confirming will take, twice as long as the probes so far, but at most half the budget.
@@ -386,7 +350,7 @@ class Study:
             if row.outcome is Outcome.OK:
                 improved = row.tokens_per_second > best * (1 + 2 * max(self.judge.noise(row.config), 0.005))
                 best = max(best, row.tokens_per_second)
-            since = 0 if improved else since + (row.number not in self._climbed)
+            since = 0 if improved else since + (row.number not in self._climbed and row.number not in self._theirs)
         return since
 
     def _queue_any(self) -> bool:
@@ -394,7 +358,3 @@ class Study:
         if (chosen := self._untried()) is not None:
             self.search.enqueue(chosen)
         return chosen is not None
-
-    def _tell(self, number: int, verdict: Verdict) -> None:
-        result, value = verdict.result, self.subject.score(verdict.result)
-        self.search.tell(number, result.outcome, value, margins(result), reused=verdict.reused, reason=result.reason)

@@ -19,9 +19,9 @@ LAYERS = [
     "errors", "units", "files", "flags", "process", "gpu", "config", "foreign", "catalog", "result", "depth", "space",
     "climb", "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective",
     "packing", "subject", "projection", "explanation", "recipe", "submission", "judge", "leads", "plan", "elsewhere",
-    "compare", "checked", "spool", "store", "leases", "ladder", "footing", "search", "recall", "confirm", "crew",
-    "nodes", "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported", "quality", "verify",
-    "explain", "train", "dashboard", "commands", "api", "cli_studies", "cli",
+    "compare", "checked", "spool", "store", "leases", "ladder", "footing", "search", "crew", "recall", "confirm",
+    "nodes", "sharing", "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported",
+    "quality", "verify", "explain", "train", "dashboard", "commands", "api", "cli_studies", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...

@@ -179,6 +179,31 @@ def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> 
     assert tried < 100 and len({row.config.digest for row in helper.study.rows}) == 48
 
 
+def test_at_the_limit_nobody_begins_what_would_be_too_much(join: Join, database: str) -> None:
+    first, second = join(trials=1), join(trials=1)
+    asked = first.study._ask()
+    assert asked is not None
+    second.search.enqueue(WIDE.clip(BASELINE))
+    for _ in range(3):
+        assert second.study._ask() is None
+    assert second.search.is_waiting() and states(database)[TrialState.FAIL] == 0
+    first.study._close(asked, first.study.ladder.evaluate(asked.config, asked.number))
+    second.study.hear()
+    assert second.study._done() and [row.number for row in second.study.rows] == [asked.number]
+
+
+def test_a_result_whose_trial_was_given_back_is_no_trial(join: Join) -> None:
+    first, second = join(), join()
+    asked = second.study._ask()
+    assert asked is not None
+    assert first.search.give_back(asked.number)
+    second.study._close(asked, second.study.ladder.evaluate(asked.config, asked.number))
+    first.study.hear()
+    assert asked.number not in {row.number for row in first.study.rows}
+    first.study._step(None)  # the queue holds it again, and what was found out late answers it
+    assert first.study.rows[-1].config == asked.config and first.study.rows[-1].reused
+
+
 def test_who_helps_ends_when_the_study_does(join: Join) -> None:
     leader, helper = join(), join()
     leader.study._step(None)

@@ -12,7 +12,7 @@ import pytest
 from autotune import leases
 from autotune.leases import Leases, Worker
 
-ELSEWHERE = Worker(host="other", realm="another boot", pid=1, started=1.0, device="NVIDIA H200")
+ELSEWHERE = Worker(host="other", realm="another boot", pid=1, started=1, device="NVIDIA H200")
 Join = Callable[..., Leases]
 
 
@@ -97,20 +97,44 @@ def test_a_worker_elsewhere_is_gone_once_its_heart_has_stood_still(join: Join, c
     mine._beat()
     assert theirs.name in mine.workers()
     clock.now += 0.2 * leases.GONE_S
+    mine._beat()
     assert set(mine.workers()) == {mine.name}
     assert mine.take("aa", 2)  # what it held is free
     theirs._beat()  # it had only been stopped
     assert set(mine.workers()) == {mine.name, theirs.name}
 
 
+def test_whose_own_heart_stood_still_does_not_judge_others(join: Join, clock: Clock) -> None:
+    """The database was away, or the process was stopped: all counts stand still, its own too."""
+    mine, theirs = join(far(1)), join(far(2))
+    assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
+    clock.now += 10 * leases.GONE_S
+    assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
+    for _ in range(3):
+        clock.now += 0.5 * leases.GONE_S
+        mine._beat()
+        seen = set(mine.workers())
+    assert seen == {mine.name} and mine.taken() == set()
+
+
+def test_what_a_worker_without_a_name_has_taken_is_free(join: Join) -> None:
+    mine, theirs = join(far(1)), join(far(2))
+    mine.forget(theirs.name)
+    assert theirs.take("aa", 1)  # it wakes up, and joins again by this
+    assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
+    with mine._begin() as connection:
+        connection.execute(leases._workers.delete().where(leases._workers.c.name == theirs.name))
+    assert set(mine.workers()) == {mine.name} and mine.taken() == set()
+
+
 def test_a_process_of_this_machine_that_ended_is_gone_at_once(join: Join) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = Worker.here("cpu")
     mine = join(here)
-    theirs = join(replace(here, pid=child.pid, started=leases.psutil.Process(child.pid).create_time()))
+    theirs = join(replace(here, pid=child.pid, started=leases.began(child.pid) or 0))
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
     child.kill()  # a parent that did not notice yet keeps a zombie
-    while leases.psutil.Process(child.pid).status() != leases.psutil.STATUS_ZOMBIE:
+    while leases.began(child.pid) is not None:
         pass
     assert set(mine.workers()) == {mine.name} and mine.taken() == set()
     child.communicate()
@@ -118,7 +142,7 @@ def test_a_process_of_this_machine_that_ended_is_gone_at_once(join: Join) -> Non
 
 def test_a_pid_that_another_process_has_now_is_not_the_worker(join: Join) -> None:
     mine = join(Worker.here("cpu"))
-    other = join(replace(Worker.here("cpu"), started=1.0))
+    other = join(replace(Worker.here("cpu"), started=1))
     assert os.getpid() == other._me.pid and set(mine.workers()) == {mine.name}
 
 

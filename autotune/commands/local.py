@@ -3,14 +3,19 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from autotune import gpu
 from autotune.catalog import DeviceSpec
 from autotune.commands.outputs import prepare
-from autotune.errors import EnvironmentProblem
+from autotune.errors import EnvironmentProblem, UsageError
+
+if TYPE_CHECKING:
+    from autotune.leases import Leases
 
 SEARCHING, CONFIRMING, ENDED = "searching", "confirming", "ended"  # the phases of a study; workers help in the first
 LEAVE_S = 20.0
@@ -51,9 +56,11 @@ def local_workers(
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
+                        process_group=0,  # Ctrl-C is for the one that leads, which ends them
                     )
                 )
         yield
+        _wait(started)
     finally:
         for number, process in enumerate(started, 2):
             if process.poll():
@@ -66,3 +73,20 @@ def local_workers(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def refuse_another(crew: "Leases", study: str) -> None:
+    """Raises UsageError where another process leads the study already, here or on another host."""
+    if other := next((one for one in crew.certainly().values() if one.leads), None):
+        raise UsageError(
+            f"study {study!r} is being run by process {other.pid} of {other.host}",
+            remedy="help it with `autotune worker`, or give another name with --study",
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Until they have ended by themselves, or should have."""
+    until = time.monotonic() + LEAVE_S
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(until - time.monotonic(), 0.0))

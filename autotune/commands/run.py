@@ -15,7 +15,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from autotune.commands.display import Display
-from autotune.commands.local import CONFIRMING, ENDED, SEARCHING, local_workers
+from autotune.commands.local import CONFIRMING, ENDED, SEARCHING, local_workers, refuse_another
 from autotune.commands.outputs import TrialLog, prepare, write_study
 from autotune.commands.session import (
     LOCK,
@@ -162,7 +162,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     from autotune.ladder import Ladder
     from autotune.leases import Leases, Worker
     from autotune.quality import compare
-    from autotune.recall import summarize
+    from autotune.recall import seconds_of_others, summarize
     from autotune.search import Search, stored_facts
     from autotune.store import ProbeStore
     from autotune.study import Limits, Study
@@ -171,9 +171,8 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     spec, setup, out, name = task.spec, task.setup, task.out, task.study
     store = ProbeStore(task.url, spool=out / "spool.jsonl", say=partial(display.note, style="yellow"))
     facts = stored_facts(task.url, name) or {}
-    if (
-        "subject" in facts and setup.subject.carried is not None
-    ):  # one ratio for all sessions, or values would not compare
+    # One ratio for all sessions, or values would not compare.
+    if "subject" in facts and setup.subject.carried is not None:
         carried = from_data(Subject, facts["subject"]).carried
         setup = replace(setup, subject=replace(setup.subject, carried=carried))
     display.say("starting the probe worker")
@@ -182,8 +181,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     if spec.configs:
         _suite(task, prober, store, memory_gib, display, stop, as_json=as_json)
         return
-    model = setup.subject.model
-    shape = prober.describe(model.config)
+    shape = prober.describe(setup.subject.model.config)
     if spec.shallow_only and (shape is None or depths(shape, None) is None):
         raise UsageError(
             "--shallow-only: this model's layers cannot be left out: too few, or no two alike",
@@ -231,7 +229,8 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     search.remember("asked", {"memory_gib": memory_gib, "headroom": spec.headroom, "seed": spec.seed})
     limits = Limits(budget_s=task.budget_s, trials=spec.trials, patience=spec.patience)
     before, failure = float(facts.get("wall_seconds", 0.0)), None
-    with Leases(task.url, name, Worker.here(fingerprint.device)).joined() as crew:
+    with Leases(task.url, name, Worker.here(fingerprint.device, leads=True)).joined() as crew:
+        refuse_another(crew, name)
         study = Study(setup.subject, search, ladder, limits, task.started, say=display.say, should_stop=stop, crew=crew)
         study.news = partial(store.news, name)
         study.resume(store.of_study(name))
@@ -244,19 +243,20 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
 
         study.on_trial = study.on_heard = on_trial
         study.begin(tried)
-        search.remember("limits", to_data(limits))
-        search.remember("phase", SEARCHING)
+        for key, value in {"limits": to_data(limits), "earlier_seconds": before, "phase": SEARCHING}.items():
+            search.remember(key, value)
         try:
             with local_workers(spec.workers - 1, name, task.url, out, setup.subject.device, display.note):
                 study.run()
-                search.remember("phase", CONFIRMING)
-                if not stop() and not spec.shallow_only:
-                    study.confirm()
+                search.remember("phase", CONFIRMING)  # and the others leave
             study.hear(look=True)
+            if not stop() and not spec.shallow_only:
+                study.confirm()
         except (TooManyFailures, EnvironmentProblem) as error:
             failure = error  # told once what was found so far is written
         finally:
             search.remember("phase", ENDED)
+            study.look()
             search.remember("wall_seconds", before + time.monotonic() - task.started)
     display.say("writing the report")
 
@@ -268,6 +268,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             store.of_study(name),
             headroom=spec.headroom,
             wall_seconds=before + time.monotonic() - task.started,
+            others_seconds=seconds_of_others(stored_facts(task.url, name) or {}),
             importances=search.importances(),
             quality=quality,
             verification=verified,

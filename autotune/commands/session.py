@@ -137,7 +137,7 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
 
 def _open(name: str, url: str, facts: dict[str, Any]) -> StoredStudy:
     """From what the database holds, whoever wrote it."""
-    from autotune.recall import recall, summarize
+    from autotune.recall import recall, seconds_of_others, summarize
     from autotune.search import Search
     from autotune.store import ProbeStore
 
@@ -148,6 +148,7 @@ def _open(name: str, url: str, facts: dict[str, Any]) -> StoredStudy:
         stored = store.of_study(name)
     rows, judge = recall(subject, finished, stored)
     probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
+    others = seconds_of_others(facts)
     summary = summarize(
         rows,
         judge,
@@ -155,7 +156,8 @@ def _open(name: str, url: str, facts: dict[str, Any]) -> StoredStudy:
         stored,
         headroom=float(facts.get("headroom", 0.05)),
         # While it runs it was last told when a trial ended.
-        wall_seconds=max(float(facts.get("wall_seconds", 0.0)), probed),
+        wall_seconds=max(float(facts.get("wall_seconds", 0.0)), 0.0 if others else probed),
+        others_seconds=others,
         importances=importances,
         quality=quality_of(facts),
         verification=verification_of(facts),

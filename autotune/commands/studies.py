@@ -93,7 +93,7 @@ def delete(name: str, storage: str | None, *, sure: bool) -> None:
 
     found, url = open_study(name, storage), storage_url(storage)
     crew = Leases(url, name, Worker.here(""))
-    if at_work := crew.workers():
+    if at_work := crew.certainly():
         hosts = ", ".join(f"process {one.pid} of {one.host}" for one in at_work.values())
         raise UsageError(f"study {name!r} is being worked on by {hosts}", remedy="stop it first")
     if not sure:
@@ -107,6 +107,7 @@ def delete(name: str, storage: str | None, *, sure: bool) -> None:
     store = ProbeStore(url)
     store.forget(name)
     store.close()
+    crew.clear()
     print(f"deleted; its files are still in {found.out}")
 
 

@@ -18,6 +18,7 @@ from autotune.commands.outputs import prepare
 from autotune.commands.run import FOREIGN_GIB, Stop
 from autotune.commands.session import shared_url
 from autotune.config import TrainConfig
+from autotune.crew import WORKED
 from autotune.errors import Cancelled, EnvironmentProblem, Interrupted, TooManyFailures, UsageError
 from autotune.nodes import Reading, apart
 from autotune.probe.launcher import WorkerProber
@@ -126,7 +127,8 @@ def _work(
     me = Worker.here(fingerprint.device)
     search = Search.create(url, name, subject.space, seed=int(asked["seed"]) + crc32(me.name.encode()), facts={})
     limits = Limits(**facts["limits"])
-    started = time.monotonic() - float(facts.get("wall_seconds", 0.0))
+    begun = time.monotonic()
+    started = begun - float(facts.get("wall_seconds", 0.0)) + float(facts.get("earlier_seconds", 0.0))
     with Leases(url, name, me).joined() as crew:
         study = Study(subject, search, ladder, limits, started, say=display.say, should_stop=stop, crew=crew)
         study.resume(store.of_study(name))
@@ -138,19 +140,23 @@ def _work(
             )
 
         def news() -> "list[StoredProbe]":
-            if node.is_due():
-                for reason in node.look():
-                    display.note(f"this node has changed: {reason}", "yellow")
+            if node.is_due() and (reasons := node.look()):
+                told = f"this node is not like the others any more: {'; '.join(reasons)}"
+                if not allow_mixed:
+                    raise TooManyFailures(told, remedy="see what else runs on it, its cooling and its clocks")
+                display.note(told, "yellow")
             return store.news(name)
 
         own: list[TrialRow] = []
 
         def on_trial(row: TrialRow) -> None:
             own.append(row)
+            search.remember(f"{WORKED}{me.name}", time.monotonic() - begun)
             display.trial(row)
 
         study.news, study.on_trial = news, on_trial
         study.work(lambda: search.remembered("phase") != SEARCHING)
+        search.remember(f"{WORKED}{me.name}", time.monotonic() - begun)
         display.note(f"{len(own)} trials of study {name} were done here")
 
 
