@@ -54,6 +54,7 @@ HOMES = {
     "sqlalchemy": {"store", "leases"},
     "plotly": {"report.figures", "dashboard", "api"},
     "gpuhunt": {"catalog.offers"},
+    "ray": {"commands.on_ray"},
     "jinja2": {"report.html", "report.matrix"},
     "pynvml": {"gpu"},
     "numpy": set(),

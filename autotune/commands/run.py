@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from autotune.commands.display import Display
 from autotune.commands.local import CONFIRMING, ENDED, SEARCHING, local_workers
+from autotune.commands.on_ray import check, ray_workers
 from autotune.commands.outputs import TrialLog, prepare, write_study
 from autotune.commands.session import (
     explanation_of,
@@ -146,7 +147,8 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
             )
         if reason := impossible(setup.subject.model, setup.subject.workload, spec.dataset):
             raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
-    url = storage_url(spec.storage) if spec.workers == 1 else shared_url(spec.storage)
+    check(spec.ray)
+    url = storage_url(spec.storage) if spec.workers == 1 and spec.ray is None else shared_url(spec.storage)
     if spec.study is None:
         name = setup.subject.study if not spec.configs else f"{setup.subject.study}-suite"
         setup = replace(setup, subject=replace(setup.subject, study=name if spec.configs else _unused(name, url)))
@@ -170,9 +172,8 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     spec, setup, out, name = task.spec, task.setup, task.out, task.study
     store = ProbeStore(task.url)
     facts = stored_facts(task.url, name) or {}
-    if (
-        "subject" in facts and setup.subject.carried is not None
-    ):  # one ratio for all sessions, or values would not compare
+    if "subject" in facts and setup.subject.carried is not None:
+        # one ratio for all sessions, or values would not compare
         carried = from_data(Subject, facts["subject"]).carried
         setup = replace(setup, subject=replace(setup.subject, carried=carried))
     display.say("starting the probe worker")
@@ -245,7 +246,10 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         search.remember("limits", to_data(limits))
         search.remember("phase", SEARCHING)
         try:
-            with local_workers(spec.workers - 1, name, task.url, out, setup.subject.device, display.note):
+            with (
+                local_workers(spec.workers - 1, name, task.url, out, setup.subject.device, display.note),
+                ray_workers(spec.ray, name, task.url, setup.subject.device, display.note),
+            ):
                 study.run()
                 search.remember("phase", CONFIRMING)
                 if not stop() and not spec.shallow_only:
