@@ -31,7 +31,7 @@ def _without_waiting_for_the_disk(connection: Any, record: Any) -> None:
 
 # These start real probes and real training, and take minutes.
 LONGEST = ("end_to_end", "launcher", "quality", "truncation", "train_py", "trl_trainer", "levers", "chunked_loss")
-LONGEST += ("verify", "compile", "suite", "packing", "search", "study", "resume")
+LONGEST += ("verify", "compile", "suite", "worker_process", "packing", "search", "study", "resume")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
