@@ -125,6 +125,9 @@ def run(
         bool | None, typer.Option("--verify", help="Then run what was exported, and hold it against what was said.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="GPUs of this machine to probe on. [1]")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Probe on all such GPUs of a Ray cluster (pip install ray).")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the search. [0]")] = None,
     study: Annotated[str | None, typer.Option(help="Name of the study; an existing one is continued.")] = None,
     storage: Storage = None,

@@ -105,6 +105,7 @@ class StudySpec:
     quality: bool = False
     verify: bool = False
     workers: int = 1
+    ray: str | None = None
     seed: int = 0
     study: str | None = None
     storage: str | None = None

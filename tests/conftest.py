@@ -33,6 +33,7 @@ LONGEST = ("end_to_end", "launcher", "quality", "truncation", "train_py", "trl_t
 LONGEST += (
     "verify",
     "compile",
+    "worker_process",
     "worker",
     "canary",
     "sessions",

@@ -66,6 +66,7 @@ HOMES = {
     "sqlalchemy": {"store", "leases"},
     "plotly": {"report.canvas", "dashboard", "api"},
     "gpuhunt": {"catalog.offers"},
+    "ray": {"commands.on_ray"},
     "jinja2": {"report.html", "report.matrix"},
     "pynvml": {"gpu"},
     "numpy": set(),

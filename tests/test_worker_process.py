@@ -68,7 +68,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     empty = Place(folder=tmp_path_factory.mktemp("fleet"), told={})
     (empty.folder / "space.yaml").write_text(SPACE)
-    ended = empty.start("run", *ARGUMENTS, "--trials", "10", "--workers", "2", "--json")
+    ended = empty.start("run", *ARGUMENTS, "--trials", "8", "--workers", "2", "--json")
     _, errors = ended.communicate(timeout=300)
     assert ended.returncode == 0, errors
     return Place(folder=empty.folder, told=json.loads((empty.folder / "runs" / "one" / "summary.json").read_text()))
@@ -101,7 +101,7 @@ def own_running(place: Place, process: "subprocess.Popen[str]") -> list[FrozenTr
 
 def test_two_workers_share_a_study(place: Place) -> None:
     told = place.trials(TrialState.COMPLETE, TrialState.PRUNED)
-    assert len(told) == 10 == place.told["trials"]["total"] and place.told["evidence"] == "measured"
+    assert len(told) == 8 == place.told["trials"]["total"] and place.told["evidence"] == "measured"
     assert len({one.user_attrs["worker"] for one in told}) == 2
     assert not place.trials(TrialState.RUNNING)
 

@@ -4,8 +4,8 @@ import json
 import sys
 
 from autotune.commands.outputs import write_study
-from autotune.commands.run import Stop
 from autotune.commands.session import open_study, storage_url
+from autotune.commands.stop import Stop
 from autotune.config import TrainConfig
 from autotune.depth import depths
 from autotune.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -11,11 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import IO, TYPE_CHECKING
 
 from autotune.commands.display import Display
 from autotune.commands.local import CONFIRMING, ENDED, SEARCHING, local_workers, refuse_another
+from autotune.commands.on_ray import check, ray_workers
 from autotune.commands.outputs import TrialLog, prepare, write_study
 from autotune.commands.session import (
     LOCK,
@@ -27,6 +26,7 @@ from autotune.commands.session import (
     storage_url,
     verification_of,
 )
+from autotune.commands.stop import Stop
 from autotune.config import TrainConfig
 from autotune.depth import depths
 from autotune.errors import (
@@ -50,31 +50,6 @@ if TYPE_CHECKING:
     from autotune.store import ProbeStore
 
 FOREIGN_GIB = 0.5  # memory that others hold on the card is worth a warning from here on
-
-
-class Stop:
-    """Ctrl-C and SIGTERM: the first ends the running probe and keeps the study, the second leaves at once."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    def __call__(self) -> bool:
-        return self.signal is not None
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            os._exit(128 + number)  # the worker ends with its parent
-        self.signal = number
-
-    @contextmanager
-    def listening(self) -> Iterator["Stop"]:
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle) for number in numbers}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +122,8 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
             )
         if reason := impossible(setup.subject.model, setup.subject.workload, spec.dataset):
             raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
-    url = storage_url(spec.storage) if spec.workers == 1 else shared_url(spec.storage)
+    check(spec.ray)
+    url = storage_url(spec.storage) if spec.workers == 1 and spec.ray is None else shared_url(spec.storage)
     if spec.study is None:
         name = setup.subject.study if not spec.configs else f"{setup.subject.study}-suite"
         setup = replace(setup, subject=replace(setup.subject, study=name if spec.configs else _unused(name, url)))
@@ -246,7 +222,10 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
         for key, value in {"limits": to_data(limits), "earlier_seconds": before, "phase": SEARCHING}.items():
             search.remember(key, value)
         try:
-            with local_workers(spec.workers - 1, name, task.url, out, setup.subject.device, display.note):
+            with (
+                local_workers(spec.workers - 1, name, task.url, out, setup.subject.device, display.note),
+                ray_workers(spec.ray, name, task.url, setup.subject.device, display.note),
+            ):
                 study.run()
                 search.remember("phase", CONFIRMING)  # and the others leave
             study.hear(look=True)

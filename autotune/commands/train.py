@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from autotune.commands.outputs import write_exports
-from autotune.commands.run import Stop
 from autotune.commands.session import open_study
+from autotune.commands.stop import Stop
 from autotune.errors import AutotuneError, Interrupted, NothingFits, UsageError
 from autotune.export.fleet import PREEMPTED
 from autotune.train import Progress, Run

@@ -32,7 +32,7 @@ def command(
         StorageError: no room for weights that TRL could read.
         PromiseBroken: beyond the tolerance, or memory creeps.
     """
-    from autotune.commands.run import Stop
+    from autotune.commands.stop import Stop
     from autotune.search import Search
 
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:

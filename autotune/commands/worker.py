@@ -15,8 +15,9 @@ from zlib import crc32
 from autotune.commands.display import Display
 from autotune.commands.local import SEARCHING
 from autotune.commands.outputs import prepare
-from autotune.commands.run import FOREIGN_GIB, Stop
+from autotune.commands.run import FOREIGN_GIB
 from autotune.commands.session import shared_url
+from autotune.commands.stop import Stop
 from autotune.config import TrainConfig
 from autotune.crew import WORKED
 from autotune.errors import Cancelled, EnvironmentProblem, Interrupted, TooManyFailures, UsageError
