@@ -9,7 +9,7 @@ studies = typer.Typer()
 
 EXPORTS = (
     "recipe, trl, train, axolotl, llamafactory (these by default), transformers, accelerate, kubernetes, skypilot, "
-    "slurm; repeatable."
+    "slurm, torchtune; repeatable."
 )
 StudyName = Annotated[str | None, typer.Argument(help="Name of the study; the newest by default.")]
 Storage = Annotated[

@@ -92,7 +92,7 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown knob in a space": ((*RUN, "--space", "unknown-knob.yaml"), ("'micro_batchsize'", "did you mean")),
     "no study": (("status",), ("no study",)),
     "no study to export": (("export",), ("no study",)),
-    "unknown format": (("export", "--format", "torchtune"), ("'torchtune'", "trl")),
+    "unknown format": (("export", "--format", "unsloth"), ("'unsloth'", "trl")),
     "no URL": ((*RUN, "--storage", f"me:{CANARY}@host"), ("--storage",)),
     "unknown driver": ((*RUN, "--storage", f"nonsense://me:{CANARY}@host/db"), ("--storage", "nonsense")),
     "no port": ((*RUN, "--storage", f"postgresql+psycopg://me:{CANARY}@host:x/db"), ("--storage",)),

@@ -197,10 +197,10 @@ def test_formats_are_chosen_by_name() -> None:
     usual |= {"axolotl.yaml", "llamafactory.yaml", "dataset_info.json"}
     asked = {"accelerate.yaml", "deepspeed.json", "training_args.json", "adapter_config.json", "transformers_notes.md"}
     assert set(export_all(made, USUAL)) == usual
-    assert set(export_all(made, FORMATS)) == usual | asked | {"job.yaml", "sky.yaml", "train.sbatch"}
+    assert set(export_all(made, FORMATS)) == usual | asked | {"job.yaml", "sky.yaml", "train.sbatch", "torchtune.yaml"}
     assert set(export_all(made, ["trl"])) == {"trl_sft.yaml"}
-    with pytest.raises(UsageError, match="torchtune"):
-        export_all(made, ["torchtune"])
+    with pytest.raises(UsageError, match="unsloth"):
+        export_all(made, ["unsloth"])
 
 
 def test_hostile_names_execute_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,17 @@
 from collections.abc import Callable, Iterable
 
 from autotune.errors import UsageError
-from autotune.export import axolotl, fleet, launchers, llamafactory, recipe_yaml, train, transformers_args, trl
+from autotune.export import (
+    axolotl,
+    fleet,
+    launchers,
+    llamafactory,
+    recipe_yaml,
+    torchtune,
+    train,
+    transformers_args,
+    trl,
+)
 from autotune.export.trl import inexpressible
 from autotune.recipe import Recipe
 
@@ -18,6 +28,7 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "kubernetes": fleet.kubernetes,
     "skypilot": fleet.skypilot,
     "slurm": fleet.slurm,
+    "torchtune": torchtune.export,
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
 
