@@ -210,3 +210,26 @@ def test_who_helps_ends_when_the_study_does(join: Join) -> None:
     over = iter([False, False, True])
     helper.study.work(lambda: next(over))
     assert len(helper.study.rows) == 3  # one was heard of
+
+
+def test_what_is_queued_is_handed_to_one(database: str) -> None:
+    crew = [Search.create(database, "one", WIDE, seed=number, facts={}) for number in range(4)]
+    handed: list[int] = []
+    for size in (1, 2, 4, 8):
+        for seq_len in (128, 256):
+            crew[0].enqueue(WIDE.clip(replace(BASELINE, micro_batch_size=size, seq_len=seq_len)))
+    start = threading.Barrier(len(crew))
+
+    def ask(search: Search) -> None:
+        for _ in range(2):
+            start.wait(timeout=60)
+            handed.append(search.ask().number)
+
+    threads = [threading.Thread(target=ask, args=(one,)) for one in crew]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for one in crew:
+        one.close()
+    assert sorted(handed) == list(range(8))
