@@ -34,7 +34,7 @@ LONGEST += (
     "verify",
     "compile",
     "worker_process",
-    "worker",
+    "struck_worker",
     "canary",
     "sessions",
     "fuzz",

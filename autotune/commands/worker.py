@@ -177,6 +177,7 @@ class Node:
         self._prober, self._store, self._study, self._request = prober, store, study, request
         self._timed, self._log = timed, folder / "logs" / "node.log"
         self._next = time.monotonic() + NODE_EVERY_S
+        self._joined = False
 
     def is_due(self) -> bool:
         return time.monotonic() >= self._next
@@ -197,7 +198,11 @@ class Node:
         if result.outcome is not Outcome.OK or result.measurement is None:
             reasons = [f"the baseline does not come through here: {result.reason or result.outcome}"]
         else:
-            reasons = apart(Reading.of(result.measurement), others, timed=self._timed)
+            # A card that has worked is warmer than those that had not when they were read.
+            own = Reading.of(result.measurement)
+            own = replace(own, temperature_c=None) if self._joined else own
+            reasons = apart(own, others, timed=self._timed)
+        self._joined = True
         result = replace(result, notes=tuple(reasons))
         self._store.add(name, None, result, self._prober.fingerprint, model=self._study.subject.kin)
         return reasons
