@@ -6,9 +6,9 @@ Held against every whole model that was measured here: those of `depth_extrapola
 
 nf4 rows measured before version 3 of the probe hold the statistics of the base twice, which is taken off.
 
-Beside that stand the published tables of 8,192 tokens, of transformers 4.49 (`studies/h100-8k`). Its own way of
-computing differs in three places that their rows tell apart, so that each is held against today's formula, which is
-what `autotune plan` says, and against the same formula with those three (`as_they_ran`).
+Beside that stand the published tables of 8,192 tokens, of transformers 4.49 (`studies/h100-8k`), held against today's
+formula, which is what `autotune plan` says, and against the same formula as that stack may have computed
+(`as_they_ran`): three differences, inferred from these very rows and documented nowhere.
 """
 
 import argparse
@@ -162,7 +162,7 @@ def published(card: str) -> list[dict[str, Any]]:
 
 
 def as_they_ran(model: ModelSpec, config: TrainConfig) -> float:
-    """GiB at the peak with the three things that explain those tables.
+    """GiB at the peak with three differences that explain those tables.
 
     The loss stays in bf16: logits, their logarithms, and the gradients of both, 8 bytes. Adapters are fp32 beside a
     bf16 base without autocast: each casts its input and has an fp32 output. Gradients are zeroed and not freed.

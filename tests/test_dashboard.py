@@ -18,7 +18,7 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 import sqlalchemy as sa
-from browser import CHROMIUM, Page, chromium
+from browser import Page, chromium, needs_chromium
 from factories import FINGERPRINT, result
 from replay import machine
 from sessions import SPACE, Session, Start, by_tokens, starter, subject_of, whole
@@ -189,17 +189,17 @@ def test_a_foreign_name_is_not_answered(served: Served, host: str, status: int) 
 
 @pytest.fixture(scope="module")
 def page(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium here")
     with chromium(tmp_path_factory.mktemp("profile")) as page:
         yield page
 
 
+@needs_chromium
 def test_a_browser_lists_the_study(served: Served, page: Page) -> None:
     page.open(f"http://{served.host}/dashboard/")
     assert "Direction: MAXIMIZE" in page.text("0. one")
 
 
+@needs_chromium
 def test_a_browser_shows_the_study_with_its_figures_and_reports(served: Served, page: Page) -> None:
     page.open(served.url)
     shown = page.text("one (id=0)", "Best Trial", "Useful tokens/s against peak reserved memory", "oom_report.md")
@@ -208,6 +208,7 @@ def test_a_browser_shows_the_study_with_its_figures_and_reports(served: Served, 
     assert page.run("document.querySelectorAll('.js-plotly-plot .point').length") > 8
 
 
+@needs_chromium
 def test_a_browser_shows_notes_and_what_violates_a_constraint(
     served: Served, page: Page, study: dict[str, Any]
 ) -> None:
@@ -222,6 +223,7 @@ def test_a_browser_shows_notes_and_what_violates_a_constraint(
     assert best == 1 and ran_out["number"] not in fits
 
 
+@needs_chromium
 def test_a_browser_cannot_write(served: Served, page: Page, folder: Path, study: dict[str, Any]) -> None:
     page.open(f"http://{served.host}/dashboard/")
     page.text("0. one")

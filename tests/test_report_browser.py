@@ -7,15 +7,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-from browser import CHROMIUM
+from browser import CHROMIUM, needs_chromium
 from factories import summary
 from test_report import HOSTILE, hostile_study
 
 from autotune.recipe import StudySummary
 from autotune.report import draw, render
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+pytestmark = needs_chromium
 
 # Appended to the page: looks at it when it stands, and leaves what it saw where --dump-dom shows it.
 LOOK = """<script>

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-import yaml
-
 from autotune.config import TrainConfig
 from autotune.export.common import (
     ALLOCATOR,
     ALLOCATOR_VARIABLE,
-    comment,
     facts,
     has_published_weights,
     learning_rate,
     model_source,
     save_steps,
+    sectioned,
     warmup_steps,
 )
 from autotune.recipe import Recipe
@@ -43,11 +41,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         ("", _memory(recipe.winner.config)),
         ("the learning rate is a common default and was not tuned", _schedule(recipe)),
     ]
-    text = comment(head) + "\n"
-    for note, values in sections:
-        if values:
-            text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
-    return {"axolotl.yaml": text}
+    return {"axolotl.yaml": sectioned(head, sections)}
 
 
 def command(recipe: Recipe) -> str:

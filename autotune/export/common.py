@@ -1,6 +1,7 @@
 """What several exporters need: lines for a header comment, and the values that follow from a recipe."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from autotune.config import TrainConfig
 from autotune.recipe import Recipe
@@ -24,6 +25,17 @@ def one_line(text: str) -> str:
 def comment(lines: Iterable[str]) -> str:
     """The lines as a `#` comment, which YAML, Python and bash share; ends without a newline."""
     return "\n".join(f"# {one_line(line)}".rstrip() for line in lines)
+
+
+def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    """YAML below a comment, its keys in sections of which each may have a note; what is empty is left out."""
+    import yaml
+
+    text = comment(head) + "\n"
+    for note, values in sections:
+        if values:
+            text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
+    return text
 
 
 def facts(recipe: Recipe) -> list[str]:

@@ -3,20 +3,18 @@
 import json
 from typing import Any
 
-import yaml
-
 from autotune.config import TrainConfig
 from autotune.export.common import (
     ALLOCATOR,
     ALLOCATOR_VARIABLE,
     LIGER,
     base_dtype,
-    comment,
     facts,
     has_published_weights,
     learning_rate,
     model_source,
     save_steps,
+    sectioned,
     warmup_steps,
 )
 from autotune.recipe import Recipe
@@ -60,10 +58,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         ("", _memory(recipe.winner.config)),
         ("the learning rate is a common default and was not tuned", _schedule(recipe)),
     ]
-    text = comment(head) + "\n"
-    for note, values in sections:
-        text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
-    return {"llamafactory.yaml": text, "dataset_info.json": json.dumps(DATASETS, indent=2) + "\n"}
+    return {"llamafactory.yaml": sectioned(head, sections), "dataset_info.json": json.dumps(DATASETS, indent=2) + "\n"}
 
 
 def command(recipe: Recipe) -> str:

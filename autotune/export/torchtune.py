@@ -3,17 +3,15 @@
 import shlex
 from typing import Any
 
-import yaml
-
 from autotune.config import TrainConfig
 from autotune.export import torchtune_models
 from autotune.export.common import (
     ALLOCATOR,
     ALLOCATOR_VARIABLE,
-    comment,
     facts,
     has_published_weights,
     learning_rate,
+    sectioned,
     warmup_steps,
 )
 from autotune.recipe import Recipe
@@ -60,10 +58,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         ("", _memory(recipe.winner.config)),
         ("the learning rate is a common default and was not tuned", _schedule(recipe)),
     ]
-    text = comment(head) + "\n"
-    for note, values in sections:
-        text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
-    return {"torchtune.yaml": text}
+    return {"torchtune.yaml": sectioned(head, sections)}
 
 
 def commands(recipe: Recipe) -> list[str]:

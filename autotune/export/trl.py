@@ -2,20 +2,18 @@
 
 from typing import Any
 
-import yaml
-
 from autotune.config import checkpoints_some
 from autotune.export.common import (
     ALLOCATOR,
     ALLOCATOR_VARIABLE,
     LIGER,
     base_dtype,
-    comment,
     facts,
     has_published_weights,
     learning_rate,
     model_source,
     save_steps,
+    sectioned,
     warmup_steps,
 )
 from autotune.recipe import Recipe
@@ -42,11 +40,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         ("every_n_layers needs transformers 5.23" if _every_n_layers(recipe) else "", _memory(recipe)),
         ("the learning rate is a common default and was not tuned", _schedule(recipe)),
     ]
-    text = comment(head) + "\n"
-    for note, values in sections:
-        if values:
-            text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
-    return {"trl_sft.yaml": text}
+    return {"trl_sft.yaml": sectioned(head, sections)}
 
 
 def _differences(recipe: Recipe) -> list[str]:
