@@ -8,33 +8,20 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from optuna.trial import FrozenTrial, TrialState
+from shared_study import ARGUMENTS, SPACE, opened
 
 from autotune.catalog import resolve_device
 from autotune.commands.on_ray import RESOURCE, _places, check
 from autotune.errors import UsageError
-from autotune.result import from_data
-from autotune.search import Search, stored_facts
-from autotune.subject import Subject
+from autotune.search import stored_facts
 
-SPACE = """\
-version: 1
-knobs:
-  micro_batch_size: {values: [1, 2, 4], kind: system}
-  seq_len: 16
-  lora_rank: {values: [16, 32, 64], kind: learning}
-  precision: fp32
-  checkpointing: {values: [none, every_2, full], kind: system}
-  optimizer: {values: [adamw_torch_fused, adamw_torch], kind: system}
-"""
-ARGUMENTS = ("--gpu", "cpu", "--model", "demo-3m", "--space", "space.yaml", "--global-batch", "4", "--examples", "100")
-ARGUMENTS += ("--budget", "10m", "--memory-gib", "1", "--study", "one", "--trials", "40", "--patience", "999")
+LIMITS = ("--trials", "40", "--patience", "999")
 
 
 def node(**resources: float) -> dict[str, Any]:
@@ -68,7 +55,7 @@ def trials(folder: Path) -> list[FrozenTrial]:
     facts = stored_facts(url, "one") if (folder / "runs" / "autotune.db").exists() else None
     if facts is None or "subject" not in facts:
         return []
-    with closing(Search.open(url, "one", from_data(Subject, facts["subject"]).space)) as search:
+    with opened(url) as search:
         return search.record()[1]
 
 
@@ -89,7 +76,7 @@ def test_a_study_outlives_a_node_that_is_killed_in_a_trial(tmp_path: Path) -> No
     cluster = Cluster(initialize_head=True, head_node_args=place | {"include_dashboard": False})
     try:
         lost = cluster.add_node(**place)
-        line = [sys.executable, "-m", "autotune.cli", "run", *ARGUMENTS, "--ray", cluster.address]
+        line = [sys.executable, "-m", "autotune.cli", "run", *ARGUMENTS, *LIMITS, "--ray", cluster.address]
         environment = {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"}
         leader = subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
         raylet = lost.all_processes["raylet"][0].process.pid

@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,12 @@ from typing import Any
 import psutil
 import pytest
 from optuna.trial import FrozenTrial, TrialState
+from shared_study import ARGUMENTS, SPACE, opened
 
 from autotune.commands.local import SEARCHING
-from autotune.result import from_data
-from autotune.search import Search, stored_facts
-from autotune.subject import Subject
+from autotune.search import stored_facts
 
 pytestmark = pytest.mark.probe
-
-SPACE = """\
-version: 1
-knobs:
-  micro_batch_size: {values: [1, 2, 4], kind: system}
-  seq_len: 16
-  lora_rank: {values: [16, 32, 64], kind: learning}
-  precision: fp32
-  checkpointing: {values: [none, every_2, full], kind: system}
-  optimizer: {values: [adamw_torch_fused, adamw_torch], kind: system}
-"""
-ARGUMENTS = ("--gpu", "cpu", "--model", "demo-3m", "--space", "space.yaml", "--global-batch", "4", "--examples", "100")
-ARGUMENTS += ("--budget", "10m", "--memory-gib", "1", "--study", "one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +34,8 @@ class Place:
         return f"sqlite:///{self.folder / 'runs' / 'autotune.db'}"
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
-        with self.search() as search:
+        with opened(self.url) as search:
             return [one for one in search.record()[1] if not states or one.state in states]
-
-    @contextmanager
-    def search(self) -> Iterator[Search]:
-        subject = from_data(Subject, (stored_facts(self.url, "one") or {})["subject"])
-        with closing(Search.open(self.url, "one", subject.space)) as search:
-            yield search
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
         line = [sys.executable, "-m", "autotune.cli", *arguments]
@@ -77,7 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 @pytest.fixture
 def open_again(place: Place) -> None:
     """As if its leader searched on."""
-    with place.search() as search:
+    with opened(place.url) as search:
         search.remember("phase", SEARCHING)
         search.remember("limits", (stored_facts(place.url, "one") or {})["limits"] | {"trials": None, "patience": 999})
 
@@ -136,7 +115,7 @@ def test_what_a_killed_worker_was_at_is_done_by_the_next_which_can_be_stopped(pl
 def test_who_cannot_join_says_so_by_its_exit_code(place: Place) -> None:
     missing = place.start("worker", "--study", "two")
     assert "there is no study 'two'" in missing.communicate(timeout=60)[1] and missing.returncode == 2
-    with place.search() as search:
+    with opened(place.url) as search:
         theirs = search.remembered("facts")["fingerprint"]
         search.remember("fingerprint", theirs | {"packages": theirs["packages"] | {"torch": "1.0"}})
     other = place.start("worker", "--study", "one")
