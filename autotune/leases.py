@@ -19,8 +19,8 @@ from zlib import crc32
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
+from autotune.database import Outages, connected, make_tables, storage_errors
 from autotune.errors import StorageError
-from autotune.store import engine_options, make_tables, storage_errors
 
 BEAT_S = 5.0
 GONE_S = 60.0  # a count that has stood still for so long is that of a worker that is gone
@@ -76,13 +76,21 @@ class Worker:
 class Leases:
     """One worker's view of a study. Raises StorageError where the database cannot be reached."""
 
-    def __init__(self, url: str, study: str, me: Worker, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        study: str,
+        me: Worker,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        outages: Outages | None = None,
+    ) -> None:
         self._url, self._study, self._me, self._clock = url, study, me, clock
         self.name = me.name
         self._seen: dict[str, tuple[int, float]] = {}  # beats, and since when
         self._looked = clock()
+        self._engine = connected(url, outages)
         with storage_errors(url):
-            self._engine = sa.create_engine(url, **engine_options(url))
             make_tables(self._engine, _metadata)
 
     @contextmanager

@@ -19,10 +19,10 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
+from autotune.database import Outages, engine_options, one_at_a_time, public_url, storage_errors
 from autotune.errors import StorageError, UsageError
 from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace
-from autotune.store import engine_options, one_at_a_time, public_url, storage_errors
 
 STARTUP_TRIALS = 8
 ENOUGH_TRIALS = 20  # with a value, to tell importances from
@@ -60,11 +60,22 @@ class Search:
         self._nameless: dict[int, float] = {}  # running trials that nobody has put a name on, and since when
 
     @classmethod
-    def create(cls, url: str, name: str, space: SearchSpace, *, seed: int, facts: dict[str, Any]) -> "Search":
+    def create(
+        cls,
+        url: str,
+        name: str,
+        space: SearchSpace,
+        *,
+        seed: int,
+        facts: dict[str, Any],
+        outages: Outages | None = None,
+    ) -> "Search":
         """A new study, or the existing one of this name if the space and the facts are the same (else UsageError)."""
         with _errors(url), contextlib.ExitStack() as undo:
             storage = undo.enter_context(_opened(url))
             one_at_a_time(storage.engine)
+            if outages is not None:
+                outages.watch(storage.engine)
             study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
             search = cls(url, storage, study, space)
             search._adopt(facts)

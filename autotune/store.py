@@ -1,24 +1,19 @@
 """Probe results in a table beside Optuna's: append-only evidence, found again by request and fingerprint.
 
-The only file that imports SQLAlchemy. Errors leave as StorageError with the true cause and without a password. A result
-that cannot be written waits in a file, since it cost GPU time.
+A result that cannot be written waits in a file, since it cost GPU time.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import psutil
 import sqlalchemy as sa
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
-from autotune.errors import StorageError, UsageError
+from autotune.database import Outages, connected, make_tables, storage_errors
+from autotune.errors import StorageError
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung, from_data, to_data
 from autotune.spool import Spool
 
@@ -41,9 +36,6 @@ _probes = sa.Table(
 )
 # Only these say the same when asked again; a crash or a timeout may not.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
-
-# File systems of other machines.
-NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "s3fs"}
 LATE_ROWS = 1000  # a row may be seen after others with higher numbers: whoever began first need not end first
 
 
@@ -57,13 +49,12 @@ class StoredProbe:
 
 
 class ProbeStore:
-    """The probe table of one database. `spool` is where results wait while it is away; `say` is told of it."""
+    """The probe table of one database. `spool` is where results wait while it is away."""
 
-    def __init__(self, url: str, *, spool: Path | None = None, say: Callable[[str], None] = lambda text: None) -> None:
-        self._spool, self._say = Spool(path=spool) if spool else None, say
+    def __init__(self, url: str, *, spool: Path | None = None, outages: Outages | None = None) -> None:
+        self._url, self._spool, self._outages = url, Spool(path=spool) if spool else None, outages or Outages()
+        self._engine = connected(url, self._outages)
         with storage_errors(url):
-            self._url = url
-            self._engine = sa.create_engine(_parsed(url), **engine_options(url))
             make_tables(self._engine, _metadata)
         self._known: set[int] = set()  # rows that were written or read here
         self._read_to = 0  # the highest that was read
@@ -88,15 +79,20 @@ class ProbeStore:
             "result": json.dumps(to_data(result)),
             "circumstances": json.dumps(to_data(fingerprint)),
         }
+        if self._spool is None:
+            self._write(row)
+            return
         try:
-            self._replay()
-            with storage_errors(self._url), self._engine.begin() as connection:
-                self._insert(connection, row)
+            with self._outages.at_once():  # waiting comes once it is safe
+                self._replay()
+                self._write(row)
         except StorageError as error:
-            if self._spool is None:
-                raise
             self._spool.add(row)
-            self._say(f"{error}; the result waits in {self._spool.path}")
+            self._outages.say(f"{error}; the result waits in {self._spool.path}")
+
+    def _write(self, row: dict[str, Any]) -> None:
+        with storage_errors(self._url), self._engine.begin() as connection:
+            self._insert(connection, row)
 
     def _insert(self, connection: sa.Connection, row: dict[str, Any]) -> None:
         self._known.add(connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one())
@@ -110,7 +106,7 @@ class ProbeStore:
                 same = (column == row[column.name] for column in _probes.c if column is not _probes.c.id)
                 if connection.execute(sa.select(_probes.c.id).where(*same)).first() is None:
                     self._insert(connection, row)
-        self._say(f"{len(rows)} waiting results are in the database now")
+        self._outages.say(f"{len(rows)} waiting results are in the database now")
 
     def find(self, request: str, fingerprint: str, rungs: Iterable[Rung]) -> ProbeResult | None:
         """The newest stored answer to a request under the same fingerprint, from any study of this database."""
@@ -169,109 +165,3 @@ class ProbeStore:
 
     def close(self) -> None:
         self._engine.dispose()
-
-
-def make_tables(engine: sa.Engine, metadata: sa.MetaData) -> None:
-    """Those that are missing. Of several processes that find them missing at once all but one fail, and look again."""
-    try:
-        metadata.create_all(engine)
-    except DBAPIError:
-        metadata.create_all(engine)
-
-
-def engine_options(url: str) -> dict[str, Any]:
-    """SQLite waits for its lock; servers are asked whether a pooled connection still lives."""
-    if _parsed(url).get_backend_name() == "sqlite":
-        return {"connect_args": {"timeout": 60}}
-    return {"pool_pre_ping": True, "pool_recycle": 1800}
-
-
-def one_at_a_time(engine: sa.Engine) -> None:
-    """SQLite locks when a transaction begins, not when it first writes: else two workers read that a trial is queued,
-    and both take it."""
-    if engine.dialect.name == "sqlite":
-        engine.dispose()
-        sa.event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
-        sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-
-
-def network_drive(url: str) -> str | None:
-    """The kind of file system that an SQLite file lies on, if that is of another machine."""
-    parsed = _parsed(url)
-    if parsed.get_backend_name() != "sqlite" or not parsed.database:
-        return None
-    path = Path(parsed.database).resolve()  # a link may lead there
-    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
-    kind = next((mounts[folder] for folder in path.parents if folder in mounts), "")
-    return kind if kind.removeprefix("fuse.") in NETWORK else None
-
-
-def read_only(url: str) -> str:
-    """The URL of the same database over which nothing can be written: SQLite's and PostgreSQL's refuse it themselves.
-
-    Raises:
-        UsageError: there is no such SQLite file, which opening would make.
-    """
-    with storage_errors(url):
-        parsed = _parsed(url)
-        backend, path = parsed.get_backend_name(), parsed.database or ""
-        if backend == "postgresql":
-            options = f"{parsed.query.get('options', '')} -c default_transaction_read_only=on"
-            parsed = parsed.update_query_dict({"options": options.strip()})
-        elif backend == "sqlite":
-            if not path.startswith("file:"):
-                if not Path(path).is_file():
-                    remedy = "start a study with `autotune run`, or name --storage"
-                    raise UsageError(f"there is no database {public_url(url)}", remedy=remedy)
-                parsed = parsed.set(database=f"file:{quote(path)}")
-            parsed = parsed.update_query_dict({"mode": "ro", "uri": "true"})
-        return parsed.render_as_string(hide_password=False)
-
-
-def _parsed(url: str) -> URL:
-    try:
-        return make_url(url)
-    except ValueError:  # a port that is no number; the text may be part of a password
-        raise ArgumentError("the port is not a number") from None
-
-
-def public_url(url: str) -> str:
-    """The URL without its password."""
-    try:
-        return _parsed(url).render_as_string(hide_password=True)
-    except ArgumentError:
-        return "the storage URL"
-
-
-@contextmanager
-def storage_errors(url: str) -> Iterator[None]:
-    """Turn database errors into StorageError (or UsageError for a URL that is none), password hidden."""
-    try:
-        yield
-    except (ArgumentError, NoSuchModuleError) as error:
-        # Some versions of SQLAlchemy repeat a URL that they cannot parse, password and all.
-        why = f" ({error})" if isinstance(error, NoSuchModuleError) else ""
-        raise UsageError(
-            f"--storage: not a database URL that can be used: {public_url(url)}{why}",
-            remedy="write sqlite:///FILE.db or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
-        ) from None
-    except ImportError as error:
-        missing = getattr(error.__cause__, "name", None) or error.name  # Optuna wraps it
-        if missing is None:
-            raise
-        raise UsageError(
-            f"--storage: the driver {missing!r} for {public_url(url)} is not installed",
-            remedy=f"pip install {missing}",
-        ) from None
-    except SQLAlchemyError as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        password = make_url(url).password
-        text = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
-        if password:
-            text = text.replace(str(password), "***")
-        raise StorageError(
-            f"the database {public_url(url)} failed: {text}",
-            remedy="check that it can be reached and written, then run the same command with --study to continue",
-        ) from None

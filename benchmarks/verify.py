@@ -30,23 +30,26 @@ PINS |= {"loss": "full", "packing": False}
 COMPILED, RECOMPUTED = {"compile": "per_layer"}, {"checkpointing": "full"}
 CHUNKED = {"loss": "chunked"}
 PACKED = {"packing": True, "micro_batch_size": 1, "seq_len": 2048}
+# What is not compiled may win with so many tokens; with fewer the host, which launches each operation, sets its pace.
+LARGE = {"micro_batch_size": 4, "seq_len": 2048}
+FOUR = {"micro_batch_size": 4}
 NF4 = {"quantization": "nf4", "double_quant": True}
 FULL = {"method": "full", "lora_rank": None}
 MISTRAL, LLAMA, PHI = "mistral-7b", "llama-3.1-8b", "phi-3-mini"
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora, compiled": (MISTRAL, "transformers", COMPILED),
-    "lora, recomputed": (MISTRAL, "transformers", RECOMPUTED | {"precision": "bf16_pure"}),
+    "lora, recomputed": (MISTRAL, "transformers", LARGE | RECOMPUTED | {"precision": "bf16_pure"}),
     "lora, packed, compiled": (MISTRAL, "transformers", PACKED | COMPILED),
     "lora, chunked, compiled": (LLAMA, "transformers", CHUNKED | COMPILED),
-    "lora, packed": (PHI, "transformers", PACKED),
-    "nf4, compiled": (MISTRAL, "transformers", NF4 | COMPILED),
-    "nf4, packed, recomputed": (LLAMA, "transformers", NF4 | PACKED | RECOMPUTED | CHUNKED),
+    "lora, packed": (PHI, "transformers", PACKED | LARGE),
+    "nf4, compiled": (MISTRAL, "transformers", NF4 | LARGE | COMPILED),
+    "nf4, packed, recomputed": (LLAMA, "transformers", NF4 | PACKED | LARGE | RECOMPUTED | CHUNKED),
     "full, compiled": (PHI, "transformers", FULL | COMPILED),
     "full, packed, bf16": (MISTRAL, "transformers", FULL | PACKED | RECOMPUTED | {"precision": "bf16_pure"}),
-    "trl, lora": (MISTRAL, "trl", CHUNKED),
-    "trl, lora, compiled": (PHI, "trl", CHUNKED | COMPILED | {"micro_batch_size": 4}),
-    "trl, nf4, recomputed": (LLAMA, "trl", CHUNKED | NF4 | RECOMPUTED),
-    "trl, full": (PHI, "trl", CHUNKED | FULL | RECOMPUTED | {"micro_batch_size": 4}),
+    "trl, lora": (MISTRAL, "trl", CHUNKED | FOUR),
+    "trl, lora, compiled": (PHI, "trl", CHUNKED | FOUR | COMPILED),
+    "trl, nf4": (LLAMA, "trl", CHUNKED | FOUR | NF4),
+    "trl, full": (PHI, "trl", CHUNKED | FOUR | FULL),
 }
 LONG = "lora, compiled"  # what the long run trains
 STUDY_S, START_S = 120.0, 60.0  # what a study, and the start of a script, may take
@@ -83,7 +86,7 @@ def main() -> None:
         else:
             rows.add(measured(case, args))
             table(rows.all[-1:], COLUMNS)
-    if args.long and not rows.has(case="long run") and (row := long_run(args, until)):
+    if args.long and not rows.has(case="long run") and (row := long_run(args, rows, until)):
         rows.add(row)
     told = summary(rows.all)
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
@@ -155,19 +158,18 @@ def fingerprint(study: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in study["fingerprint"].items() if key != "digest"}
 
 
-def long_run(args: argparse.Namespace, until: float) -> dict[str, Any] | None:
-    """The whole run of one winner, as its own export does it. None where there is no time left for it."""
+def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, Any] | None:
+    """The whole run of one winner, as its own export does it, with as many examples as last so long at the speed of the
+    case's own row. None where there is no such row, or no time left for it."""
     folder = (args.work or Path(tempfile.mkdtemp(prefix="autotune-bench-"))).absolute() / "long"
     summary, progress = folder / "out" / "summary.json", folder / "progress.jsonl"
     if not summary.exists():
-        if time.monotonic() + 2 * STUDY_S > until:
-            print("no time left for the study of the long run: call again with --rows")
+        speed = next((row.get("tokens_per_s") for row in rows.all if row["case"] == LONG), None)
+        if speed is None or time.monotonic() + STUDY_S > until:
+            print(f"the long run wants a row of {LONG!r}, and time: call again with --rows", flush=True)
             return None
-        first = studied(Path(tempfile.mkdtemp(prefix="autotune-bench-")), *options(LONG, args))
         folder.mkdir(parents=True, exist_ok=True)
-        studied(
-            folder, *options(LONG, args, math.ceil(args.long * first["winner"]["performance"]["samples_per_second"]))
-        )
+        studied(folder, *options(LONG, args, math.ceil(args.long * speed / (args.seq_len or PINS["seq_len"]))))
     study = json.loads(summary.read_text())
     projected = study["winner"]["cost"]["full_run_hours"] * 3600
     if time.monotonic() + START_S + 1.1 * projected > until:

@@ -114,6 +114,12 @@ def start(tmp_path: Path, tables: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
+def server(postgres: Callable[[], str]) -> str:
+    """A database of PostgreSQL."""
+    return postgres()
+
+
+@pytest.fixture
 def start_anywhere(database: str, tmp_path: Path) -> Iterator[Start]:
     opened: list[Any] = []
     yield starter(database, tmp_path / "logs", opened)

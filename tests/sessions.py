@@ -13,6 +13,7 @@ from replay import Answers, ReplayProber, machine
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
+from autotune.database import Outages
 from autotune.ladder import Ladder
 from autotune.lengths import Lengths
 from autotune.objective import Floors
@@ -101,19 +102,22 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
         begin: list[TrainConfig] | None = None,
         on_trial: Callable[[TrialRow], None] = lambda row: None,
         should_stop: Callable[[], bool] = lambda: False,
+        waits_s: float = 0.0,
         **limits: Any,
     ) -> Session:
         subject = subject or subject_of()
         prober = ReplayProber(answers or machine(rate=by_tokens))
-        store = ProbeStore(url, spool=logs.parent / "spool.jsonl")
-        search = Search.create(url, subject.study, subject.space, seed=0, facts={"model": subject.model.name})
+        said: list[str] = []
+        outages = Outages(said.append, should_stop, seconds=waits_s)
+        store = ProbeStore(url, spool=logs.parent / "spool.jsonl", outages=outages)
+        facts = {"model": subject.model.name}
+        search = Search.create(url, subject.study, subject.space, seed=0, facts=facts, outages=outages)
         opened.extend((store, search))
 
         def request(config: TrainConfig) -> ProbeRequest:
             return ProbeRequest(config=config, model=subject.model.config, memory_gib=80.0)
 
         ladder = Ladder(prober, store, study=subject.study, logs=logs, request=request)
-        said: list[str] = []
         study = Study(
             subject,
             search,

@@ -19,18 +19,13 @@ LAYERS = [
     "errors", "units", "files", "flags", "process", "gpu", "config", "foreign", "catalog", "result", "depth", "space",
     "climb", "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective",
     "packing", "subject", "projection", "explanation", "recipe", "submission", "judge", "leads", "plan", "elsewhere",
-    "compare", "checked", "spool", "store", "leases", "ladder", "footing", "search", "crew", "recall", "confirm",
-    "nodes", "sharing", "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported",
+    "compare", "checked", "spool", "database", "store", "leases", "ladder", "footing", "search", "crew", "recall",
+    "confirm", "nodes", "sharing", "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported",
     "quality", "verify", "explain", "train", "dashboard", "commands", "api", "cli_studies", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
 ADAPTERS = ("search", "store", "leases", "probe", "report", "export")
-# ... but for how a database is reached and how its errors are told: said once, for Optuna's tables and ours.
-SHARED = {
-    ("search", "store"): {"engine_options", "one_at_a_time", "public_url", "storage_errors"},
-    ("leases", "store"): {"engine_options", "make_tables", "storage_errors"},
-}
 
 CHILD = tuple(
     f"probe.{name}"
@@ -63,7 +58,7 @@ HOMES = {
     "datasets": {"dataset", "probe.sft"},
     "optuna": {"search", "dashboard"},
     "optuna_dashboard": {"dashboard"},
-    "sqlalchemy": {"store", "leases"},
+    "sqlalchemy": {"database", "store", "leases"},
     "plotly": {"report.canvas", "dashboard", "api"},
     "gpuhunt": {"catalog.offers"},
     "ray": {"commands.on_ray"},
@@ -214,8 +209,7 @@ def test_adapters_do_not_know_one_another():
         for module, target, one in edges()
         if layer(module) in ADAPTERS and layer(target) in ADAPTERS and layer(module) != layer(target)
     ]
-    assert [edge for edge in crossing if edge[2] not in SHARED.get(edge[:2], ())] == []
-    assert {edge[2] for edge in crossing} == {name for names in SHARED.values() for name in names}  # none is stale
+    assert crossing == []
 
 
 def test_nothing_imports_the_worker():

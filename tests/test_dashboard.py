@@ -26,10 +26,11 @@ from sessions import SPACE, Session, Start, by_tokens, starter, subject_of, whol
 from autotune import cli, dashboard
 from autotune.commands.session import open_study
 from autotune.dashboard import Following, gate
+from autotune.database import read_only
 from autotune.errors import StorageError, UsageError
 from autotune.result import Outcome, to_data
 from autotune.search import METRIC, Search
-from autotune.store import ProbeStore, read_only
+from autotune.store import ProbeStore
 
 COMMAND = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from autotune.cli import main; main()"

@@ -7,6 +7,7 @@ import pytest
 from factories import FINGERPRINT, result
 from outage import away
 
+from autotune.database import Outages
 from autotune.errors import StorageError
 from autotune.spool import Spool
 from autotune.store import ProbeStore
@@ -19,7 +20,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def store(database: str, tmp_path: Path, said: list[str]) -> Iterator[ProbeStore]:
-    opened = ProbeStore(database, spool=tmp_path / "spool.jsonl", say=said.append)
+    opened = ProbeStore(database, spool=tmp_path / "spool.jsonl", outages=Outages(said.append))
     yield opened
     opened.close()
 

@@ -14,11 +14,12 @@ from sqlalchemy.engine import make_url
 
 from autotune.commands.session import shared_url
 from autotune.config import TrainConfig
+from autotune.database import network_drive, public_url
 from autotune.errors import AutotuneError, StorageError, UsageError
 from autotune.result import Outcome, Rung
 from autotune.search import Search, stored_facts, study_names
 from autotune.space import load_space
-from autotune.store import ProbeStore, network_drive, public_url
+from autotune.store import ProbeStore
 
 CANARY = "s3cr3t-c4n4ry"
 FULL = (Rung.FULL, Rung.CONFIRM)
@@ -183,7 +184,7 @@ def test_a_file_on_a_network_drive_is_for_nobody_to_share(tmp_path: Path, monkey
     (tmp_path / "link").symlink_to(tmp_path / "mounted")
     drives = {"/": "ext4", str(tmp_path / "mounted"): "nfs4", str(tmp_path / "mounted" / "inner"): "ext4"}
     found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in drives.items()]
-    monkeypatch.setattr("autotune.store.psutil.disk_partitions", lambda all: found)
+    monkeypatch.setattr("autotune.database.psutil.disk_partitions", lambda all: found)
     for folder, kind in (("", None), ("mounted", "nfs4"), ("link", "nfs4"), ("mounted/inner", None)):
         assert network_drive(f"sqlite:///{tmp_path / folder / 'autotune.db'}") == kind
     monkeypatch.chdir(tmp_path / "mounted")

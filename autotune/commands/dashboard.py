@@ -23,8 +23,8 @@ def dashboard(name: str | None, storage: str | None, *, host: str, port: int) ->
     if importlib.util.find_spec("optuna_dashboard") is None:
         raise EnvironmentProblem("optuna-dashboard is not installed", remedy="pip install optuna-dashboard")
     from autotune.dashboard import PAGE, Following, gate, is_loopback
+    from autotune.database import read_only
     from autotune.search import Search
-    from autotune.store import read_only
 
     if not is_loopback(host):
         raise UsageError(

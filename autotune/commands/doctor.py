@@ -131,7 +131,8 @@ def _disk() -> list[Check]:
 
 
 def _storage(storage: str | None) -> Check:
-    from autotune.store import ProbeStore, public_url
+    from autotune.database import public_url
+    from autotune.store import ProbeStore
 
     url = storage_url(storage)
     try:

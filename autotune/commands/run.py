@@ -134,6 +134,7 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
 
 def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_json: bool) -> None:
     """Search, confirm, write, print. Raises Cancelled where a stop leaves nothing to write."""
+    from autotune.database import Outages, waiting_s
     from autotune.footing import find_footing
     from autotune.ladder import Ladder
     from autotune.leases import Leases, Worker
@@ -145,7 +146,8 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     from autotune.verify import verify
 
     spec, setup, out, name = task.spec, task.setup, task.out, task.study
-    store = ProbeStore(task.url, spool=out / "spool.jsonl", say=partial(display.note, style="yellow"))
+    outages = Outages(partial(display.note, style="yellow"), stop, seconds=waiting_s())
+    store = ProbeStore(task.url, spool=out / "spool.jsonl", outages=outages)
     facts = stored_facts(task.url, name) or {}
     # One ratio for all sessions, or values would not compare.
     if "subject" in facts and setup.subject.carried is not None:
@@ -198,14 +200,15 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     same["reserve opened"] = opened
     if spec.shallow_only or facts.get("shallow only"):
         same["shallow only"] = spec.shallow_only
-    search = Search.create(task.url, name, setup.subject.space, seed=spec.seed, facts=same)
+    search = Search.create(task.url, name, setup.subject.space, seed=spec.seed, facts=same, outages=outages)
     search.remember("subject", to_data(setup.subject))
     search.remember("spec", to_data(replace(spec, storage=None)))  # without the password that may be in there
     search.remember("out", str(out))
     search.remember("asked", {"memory_gib": memory_gib, "headroom": spec.headroom, "seed": spec.seed})
     limits = Limits(budget_s=task.budget_s, trials=spec.trials, patience=spec.patience)
     before, failure = float(facts.get("wall_seconds", 0.0)), None
-    with Leases(task.url, name, Worker.here(fingerprint.device, leads=True)).joined() as crew:
+    me = Worker.here(fingerprint.device, leads=True)
+    with Leases(task.url, name, me, outages=outages).joined() as crew:
         refuse_another(crew, name)
         study = Study(setup.subject, search, ladder, limits, task.started, say=display.say, should_stop=stop, crew=crew)
         study.news = partial(store.news, name)

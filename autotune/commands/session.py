@@ -30,7 +30,7 @@ def storage_url(storage: str | None) -> str:
 
 def shared_url(storage: str | None) -> str:
     """The same, of a database that several processes may write. Raises UsageError for one that they may not."""
-    from autotune.store import network_drive
+    from autotune.database import network_drive
 
     url = storage_url(storage)
     if kind := network_drive(url):

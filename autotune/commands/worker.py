@@ -95,6 +95,7 @@ def _work(
     *,
     allow_mixed: bool,
 ) -> None:
+    from autotune.database import Outages, waiting_s
     from autotune.ladder import Ladder
     from autotune.leases import Leases, Worker
     from autotune.search import Search
@@ -113,7 +114,8 @@ def _work(
     def request(config: TrainConfig) -> ProbeRequest:
         return subject.request(config, device=prober.device, **asked)
 
-    store = ProbeStore(url, spool=folder / "spool.jsonl", say=partial(display.note, style="yellow"))
+    outages = Outages(partial(display.note, style="yellow"), stop, seconds=waiting_s())
+    store = ProbeStore(url, spool=folder / "spool.jsonl", outages=outages)
     ladder = Ladder(
         prober,
         store,
@@ -126,11 +128,12 @@ def _work(
     )
     ladder.learn_from_others()
     me = Worker.here(fingerprint.device)
-    search = Search.create(url, name, subject.space, seed=int(asked["seed"]) + crc32(me.name.encode()), facts={})
+    seed = int(asked["seed"]) + crc32(me.name.encode())
+    search = Search.create(url, name, subject.space, seed=seed, facts={}, outages=outages)
     limits = Limits(**facts["limits"])
     begun = time.monotonic()
     started = begun - float(facts.get("wall_seconds", 0.0)) + float(facts.get("earlier_seconds", 0.0))
-    with Leases(url, name, me).joined() as crew:
+    with Leases(url, name, me, outages=outages).joined() as crew:
         study = Study(subject, search, ladder, limits, started, say=display.say, should_stop=stop, crew=crew)
         study.resume(store.of_study(name))
         node = Node(prober, store, study, request, timed=subject.device.kind != "cpu", folder=folder)

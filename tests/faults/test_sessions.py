@@ -133,6 +133,22 @@ def test_a_short_outage_costs_nothing(start_anywhere: Start, database: str, tell
 
 
 @pytest.mark.server
+def test_a_server_that_comes_back_is_waited_for(start_on_server: Start, server: str, tell: Tell) -> None:
+    outage = away(server)
+
+    def vanish() -> None:
+        outage.__enter__()
+        threading.Timer(2.5, outage.__exit__, (None, None, None)).start()
+
+    session = start_on_server(struck(vanish), begin=[BASELINE], trials=TOTAL, waits_s=60.0)
+    survived = finished(session, server)
+    assert sum("away: waiting for it" in one for one in session.said) == session.said.count("the database is back") == 1
+    asked = [request.digest for request in session.prober.requests if request.rung is Rung.FULL]
+    lost = len(asked) - len(set(asked))
+    tell("the database server is away for some seconds, and waited for", survived=survived, lost=lost)
+
+
+@pytest.mark.server
 def test_connections_that_are_cut_are_made_anew(start_on_server: Start, server: str, tell: Tell) -> None:
     session = start_on_server(struck(lambda: cut_off(server)), begin=[BASELINE], trials=TOTAL)
     tell("the server ends all connections", survived=finished(session, server))
@@ -178,11 +194,6 @@ def test_a_database_that_is_overwritten_is_told_and_a_copy_goes_on(start: Start,
 
 
 @pytest.fixture
-def server(postgres: Callable[[], str]) -> str:
-    return postgres()
-
-
-@pytest.fixture
 def start_on_server(server: str, tmp_path: Path) -> Any:
     opened: list[Any] = []
     yield starter(server, tmp_path / "logs", opened)
@@ -213,7 +224,7 @@ def test_a_server_that_is_killed_comes_back_with_everything(
                 one.kill()
             psutil.wait_procs(everybody, timeout=30)
 
-        first = start(struck(kill), begin=[BASELINE], trials=TOTAL)
+        first = start(struck(kill), begin=[BASELINE], trials=TOTAL, waits_s=2.0)
         with pytest.raises(StorageError):
             first.study.run()
         own.ensure_postgres_running()

@@ -1,0 +1,211 @@
+"""How databases are spoken to: connections, what goes wrong with them in words, waiting for one that went away.
+
+Errors leave as StorageError with the true cause and without a password.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psutil
+import sqlalchemy as sa
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+
+from autotune.errors import StorageError, UsageError
+from autotune.units import fmt_seconds, parse_duration
+
+WAIT_VARIABLE, WAIT_S, ASK_EVERY_S = "AUTOTUNE_DATABASE_WAIT", 300.0, 1.0
+LIBPQ, CONNECT_S = ("psycopg", "psycopg2"), 10  # drivers that take libpq's options
+
+# File systems of other machines.
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "s3fs"}
+
+
+class Outages:
+    """What a session does when a server that it had reached goes away: it asks again every second, for so long.
+
+    Only the thread that made this waits. `say` is told, and `should_stop` ends it. Files are not waited for.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None] = lambda text: None,
+        should_stop: Callable[[], bool] = lambda: False,
+        *,
+        seconds: float = 0.0,
+    ) -> None:
+        self.say, self._should_stop, self._seconds = say, should_stop, seconds
+        self._thread, self._reached = threading.get_ident(), False
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What fails in here fails without waiting."""
+        seconds, self._seconds = self._seconds, 0.0
+        try:
+            yield
+        finally:
+            self._seconds = seconds
+
+    def watch(self, engine: sa.Engine) -> None:
+        """Have this engine's connections made so."""
+        public = engine.url.render_as_string(hide_password=True)
+
+        def connect(dialect: Any, _: Any, arguments: Any, options: Any) -> Any:
+            patient = self._reached and threading.get_ident() == self._thread
+            until = time.monotonic() + self._seconds if patient else 0.0
+            waits = False
+            while True:
+                try:
+                    connection = dialect.connect(*arguments, **options)
+                except dialect.loaded_dbapi.OperationalError:
+                    if time.monotonic() >= until or self._should_stop():
+                        raise
+                    if not waits:
+                        self.say(f"the database {public} is away: waiting for it, {fmt_seconds(self._seconds)} at most")
+                    waits = True
+                    time.sleep(ASK_EVERY_S)
+                else:
+                    if waits:
+                        self.say("the database is back")
+                    self._reached = True
+                    return connection
+
+        if engine.dialect.name != "sqlite":
+            sa.event.listen(engine, "do_connect", connect)
+
+
+def waiting_s() -> float:
+    """For how long to wait for a server, by AUTOTUNE_DATABASE_WAIT. Raises UsageError."""
+    try:
+        return parse_duration(os.environ.get(WAIT_VARIABLE) or f"{WAIT_S:.0f}s")
+    except ValueError as error:
+        raise UsageError(f"{WAIT_VARIABLE}: {error}", remedy=f"for example {WAIT_VARIABLE}=5m") from None
+
+
+def connected(url: str, outages: Outages | None = None) -> sa.Engine:
+    """An engine; nothing is connected yet. Raises UsageError for a URL that is none."""
+    with storage_errors(url):
+        engine = sa.create_engine(_parsed(url), **engine_options(url))
+    if outages is not None:
+        outages.watch(engine)
+    return engine
+
+
+def make_tables(engine: sa.Engine, metadata: sa.MetaData) -> None:
+    """Those that are missing. Of several processes that find them missing at once all but one fail, and look again."""
+    try:
+        metadata.create_all(engine)
+    except DBAPIError:
+        metadata.create_all(engine)
+
+
+def engine_options(url: str) -> dict[str, Any]:
+    """SQLite waits for its lock; servers are asked whether a pooled connection still lives.
+
+    A host that vanished never says so: PostgreSQL's own timeouts tell, where the URL sets none.
+    """
+    parsed = _parsed(url)
+    if parsed.get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": 60}}
+    options: dict[str, Any] = {"pool_pre_ping": True, "pool_recycle": 1800}
+    if parsed.get_backend_name() == "postgresql" and parsed.get_driver_name() in LIBPQ:
+        limits = {"connect_timeout": CONNECT_S, "tcp_user_timeout": CONNECT_S * 1000}
+        options["connect_args"] = {name: value for name, value in limits.items() if name not in parsed.query}
+    return options
+
+
+def one_at_a_time(engine: sa.Engine) -> None:
+    """SQLite locks when a transaction begins, not when it first writes: else two workers read that a trial is queued,
+    and both take it."""
+    if engine.dialect.name == "sqlite":
+        engine.dispose()
+        sa.event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
+        sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+
+
+def network_drive(url: str) -> str | None:
+    """The kind of file system that an SQLite file lies on, if that is of another machine."""
+    parsed = _parsed(url)
+    if parsed.get_backend_name() != "sqlite" or not parsed.database:
+        return None
+    path = Path(parsed.database).resolve()  # a link may lead there
+    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    kind = next((mounts[folder] for folder in path.parents if folder in mounts), "")
+    return kind if kind.removeprefix("fuse.") in NETWORK else None
+
+
+def read_only(url: str) -> str:
+    """The URL of the same database over which nothing can be written: SQLite's and PostgreSQL's refuse it themselves.
+
+    Raises:
+        UsageError: there is no such SQLite file, which opening would make.
+    """
+    with storage_errors(url):
+        parsed = _parsed(url)
+        backend, path = parsed.get_backend_name(), parsed.database or ""
+        if backend == "postgresql":
+            options = f"{parsed.query.get('options', '')} -c default_transaction_read_only=on"
+            parsed = parsed.update_query_dict({"options": options.strip()})
+        elif backend == "sqlite":
+            if not path.startswith("file:"):
+                if not Path(path).is_file():
+                    remedy = "start a study with `autotune run`, or name --storage"
+                    raise UsageError(f"there is no database {public_url(url)}", remedy=remedy)
+                parsed = parsed.set(database=f"file:{quote(path)}")
+            parsed = parsed.update_query_dict({"mode": "ro", "uri": "true"})
+        return parsed.render_as_string(hide_password=False)
+
+
+def _parsed(url: str) -> URL:
+    try:
+        return make_url(url)
+    except ValueError:  # a port that is no number; the text may be part of a password
+        raise ArgumentError("the port is not a number") from None
+
+
+def public_url(url: str) -> str:
+    """The URL without its password."""
+    try:
+        return _parsed(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        return "the storage URL"
+
+
+@contextmanager
+def storage_errors(url: str) -> Iterator[None]:
+    """Turn database errors into StorageError (or UsageError for a URL that is none), password hidden."""
+    try:
+        yield
+    except (ArgumentError, NoSuchModuleError) as error:
+        # Some versions of SQLAlchemy repeat a URL that they cannot parse, password and all.
+        why = f" ({error})" if isinstance(error, NoSuchModuleError) else ""
+        raise UsageError(
+            f"--storage: not a database URL that can be used: {public_url(url)}{why}",
+            remedy="write sqlite:///FILE.db or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
+        ) from None
+    except ImportError as error:
+        missing = getattr(error.__cause__, "name", None) or error.name  # Optuna wraps it
+        if missing is None:
+            raise
+        raise UsageError(
+            f"--storage: the driver {missing!r} for {public_url(url)} is not installed",
+            remedy=f"pip install {missing}",
+        ) from None
+    except SQLAlchemyError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        password = make_url(url).password
+        text = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
+        if password:
+            text = text.replace(str(password), "***")
+        raise StorageError(
+            f"the database {public_url(url)} failed: {text}",
+            remedy="check that it can be reached and written, then run the same command with --study to continue",
+        ) from None
