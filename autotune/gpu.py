@@ -50,12 +50,12 @@ class GpuInfo:
 class Sample:
     """One reading of a card's sensors."""
 
-    utilization: float | None
-    power_w: float | None
-    energy_j: float | None  # counter since the driver was loaded
-    temperature_c: float | None
-    sm_clock_mhz: float | None
-    throttle_reasons: tuple[str, ...]
+    utilization: float | None = None
+    power_w: float | None = None
+    energy_j: float | None = None  # counter since the driver was loaded
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
 
 
 class Nvml:
@@ -103,6 +103,13 @@ class Nvml:
     def used_by_process_gib(self, pid: int) -> float | None:
         """Memory one process holds; None where the driver does not tell (containers with their own process numbers)."""
         return next((process.used_gib for process in self._processes() if process.pid == pid), None)
+
+    def uncorrected_errors(self) -> int | None:
+        """Of the card's memory, since the driver was loaded; None where it does not check (ECC)."""
+        import pynvml
+
+        kinds = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        return _quiet(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(self._handle, *kinds)))
 
     def sample(self) -> Sample:
         import pynvml

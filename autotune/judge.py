@@ -314,7 +314,7 @@ class Judge:
             if abs(gap) > 0.03:
                 found.append(f"the search's step time was {gap:+.1%} off the confirmed one, which counts")
         readings = [one.telemetry for one in self.confirmed[digest] if one.telemetry]
-        slowed = {reason for reading in readings for reason in reading.throttle_reasons} - {"power cap"}
+        slowed = {reason for reading in readings for reason in reading.slowed_by}
         if slowed:
             found.append(f"the card was slowed down while it was measured: {', '.join(sorted(slowed))}")
         baseline = self.baseline()

@@ -170,6 +170,11 @@ class Telemetry:
     throttle_reasons: tuple[str, ...] = ()
     num_samples: int = 0
 
+    @property
+    def slowed_by(self) -> tuple[str, ...]:
+        """Heat, or the hardware; a power cap is how small cards run."""
+        return tuple(reason for reason in self.throttle_reasons if reason != "power cap")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:

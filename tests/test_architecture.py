@@ -33,6 +33,7 @@ CHILD = tuple(
         *(
             "chunked_loss",
             "device",
+            "health",
             "inject",
             "lean",
             "levers",

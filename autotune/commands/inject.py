@@ -32,8 +32,9 @@ knobs:
 """
 OUTCOMES = {  # of the trial that is struck
     **dict.fromkeys(("oom", "host-oom"), "oom"),
-    **dict.fromkeys(("crash", "exit", "sigkill", "sigsegv"), "crash"),
-    **{"nan": "numerics", "slow": "ok", "hang": "timeout"},
+    **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "crash"),
+    **dict.fromkeys(("slow", "throttle"), "ok"),
+    **{"nan": "numerics", "hang": "timeout"},
 }
 AROUND = ("disk-full", "db-gone")
 USUAL = (*(name for name in OUTCOMES if name != "hang"), *AROUND)  # a hang is waited for, 15 minutes

@@ -15,6 +15,7 @@ from autotune.result import Phase
 
 VARIABLE = "AUTOTUNE_INJECT"
 SLOW_S = 5.0
+THROTTLE = "throttle"
 
 
 def _oom() -> None:
@@ -37,6 +38,10 @@ def _crash() -> None:
     raise RuntimeError("injected: CUDA error: an illegal memory access was encountered")
 
 
+def _ecc() -> None:
+    raise RuntimeError("injected: CUDA error: uncorrectable ECC error encountered")
+
+
 def _hang() -> None:
     while True:
         time.sleep(1)
@@ -51,6 +56,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "host-oom": _host_oom,
     "nan": _nan,
     "crash": _crash,
+    "ecc": _ecc,
+    THROTTLE: lambda: None,  # the parent, which reads the sensors, reads that the card was hot
     "slow": lambda: time.sleep(SLOW_S),
     "hang": _hang,
     "exit": lambda: os._exit(3),
@@ -64,13 +71,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 def injected(log: str) -> Callable[[Phase], None] | None:
     """What strikes the probe that writes this log, at the start of each phase; None where nothing is asked for."""
-    asked = []
-    for one in filter(None, os.environ.get(VARIABLE, "").split(",")):
-        match = re.fullmatch(r"([a-z-]+)(?:@([a-z_]+))?(?::([0-9]+))?", one)
-        if match is None or match[1] not in FAULTS:
-            raise ValueError(f"{VARIABLE}: {one!r} is not FAULT[@PHASE][:TRIAL] with one of {', '.join(FAULTS)}")
-        if match[3] is None or Path(log).name.startswith(f"trial-{int(match[3]):04d}"):
-            asked.append((Phase(match[2] or Phase.FIRST_STEP), FAULTS[match[1]]))
+    asked = [(phase, FAULTS[fault]) for fault, phase in _asked(log)]
 
     def strike(phase: Phase) -> None:
         for when, fault in asked:
@@ -78,3 +79,20 @@ def injected(log: str) -> Callable[[Phase], None] | None:
                 fault()
 
     return strike if asked else None
+
+
+def throttles(log: str) -> bool:
+    """Whether the card is to seem slowed down by heat to the probe that writes this log."""
+    return any(fault == THROTTLE for fault, _ in _asked(log))
+
+
+def _asked(log: str) -> list[tuple[str, Phase]]:
+    """The faults for the probe that writes this log, and the phase in which each strikes."""
+    asked = []
+    for one in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        match = re.fullmatch(r"([a-z-]+)(?:@([a-z_]+))?(?::([0-9]+))?", one)
+        if match is None or match[1] not in FAULTS:
+            raise ValueError(f"{VARIABLE}: {one!r} is not FAULT[@PHASE][:TRIAL] with one of {', '.join(FAULTS)}")
+        if match[3] is None or Path(log).name.startswith(f"trial-{int(match[3]):04d}"):
+            asked.append((match[1], Phase(match[2] or Phase.FIRST_STEP)))
+    return asked

@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import Cancelled, EnvironmentProblem
-from autotune.gpu import Nvml, Sample
+from autotune.errors import Cancelled, EnvironmentProblem, TooManyFailures
+from autotune.gpu import Nvml
+from autotune.probe.inject import throttles
+from autotune.probe.watch import Watch
 from autotune.result import (
     Fingerprint,
     ModelShape,
@@ -29,7 +30,6 @@ from autotune.result import (
     Phase,
     ProbeRequest,
     ProbeResult,
-    Telemetry,
     from_data,
     to_data,
 )
@@ -46,6 +46,7 @@ DEADLINES: dict[Phase, float] = {
 }
 SAMPLE_EVERY_S = 0.1
 ALLOCATOR = "expandable_segments:True"
+HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
 
 # On a CPU, peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back. Threads that
 # spin while they wait make a step twenty times slower as soon as another process wants a core; sleeping ones do not.
@@ -94,7 +95,8 @@ def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
 
 class WorkerProber:
     """One warm worker for one device. `probe` always answers with a result; it raises only EnvironmentProblem, where
-    the machine lacks what is needed, and Cancelled, once `should_stop` says so."""
+    the machine lacks what is needed, TooManyFailures, where the device is broken, and Cancelled, once `should_stop`
+    says so."""
 
     def __init__(
         self,
@@ -117,6 +119,8 @@ class WorkerProber:
         self._ready = False
         self._fingerprint: Fingerprint | None = None
         self._nvml = Nvml.open() if device == "cuda" else None
+        self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
+        self._was_slowed = False  # by heat or hardware, when it was last asked
 
     def __enter__(self) -> "WorkerProber":
         return self
@@ -135,7 +139,42 @@ class WorkerProber:
         return self._fingerprint
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Run one probe; its output goes to the file `log`. A hung, killed or broken worker is a result too."""
+        """Run one probe; its output goes to the file `log`. A hung, killed or broken worker is a result too.
+
+        Where the machine may be to blame rather than the configuration it is run once more.
+        """
+        result = self._once(request, log)
+        if (doubt := self._doubt(result)) is None:
+            return result
+        self._check_memory()
+        again = self._once(request, log)
+        total = result.seconds.get("total", 0.0) + again.seconds.get("total", 0.0)
+        return replace(again, notes=(*again.notes, doubt), seconds=again.seconds | {"total": total})
+
+    def _doubt(self, result: ProbeResult) -> str | None:
+        """Why a result may be the machine's: a crash nobody knows the reason of, or a card that was slowed down.
+
+        A card that was slow before is as it is.
+        """
+        reason = result.reason or ""
+        if result.outcome is Outcome.CRASH and reason != HOST_OOM and (result.phase is None or "CUDA error" in reason):
+            return f"tried twice, since the first time {reason}"
+        read = result.measurement.telemetry if result.measurement else None
+        was_slowed, self._was_slowed = self._was_slowed, bool(read and read.slowed_by)
+        if read and read.slowed_by and not was_slowed:
+            return f"measured twice, since the first time the card was slowed down: {', '.join(read.slowed_by)}"
+        return None
+
+    def _check_memory(self) -> None:
+        """Raises TooManyFailures where the card itself counted errors of its memory since this began."""
+        now = self._nvml.uncorrected_errors() if self._nvml else None
+        if now and now > (self._memory_errors or 0):
+            raise TooManyFailures(
+                f"the GPU's memory failed: {now - (self._memory_errors or 0)} uncorrected ECC errors meanwhile",
+                remedy="go on with --study on another card; `nvidia-smi -q -d ECC` tells more",
+            )
+
+    def _once(self, request: ProbeRequest, log: Path) -> ProbeResult:
         oom_kills = host_oom_kills()
         begin = time.monotonic()
         try:
@@ -144,7 +183,7 @@ class WorkerProber:
             if not self._ready:
                 self._await_ready()
             self._send({"request": to_data(request), "log": str(log)})
-            watch = _Watch(self._nvml, self._deadlines)
+            watch = Watch(self._nvml, self._deadlines, throttled=throttles(log.name))
             while True:
                 message = self._receive(watch)
                 if message is None:
@@ -170,7 +209,7 @@ class WorkerProber:
             self._await_ready()
         try:
             self._send({"describe": model})
-            message = self._receive(_Watch(None, self._deadlines))
+            message = self._receive(Watch(None, self._deadlines))
         except (BrokenPipeError, ConnectionError, EOFError):
             message = None
         if message is None:
@@ -223,8 +262,8 @@ class WorkerProber:
 
     def _await_ready(self) -> None:
         log = self.logs / "worker.log"
-        watch = _Watch(None, self._deadlines)
-        reason, broken = f"it did not start within {self._deadlines[Phase.START]:.0f} s", False
+        watch = Watch(None, self._deadlines)
+        reason, broken, unhealthy = f"it did not start within {self._deadlines[Phase.START]:.0f} s", False, False
         try:
             while message := self._receive(watch):
                 if message["event"] == "ready":
@@ -233,10 +272,14 @@ class WorkerProber:
                     self._ready = True
                     return
                 if message["event"] == "broken":
-                    reason, broken = message["reason"], True
+                    reason, broken, unhealthy = message["reason"], True, message["unhealthy"]
         except (ConnectionError, EOFError):
             reason = reason if broken else "it ended while starting"
         self.close()
+        if unhealthy:
+            raise TooManyFailures(
+                f"the device cannot be trusted: {reason}", remedy=f"use another; see {log}, and its maker's diagnostics"
+            )
         raise EnvironmentProblem(
             f"the probe worker could not start: {reason}", remedy=f"see {log}; `autotune doctor` checks this machine"
         )
@@ -246,7 +289,7 @@ class WorkerProber:
             raise ConnectionError
         self._channel.sendall(json.dumps(message).encode() + b"\n")
 
-    def _receive(self, watch: "_Watch") -> dict[str, Any] | None:
+    def _receive(self, watch: "Watch") -> dict[str, Any] | None:
         """The next message; None when the phase's deadline passed. Raises EOFError when the worker is gone."""
         assert self._channel is not None
         with selectors.DefaultSelector() as selector:
@@ -268,7 +311,7 @@ class WorkerProber:
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def _hung(self, request: ProbeRequest, watch: "_Watch", begin: float) -> ProbeResult:
+    def _hung(self, request: ProbeRequest, watch: "Watch", begin: float) -> ProbeResult:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack to the trial's log
@@ -285,55 +328,12 @@ class WorkerProber:
                 code = self._process.wait(timeout=5)
         self.close()
         if by_oom_killer and code == -signal.SIGKILL:
-            reason = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
+            reason = HOST_OOM
         elif code is not None and code < 0:
             reason = f"the worker was killed by {signal.Signals(-code).name}"
         else:
             reason = f"the worker ended with exit code {code}"
         return replace(_failed(request, Outcome.CRASH, None, reason, begin), log=log.name)
-
-
-class _Watch:
-    """The phase a probe is in, its deadline, and the card's sensors while steps are timed."""
-
-    def __init__(self, nvml: Nvml | None, deadlines: Mapping[Phase, float]) -> None:
-        self._nvml = nvml
-        self._deadlines = deadlines
-        self._samples: list[Sample] = []
-        self.phase = Phase.START
-        self._since = time.monotonic()
-
-    def enter(self, phase: Phase) -> None:
-        self.phase, self._since = phase, time.monotonic()
-        self.tick()
-
-    def tick(self) -> None:
-        if self._nvml is not None and self.phase is Phase.STEADY:
-            self._samples.append(self._nvml.sample())
-
-    def expired(self) -> bool:
-        return time.monotonic() - self._since > self._deadlines.get(self.phase, 900)
-
-    def telemetry(self) -> Telemetry | None:
-        """Means over the samples; None without a card to ask. The first sample is from before the timed steps' load."""
-        samples = self._samples[1:]
-        if not samples:
-            return None
-
-        def mean(read: Callable[[Sample], float | None]) -> float | None:
-            values = [value for value in map(read, samples) if value is not None]
-            return statistics.fmean(values) if values else None
-
-        first, last = samples[0].energy_j, samples[-1].energy_j
-        return Telemetry(
-            utilization=mean(lambda sample: sample.utilization),
-            power_w=mean(lambda sample: sample.power_w),
-            energy_j=None if first is None or last is None else last - first,
-            temperature_c=mean(lambda sample: sample.temperature_c),
-            sm_clock_mhz=mean(lambda sample: sample.sm_clock_mhz),
-            throttle_reasons=tuple(sorted({reason for sample in samples for reason in sample.throttle_reasons})),
-            num_samples=len(samples),
-        )
 
 
 def _failed(request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason: str, begin: float) -> ProbeResult:

@@ -46,7 +46,8 @@ def main() -> None:
         send(event="ready", fingerprint=to_data(worker.meter.fingerprint()), memory_gib=worker.meter.memory_gib())
     except Exception as error:
         traceback.print_exc()
-        send(event="broken", reason=f"{type(error).__name__}: {error}")
+        kind = type(error).__name__  # by name: what defines it may be what could not be imported
+        send(event="broken", reason=f"{kind}: {error}", unhealthy=kind == "Miscalculated")
         return
     home = os.dup(2)
     for line in reader:
@@ -78,8 +79,10 @@ class Worker:
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
         # Imported here, so that `ready` and a failed import both reach the parent as messages.
         from autotune.probe.device import open_meter
+        from autotune.probe.health import check_products
 
         self.meter = open_meter(device)
+        check_products(self.meter.torch_device)
         self._send = send
         self.strike: Callable[[Phase], None] | None = None  # a fault on purpose
         self._scratch = scratch

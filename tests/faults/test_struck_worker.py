@@ -43,8 +43,8 @@ class Faulty:
     def group(self) -> list[int]:
         return members(self.worker)
 
-    def probe_while(self, name: str, act: Callable[[], None]) -> Any:
-        """Run a probe that takes minutes if nothing happens to it; `act` comes once it is under way."""
+    def probe_while(self, name: str, act: Callable[[], None], timed_s: float = 600.0) -> Any:
+        """Run a probe that takes that long if nothing happens to it; `act` comes once it is under way."""
         self.prober.fingerprint  # noqa: B018 (the worker is up from here on)
         if self.prober._process is None:
             self.prober.launch()
@@ -55,7 +55,7 @@ class Faulty:
             model=WIDE,
             device="cpu",
             memory_gib=4.0,
-            min_timed_s=600.0,
+            min_timed_s=timed_s,
             max_timed_steps=100_000,
         )
 
@@ -98,15 +98,30 @@ def left(faulty: Faulty) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM], ids=lambda one: one.name)
-def test_a_worker_that_is_killed_is_a_crash_and_the_next_probe_works(
+def test_what_a_worker_did_that_was_killed_is_tried_once_more(
     faulty: Faulty, tell: Tell, number: signal.Signals
 ) -> None:
-    result = faulty.probe_while(number.name, lambda: os.kill(faulty.worker, number))
-    assert result.outcome is Outcome.CRASH
-    assert f"killed by {number.name}" in (result.reason or "")
+    result = faulty.probe_while(number.name, lambda: os.kill(faulty.worker, number), timed_s=0.5)
+    assert result.notes == (f"tried twice, since the first time the worker was killed by {number.name}",)
     assert result.log == f"{number.name}.log"
+    fine = result.outcome is Outcome.OK and pid_of(faulty.prober) != faulty.worker
+    tell(f"{number.name} to the worker", survived=fine, orphans=left(faulty))
+
+
+def test_a_worker_that_is_killed_twice_is_a_crash_and_the_next_probe_works(faulty: Faulty, tell: Tell) -> None:
+    def kill_twice() -> None:
+        first = faulty.worker
+        os.kill(first, signal.SIGKILL)
+        until(lambda: faulty.prober._ready and pid_of(faulty.prober) != first, "a new worker at work")
+        faulty.worker = pid_of(faulty.prober)
+        os.kill(faulty.worker, signal.SIGKILL)
+
+    starts = faulty.prober.starts
+    result = faulty.probe_while("twice", kill_twice)
+    assert faulty.prober.starts <= starts + 2
+    assert result.outcome is Outcome.CRASH and "killed by SIGKILL" in (result.reason or "")
     orphans = left(faulty)
-    tell(f"{number.name} to the worker", survived=faulty.works_again(), orphans=orphans)
+    tell("SIGKILL to the worker, and to the next", survived=faulty.works_again(), orphans=orphans)
 
 
 def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty, tell: Tell) -> None:
@@ -215,6 +230,22 @@ def test_what_strikes_a_probe_is_its_result_and_the_next_one_works(
     after = struck.probe(asked, struck.logs / "after.log")
     assert (struck.starts == starts) is warm
     tell(f"{fault} in a probe", survived=after.outcome is Outcome.OK and struck.starts == starts + (not warm))
+
+
+def test_what_a_hot_card_measured_is_measured_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Tell
+) -> None:
+    """And no more: a card that stays hot is as it is."""
+    monkeypatch.setenv(VARIABLE, "throttle")
+    with WorkerProber("cpu", tmp_path) as prober:
+        asked = replace(request(), min_timed_s=1.0)
+        first, second = (prober.probe(asked, tmp_path / f"{one}.log") for one in range(2))
+    assert first.notes == ("measured twice, since the first time the card was slowed down: hardware thermal",)
+    for result in (first, second):
+        assert result.measurement is not None and result.measurement.telemetry is not None
+        assert result.measurement.telemetry.slowed_by == ("hardware thermal",)
+    assert second.notes == ()
+    tell("the card is slowed down by heat", survived=first.outcome is Outcome.OK is second.outcome)
 
 
 def test_nothing_is_injected_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
