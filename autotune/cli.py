@@ -324,7 +324,8 @@ def inject(
     fault: Annotated[
         list[str] | None,
         typer.Option(
-            help="oom, host-oom, crash, exit, sigkill, sigsegv, nan, slow, hang, disk-full, db-gone; repeatable."
+            help="oom, host-oom, crash, ecc, exit, sigkill, sigsegv, nan, slow, throttle, hang, disk-full, db-gone; "
+            "repeatable."
         ),
     ] = None,
     gpu: Annotated[str, typer.Option(help="What small studies run on: auto, or cpu.")] = "cpu",

@@ -8,19 +8,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from urllib.parse import quote
 
 import psutil
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, PendingRollbackError, SQLAlchemyError
 
 from autotune.errors import StorageError, UsageError
 from autotune.units import fmt_seconds, parse_duration
 
-WAIT_VARIABLE, WAIT_S, ASK_EVERY_S = "AUTOTUNE_DATABASE_WAIT", 300.0, 1.0
+WAIT_VARIABLE, WAIT_S, ASK_EVERY_S, TRIES = "AUTOTUNE_DATABASE_WAIT", 300.0, 1.0, 4
+P = ParamSpec("P")
+T = TypeVar("T")
+Session = TypeVar("Session", bound="HasOutages")
+
 LIBPQ, CONNECT_S = ("psycopg", "psycopg2"), 10  # drivers that take libpq's options
 
 # File systems of other machines.
@@ -43,6 +48,10 @@ class Outages:
         self.say, self._should_stop, self._seconds = say, should_stop, seconds
         self._thread, self._reached = threading.get_ident(), False
 
+    def waits(self) -> bool:
+        """Whether it pays to ask again, here and now."""
+        return self._seconds > 0 and threading.get_ident() == self._thread and not self._should_stop()
+
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """What fails in here fails without waiting."""
@@ -57,27 +66,47 @@ class Outages:
         public = engine.url.render_as_string(hide_password=True)
 
         def connect(dialect: Any, _: Any, arguments: Any, options: Any) -> Any:
-            patient = self._reached and threading.get_ident() == self._thread
-            until = time.monotonic() + self._seconds if patient else 0.0
-            waits = False
+            until, told = time.monotonic() + self._seconds, False
             while True:
                 try:
                     connection = dialect.connect(*arguments, **options)
                 except dialect.loaded_dbapi.OperationalError:
-                    if time.monotonic() >= until or self._should_stop():
+                    if not self._reached or not self.waits() or time.monotonic() >= until:
                         raise
-                    if not waits:
+                    if not told:
                         self.say(f"the database {public} is away: waiting for it, {fmt_seconds(self._seconds)} at most")
-                    waits = True
+                    told = True
                     time.sleep(ASK_EVERY_S)
                 else:
-                    if waits:
+                    if told:
                         self.say("the database is back")
                     self._reached = True
                     return connection
 
         if engine.dialect.name != "sqlite":
             sa.event.listen(engine, "do_connect", connect)
+
+
+class HasOutages(Protocol):
+    """Who holds connections of a session."""
+
+    outages: Outages
+
+
+def outlasting(operation: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+    """A method that is run again where its connection broke on the way, if `outages` wait. Twice must do no harm."""
+
+    @wraps(operation)
+    def run(self: Session, /, *arguments: P.args, **named: P.kwargs) -> T:
+        for _ in range(TRIES - 1):
+            try:
+                return operation(self, *arguments, **named)
+            except StorageError as error:
+                if not error.lost or not self.outages.waits():
+                    raise
+        return operation(self, *arguments, **named)
+
+    return run
 
 
 def waiting_s() -> float:
@@ -205,7 +234,9 @@ def storage_errors(url: str) -> Iterator[None]:
         text = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
         if password:
             text = text.replace(str(password), "***")
-        raise StorageError(
+        failed = StorageError(
             f"the database {public_url(url)} failed: {text}",
             remedy="check that it can be reached and written, then run the same command with --study to continue",
-        ) from None
+        )
+        failed.lost = isinstance(error, PendingRollbackError) or getattr(error, "connection_invalidated", False)
+        raise failed from None

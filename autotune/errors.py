@@ -64,6 +64,7 @@ class StorageError(AutotuneError):
 
     exit_code = 6
     explained = "storage"
+    lost = False  # the connection broke on the way: it may be done, or not
 
 
 class Interrupted(AutotuneError):

@@ -19,7 +19,7 @@ from zlib import crc32
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from autotune.database import Outages, connected, make_tables, storage_errors
+from autotune.database import Outages, connected, make_tables, outlasting, storage_errors
 from autotune.errors import StorageError
 
 BEAT_S = 5.0
@@ -89,7 +89,8 @@ class Leases:
         self.name = me.name
         self._seen: dict[str, tuple[int, float]] = {}  # beats, and since when
         self._looked = clock()
-        self._engine = connected(url, outages)
+        self.outages = outages or Outages()
+        self._engine = connected(url, self.outages)
         with storage_errors(url):
             make_tables(self._engine, _metadata)
 
@@ -109,6 +110,7 @@ class Leases:
                 self.forget(self.name)
             self._engine.dispose()
 
+    @outlasting
     def take(self, config: str, trial: int) -> bool:
         """Take a configuration up, by its digest; False where another worker is at it."""
         row = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
@@ -121,15 +123,24 @@ class Leases:
                     self._count_up(connection)
                     connection.execute(_leases.insert().values(**row))
             except IntegrityError:
-                return False
+                return self._holds(config, trial)
         return True
 
+    @outlasting
+    def _holds(self, config: str, trial: int) -> bool:
+        """Whether a lease is this one: it may have been taken when a connection broke, and nobody been told."""
+        same = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
+        with self._begin() as connection:
+            return connection.execute(sa.select(_leases.c.id).filter_by(**same)).first() is not None
+
+    @outlasting
     def drop(self, config: str) -> None:
         """It is done, or given back."""
         mine = sa.and_(_leases.c.study == self._study, _leases.c.config == config, _leases.c.worker == self.name)
         with self._begin() as connection:
             connection.execute(_leases.delete().where(mine))
 
+    @outlasting
     def ahead(self, config: str) -> int:
         """How many were taken up before this one and are not done."""
         of_study = _leases.c.study == self._study
@@ -138,11 +149,13 @@ class Leases:
         with self._begin() as connection:
             return int(connection.execute(query).scalar_one())
 
+    @outlasting
     def taken(self) -> set[str]:
         """The digests of what anybody is at."""
         with self._begin() as connection:
             return set(connection.execute(sa.select(_leases.c.config).where(_leases.c.study == self._study)).scalars())
 
+    @outlasting
     def workers(self) -> dict[str, Worker]:
         """Everybody who is at work, by name. Who is gone is forgotten on the way."""
         query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(_workers.c.study == self._study)
@@ -183,12 +196,14 @@ class Leases:
             }
         return others
 
+    @outlasting
     def clear(self) -> None:
         """Forget the study's workers and leases."""
         with self._begin() as connection:
             for table in (_leases, _workers):
                 connection.execute(table.delete().where(table.c.study == self._study))
 
+    @outlasting
     def forget(self, name: str) -> None:
         """A worker that left, or is gone: it holds nothing any more."""
         with self._begin() as connection:

@@ -26,7 +26,7 @@ def row_of(number: int, verdict: Verdict, subject: Subject) -> TrialRow:
         rung=result.rung,
         evidence=result.evidence,
         reused=verdict.reused,
-        reason=result.reason,
+        reason="; ".join(filter(None, (result.reason, *result.notes))) or None,
         tokens_per_second=subject.score(result),
         peak_reserved_gib=measurement.peak_reserved_gib if measurement else None,
         limit_gib=measurement.limit_gib if measurement else result.oom.limit_gib if result.oom else None,

@@ -19,7 +19,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
-from autotune.database import Outages, engine_options, one_at_a_time, public_url, storage_errors
+from autotune.database import Outages, engine_options, one_at_a_time, outlasting, public_url, storage_errors
 from autotune.errors import StorageError, UsageError
 from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace
@@ -54,8 +54,12 @@ class Told:
 class Search:
     """One Optuna study: created, or continued if the space is the same."""
 
-    def __init__(self, url: str, storage: RDBStorage, study: optuna.Study, space: SearchSpace) -> None:
+    def __init__(
+        self, url: str, storage: RDBStorage, study: optuna.Study, space: SearchSpace, outages: Outages | None = None
+    ) -> None:
         self._url, self._storage, self._study, self._space = url, storage, study, space
+        self.outages = outages or Outages()
+        self.outages.watch(storage.engine)
         self._asked: dict[int, optuna.Trial] = {}  # a Trial that is made anew samples anew
         self._nameless: dict[int, float] = {}  # running trials that nobody has put a name on, and since when
 
@@ -74,10 +78,8 @@ class Search:
         with _errors(url), contextlib.ExitStack() as undo:
             storage = undo.enter_context(_opened(url))
             one_at_a_time(storage.engine)
-            if outages is not None:
-                outages.watch(storage.engine)
             study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
-            search = cls(url, storage, study, space)
+            search = cls(url, storage, study, space, outages)
             search._adopt(facts)
             undo.pop_all()  # from here on `close` gives the connections back
         with warnings.catch_warnings():
@@ -118,10 +120,12 @@ class Search:
                     remedy="give the same options as before, or another name with --study",
                 )
 
+    @outlasting
     def remember(self, key: str, value: Any) -> None:
         with _errors(self._url):
             self._study.set_user_attr(key, value)
 
+    @outlasting
     def remembered(self, key: str) -> Any:
         """What was remembered under this key; None if nothing was."""
         with _errors(self._url):
@@ -135,8 +139,7 @@ class Search:
         Returns how many were queued again.
         """
         requeued, nameless, now = 0, dict[int, float](), time.monotonic()
-        with _errors(self._url):
-            running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        running = self._in_state(TrialState.RUNNING)
         at_work = workers()  # asked after what runs was read, so that whoever began it has joined
         for trial in running:
             worker = trial.user_attrs.get("worker")
@@ -150,6 +153,7 @@ class Search:
         self._nameless = nameless
         return requeued
 
+    @outlasting
     def enqueue(self, chosen: dict[str, Any]) -> None:
         """Have this choice tried next, by whoever asks first."""
         with _errors(self._url):
@@ -164,9 +168,9 @@ class Search:
 
     def is_waiting(self) -> bool:
         """Whether something is queued already."""
-        with _errors(self._url):
-            return bool(self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+        return bool(self._in_state(TrialState.WAITING))
 
+    @outlasting
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Asked:
         """The next trial: of what is `wanted`, else what is queued, else what the sampler proposes."""
         with _errors(self._url):
@@ -195,6 +199,7 @@ class Search:
         self._study._thread_local.cached_all_trials = None  # as `Study.ask` does, or the sampler would not see the last
         return optuna.Trial(study, storage.create_new_trial(study._study_id, template_trial=template))
 
+    @outlasting
     def tell(
         self,
         number: int,
@@ -230,6 +235,7 @@ class Search:
                 trial.report(value, step=0)
                 self._study.tell(number, state=TrialState.PRUNED)
 
+    @outlasting
     def withdraw(self, number: int) -> bool:
         """The trial is not to be: it counts for nothing. False where another worker was quicker to say so."""
         with _errors(self._url):
@@ -241,8 +247,7 @@ class Search:
 
     def give_back(self, number: int) -> bool:
         """The trial was not finished: it goes back to the queue, as a new trial. False where another did so."""
-        with _errors(self._url):
-            trial = self._trial(number)
+        trial = self._trial(number)
         chosen = trial.system_attrs.get("fixed_params", {}) | trial.params
         if not self.withdraw(number):
             return False
@@ -252,14 +257,10 @@ class Search:
 
     def told(self) -> set[int]:
         """The numbers of the trials with an outcome."""
-        with _errors(self._url):
-            done = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        return {trial.number for trial in done}
+        return {trial.number for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)}
 
     def finished(self) -> list[Told]:
         """Trials with an outcome, in order; those that were given back are not among them."""
-        with _errors(self._url):
-            trials = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         return [
             Told(
                 number=trial.number,
@@ -270,10 +271,11 @@ class Search:
                 reason=trial.user_attrs.get("reason"),
                 constraints=trial.constraints,
             )
-            for trial in trials
+            for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)
             if "config" in trial.user_attrs
         ]
 
+    @outlasting
     def record(self) -> tuple[dict[str, Any], list[FrozenTrial]]:
         """What Optuna keeps of the study: its attributes, and its trials of any state."""
         with _errors(self._url):
@@ -304,8 +306,16 @@ class Search:
             )
         return {}
 
+    @outlasting
+    def _in_state(self, *states: TrialState) -> list[FrozenTrial]:
+        with _errors(self._url):
+            found: list[FrozenTrial] = self._study.get_trials(deepcopy=False, states=states)
+        return found
+
+    @outlasting
     def _trial(self, number: int) -> FrozenTrial:
-        return self._study.get_trials(deepcopy=False)[number]
+        with _errors(self._url):
+            return self._study.get_trials(deepcopy=False)[number]
 
 
 def delete_study(url: str, name: str) -> None:

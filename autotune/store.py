@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from autotune.database import Outages, connected, make_tables, storage_errors
+from autotune.database import Outages, connected, make_tables, outlasting, storage_errors
 from autotune.errors import StorageError
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung, from_data, to_data
 from autotune.spool import Spool
@@ -52,8 +52,8 @@ class ProbeStore:
     """The probe table of one database. `spool` is where results wait while it is away."""
 
     def __init__(self, url: str, *, spool: Path | None = None, outages: Outages | None = None) -> None:
-        self._url, self._spool, self._outages = url, Spool(path=spool) if spool else None, outages or Outages()
-        self._engine = connected(url, self._outages)
+        self._url, self._spool, self.outages = url, Spool(path=spool) if spool else None, outages or Outages()
+        self._engine = connected(url, self.outages)
         with storage_errors(url):
             make_tables(self._engine, _metadata)
         self._known: set[int] = set()  # rows that were written or read here
@@ -83,12 +83,12 @@ class ProbeStore:
             self._write(row)
             return
         try:
-            with self._outages.at_once():  # waiting comes once it is safe
+            with self.outages.at_once():  # waiting comes once it is safe
                 self._replay()
                 self._write(row)
         except StorageError as error:
             self._spool.add(row)
-            self._outages.say(f"{error}; the result waits in {self._spool.path}")
+            self.outages.say(f"{error}; the result waits in {self._spool.path}")
 
     def _write(self, row: dict[str, Any]) -> None:
         with storage_errors(self._url), self._engine.begin() as connection:
@@ -106,8 +106,9 @@ class ProbeStore:
                 same = (column == row[column.name] for column in _probes.c if column is not _probes.c.id)
                 if connection.execute(sa.select(_probes.c.id).where(*same)).first() is None:
                     self._insert(connection, row)
-        self._outages.say(f"{len(rows)} waiting results are in the database now")
+        self.outages.say(f"{len(rows)} waiting results are in the database now")
 
+    @outlasting
     def find(self, request: str, fingerprint: str, rungs: Iterable[Rung]) -> ProbeResult | None:
         """The newest stored answer to a request under the same fingerprint, from any study of this database."""
         query = (
@@ -130,6 +131,7 @@ class ProbeStore:
         """Every row of a study, in the order they were written."""
         return self._rows(_probes.c.study == study)
 
+    @outlasting
     def news(self, study: str) -> list[StoredProbe]:
         """The rows of a study that others wrote, and that were not read here."""
         which = sa.and_(_probes.c.study == study, _probes.c.id > self._read_to - LATE_ROWS)
@@ -138,6 +140,7 @@ class ProbeStore:
             unknown = set(connection.execute(query).scalars()) - self._known
         return self._rows(_probes.c.id.in_(unknown)) if unknown else []
 
+    @outlasting
     def forget(self, study: str) -> None:
         """Delete the rows of a study."""
         with storage_errors(self._url), self._engine.begin() as connection:
@@ -147,6 +150,7 @@ class ProbeStore:
         """Every row of a model under this fingerprint, of all studies, in the order they were written."""
         return self._rows(sa.and_(_probes.c.model == model, _probes.c.fingerprint == fingerprint))
 
+    @outlasting
     def _rows(self, which: sa.ColumnElement[bool]) -> list[StoredProbe]:
         query = sa.select(_probes).where(which).order_by(_probes.c.id)
         self._replay()

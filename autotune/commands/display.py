@@ -251,7 +251,7 @@ def _details(row: TrialRow) -> list[str]:
     told = []
     if row.outcome is Outcome.OOM and row.margin is not None:
         told.append(f"over by {row.margin:.1%}" + (f" in {row.oom.phase}" if row.oom else ""))
-    elif row.outcome not in (Outcome.OK, Outcome.REFUSED) and row.reason:
+    elif row.outcome is not Outcome.REFUSED and row.reason:
         told.append(row.reason)
     if row.evidence is Evidence.EXTRAPOLATED and row.rung is Rung.SHALLOW:
         told.append("extrapolated")

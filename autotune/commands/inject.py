@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from autotune.commands.catalogs import print_json, print_table
 from autotune.errors import TooManyFailures, UsageError, did_you_mean
@@ -35,6 +36,10 @@ OUTCOMES = {  # of the trial that is struck
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "crash"),
     **dict.fromkeys(("slow", "throttle"), "ok"),
     **{"nan": "numerics", "hang": "timeout"},
+}
+TOLD = {  # what its reason says too
+    **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "tried twice"),
+    "throttle": "slowed down",
 }
 AROUND = ("disk-full", "db-gone")
 USUAL = (*(name for name in OUTCOMES if name != "hang"), *AROUND)  # a hang is waited for, 15 minutes
@@ -88,8 +93,12 @@ def _strike(fault: str, gpu: str, folder: Path) -> Row:
     if fault in OUTCOMES:
         code = _study(folder, gpu, f"{fault}:{STRUCK}")
         trials = _trials(folder)
-        outcome = next((row["outcome"] for row in trials if row["number"] == STRUCK), "none")
-        happened, survived = f"trial {STRUCK}: {outcome}", code == 0 and outcome == OUTCOMES[fault]
+        row = next((row for row in trials if row["number"] == STRUCK), {})
+        outcome, reason = row.get("outcome", "none"), row.get("reason") or ""
+        happened, told = f"trial {STRUCK}: {outcome}", TOLD.get(fault, "")
+        if told and told in reason:
+            happened += f", {told}"
+        survived = code == 0 and outcome == OUTCOMES[fault] and told in reason
     else:
         first = _full(folder, gpu) if fault == "disk-full" else _gone(folder, gpu)
         code = _study(folder, gpu)  # the same command, as the error says
@@ -141,7 +150,7 @@ def _study(
     return process.returncode
 
 
-def _trials(folder: Path) -> list[dict[str, str | int]]:
+def _trials(folder: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()]
     except (OSError, ValueError):  # not there yet, or half a line
