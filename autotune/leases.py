@@ -182,11 +182,12 @@ class Leases:
             connection.execute(_leases.delete().where(lost))
         return at_work
 
-    def certainly(self) -> dict[str, Worker]:
+    def certainly(self, say: Callable[[str], None] = lambda text: None) -> dict[str, Worker]:
         """The other workers whose processes are here or whose hearts beat, which takes a few beats to see."""
         others = {name: one for name, one in self.workers().items() if name != self.name}
         if any(one.lives_here() is None for one in others.values()):
             before = {name: self._seen[name][0] for name in others}
+            say(f"looking for {2.5 * BEAT_S:.0f} s whether workers of other hosts are still there")
             time.sleep(2.5 * BEAT_S)
             now = self.workers()
             return {

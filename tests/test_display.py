@@ -43,6 +43,15 @@ def test_events_are_lines_of_json_and_the_last_has_the_result(capsys: pytest.Cap
     assert {key: events[-1][key] for key in told} == told
 
 
+def test_what_several_gpus_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(budget_s=1200.0) as one:
+        one.plan(SETUP, fits_gib=100.0, trials=None, workers=4)
+        said = capsys.readouterr().err
+        assert "$3.00/h" in said and "the search itself costs about $4.00" in said
+        one._started -= 600.0
+        assert "$2.00 gone" in one._header()
+
+
 def test_a_suite_is_one_event_where_events_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(budget_s=600.0, events=True, quiet=True) as one:
         assert one.configs([{"name": "one"}]) is True

@@ -12,8 +12,9 @@ from replay import Answers, ReplayProber, machine
 from sessions import BASELINE, Session, Start, by_tokens, subject_of
 
 from autotune.catalog import resolve_device
-from autotune.commands import worker
-from autotune.commands.local import ENDED, SEARCHING, local_workers
+from autotune.commands import local, worker
+from autotune.commands.display import Display
+from autotune.commands.local import ENDED, SEARCHING, further_cards, local_workers
 from autotune.commands.worker import Node
 from autotune.config import TrainConfig
 from autotune.errors import EnvironmentProblem, TooManyFailures, UsageError
@@ -188,24 +189,38 @@ def test_a_node_apart_is_refused_unless_it_is_asked_for(join: Join) -> None:
 # --- those that `run` starts
 
 
-def test_a_worker_that_failed_is_told_of(tmp_path: Path) -> None:
-    said: list[str] = []
-    with local_workers(
-        1, "none", f"sqlite:///{tmp_path}/a.db", tmp_path, resolve_device("cpu"), lambda text, _: said.append(text)
-    ):
+def test_a_worker_that_failed_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(budget_s=60.0)
+    with local_workers([None], "none", f"sqlite:///{tmp_path}/a.db", tmp_path, display, lambda: False):
         end = time.monotonic() + 60
         log = tmp_path / "worker-2" / "logs" / "tuner.log"
         while "try: " not in log.read_text() and time.monotonic() < end:
             time.sleep(0.1)
         time.sleep(1)  # to its exit
-    assert said == [f"worker 2 failed (exit code 2): {tmp_path}/worker-2/logs"]
+    assert f"worker 2 failed (exit code 2): {tmp_path}/worker-2/logs" in capsys.readouterr().err
     assert "there is no study 'none'" in log.read_text()
 
 
-def test_there_are_no_more_workers_than_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with (
-        pytest.raises(EnvironmentProblem, match="--workers 3: there are 1 GPUs here"),
-        local_workers(2, "one", "sqlite://", tmp_path, resolve_device("h200"), lambda *_: None),
-    ):
+@pytest.mark.parametrize("stops", [True, False])
+def test_those_that_are_still_at_it_are_waited_for_unless_the_user_has_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stops: bool
+) -> None:
+    monkeypatch.setattr(local, "LEAVE_S", 3.0)
+    sleeper = tmp_path / "sleeper"  # a worker that does not leave by itself
+    sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeper.chmod(0o755)
+    monkeypatch.setattr(local.sys, "executable", str(sleeper))
+    begun = time.monotonic()
+    with local_workers([None], "one", "sqlite://", tmp_path, Display(budget_s=60.0), lambda: stops):
         pass
+    assert (time.monotonic() - begun > 3.0) is not stops
+    assert "waiting for the other workers" in capsys.readouterr().err
+
+
+def test_there_are_no_more_workers_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert further_cards(2, cpu=False) == [3] and further_cards(1, cpu=False) == []
+    assert further_cards(3, cpu=True) == [None, None]
+    with pytest.raises(EnvironmentProblem, match="--workers 3: GPUs here: 2") as told:
+        further_cards(3, cpu=False)
+    assert told.value.remedy == "give --workers 2"

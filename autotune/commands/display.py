@@ -85,7 +85,7 @@ class Display(AbstractContextManager["Display"]):
         self._event("note", text=text)
         self._print(text, style)
 
-    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None) -> None:
+    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
         """What is about to happen, before any GPU time is spent."""
         subject, workload = setup.subject, setup.subject.workload
         space, price, device = subject.space, subject.search_price, subject.device
@@ -96,7 +96,8 @@ class Display(AbstractContextManager["Display"]):
         if price is None:
             cost = "no price is known for this device (--price USD_PER_HOUR)"
         else:
-            spent = self._budget_s / 3600 * price.usd_per_hour
+            self._usd_per_hour = price.usd_per_hour * workers
+            spent = self._budget_s / 3600 * self._usd_per_hour
             cost = (
                 f"{fmt_usd(price.usd_per_hour)}/h ({price.provider}, {age(price.as_of, date.today())}); "
                 f"the search itself costs about {fmt_usd(spent)}"
@@ -112,7 +113,6 @@ class Display(AbstractContextManager["Display"]):
             "budget": budget,
             "price": cost,
         }
-        self._usd_per_hour = price.usd_per_hour if price else None
         left_out = [str(removal) for removal in setup.removals]
         self._event("plan", **lines, left_out=left_out, warnings=list(setup.warnings))
         for name, text in lines.items():

@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune import gpu
-from autotune.catalog import DeviceSpec
+from autotune.commands.display import Display
 from autotune.commands.outputs import prepare
 from autotune.errors import EnvironmentProblem, UsageError
 
@@ -21,24 +21,31 @@ SEARCHING, CONFIRMING, ENDED = "searching", "confirming", "ended"  # the phases 
 LEAVE_S = 20.0
 
 
+def further_cards(workers: int, *, cpu: bool) -> Sequence[int | str | None]:
+    """Where the workers beside this process probe: on its further cards, or None for each on a processor.
+
+    Raises EnvironmentProblem where there are too few.
+    """
+    if cpu:
+        return [None] * (workers - 1)
+    cards = gpu.visible() if workers > 1 else []
+    if workers > max(len(cards), 1):
+        raise EnvironmentProblem(
+            f"--workers {workers}: GPUs here: {len(cards)}", remedy=f"give --workers {max(len(cards), 1)}"
+        )
+    return cards[1:workers]
+
+
 @contextmanager
 def local_workers(
-    count: int, study: str, url: str, out: Path, device: DeviceSpec, note: Callable[[str, str], None]
+    cards: Sequence[int | str | None],
+    study: str,
+    url: str,
+    out: Path,
+    display: Display,
+    should_stop: Callable[[], bool],
 ) -> Iterator[None]:
-    """`count` workers on the other GPUs of this machine (or its processor), that end with this process or before.
-
-    `note` is told, in yellow, which of them failed.
-    """
-    if not count:
-        yield
-        return
-    cards: list[int | str | None] = [None] * count
-    if device.kind != "cpu":
-        cards = list(gpu.visible()[1 : count + 1])
-    if len(cards) < count:
-        raise EnvironmentProblem(
-            f"--workers {count + 1}: there are {len(cards) + 1} GPUs here", remedy=f"give --workers {len(cards) + 1}"
-        )
+    """A worker on each of these other `cards` (None: the processor), that end with this process or before."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         for number, card in enumerate(cards, 2):
@@ -60,11 +67,16 @@ def local_workers(
                     )
                 )
         yield
-        _wait(started)
+        if any(process.poll() is None for process in started):
+            display.say("waiting for the other workers to end what they probe")
+        until = time.monotonic() + LEAVE_S
+        while any(process.poll() is None for process in started) and time.monotonic() < until and not should_stop():
+            time.sleep(0.1)
     finally:
         for number, process in enumerate(started, 2):
             if process.poll():
-                note(f"worker {number} failed (exit code {process.returncode}): {out}/worker-{number}/logs", "yellow")
+                text = f"worker {number} failed (exit code {process.returncode}): {out}/worker-{number}/logs"
+                display.note(text, "yellow")
             with suppress(ProcessLookupError):
                 process.terminate()
         for process in started:
@@ -75,18 +87,10 @@ def local_workers(
                 process.wait()
 
 
-def refuse_another(crew: "Leases", study: str) -> None:
+def refuse_another(crew: "Leases", study: str, say: Callable[[str], None]) -> None:
     """Raises UsageError where another process leads the study already, here or on another host."""
-    if other := next((one for one in crew.certainly().values() if one.leads), None):
+    if other := next((one for one in crew.certainly(say).values() if one.leads), None):
         raise UsageError(
             f"study {study!r} is being run by process {other.pid} of {other.host}",
             remedy="help it with `autotune worker`, or give another name with --study",
         )
-
-
-def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Until they have ended by themselves, or should have."""
-    until = time.monotonic() + LEAVE_S
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=max(until - time.monotonic(), 0.0))

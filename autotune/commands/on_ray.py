@@ -16,6 +16,7 @@ from typing import Any
 
 from autotune import gpu
 from autotune.catalog import DeviceSpec
+from autotune.commands.display import Display
 from autotune.commands.local import LEAVE_S
 from autotune.errors import EnvironmentProblem, UsageError
 
@@ -32,7 +33,12 @@ def check(address: str | None) -> None:
 
 @contextmanager
 def ray_workers(
-    address: str | None, study: str, url: str, device: DeviceSpec, note: Callable[[str, str], None]
+    address: str | None,
+    study: str,
+    url: str,
+    device: DeviceSpec,
+    display: Display,
+    should_stop: Callable[[], bool],
 ) -> Iterator[None]:
     """Workers on the cluster's GPUs but for the one that this process probes on; they end with it or before.
 
@@ -79,11 +85,16 @@ def ray_workers(
             )
         own = None if device.kind == "cpu" else (home, str(gpu.first_visible()))
         begun = [hand.begin.remote(study, url, own, os.environ.get(THREADS), os.getcwd()) for hand in hands]
-        _tell(ray, begun, START_S, note, "could not begin")
+        _tell(ray, begun, START_S, display, "could not begin")
+        patience = 0.0
         try:
             yield
+            if not should_stop():
+                display.say("waiting for the other workers to end what they probe")
+                patience = LEAVE_S
         finally:
-            _tell(ray, [hand.end.remote() for hand in hands], LEAVE_S + 5, note, "did not come to its end")
+            ended = [hand.end.remote(patience) for hand in hands]
+            _tell(ray, ended, patience + LEAVE_S + 5, display, "did not come to its end")
     finally:
         ray.shutdown()  # and with it all actors
 
@@ -99,19 +110,19 @@ def _places(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> 
     return {node: int(told["Resources"].get("GPU", 0)) for node, told in nodes.items() if kinds(node) == kinds(home)}
 
 
-def _tell(ray: Any, asked: list[Any], seconds: float, note: Callable[[str, str], None], what: str) -> None:
+def _tell(ray: Any, asked: list[Any], seconds: float, display: Display, what: str) -> None:
     """Wait for the actors' answers, and tell what became of those that failed."""
     done, waiting = ray.wait(asked, num_returns=len(asked), timeout=seconds)
     if waiting:
-        note(f"{len(waiting)} of Ray's workers did not answer within {seconds:.0f} s", "yellow")
+        display.note(f"{len(waiting)} of Ray's workers did not answer within {seconds:.0f} s", "yellow")
     for one in done:
         try:
             code = ray.get(one)
         except ray.exceptions.RayError as error:
-            note(f"a worker of Ray's {what}: {str(error).strip().splitlines()[0]}", "yellow")
+            display.note(f"a worker of Ray's {what}: {str(error).strip().splitlines()[0]}", "yellow")
         else:
             if code:
-                note(f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node", "yellow")
+                display.note(f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node", "yellow")
 
 
 class _Hand:
@@ -132,10 +143,12 @@ class _Hand:
         here = folder if Path(folder).is_dir() else None
         self._worker = subprocess.Popen(line, env=environment, cwd=here, stdin=subprocess.DEVNULL)
 
-    def end(self) -> int:
-        """Stop the worker, and say how it had ended; 0 where it was still at work."""
+    def end(self, patience: float) -> int:
+        """Let the worker leave for so many seconds, stop it, and say how it had ended; 0 where it was still at work."""
         if self._worker is None:
             return 0
+        with suppress(subprocess.TimeoutExpired):
+            self._worker.wait(patience)
         code = self._worker.poll()
         with suppress(ProcessLookupError):
             self._worker.terminate()

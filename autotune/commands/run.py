@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from autotune.commands.display import Display
-from autotune.commands.local import CONFIRMING, ENDED, SEARCHING, local_workers, refuse_another
+from autotune.commands.local import CONFIRMING, ENDED, SEARCHING, further_cards, local_workers, refuse_another
 from autotune.commands.on_ray import check, ray_workers
 from autotune.commands.outputs import TrialLog, prepare, write_study
 from autotune.commands.session import (
@@ -61,6 +61,7 @@ class Task:
     target: Target
     url: str
     out: Path
+    cards: Sequence[int | str | None]  # of the other workers
     started: float
     budget_s: float
 
@@ -129,7 +130,10 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
         setup = replace(setup, subject=replace(setup.subject, study=name if spec.configs else _unused(name, url)))
     out = out_dir(spec.out, setup.subject.study).absolute()
     prepare(out)
-    return Task(spec=spec, setup=setup, target=target, url=url, out=out, started=started, budget_s=budget_s)
+    cards = further_cards(spec.workers, cpu=target.card is None)
+    return Task(
+        spec=spec, setup=setup, target=target, url=url, out=out, cards=cards, started=started, budget_s=budget_s
+    )
 
 
 def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_json: bool) -> None:
@@ -166,7 +170,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             remedy="leave --shallow-only out",
         )
     setup = suit(setup, shape)
-    display.plan(setup, fits_gib=memory_gib, trials=spec.trials)
+    display.plan(setup, fits_gib=memory_gib, trials=spec.trials, workers=spec.workers)
 
     def request(config: TrainConfig) -> ProbeRequest:
         memory = {"memory_gib": memory_gib, "headroom": spec.headroom}
@@ -209,7 +213,7 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
     before, failure = float(facts.get("wall_seconds", 0.0)), None
     me = Worker.here(fingerprint.device, leads=True)
     with Leases(task.url, name, me, outages=outages).joined() as crew:
-        refuse_another(crew, name)
+        refuse_another(crew, name, display.say)
         study = Study(setup.subject, search, ladder, limits, task.started, say=display.say, should_stop=stop, crew=crew)
         study.news = partial(store.news, name)
         study.resume(store.of_study(name))
@@ -226,8 +230,8 @@ def _run(task: Task, prober: WorkerProber, display: Display, stop: Stop, *, as_j
             search.remember(key, value)
         try:
             with (
-                local_workers(spec.workers - 1, name, task.url, out, setup.subject.device, display.note),
-                ray_workers(spec.ray, name, task.url, setup.subject.device, display.note),
+                local_workers(task.cards, name, task.url, out, display, stop),
+                ray_workers(spec.ray, name, task.url, setup.subject.device, display, stop),
             ):
                 study.run()
                 search.remember("phase", CONFIRMING)  # and the others leave

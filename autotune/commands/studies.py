@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def delete(name: str, storage: str | None, *, sure: bool) -> None:
 
     found, url = open_study(name, storage), storage_url(storage)
     crew = Leases(url, name, Worker.here(""))
-    if at_work := crew.certainly():
+    if at_work := crew.certainly(partial(print, file=sys.stderr)):
         hosts = ", ".join(f"process {one.pid} of {one.host}" for one in at_work.values())
         raise UsageError(f"study {name!r} is being worked on by {hosts}", remedy="stop it first")
     if not sure:
