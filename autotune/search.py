@@ -209,17 +209,17 @@ class Search:
         *,
         reused: bool = False,
         reason: str | None = None,
-    ) -> None:
+    ) -> bool:
         """Tell what became of a trial. Margins are signed: above 0 is infeasible.
 
-        Where others held this session to be dead and gave the trial back, that stands.
+        False where others held this session to be dead and gave the trial back: that stands.
         """
         with _errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
             trial = self._asked.pop(number, None)
             if trial is None:  # asked for by a session that was killed
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
-            if self._trial(number).state.is_finished():
-                return
+            if (state := self._trial(number).state).is_finished():
+                return state is not TrialState.FAIL
             for key, margin in margins.items():
                 if math.isfinite(margin) and key not in trial.constraints:  # a session may have been killed in here
                     trial.set_constraint(key, margin)
@@ -234,6 +234,8 @@ class Search:
             else:  # SLOW: what it would have done tells samplers how far off it is
                 trial.report(value, step=0)
                 self._study.tell(number, state=TrialState.PRUNED)
+            return True
+        return False
 
     @outlasting
     def withdraw(self, number: int) -> bool:

@@ -82,12 +82,16 @@ class Sharing:
         self.search.give_back(number)
         self._leave(number)
 
-    def _keep(self, number: int, verdict: Verdict) -> TrialRow:
+    def _keep(self, number: int, verdict: Verdict, *, counts: bool = True) -> TrialRow:
+        """What was found out may win in any case; the trial itself `counts` unless others gave it back."""
         row = row_of(number, verdict, self.subject)
-        self.rows.append(row)
+        if counts:
+            self.rows.append(row)
         self.judge.take(verdict.result)
         return row
 
-    def _tell(self, number: int, verdict: Verdict) -> None:
+    def _tell(self, number: int, verdict: Verdict) -> bool:
         result, value = verdict.result, self.subject.score(verdict.result)
-        self.search.tell(number, result.outcome, value, margins(result), reused=verdict.reused, reason=result.reason)
+        return self.search.tell(
+            number, result.outcome, value, margins(result), reused=verdict.reused, reason=result.reason
+        )

@@ -290,14 +290,15 @@ class Study(Sharing):
         """Tell what became of a trial, keep what it found out, and its row."""
         result = verdict.result
         digest = self._open.pop(asked.number)  # its result is stored: whatever fails now, `repair` settles it
-        self._tell(asked.number, verdict)
+        counts = self._tell(asked.number, verdict)
         self.crew.drop(digest)
         if result.outcome is Outcome.OK and not verdict.reused:
             took = result.seconds.get("total", 0.0)
             compiled_here = result.config.compile != "none" and verdict.seconds == took
             self._probe_times.append((took, compiled_here))
-        row = self._keep(asked.number, verdict)
-        self.on_trial(row)
+        row = self._keep(asked.number, verdict, counts=counts)
+        if counts:
+            self.on_trial(row)
         return row
 
     def confirm(self) -> None:

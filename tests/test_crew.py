@@ -169,6 +169,8 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     # It had only been stopped: what it found out late is kept, and its trial is not told twice.
     second.study._close(asked, second.study.ladder.evaluate(asked.config, asked.number))
     assert states(database)[TrialState.RUNNING] == 0
+    assert asked.number not in {row.number for row in second.study.rows}  # another has done it since
+    assert asked.config.digest in second.study.judge.measured
 
 
 def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> None:
