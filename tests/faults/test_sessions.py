@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -84,6 +85,28 @@ def test_the_disk_is_full(tmp_path: Path, tables: Path, tell: Tell, spare: int) 
     assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
     lost = continued(url, out, rows_of(url))
     tell("the disk is full", survived=True, lost=lost, orphans=count_orphans(out))
+
+
+def test_the_drive_is_full(tmp_path: Path, tables: Path, tell: Tell) -> None:
+    """A drive of 16 MiB with 64 KiB left: SQLite, the spool and the report share it."""
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", drive], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no drive can be mounted here")
+    try:
+        out, ballast, url = drive / "out", drive / "ballast", f"sqlite:///{drive / 'autotune.db'}"
+        (drive / "autotune.db").write_bytes(tables.read_bytes())
+        ballast.write_bytes(bytes(shutil.disk_usage(drive).free - 65_536))
+        full = tune(url, out)
+        assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
+        ballast.unlink()
+        lost = continued(url, out, rows_of(url))
+        tell("the drive is full", survived=True, lost=lost, orphans=count_orphans(out))
+    finally:
+        subprocess.run(["umount", "--lazy", drive], check=True)
 
 
 # In one process, over recorded answers; something happens to the database while the third probe runs

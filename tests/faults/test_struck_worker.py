@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from probing import LARGE, WIDE, members, pid_of, request, until
 
 from autotune.errors import Cancelled
 from autotune.probe.inject import VARIABLE, injected
-from autotune.probe.launcher import WorkerProber
+from autotune.probe.launcher import HOST_OOM, WorkerProber
 from autotune.result import Outcome, Phase, ProbeRequest, Rung
 
 pytestmark = pytest.mark.probe
@@ -124,6 +125,38 @@ def test_a_worker_that_is_killed_twice_is_a_crash_and_the_next_probe_works(fault
     tell("SIGKILL to the worker, and to the next", survived=faulty.works_again(), orphans=orphans)
 
 
+@contextmanager
+def confined(pid: int, mib: int) -> Iterator[None]:
+    """The process may have so much more memory, or the kernel kills it: a control group of its own."""
+    root = Path("/sys/fs/cgroup")
+    first = (root / "memory").is_dir()  # the first version of control groups
+    group = (root / "memory" if first else root) / f"autotune-{pid}"
+    try:
+        group.mkdir()
+        (group / "cgroup.procs").write_text(str(pid))
+        used = int((group / ("memory.usage_in_bytes" if first else "memory.current")).read_text())
+        (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(used + mib * 2**20))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield
+    until(lambda: not (group / "cgroup.procs").read_text(), "the group to be empty")
+    group.rmdir()
+
+
+def test_the_kernels_oom_killer_is_named_and_nobody_tries_again(faulty: Faulty, tell: Tell) -> None:
+    """A control group of its own, since the worker's own cap comes first where it can."""
+    faulty.prober.fingerprint  # noqa: B018 (the worker is up from here on)
+    assert faulty.works_again() or faulty.prober.starts
+    faulty.worker, starts = pid_of(faulty.prober), faulty.prober.starts
+    with confined(faulty.worker, 100):
+        asked = ProbeRequest(config=request(**LARGE).config, model=WIDE, device="cpu", memory_gib=15.0)
+        result = faulty.prober.probe(asked, faulty.folder / "logs" / "oom-killer.log")
+        assert result.outcome is Outcome.CRASH and result.reason == HOST_OOM and result.notes == ()
+        assert faulty.prober.starts == starts
+        orphans = left(faulty)
+    tell("the kernel's OOM killer strikes the worker", survived=faulty.works_again(), orphans=orphans)
+
+
 def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty, tell: Tell) -> None:
     result = faulty.probe_while("hang", lambda: os.kill(faulty.worker, signal.SIGSTOP))
     assert result.outcome is Outcome.TIMEOUT
@@ -169,7 +202,7 @@ def test_closing_leaves_nobody(faulty: Faulty, tell: Tell) -> None:
 TUNER = """
 import sys, time
 from pathlib import Path
-from autotune.probe.launcher import WorkerProber
+from autotune.probe.launcher import HOST_OOM, WorkerProber
 prober = WorkerProber("cpu", Path(sys.argv[1]))
 prober.fingerprint
 print(prober._process.pid, flush=True)
