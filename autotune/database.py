@@ -26,7 +26,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Session = TypeVar("Session", bound="HasOutages")
 
-LIBPQ, CONNECT_S = ("psycopg", "psycopg2"), 10  # drivers that take libpq's options
+LIBPQ = ("psycopg", "psycopg2")  # drivers that take libpq's options
+# Seconds (but for the milliseconds of tcp_user_timeout) after which a host that says nothing is held to be gone: while
+# connecting, with something sent that it did not acknowledge, and while its answer is awaited.
+VANISHED = {"connect_timeout": 10, "tcp_user_timeout": 10_000}
+VANISHED |= {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
 
 # File systems of other machines.
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "s3fs"}
@@ -47,6 +51,7 @@ class Outages:
     ) -> None:
         self.say, self._should_stop, self._seconds = say, should_stop, seconds
         self._thread, self._reached = threading.get_ident(), False
+        self._until: float | None = None  # while it is away: of one outage, however many ask
 
     def waits(self) -> bool:
         """Whether it pays to ask again, here and now."""
@@ -66,19 +71,22 @@ class Outages:
         public = engine.url.render_as_string(hide_password=True)
 
         def connect(dialect: Any, _: Any, arguments: Any, options: Any) -> Any:
-            until, told = time.monotonic() + self._seconds, False
             while True:
                 try:
                     connection = dialect.connect(*arguments, **options)
-                except dialect.loaded_dbapi.OperationalError:
-                    if not self._reached or not self.waits() or time.monotonic() >= until:
+                except dialect.loaded_dbapi.OperationalError as error:
+                    if not self._reached or not self.waits():
                         raise
-                    if not told:
-                        self.say(f"the database {public} is away: waiting for it, {fmt_seconds(self._seconds)} at most")
-                    told = True
+                    if self._until is None:
+                        self._until = time.monotonic() + self._seconds
+                        limit, why = fmt_seconds(self._seconds), _line(error, engine.url)
+                        self.say(f"the database {public} is away, waiting for it ({limit} at most): {why}")
+                    if time.monotonic() >= self._until:
+                        raise
                     time.sleep(ASK_EVERY_S)
                 else:
-                    if told:
+                    if self._until is not None and threading.get_ident() == self._thread:
+                        self._until = None
                         self.say("the database is back")
                     self._reached = True
                     return connection
@@ -110,9 +118,10 @@ def outlasting(operation: Callable[Concatenate[Session, P], T]) -> Callable[Conc
 
 
 def waiting_s() -> float:
-    """For how long to wait for a server, by AUTOTUNE_DATABASE_WAIT. Raises UsageError."""
+    """For how long to wait for a server, by AUTOTUNE_DATABASE_WAIT (0: not at all). Raises UsageError."""
+    text = os.environ.get(WAIT_VARIABLE) or f"{WAIT_S:.0f}s"
     try:
-        return parse_duration(os.environ.get(WAIT_VARIABLE) or f"{WAIT_S:.0f}s")
+        return 0.0 if text == "0" else parse_duration(text)
     except ValueError as error:
         raise UsageError(f"{WAIT_VARIABLE}: {error}", remedy=f"for example {WAIT_VARIABLE}=5m") from None
 
@@ -144,8 +153,7 @@ def engine_options(url: str) -> dict[str, Any]:
         return {"connect_args": {"timeout": 60}}
     options: dict[str, Any] = {"pool_pre_ping": True, "pool_recycle": 1800}
     if parsed.get_backend_name() == "postgresql" and parsed.get_driver_name() in LIBPQ:
-        limits = {"connect_timeout": CONNECT_S, "tcp_user_timeout": CONNECT_S * 1000}
-        options["connect_args"] = {name: value for name, value in limits.items() if name not in parsed.query}
+        options["connect_args"] = {name: value for name, value in VANISHED.items() if name not in parsed.query}
     return options
 
 
@@ -206,6 +214,12 @@ def public_url(url: str) -> str:
         return "the storage URL"
 
 
+def _line(error: BaseException, url: URL) -> str:
+    """What a driver says, without the password."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text.replace(str(url.password), "***") if url.password else text
+
+
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
     """Turn database errors into StorageError (or UsageError for a URL that is none), password hidden."""
@@ -230,12 +244,8 @@ def storage_errors(url: str) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        password = make_url(url).password
-        text = str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
-        if password:
-            text = text.replace(str(password), "***")
         failed = StorageError(
-            f"the database {public_url(url)} failed: {text}",
+            f"the database {public_url(url)} failed: {_line(getattr(cause, 'orig', None) or cause, make_url(url))}",
             remedy="check that it can be reached and written, then run the same command with --study to continue",
         )
         failed.lost = isinstance(error, PendingRollbackError) or getattr(error, "connection_invalidated", False)

@@ -88,7 +88,7 @@ class Leases:
         self._url, self._study, self._me, self._clock = url, study, me, clock
         self.name = me.name
         self._seen: dict[str, tuple[int, float]] = {}  # beats, and since when
-        self._looked = clock()
+        self._beaten, self._stood_still = clock(), False
         self.outages = outages or Outages()
         self._engine = connected(url, self.outages)
         with storage_errors(url):
@@ -162,11 +162,10 @@ class Leases:
         with self._begin() as connection:
             rows = connection.execute(query).all()
         now, at_work = self._clock(), {self.name: self._me}
-        counts = {name: beats for name, beats, _ in rows}
         # Whose own heart has stood still, with the database away or as it was stopped, cannot tell of others.
-        if now - self._looked > 2 * BEAT_S and counts.get(self.name) == self._seen.get(self.name, (None,))[0]:
+        if self._stood_still or now - self._beaten > 2 * BEAT_S:
             self._seen.clear()
-        self._looked = now
+            self._stood_still = False
         for name, beats, about in rows:
             then, since = self._seen.get(name, (None, now))
             self._seen[name] = (beats, now if then != beats else since)
@@ -220,6 +219,9 @@ class Leases:
         """Count up. Who is not there joins: it is new, or was held to be gone since it was stopped for a while."""
         with self._begin() as connection:
             self._count_up(connection)
+        before, self._beaten = self._beaten, self._clock()
+        if self._beaten - before > 2 * BEAT_S:
+            self._stood_still = True
 
     def _count_up(self, connection: sa.Connection) -> None:
         mine = sa.and_(_workers.c.study == self._study, _workers.c.name == self.name)

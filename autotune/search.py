@@ -21,11 +21,11 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.config import TrainConfig
 from autotune.database import Outages, engine_options, one_at_a_time, outlasting, public_url, storage_errors
 from autotune.errors import StorageError, UsageError
+from autotune.importance import importances
 from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace
 
 STARTUP_TRIALS = 8
-ENOUGH_TRIALS = 20  # with a value, to tell importances from
 METRIC = "useful tokens/s"
 NAMELESS_S = 5.0
 
@@ -61,6 +61,7 @@ class Search:
         self.outages = outages or Outages()
         self.outages.watch(storage.engine)
         self._asked: dict[int, optuna.Trial] = {}  # a Trial that is made anew samples anew
+        self._asking, self._withdrawn = False, set[int]()  # what a broken connection may interrupt
         self._nameless: dict[int, float] = {}  # running trials that nobody has put a name on, and since when
 
     @classmethod
@@ -173,18 +174,31 @@ class Search:
     @outlasting
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Asked:
         """The next trial: of what is `wanted`, else what is queued, else what the sampler proposes."""
-        with _errors(self._url):
-            trial = self._study.ask() if wanted is None else self._begun(wanted, worker)
-            if worker and wanted is None:
-                trial.set_user_attr("worker", worker)
-            chosen: dict[str, Any] = {}
-            for knob in self._space.knobs:
-                if knob.is_active(chosen):
-                    chosen[knob.name] = trial._suggest(knob.name, distribution(knob))
-            config = self._space.config(chosen)
-            trial.set_user_attr("config", config.as_dict())
-            self._asked[trial.number] = trial
-            return Asked(number=trial.number, config=config)
+        if self._asking:  # the last time it broke off, and may have left a trial behind
+            for left in self._in_state(TrialState.RUNNING):
+                if worker and left.user_attrs.get("worker") == worker and left.number not in self._asked:
+                    self.give_back(left.number)
+        self._asking = True
+        asked = None
+        while asked is None:  # else another held this session to be gone, and gave the trial back
+            with _errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+                trial = self._study.ask() if wanted is None else self._begun(wanted, worker)
+                asked = self._chosen(trial, worker if wanted is None else "")
+        self._asking = False
+        return asked
+
+    def _chosen(self, trial: optuna.Trial, worker: str) -> Asked:
+        """What a trial that was begun tries."""
+        if worker:
+            trial.set_user_attr("worker", worker)
+        chosen: dict[str, Any] = {}
+        for knob in self._space.knobs:
+            if knob.is_active(chosen):
+                chosen[knob.name] = trial._suggest(knob.name, distribution(knob))
+        config = self._space.config(chosen)
+        trial.set_user_attr("config", config.as_dict())
+        self._asked[trial.number] = trial
+        return Asked(number=trial.number, config=config)
 
     def _begun(self, wanted: dict[str, Any], worker: str) -> optuna.Trial:
         """A trial of this choice; not by way of the queue, from which another worker could take it."""
@@ -227,25 +241,29 @@ class Search:
             trial.set_user_attr("reused", reused)
             if reason:
                 trial.set_user_attr("reason", reason[:500])
-            if value is None or not math.isfinite(value):
-                self._study.tell(number, state=TrialState.PRUNED)
-            elif outcome is Outcome.OK:
-                self._study.tell(number, value)
-            else:  # SLOW: what it would have done tells samplers how far off it is
-                trial.report(value, step=0)
-                self._study.tell(number, state=TrialState.PRUNED)
-            return True
+            if value is not None and math.isfinite(value):
+                if outcome is Outcome.OK:
+                    return self._finish(number, TrialState.COMPLETE, value)
+                trial.report(value, step=0)  # SLOW: what it would have done tells samplers how far off it is
+            return self._finish(number, TrialState.PRUNED)
         return False
+
+    def _finish(self, number: int, state: TrialState, value: float | None = None) -> bool:
+        """False where another worker was quicker; Optuna says so in two ways."""
+        try:
+            self._study.tell(number, value, state)
+        except (optuna.exceptions.UpdateFinishedTrialError, ValueError):
+            return False
+        return True
 
     @outlasting
     def withdraw(self, number: int) -> bool:
         """The trial is not to be: it counts for nothing. False where another worker was quicker to say so."""
+        again = number in self._withdrawn  # its connection broke: who was quicker is this session
+        self._withdrawn.add(number)
         with _errors(self._url):
             self._asked.pop(number, None)
-            with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError, ValueError):
-                self._study.tell(number, state=TrialState.FAIL)
-                return True
-        return False
+            return self._finish(number, TrialState.FAIL) or again
 
     def give_back(self, number: int) -> bool:
         """The trial was not finished: it goes back to the queue, as a new trial. False where another did so."""
@@ -284,28 +302,9 @@ class Search:
             return dict(self._study.user_attrs), self._study.get_trials(deepcopy=False)
 
     def importances(self) -> dict[str, float]:
-        """How much each knob that was varied mattered (PED-ANOVA), or nothing where there are too few trials to say.
-
-        What was pruned as slow counts with its extrapolated value: Optuna alone looks at complete trials only. The rank
-        is left out: it is held while sampling, so that it goes with what was good and not the other way round.
-        """
-        with contextlib.suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            known = optuna.create_study(direction="maximize")
-            for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED)):
-                values = [trial.value] if trial.value is not None else [*trial.intermediate_values.values()][-1:]
-                for value in values:
-                    known.add_trial(
-                        optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=value)
-                    )
-            tried: dict[str, list[Any]] = {}
-            for trial in known.trials:
-                for name, chosen in trial.params.items():
-                    tried.setdefault(name, []).append(chosen)
-            told = [name for name, all_ in tried.items() if len(all_) >= ENOUGH_TRIALS and len(set(all_)) > 1]
-            return dict(
-                optuna.importance.get_param_importances(known, params=[one for one in told if one != "lora_rank"])
-            )
+        """How much each knob that was varied mattered, or nothing where that cannot be said."""
+        with contextlib.suppress(Exception):
+            return importances(self._in_state(TrialState.COMPLETE, TrialState.PRUNED))
         return {}
 
     @outlasting

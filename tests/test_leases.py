@@ -85,36 +85,50 @@ def test_of_many_at_once_one_gets_it(join: Join) -> None:
     assert sorted(got) == [False] * 5 + [True]
 
 
+def passes(clock: Clock, seconds: float, *hearts: Leases) -> None:
+    """So much time, in which these hearts beat."""
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now = min(clock.now + leases.BEAT_S, end)
+        for one in hearts:
+            one._beat()
+
+
 def test_a_worker_elsewhere_is_gone_once_its_heart_has_stood_still(join: Join, clock: Clock) -> None:
     mine, theirs = join(far(1)), join(far(2))
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
-    for _ in range(5):
-        clock.now += 0.9 * leases.GONE_S
-        mine._beat()
-        theirs._beat()
+    for _ in range(3):
+        passes(clock, 0.9 * leases.GONE_S, mine, theirs)
         assert set(mine.workers()) == {mine.name, theirs.name}
-    clock.now += 0.9 * leases.GONE_S
-    mine._beat()
+    passes(clock, 0.9 * leases.GONE_S, mine)
     assert theirs.name in mine.workers()
-    clock.now += 0.2 * leases.GONE_S
-    mine._beat()
+    passes(clock, 0.2 * leases.GONE_S, mine)
     assert set(mine.workers()) == {mine.name}
     assert mine.take("aa", 2)  # what it held is free
     theirs._beat()  # it had only been stopped
     assert set(mine.workers()) == {mine.name, theirs.name}
 
 
-def test_whose_own_heart_stood_still_does_not_judge_others(join: Join, clock: Clock) -> None:
+@pytest.mark.parametrize("beats_before", [False, True])
+@pytest.mark.parametrize("beats_after", [False, True])
+def test_whose_own_heart_stood_still_does_not_judge_others(
+    join: Join, clock: Clock, beats_before: bool, beats_after: bool
+) -> None:
     """The database was away, or the process was stopped: all counts stand still, its own too."""
     mine, theirs = join(far(1)), join(far(2))
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
-    clock.now += 10 * leases.GONE_S
-    assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
-    for _ in range(3):
-        clock.now += 0.5 * leases.GONE_S
+    if beats_before:  # between its look and the outage
+        passes(clock, leases.BEAT_S, mine)
+    passes(clock, 10 * leases.GONE_S)
+    if beats_after:  # and theirs not yet
         mine._beat()
-        seen = set(mine.workers())
-    assert seen == {mine.name} and mine.taken() == set()
+    assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
+    mine._beat()
+    assert theirs.name in mine.workers()  # from now on it is watched again
+    passes(clock, 0.9 * leases.GONE_S, mine)
+    assert theirs.name in mine.workers()
+    passes(clock, 0.2 * leases.GONE_S, mine)
+    assert set(mine.workers()) == {mine.name} and mine.taken() == set()
 
 
 def test_what_a_worker_without_a_name_has_taken_is_free(join: Join) -> None:

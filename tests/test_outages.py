@@ -1,5 +1,6 @@
 """A server that went away is waited for: by who may wait, once it had been reached, and until the user has enough."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from factories import FINGERPRINT, result
+from optuna.trial import TrialState
 from outage import away, cut_off
-from sessions import SPACE
+from sessions import BASELINE, SPACE
 
 from autotune.database import Outages, connected, engine_options, waiting_s
 from autotune.errors import StorageError, UsageError
@@ -35,7 +37,8 @@ def test_who_reads_waits_and_goes_on(server: str, said: list[str]) -> None:
         outage.__enter__()
         threading.Timer(2.0, outage.__exit__, (None, None, None)).start()
         assert [row.trial for row in store.of_study("one")] == [0]
-    assert len(said) == 2 and "waiting for it, 1 min at most" in said[0] and said[1] == "the database is back"
+    assert len(said) == 2 and said[1] == "the database is back"
+    assert "waiting for it (1 min at most): " in said[0] and "not currently accepting connections" in said[0]
 
 
 def test_a_result_is_safe_before_anybody_waits(server: str, tmp_path: Path, said: list[str]) -> None:
@@ -59,16 +62,21 @@ def test_it_ends_with_its_time_or_the_users_patience(server: str, said: list[str
 
 
 class BreaksOnce:
-    """Cuts the session's connections off in the middle of one operation: after its first statement."""
+    """Cuts the session's connections off in the middle of one operation: before its n-th statement."""
 
-    def __init__(self, url: str, engine: sa.Engine) -> None:
-        self.url, self.struck = url, False
-        sa.event.listen(engine, "after_cursor_execute", self)
+    def __init__(self, url: str, engine: sa.Engine, statement: int) -> None:
+        self.url, self.left = url, statement
+        sa.event.listen(engine, "before_cursor_execute", self)
 
     def __call__(self, *_: object) -> None:
-        if not self.struck:
-            self.struck = True
+        self.left -= 1
+        if not self.left:
             cut_off(self.url)
+
+    def struck(self) -> bool:
+        """Whether it has. It will not any more."""
+        struck, self.left = self.left <= 0, 0
+        return struck
 
 
 Join = Callable[..., Leases]
@@ -91,7 +99,7 @@ def join(server: str) -> Iterator[Join]:
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_an_operation_that_is_cut_off_in_its_middle_is_run_again(server: str, join: Join, seconds: float) -> None:
     leases = join(outages=Outages(seconds=seconds))
-    BreaksOnce(server, leases._engine)
+    BreaksOnce(server, leases._engine, 2)
     if seconds:
         assert leases.take("abc", 0)
         assert leases.taken() == {"abc"}
@@ -109,22 +117,62 @@ def test_what_was_done_before_it_was_cut_off_is_known_again(join: Join) -> None:
     assert not join(pid=1).take("abc", 0)
 
 
-@pytest.mark.parametrize("act", ["ask", "tell", "remember", "repair"])
-def test_optunas_operations_are_run_again_too(server: str, act: str) -> None:
-    search = Search.create(server, "two", SPACE, seed=0, facts={}, outages=Outages(seconds=60.0))
-    first = search.ask()
-    BreaksOnce(server, search._storage.engine)
-    if act == "ask":
-        assert search.ask().number > first.number
-    elif act == "tell":
-        search.tell(first.number, Outcome.OK, 5.0, {"memory": -0.5})
-        assert [(told.number, told.value) for told in search.finished()] == [(0, 5.0)]
-    elif act == "remember":
-        search.remember("phase", "searching")
-        assert search.remembered("phase") == "searching"
-    else:
-        assert search.repair(lambda number: False) == 1 and search.is_waiting()
-    search.close()
+@pytest.mark.parametrize("act", ["ask", "wanted", "tell", "give back"])
+def test_optunas_operations_are_run_again_wherever_they_break(server: str, act: str) -> None:
+    """And leave neither a trial that nobody has, nor lose a choice that was queued."""
+    wanted = SPACE.clip(BASELINE)
+    for statement in itertools.count(1, 2):
+        search = Search.create(server, f"at {statement}", SPACE, seed=0, facts={}, outages=Outages(seconds=60.0))
+        open_: set[int] = set()
+        if act in ("tell", "give back"):
+            first = search.ask(worker="me")
+            open_.add(first.number)
+        elif act == "ask":
+            search.enqueue(wanted)
+        strike = BreaksOnce(server, search._storage.engine, statement)
+        if act == "tell":
+            assert search.tell(first.number, Outcome.OK, 5.0, {"memory": -0.5})
+            struck = strike.struck()
+            assert [(told.number, told.value) for told in search.finished()] == [(0, 5.0)]
+            open_.clear()
+        elif act == "give back":
+            assert search.give_back(first.number)
+            struck = strike.struck()
+            assert search.is_waiting()
+            open_.clear()
+        else:
+            asked = search.ask(wanted if act == "wanted" else None, worker="me")
+            struck = strike.struck()
+            open_.add(asked.number)
+            nameless = [one for one in search._in_state(TrialState.RUNNING) if "worker" not in one.user_attrs]
+            assert len(nameless) <= 1  # `repair` gives it back to the queue
+            assert nameless or asked.config == SPACE.config(wanted)
+        named = {one.number for one in search._in_state(TrialState.RUNNING) if "worker" in one.user_attrs}
+        assert named == open_, statement
+        search.close()
+        if not struck:  # it has not so many statements
+            break
+    assert statement > 10
+
+
+def test_a_trial_that_others_gave_back_meanwhile_is_asked_for_anew(server: str) -> None:
+    """As they do of whoever was cut off for a minute."""
+    for statement in range(4, 27, 2):
+        name = f"at {statement}"
+        search = Search.create(server, name, SPACE, seed=0, facts={})
+        other = Search.open(server, name, SPACE)
+        calls = itertools.count(1)
+
+        def strike(*_: object, calls: Iterator[int] = calls, at: int = statement, other: Search = other) -> None:
+            if next(calls) == at:
+                for one in other._in_state(TrialState.RUNNING):
+                    other.withdraw(one.number)
+
+        sa.event.listen(search._storage.engine, "before_cursor_execute", strike)
+        asked = search.ask(worker="me")
+        assert search._trial(asked.number).state is TrialState.RUNNING or statement > 20  # then nobody asks any more
+        search.close()
+        other.close()
 
 
 def test_what_was_never_reached_is_not_waited_for(server: str, said: list[str]) -> None:
@@ -152,7 +200,7 @@ def test_other_threads_do_not_wait(server: str, said: list[str]) -> None:
 
 def test_a_host_that_vanishes_is_noticed(server: str) -> None:
     limits = engine_options(server)["connect_args"]
-    assert limits == {"connect_timeout": 10, "tcp_user_timeout": 10_000}
+    assert limits["connect_timeout"] == 10 and limits["tcp_user_timeout"] == 10_000 and limits["keepalives_idle"] == 10
     engine = connected(f"{server}&connect_timeout=3")  # the URL's own counts
     with engine.connect() as connection:
         driver: Any = connection.connection.dbapi_connection
@@ -164,6 +212,8 @@ def test_how_long_is_the_users_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting_s() == 300.0
     monkeypatch.setenv("AUTOTUNE_DATABASE_WAIT", "90s")
     assert waiting_s() == 90.0
+    monkeypatch.setenv("AUTOTUNE_DATABASE_WAIT", "0")
+    assert waiting_s() == 0.0
     monkeypatch.setenv("AUTOTUNE_DATABASE_WAIT", "soon")
     with pytest.raises(UsageError, match="AUTOTUNE_DATABASE_WAIT"):
         waiting_s()

@@ -9,8 +9,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
 from autotune.errors import StorageError, UsageError
+from autotune.importance import ENOUGH_TRIALS
 from autotune.result import Outcome
-from autotune.search import ENOUGH_TRIALS, Search, stored_facts, study_names
+from autotune.search import Search, stored_facts, study_names
 from autotune.space import Knob, SearchSpace
 
 SPACE = SearchSpace(

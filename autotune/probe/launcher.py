@@ -16,9 +16,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from autotune.config import TrainConfig
 from autotune.errors import Cancelled, EnvironmentProblem, TooManyFailures
 from autotune.gpu import Nvml
 from autotune.probe.inject import throttles
@@ -121,6 +123,7 @@ class WorkerProber:
         self._nvml = Nvml.open() if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
         self._was_slowed = False  # by heat or hardware, when it was last asked
+        self._crashed = set[TrainConfig]()
 
     def __enter__(self) -> "WorkerProber":
         return self
@@ -144,25 +147,35 @@ class WorkerProber:
         Where the machine may be to blame rather than the configuration it is run once more.
         """
         result = self._once(request, log)
-        if (doubt := self._doubt(result)) is None:
-            return result
-        self._check_memory()
-        again = self._once(request, log)
-        total = result.seconds.get("total", 0.0) + again.seconds.get("total", 0.0)
-        return replace(again, notes=(*again.notes, doubt), seconds=again.seconds | {"total": total})
+        if (doubt := self._doubt(result)) is not None:
+            self._check_memory()
+            try:
+                again = self._once(request, log)
+            except EnvironmentProblem:  # the next probe will say so
+                return result
+            total = result.seconds.get("total", 0.0) + again.seconds.get("total", 0.0)
+            taken = result if result.outcome is Outcome.OK is not again.outcome else again  # it did come through
+            notes, seconds = (*taken.notes, doubt), taken.seconds | {"total": total}
+            result = replace(taken, notes=notes, seconds=seconds, started_at=result.started_at)
+        if result.outcome is Outcome.CRASH:
+            self._crashed.add(result.config)
+        elif slowed := _slowed_by(result):
+            self._was_slowed = True
+        elif slowed is not None:
+            self._was_slowed = False
+        return result
 
     def _doubt(self, result: ProbeResult) -> str | None:
         """Why a result may be the machine's: a crash nobody knows the reason of, or a card that was slowed down.
 
-        A card that was slow before is as it is.
+        Not of a configuration that crashed twice before, and a card that was slow before is as it is.
         """
         reason = result.reason or ""
-        if result.outcome is Outcome.CRASH and reason != HOST_OOM and (result.phase is None or "CUDA error" in reason):
+        unknown = reason != HOST_OOM and (result.phase is None or "CUDA error" in reason)
+        if result.outcome is Outcome.CRASH and unknown and result.config not in self._crashed:
             return f"tried twice, since the first time {reason}"
-        read = result.measurement.telemetry if result.measurement else None
-        was_slowed, self._was_slowed = self._was_slowed, bool(read and read.slowed_by)
-        if read and read.slowed_by and not was_slowed:
-            return f"measured twice, since the first time the card was slowed down: {', '.join(read.slowed_by)}"
+        if result.outcome is Outcome.OK and (slowed := _slowed_by(result)) and not self._was_slowed:
+            return f"measured twice, since the first time the card was slowed down: {', '.join(slowed)}"
         return None
 
     def _check_memory(self) -> None:
@@ -220,6 +233,7 @@ class WorkerProber:
     def close(self) -> None:
         """End the worker and everything it started: ask, wait, kill the group."""
         process, self._process = self._process, None
+        self._ready = False
         scratch, self._scratch = self._scratch, None
         if self._channel is not None:
             self._channel.close()  # end of file: an idle worker leaves by itself
@@ -336,6 +350,12 @@ class WorkerProber:
         return replace(_failed(request, Outcome.CRASH, None, reason, begin), log=log.name)
 
 
+def _slowed_by(result: ProbeResult) -> tuple[str, ...] | None:
+    """What slowed the card down; None where nobody looked."""
+    read = result.measurement.telemetry if result.measurement else None
+    return None if read is None else read.slowed_by
+
+
 def _failed(request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason: str, begin: float) -> ProbeResult:
     return ProbeResult(
         request_digest=request.digest,
@@ -345,7 +365,8 @@ def _failed(request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason
         outcome=outcome,
         phase=phase,
         reason=reason,
-        seconds={"total": time.monotonic() - begin},
+        seconds={"total": (took := time.monotonic() - begin)},
+        started_at=(datetime.now(UTC) - timedelta(seconds=took)).isoformat(timespec="milliseconds"),
     )
 
 
