@@ -36,6 +36,9 @@ class Judge:
     references: dict[str, Measurement | None] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)  # baselines that cannot win, but were measured
+    starts_s: list[float] = field(default_factory=list)  # of workers
+    load_s: float = 0.0  # of the model, the longest
+    late_s: dict[str, float] = field(default_factory=dict)  # by how much the first step was longer than the others
 
     def take(self, result: ProbeResult) -> None:
         """A probe's result, if it has a number."""
@@ -43,9 +46,26 @@ class Judge:
             return
         if result.evidence is Evidence.MEASURED:
             self.add(result.config, result.measurement)
+            self._begun(result, result.measurement)
         else:
             self.configs[result.config.digest] = result.config
             self.extrapolated[result.config.digest] = result.measurement
+
+    def _begun(self, result: ProbeResult, measurement: Measurement) -> None:
+        """What a whole model took before its steps came one after the other."""
+        took, digest = result.seconds, result.config.digest
+        self.starts_s += [took["start"]] if "start" in took else []
+        self.load_s = max(self.load_s, took.get("load", 0.0))
+        if "first_step" in took:
+            late = max(took["first_step"] - step_time_s(measurement, measurement.micro_steps), 0.0)
+            self.late_s[digest] = max(self.late_s.get(digest, 0.0), late)
+
+    def startup_s(self, config: TrainConfig) -> float | None:
+        """Until a run takes its steps at their pace: what a worker, the model and the first step of this configuration
+        took to start, compilation included, the first time. None where that was not seen, or was another card's."""
+        if not self.starts_s or config.digest not in self.late_s or self.subject.measured_on is not None:
+            return None
+        return statistics.median(self.starts_s) + self.load_s + self.late_s[config.digest]
 
     def add(self, config: TrainConfig, measurement: Measurement) -> None:
         self.configs[config.digest] = config
@@ -173,7 +193,7 @@ class Judge:
             config=config,
             performance=speed,
             measurement=largest,
-            cost=replace(cost, evidence=told),
+            cost=replace(cost, evidence=told, startup_s=self.startup_s(config)),
             evidence=told,
             memory_evidence=known,
         )

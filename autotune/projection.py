@@ -15,8 +15,8 @@ TABLE_EXAMPLES = (10_000, 50_000, 100_000)
 class CostProjection:
     """What the full run will take. Intervals are (low, high) from the spread of the measured steps.
 
-    Start-up, checkpoint saves and evaluation of the full run are not in it. `spot_usd` is the same hours at the spot
-    price, without the cost of being interrupted.
+    Start-up (`startup_s`, about, where it was seen), checkpoint saves and evaluation of the full run are not in it.
+    `spot_usd` is the same hours at the spot price, without the cost of being interrupted.
     """
 
     examples: int
@@ -31,6 +31,7 @@ class CostProjection:
     cost_per_1000_samples_usd: float | None
     kwh: float | None
     evidence: Evidence = Evidence.MEASURED
+    startup_s: float | None = None
 
 
 def project(

@@ -329,6 +329,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
             "full_run_usd": cost.full_run_usd,
             "interval_usd": None if cost.interval_usd is None else list(cost.interval_usd),
             "interval_hours": list(cost.interval_hours),
+            "startup_s": cost.startup_s,
             "kwh": cost.kwh,
         },
         "telemetry": to_data(telemetry) if telemetry else None,

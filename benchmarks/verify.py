@@ -178,7 +178,8 @@ def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, An
         folder.mkdir(parents=True, exist_ok=True)
         studied(folder, *options(LONG, args, math.ceil(args.long * speed / (args.seq_len or PINS["seq_len"]))))
     study = json.loads(summary.read_text())
-    projected = study["winner"]["cost"]["full_run_hours"] * 3600
+    cost = study["winner"]["cost"]
+    projected, startup = cost["full_run_hours"] * 3600, cost["startup_s"]
     if time.monotonic() + START_S + 1.1 * projected > until:
         print("no time left for the long run: call again with --rows and --work", flush=True)
         return None
@@ -187,7 +188,7 @@ def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, An
     script = ["out/export/train.py", "--random-weights", "--output-dir", "", "--progress", str(progress)]
     done = json.loads(ran(script, folder).splitlines()[-1])
     lines = [json.loads(line) for line in progress.read_text().splitlines()]
-    # Hours are projected for training alone: the first step, in which a process compiles, is left to the start-up.
+    # Hours are projected for training alone: the first step, in which a process compiles, belongs to the start-up.
     took = (lines[-1]["seconds"] - lines[0]["seconds"]) * done["steps"] / (done["steps"] - 1)
     wall = time.monotonic() - begin
     return {
@@ -196,11 +197,12 @@ def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, An
         "config": TrainConfig(**study["winner"]["config"]).label(),
         "steps": done["steps"],
         "projected_s": projected,
+        "startup_s": startup,
         "took_s": took,
         "with_first_step_s": lines[-1]["seconds"],
         "with_start_s": wall,
         "error": projected / took - 1.0,
-        "error_with_start": projected / wall - 1.0,
+        "error_with_start": None if startup is None else (projected + startup) / wall - 1.0,
         "fingerprint": fingerprint(study),
     }
 

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from factories import FINGERPRINT, measurement
+from factories import FINGERPRINT, measurement, result
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.config import TrainConfig
 from autotune.judge import Judge
 from autotune.lengths import Lengths
 from autotune.objective import Floors
-from autotune.result import Telemetry
+from autotune.result import ProbeResult, Telemetry
 from autotune.space import load_space
 from autotune.subject import BASELINE, Subject
 from autotune.workload import Workload
@@ -241,3 +241,33 @@ def test_whoever_leads_may_win():
     leader = made.leader()
     assert leader is not None and leader.micro_batch_size == 8
     assert made.may_win(leader)
+
+
+# --- how long the full run takes to start
+
+PLAIN = TrainConfig()
+
+
+def begun(config: TrainConfig, **seconds: float) -> ProbeResult:
+    """Its steps take 1.02 s each."""
+    return result(config, seconds={"total": 60.0} | seconds)
+
+
+def test_the_start_is_what_worker_model_and_first_step_took_the_first_time() -> None:
+    judge, slow = Judge(SUBJECT), TrainConfig(compile="per_layer")
+    judge.take(begun(PLAIN, start=14.0, load=6.0, first_step=3.02))
+    judge.take(begun(slow, load=0.5, first_step=21.02))
+    judge.take(begun(slow, load=0.5, first_step=4.02))  # by then compiled code lay on disk
+    assert judge.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
+    assert judge.startup_s(slow) == pytest.approx(14 + 6 + 20)
+    assert judge.startup_s(TrainConfig(seq_len=64)) is None
+    assert judge.candidate(slow).cost.startup_s == judge.startup_s(slow)
+
+
+def test_a_start_that_was_not_seen_or_was_another_cards_is_not_told() -> None:
+    judge = Judge(SUBJECT)
+    judge.take(begun(PLAIN, load=6.0, first_step=3.02))
+    assert judge.startup_s(PLAIN) is None
+    elsewhere = Judge(replace(SUBJECT, measured_on=resolve_device("h200")))
+    elsewhere.take(begun(PLAIN, start=14.0, load=6.0, first_step=3.02))
+    assert elsewhere.startup_s(PLAIN) is None

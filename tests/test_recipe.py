@@ -93,14 +93,10 @@ def test_candidate_data():
 
 def test_no_price_is_null():
     winner = summary().recipe.winner
-    cost = replace(winner.cost, usd_per_hour=None, full_run_usd=None, interval_usd=None, cost_per_1000_samples_usd=None)
+    unpriced = dict.fromkeys(("usd_per_hour", "full_run_usd", "interval_usd", "cost_per_1000_samples_usd"))
+    cost = replace(winner.cost, **unpriced, startup_s=20.0)
     data = json.loads(json.dumps(candidate_data(replace(winner, cost=cost))))
-    assert {name for name, value in data["cost"].items() if value is None} == {
-        "usd_per_hour",
-        "full_run_usd",
-        "interval_usd",
-        "cost_per_1000_samples_usd",
-    }
+    assert {name for name, value in data["cost"].items() if value is None} == set(unpriced)
 
 
 def test_summary_data():

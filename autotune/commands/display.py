@@ -283,6 +283,7 @@ def _cost(cost: CostProjection) -> str:
     """The winner's full run: within what it lies, and what it takes beside time."""
     low, high = cost.interval_hours
     text = f"{fmt_seconds(low * 3600)} to {fmt_seconds(high * 3600)}"
+    text += "" if cost.startup_s is None else f" after about {fmt_seconds(cost.startup_s)} to start"
     if cost.interval_usd is not None:
         text += f", {' to '.join(map(fmt_usd, cost.interval_usd))}"
         text += f", {fmt_usd(cost.cost_per_1000_samples_usd)} per 1,000 samples"

@@ -122,6 +122,7 @@ class WorkerProber:
         self._fingerprint: Fingerprint | None = None
         self._nvml = Nvml.open() if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
+        self._start_s: float | None = None  # of a worker that has not probed yet
         self._was_slowed = False  # by heat or hardware, when it was last asked
         self._crashed = set[TrainConfig]()
 
@@ -212,6 +213,9 @@ class WorkerProber:
             self.close()
         if result.measurement is not None:
             result = replace(result, measurement=replace(result.measurement, telemetry=watch.telemetry()))
+        if self._start_s is not None:
+            result = replace(result, seconds={"start": self._start_s} | result.seconds)
+            self._start_s = None
         return replace(result, log=log.name)
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
@@ -283,7 +287,7 @@ class WorkerProber:
                 if message["event"] == "ready":
                     self._fingerprint = from_data(Fingerprint, message["fingerprint"])
                     self.memory_gib = message["memory_gib"]
-                    self._ready = True
+                    self._ready, self._start_s = True, message["seconds"]
                     return
                 if message["event"] == "broken":
                     reason, broken, unhealthy = message["reason"], True, message["unhealthy"]

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from autotune.config import TrainConfig
 from autotune.probe.inject import injected
 from autotune.process import die_with_parent, take_group_along
@@ -43,7 +45,9 @@ def main() -> None:
     send(event="phase", phase=Phase.START)
     try:
         worker = Worker(sys.argv[2], send, sys.argv[4])
-        send(event="ready", fingerprint=to_data(worker.meter.fingerprint()), memory_gib=worker.meter.memory_gib())
+        fingerprint, memory_gib = to_data(worker.meter.fingerprint()), worker.meter.memory_gib()
+        took = time.time() - psutil.Process().create_time()
+        send(event="ready", fingerprint=fingerprint, memory_gib=memory_gib, seconds=took)
     except Exception as error:
         traceback.print_exc()
         kind = type(error).__name__  # by name: what defines it may be what could not be imported

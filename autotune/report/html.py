@@ -104,6 +104,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     usd = DASH if cost.interval_usd is None else " to ".join(map(fmt_usd, cost.interval_usd))
     # A duration is not broken across lines.
     hours = " to ".join(fmt_seconds(hours * 3600).replace(" ", "\u00a0") for hours in cost.interval_hours)
+    start = "" if cost.startup_s is None else f"; about {fmt_seconds(cost.startup_s)} more to start"
     free = 1.0 - peak.peak_reserved_gib / peak.limit_gib
     mfu = f"; MFU {speed.mfu:.0%}" if speed.mfu is not None else ""
     return (
@@ -126,7 +127,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
         Stat(
             label="Time of the full run",
             value=fmt_seconds(cost.full_run_hours * 3600),
-            note=f"{hours}; {cost.num_steps:,} steps of {fmt_seconds(speed.step_time_s)}",
+            note=f"{hours}; {cost.num_steps:,} steps of {fmt_seconds(speed.step_time_s)}{start}",
             evidence=cost.evidence,
         ),
         Stat(
