@@ -119,13 +119,14 @@ def worker(
     allow_mixed: Annotated[
         bool, typer.Option("--allow-mixed", help="Join though this machine is not like the others.")
     ] = False,
+    wait: Annotated[str | None, typer.Option(help="For a study that is not begun yet, so long: 15m.")] = None,
     parent: Annotated[int | None, typer.Option(hidden=True, help="End with this process.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Probe for a study that another process leads, on the GPU here, until there is nothing more to search."""
     from autotune.commands.worker import command
 
-    command(study, storage, out=out, allow_mixed=allow_mixed, parent=parent, quiet=quiet)
+    command(study, storage, out=out, allow_mixed=allow_mixed, parent=parent, quiet=quiet, wait=wait)
 
 
 @studies.command()

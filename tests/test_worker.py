@@ -186,6 +186,23 @@ def test_a_node_apart_is_refused_unless_it_is_asked_for(join: Join) -> None:
     assert len(join(larger, allow_mixed=True)) == 3
 
 
+def test_a_study_that_is_not_begun_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until its limits are known, which is what comes last."""
+    url = f"sqlite:///{tmp_path}/late.db"
+    found = iter([None, {"subject": {}}, {"subject": {}, "limits": {}}])
+    monkeypatch.setattr("autotune.search.stored_facts", lambda *_: next(found))
+    monkeypatch.setattr(worker, "LOOK_EVERY_S", 0.01)
+    assert "limits" in worker._begun(url, "late", "1m", quiet=False)
+    assert capsys.readouterr().err.count("waiting 1m at most for study 'late'") == 1
+    monkeypatch.setattr("autotune.search.stored_facts", lambda *_: None)
+    with pytest.raises(UsageError, match="there is no study 'late'"):
+        worker._begun(url, "late", "1s", quiet=True)
+    with pytest.raises(UsageError, match="--wait"):
+        worker._begun(url, "late", "soon", quiet=True)
+
+
 # --- those that `run` starts
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,20 +30,29 @@ from autotune.result import Fingerprint, Outcome, ProbeRequest, Rung, from_data
 from autotune.setup import slug
 from autotune.subject import Subject
 from autotune.target import find_target
-from autotune.units import fmt_gib
+from autotune.units import fmt_gib, parse_duration
 
 if TYPE_CHECKING:
     from autotune.store import ProbeStore, StoredProbe
     from autotune.study import Study
 
 PREEMPTED = 75
-NODE_EVERY_S = 600.0
+NODE_EVERY_S, LOOK_EVERY_S = 600.0, 2.0
 
 
 def command(
-    study: str, storage: str | None, *, out: Path | None, allow_mixed: bool, parent: int | None, quiet: bool
+    study: str,
+    storage: str | None,
+    *,
+    out: Path | None,
+    allow_mixed: bool,
+    parent: int | None,
+    quiet: bool,
+    wait: str | None = None,
 ) -> None:
     """Work on a study until whoever leads it has seen enough, or its limits are reached.
+
+    `wait` is how long to wait for a study that was not begun yet, such as 15m.
 
     Raises:
         UsageError: no such study, or a database that machines cannot share.
@@ -50,17 +60,10 @@ def command(
         TooManyFailures: this node is not like the others, or its probes keep failing.
         Interrupted: stopped by a signal; what was being probed is queued again. Exit 75 after SIGTERM.
     """
-    from autotune.search import stored_facts
-
     if parent is not None:
         die_with_parent(parent, number=signal.SIGTERM)
     url = shared_url(storage)
-    facts = stored_facts(url, study)
-    if facts is None or "limits" not in facts:
-        raise UsageError(
-            f"there is no study {study!r} in this database that could be joined",
-            remedy="start it with `autotune run --study NAME` and the same --storage, then its workers",
-        )
+    facts = _begun(url, study, wait, quiet=quiet)
     subject = from_data(Subject, facts["subject"])
     device = _device(subject, float(facts["asked"]["memory_gib"]))
     # The one that leads wrote its directory down; on another host there is none of that name.
@@ -81,6 +84,28 @@ def command(
     if stop.signal is not None:
         code = PREEMPTED if stop.signal == signal.SIGTERM else 128 + stop.signal
         raise Interrupted("stopped; what was being probed is queued again", exit_code=code)
+
+
+def _begun(url: str, study: str, wait: str | None, *, quiet: bool) -> dict[str, Any]:
+    """What a study that was begun is about. Raises UsageError."""
+    from autotune.search import stored_facts
+
+    try:
+        until = time.monotonic() + (parse_duration(wait) if wait else 0.0)
+    except ValueError as error:
+        raise UsageError(f"--wait: {error}", remedy="for example --wait 15m") from None
+    told = quiet
+    while (facts := stored_facts(url, study)) is None or "limits" not in facts:
+        if time.monotonic() >= until:
+            raise UsageError(
+                f"there is no study {study!r} in this database that could be joined",
+                remedy="start it with `autotune run --study NAME` and the same --storage, or --wait for it",
+            )
+        if not told:
+            print(f"waiting {wait} at most for study {study!r} to begin", file=sys.stderr)
+        told = True
+        time.sleep(LOOK_EVERY_S)
+    return facts
 
 
 def _work(
