@@ -217,11 +217,12 @@ class Node:
         baseline = judge.baseline()
         if baseline is None or baseline.digest not in judge.measured:
             return []
-        others = [
+        others = [Reading.of(judge.measured[baseline.digest])]  # of the one that leads, or whoever was first
+        others += [
             Reading.of(row.result.measurement)
             for row in self._store.of_study(name)
             if row.result.rung is Rung.NODE and row.result.measurement is not None and not row.result.notes
-        ] or [Reading.of(judge.measured[baseline.digest])]
+        ]
         result = self._prober.probe(replace(self._request(baseline), rung=Rung.NODE, min_timed_s=2.0), self._log)
         if result.outcome is not Outcome.OK or result.measurement is None:
             reasons = [f"the baseline does not come through here: {result.reason or result.outcome}"]
