@@ -177,11 +177,10 @@ class Worker:
         reusable = fields["outcome"] in (Outcome.OK, Outcome.OOM)
         if reusable and not self.meter.returned_to(baseline_gib):
             reusable = False
-            left = (self.meter.allocated_gib() - baseline_gib) * 1024
-            fields["notes"] = (f"{left:.1f} MiB were not given back after this probe: the worker is replaced",)
+            fields["notes"] = ("the worker is replaced, which did not give all memory back",)
         if self._lost_gib > MAX_LOST_GIB:
             reusable = False
-            fields["notes"] = (f"paged optimizers left {self._lost_gib:.1f} GiB behind: the worker is replaced",)
+            fields["notes"] = (f"the worker is replaced, where paged optimizers left {self._lost_gib:.1f} GiB behind",)
         return fields, reusable
 
     def _base_for(self, request: ProbeRequest) -> "Resident":
