@@ -37,7 +37,7 @@ NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "lustre", "gpfs", "b
 
 
 class Outages:
-    """What a session does when a server that it had reached goes away: it asks again every second, for so long.
+    """What a session does when a server that it had `reached` goes away: it asks again every second, for so long.
 
     Only the thread that made this waits. `say` is told, and `should_stop` ends it. Files are not waited for.
     """
@@ -48,9 +48,10 @@ class Outages:
         should_stop: Callable[[], bool] = lambda: False,
         *,
         seconds: float = 0.0,
+        reached: bool = False,
     ) -> None:
         self.say, self._should_stop, self._seconds = say, should_stop, seconds
-        self._thread, self._reached = threading.get_ident(), False
+        self._thread, self._reached = threading.get_ident(), reached
         self._until: float | None = None  # while it is away: of one outage, however many ask
 
     def waits(self) -> bool:

@@ -181,6 +181,15 @@ def test_what_was_never_reached_is_not_waited_for(server: str, said: list[str]) 
     assert said == []
 
 
+def test_what_was_reached_before_is_waited_for_from_the_first_connection_on(server: str, said: list[str]) -> None:
+    """A worker reads what the study is about, and then takes some seconds to start."""
+    outage = away(server)
+    outage.__enter__()
+    threading.Timer(2.0, outage.__exit__, (None, None, None)).start()
+    ProbeStore(server, outages=Outages(said.append, seconds=60.0, reached=True)).close()
+    assert said[1:] == ["the database is back"]
+
+
 def test_other_threads_do_not_wait(server: str, said: list[str]) -> None:
     """A heart beats again anyway, and must not hold up the end of its session."""
     failed: list[StorageError] = []

@@ -139,7 +139,7 @@ def _work(
     def request(config: TrainConfig) -> ProbeRequest:
         return subject.request(config, device=prober.device, **asked)
 
-    outages = Outages(partial(display.note, style="yellow"), stop, seconds=waiting_s())
+    outages = Outages(partial(display.note, style="yellow"), stop, seconds=waiting_s(), reached=True)  # for `facts`
     store = ProbeStore(url, spool=folder / "spool.jsonl", outages=outages)
     ladder = Ladder(
         prober,
