@@ -24,7 +24,7 @@ from autotune.units import fmt_seconds, parse_duration
 WAIT_VARIABLE, WAIT_S, ASK_EVERY_S, TRIES = "AUTOTUNE_DATABASE_WAIT", 300.0, 1.0, 4
 P = ParamSpec("P")
 T = TypeVar("T")
-Session = TypeVar("Session", bound="HasOutages")
+Owner = TypeVar("Owner", bound="HasOutages")
 
 LIBPQ = ("psycopg", "psycopg2")  # drivers that take libpq's options
 # Seconds (but for the milliseconds of tcp_user_timeout) after which a host that says nothing is held to be gone: while
@@ -69,7 +69,7 @@ class Outages:
 
     def watch(self, engine: sa.Engine) -> None:
         """Have this engine's connections made so."""
-        public = engine.url.render_as_string(hide_password=True)
+        public = _public(engine.url)
 
         def connect(dialect: Any, _: Any, arguments: Any, options: Any) -> Any:
             while True:
@@ -102,11 +102,11 @@ class HasOutages(Protocol):
     outages: Outages
 
 
-def outlasting(operation: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+def outlasting(operation: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
     """A method that is run again where its connection broke on the way, if `outages` wait. Twice must do no harm."""
 
     @wraps(operation)
-    def run(self: Session, /, *arguments: P.args, **named: P.kwargs) -> T:
+    def run(self: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
         for _ in range(TRIES - 1):
             try:
                 return operation(self, *arguments, **named)
@@ -210,15 +210,26 @@ def _parsed(url: str) -> URL:
 def public_url(url: str) -> str:
     """The URL without its password."""
     try:
-        return _parsed(url).render_as_string(hide_password=True)
+        return _public(_parsed(url))
     except ArgumentError:
         return "the storage URL"
+
+
+def _public(url: URL) -> str:
+    return url.difference_update_query(_secrets(url)).render_as_string(hide_password=True)
+
+
+def _secrets(url: URL) -> dict[str, str]:
+    """What else of a URL is a password, as libpq and MySQL's drivers take them: ?password=, ?sslpassword=, ?passwd=."""
+    return {name: str(value) for name, value in url.query.items() if "passw" in name.lower()}
 
 
 def _line(error: BaseException, url: URL) -> str:
     """What a driver says, without the password."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text.replace(str(url.password), "***") if url.password else text
+    for secret in filter(None, (url.password, *_secrets(url).values())):
+        text = text.replace(str(secret), "***")
+    return text
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from optuna.trial import TrialState
 from outage import away, cut_off
 from sessions import BASELINE, SPACE
 
+from autotune.commands.stop import Stop
 from autotune.database import Outages, connected, engine_options, waiting_s
-from autotune.errors import StorageError, UsageError
+from autotune.errors import Cancelled, StorageError, UsageError
 from autotune.leases import Leases, Worker
 from autotune.result import Outcome
 from autotune.search import Search
@@ -179,6 +180,17 @@ def test_what_was_never_reached_is_not_waited_for(server: str, said: list[str]) 
     with away(server), pytest.raises(StorageError):
         ProbeStore(server, outages=Outages(said.append, seconds=60.0))
     assert said == []
+
+
+@pytest.mark.parametrize("error", [StorageError("away"), Cancelled()])
+def test_who_is_stopped_while_waiting_was_stopped(error: Exception) -> None:
+    """A preempted worker exits with 75, and its job goes on; with 6 it would end."""
+    stop = Stop()
+    stop.handle(15, None)
+    with stop.ending():
+        raise error
+    with pytest.raises(StorageError), Stop().ending():
+        raise StorageError("away")
 
 
 def test_what_was_reached_before_is_waited_for_from_the_first_connection_on(server: str, said: list[str]) -> None:

@@ -131,9 +131,13 @@ def test_bad_url_is_told_without_its_password(url: str, kind: type[AutotuneError
 
 
 @pytest.mark.server
+@pytest.mark.parametrize("in_query", [False, True])
 @pytest.mark.parametrize("how", EVERY_WAY)
-def test_a_server_that_says_no_is_quoted_without_the_password(postgres: Callable[[], str], how: str) -> None:
-    url = make_url(postgres()).set(password=CANARY, database="no_such_database")
+def test_a_server_that_says_no_is_quoted_without_the_password(
+    postgres: Callable[[], str], how: str, in_query: bool
+) -> None:
+    url = make_url(postgres()).set(database="no_such_database")
+    url = url.update_query_dict({"password": CANARY}) if in_query else url.set(password=CANARY)
     with pytest.raises(StorageError, match="no_such_database") as caught:
         _touch(url.render_as_string(hide_password=False), how)
     assert CANARY not in _whole_text(caught.value)
@@ -142,6 +146,8 @@ def test_a_server_that_says_no_is_quoted_without_the_password(postgres: Callable
 def test_public_url() -> None:
     assert public_url(f"postgresql+psycopg://me:{CANARY}@host/db") == "postgresql+psycopg://me:***@host/db"
     assert CANARY not in public_url(f"me:{CANARY}@host")
+    in_query = f"postgresql+psycopg://me@/db?host=here&password={CANARY}&sslpassword={CANARY}"
+    assert public_url(in_query) == "postgresql+psycopg://me@/db?host=here"
 
 
 @pytest.mark.parametrize("how", EVERY_WAY)

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from autotune.commands.stop import Stop
 from autotune.config import TrainConfig
 from autotune.depth import depths
 from autotune.errors import (
-    Cancelled,
     EnvironmentProblem,
     Interrupted,
     PromiseBroken,
@@ -80,7 +79,7 @@ def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False, events: 
         Display(budget_s=task.budget_s, quiet=quiet, events=events) as display,
     ):
         prober.launch()  # imports torch meanwhile
-        with suppress(Cancelled):
+        with stop.ending():
             _run(task, prober, display, stop, as_json=as_json)
     if stop.signal is not None:
         raise Interrupted(
@@ -128,9 +127,9 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> Task:
     if spec.study is None:
         name = setup.subject.study if not spec.configs else f"{setup.subject.study}-suite"
         setup = replace(setup, subject=replace(setup.subject, study=name if spec.configs else _unused(name, url)))
+    cards = further_cards(spec.workers, cpu=target.card is None)
     out = out_dir(spec.out, setup.subject.study).absolute()
     prepare(out)
-    cards = further_cards(spec.workers, cpu=target.card is None)
     return Task(
         spec=spec, setup=setup, target=target, url=url, out=out, cards=cards, started=started, budget_s=budget_s
     )

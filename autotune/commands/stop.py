@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from autotune.errors import Cancelled, StorageError
+
 
 class Stop:
     """Ctrl-C and SIGTERM: the first ends the running probe and keeps the study, the second leaves at once."""
@@ -20,6 +22,17 @@ class Stop:
         if self.signal is not None:
             os._exit(128 + number)  # the worker ends with its parent
         self.signal = number
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """What a stop ends: a probe, or the wait for a database that is away, of which was told."""
+        try:
+            yield
+        except Cancelled:
+            pass
+        except StorageError:
+            if self.signal is None:
+                raise
 
     @contextmanager
     def listening(self) -> Iterator["Stop"]:

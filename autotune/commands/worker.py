@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from autotune.commands.session import shared_url
 from autotune.commands.stop import Stop
 from autotune.config import TrainConfig
 from autotune.crew import WORKED
-from autotune.errors import Cancelled, EnvironmentProblem, Interrupted, TooManyFailures, UsageError
+from autotune.errors import EnvironmentProblem, Interrupted, TooManyFailures, UsageError
 from autotune.nodes import Reading, apart
 from autotune.probe.launcher import WorkerProber
 from autotune.process import die_with_parent
@@ -79,7 +78,7 @@ def command(
         Display(budget_s=budget_s, quiet=quiet) as display,
     ):
         prober.launch()
-        with suppress(Cancelled):
+        with stop.ending():
             _work(url, study, subject, facts, prober, display, stop, folder, allow_mixed=allow_mixed)
     if stop.signal is not None:
         code = PREEMPTED if stop.signal == signal.SIGTERM else 128 + stop.signal
