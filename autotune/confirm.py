@@ -80,6 +80,7 @@ class Confirmation:
             return None
         if result.outcome is Outcome.OK and result.measurement is not None:
             self.judge.confirm(config, result.measurement)
+            self.judge.begun(result)
             return True
         self.judge.drop(config, result.reason or result.outcome, fits=result.outcome is not Outcome.OOM)
         return False
@@ -109,5 +110,5 @@ def measure_close_calls(
             result = ladder.evaluate(left[0], None).result
         except Cancelled:
             return
-        if result.outcome is Outcome.OK and result.measurement is not None and result.depth is None:
-            judge.add(left[0], result.measurement)
+        if result.outcome is Outcome.OK and result.depth is None:
+            judge.take(result)

@@ -46,17 +46,17 @@ class Judge:
             return
         if result.evidence is Evidence.MEASURED:
             self.add(result.config, result.measurement)
-            self._begun(result, result.measurement)
+            self.begun(result)
         else:
             self.configs[result.config.digest] = result.config
             self.extrapolated[result.config.digest] = result.measurement
 
-    def _begun(self, result: ProbeResult, measurement: Measurement) -> None:
+    def begun(self, result: ProbeResult) -> None:
         """What a whole model took before its steps came one after the other."""
-        took, digest = result.seconds, result.config.digest
+        took, digest, measurement = result.seconds, result.config.digest, result.measurement
         self.starts_s += [took["start"]] if "start" in took else []
         self.load_s = max(self.load_s, took.get("load", 0.0))
-        if "first_step" in took:
+        if "first_step" in took and measurement is not None:
             late = max(took["first_step"] - step_time_s(measurement, measurement.micro_steps), 0.0)
             self.late_s[digest] = max(self.late_s.get(digest, 0.0), late)
 

@@ -70,6 +70,7 @@ def recall(subject: Subject, finished: list[Told], stored: list[StoredProbe]) ->
         if row.result.rung is Rung.CONFIRM:
             if row.result.outcome is Outcome.OK and row.result.measurement is not None:
                 judge.confirm(row.result.config, row.result.measurement)
+                judge.begun(row.result)
             else:
                 fits = row.result.outcome not in (Outcome.OOM, Outcome.NUMERICS)
                 judge.drop(row.result.config, row.result.reason or row.result.outcome, fits=fits)

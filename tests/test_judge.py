@@ -10,7 +10,7 @@ from autotune.config import TrainConfig
 from autotune.judge import Judge
 from autotune.lengths import Lengths
 from autotune.objective import Floors
-from autotune.result import ProbeResult, Telemetry
+from autotune.result import ProbeResult, Rung, Telemetry
 from autotune.space import load_space
 from autotune.subject import BASELINE, Subject
 from autotune.workload import Workload
@@ -262,6 +262,13 @@ def test_the_start_is_what_worker_model_and_first_step_took_the_first_time() -> 
     assert judge.startup_s(slow) == pytest.approx(14 + 6 + 20)
     assert judge.startup_s(TrainConfig(seq_len=64)) is None
     assert judge.candidate(slow).cost.startup_s == judge.startup_s(slow)
+
+
+def test_what_a_confirmation_needed_to_start_counts_as_well() -> None:
+    judge = Judge(SUBJECT)
+    first = begun(PLAIN, start=14.0, load=6.0, first_step=3.02)
+    judge.begun(replace(first, rung=Rung.CONFIRM))
+    assert judge.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
 
 
 def test_a_start_that_was_not_seen_or_was_another_cards_is_not_told() -> None:

@@ -10,6 +10,7 @@ import pytest
 from probing import LARGE, MODEL, WIDE, pid_of, request
 
 from autotune.errors import EnvironmentProblem
+from autotune.ladder import shortened
 from autotune.probe.launcher import WorkerProber, child_environment
 from autotune.result import Outcome, Phase, ProbeRequest, Rung
 
@@ -49,6 +50,14 @@ def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:
     assert result.outcome is Outcome.OK and result.rung is Rung.CONFIRM
     assert {"evaluate", "save"} <= result.seconds.keys()
     assert result.measurement is not None and Phase.EVALUATE in result.measurement.phase_peak_gib
+
+
+def test_the_first_whole_model_says_how_long_its_worker_took_to_start(tmp_path: Path) -> None:
+    whole = request()
+    with WorkerProber("cpu", tmp_path) as started:
+        few, first, second = (started.probe(one, tmp_path / "log") for one in (shortened(whole, 1), whole, whole))
+    assert few.outcome is Outcome.OK and "start" not in few.seconds
+    assert first.seconds["start"] > 0.1 and "start" not in second.seconds
 
 
 def peak(prober: WorkerProber, asked: ProbeRequest) -> float:
@@ -187,6 +196,11 @@ def test_no_secret_reaches_the_worker(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_environment_by_device() -> None:
     kept = child_environment({"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "LD_PRELOAD": "x"}, "cuda")
     assert kept["CUDA_VISIBLE_DEVICES"] == "1" and "LD_PRELOAD" not in kept
+    # Of several cards the first alone, in the order in which they are listed and watched.
+    assert child_environment({}, "cuda")["CUDA_VISIBLE_DEVICES"] == "0"
+    assert child_environment({"CUDA_VISIBLE_DEVICES": "GPU-1f, GPU-2e"}, "cuda")["CUDA_VISIBLE_DEVICES"] == "GPU-1f"
+    assert child_environment({"CUDA_VISIBLE_DEVICES": ""}, "cuda")["CUDA_VISIBLE_DEVICES"] == ""
+    assert kept["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "MALLOC_ARENA_MAX" not in kept
     assert "MALLOC_ARENA_MAX" in child_environment({}, "cpu")
 

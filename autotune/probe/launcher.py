@@ -92,7 +92,11 @@ def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    return kept | fixed | (ON_CPU if device == "cpu" else {})
+    # One card alone, the one that is watched: over all that it sees, Trainer splits a batch. Cards are counted as NVML
+    # counts them, and not, as CUDA does by itself, the fastest first.
+    card = parent.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    on_cuda = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card}
+    return kept | fixed | (ON_CPU if device == "cpu" else on_cuda)
 
 
 class WorkerProber:
@@ -122,7 +126,7 @@ class WorkerProber:
         self._fingerprint: Fingerprint | None = None
         self._nvml = Nvml.open() if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
-        self._start_s: float | None = None  # of a worker that has not probed yet
+        self._start_s: float | None = None  # of a worker that has not probed a whole model yet
         self._was_slowed = False  # by heat or hardware, when it was last asked
         self._crashed = set[TrainConfig]()
 
@@ -213,7 +217,7 @@ class WorkerProber:
             self.close()
         if result.measurement is not None:
             result = replace(result, measurement=replace(result.measurement, telemetry=watch.telemetry()))
-        if self._start_s is not None:
+        if self._start_s is not None and request.depth is None:
             result = replace(result, seconds={"start": self._start_s} | result.seconds)
             self._start_s = None
         return replace(result, log=log.name)
