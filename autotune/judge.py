@@ -106,8 +106,6 @@ class Judge:
 
     def may_win(self, config: TrainConfig) -> bool:
         """Whether it wins by what was confirmed so far, or would if the next round favours it."""
-        if config == self.leader():
-            return True
         favour = 1 + max(AGAIN, self.noise(config))
         tilted = [
             replace(one, score=one.score * favour if one.config == config else one.score / favour)

@@ -16,8 +16,9 @@ from autotune.result import Measurement, Outcome, ProbeResult
 from autotune.space import Removal, SearchSpace
 from autotune.workload import Workload
 
-# Headroom counts from a tenth of the limit on: a smaller difference is not worth any speed.
-ROOMIER = 0.1
+# What leaves less than this share of the limit free is tight; beyond it, more room is not worth any speed. It is no
+# difference to the fastest, since it is chance which of several that are equally fast comes out as that.
+ROOMY = 0.1
 # By how much a time differs from one probe to the next, however well the steps of each agree: on an H200 two
 # confirmations by 0.1 %, the shorter probes of the search from them by 0.4 to 1 %, since a card grows warm.
 AGAIN = 0.01
@@ -242,8 +243,7 @@ def choose(candidates: list[Scored], slack: float) -> tuple[Scored, str]:
     """
     cheapest = max(candidates, key=lambda candidate: candidate.score)
     close = [candidate for candidate in candidates if candidate.score >= cheapest.score / (1.0 + slack)]
-    roomy = cheapest.headroom + ROOMIER
-    winner = max(close, key=lambda one: (capability(one.config), one.headroom >= roomy, one.score))
+    winner = max(close, key=_preference)
     if winner is cheapest:
         return winner, "the cheapest above the floors; nothing more capable is within the slack"
     if capability(winner.config) == capability(cheapest.config):
@@ -260,15 +260,17 @@ def to_beat(candidate: Scored, others: list[Scored], slack: float) -> float:
     Raises ValueError without others.
     """
     cheapest = max(others, key=lambda one: one.score)
-    bar, roomy = cheapest.score / (1.0 + slack), cheapest.headroom + ROOMIER
+    bar = cheapest.score / (1.0 + slack)
+    *chosen, score = max(map(_preference, (one for one in others if one.score >= bar)))
+    *asked, _ = _preference(candidate)
+    if asked == chosen:
+        return float(score)
+    return bar if asked > chosen else cheapest.score
 
-    def preference(one: Scored) -> tuple[Any, ...]:
-        return capability(one.config), one.headroom >= roomy
 
-    chosen = max((one for one in others if one.score >= bar), key=lambda one: (preference(one), one.score))
-    if preference(candidate) == preference(chosen):
-        return chosen.score
-    return bar if preference(candidate) > preference(chosen) else cheapest.score
+def _preference(one: Scored) -> tuple[Any, ...]:
+    """Of those within the slack, the greatest wins."""
+    return capability(one.config), one.headroom >= ROOMY, one.score
 
 
 def differences(one: TrainConfig, other: TrainConfig) -> str:

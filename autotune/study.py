@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.climb import MAKES_ROOM, ORDER, TOO_LARGE, move, neighbours, sizes
@@ -21,7 +21,7 @@ from autotune.errors import Cancelled
 from autotune.judge import Judge
 from autotune.ladder import Ladder, Promise, Verdict
 from autotune.leads import leads
-from autotune.objective import Scored, more_capable, to_beat
+from autotune.objective import AGAIN, Scored, capability, more_capable, to_beat
 from autotune.recall import recall
 from autotune.recipe import TrialRow
 from autotune.result import Outcome, ProbeResult
@@ -225,21 +225,41 @@ class Study(Sharing):
                 return
 
     def _raise_capability(self) -> None:
-        """The best with its learning knobs at their most capable; what does not fit, with smaller micro batches.
+        """The best with its learning knobs at their most capable, and so what is as fast as the best by one probe each:
+        which of these is the best is chance, and the winner is not to be."""
+        if (best := self.best()) is None:
+            return
+        space, tied = self.subject.space, self._tied(best)
+        learning = [knob.name for knob in space.knobs if knob.kind == "learning"]
+        for config in more_capable(space, best.config):
+            self._try_sizes(config)
+            likely = self.judge.finalists(1)
+            if likely and capability(likely[0]) == capability(config):
+                for tie in tied:
+                    raised = replace(tie, **{name: getattr(config, name) for name in learning})
+                    self._try_sizes(space.config(space.clip(raised)))
+
+    def _tied(self, best: TrialRow) -> list[TrainConfig]:
+        """The two fastest that are slower than the best by no more than one probe differs from the next."""
+        enough = (best.tokens_per_second or 0.0) * (1 - AGAIN)
+        rows = [row for row in self.rows if row.outcome is Outcome.OK and (row.tokens_per_second or 0.0) >= enough]
+        fastest = sorted(rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True)
+        return [row.config for row in fastest if row.config != best.config][:2]
+
+    def _try_sizes(self, config: TrainConfig) -> None:
+        """This configuration, and where it does not fit, ever smaller micro batches of it.
 
         Whole models, unless memory is in doubt: what capability costs is to be known, and most of them are close.
         """
         outcomes = {row.config: row.outcome for row in self.rows}
-        best = self.best()
-        for config in more_capable(self.subject.space, best.config) if best else []:
-            for smaller in sizes(self.subject.space, config):
-                if smaller not in outcomes:
-                    if self.should_stop() or self._is_spent() or self._full():
-                        return
-                    row = self._step(None, self.subject.space.clip(smaller))
-                    outcomes[smaller] = Outcome.OK if row is None else row.outcome  # None: another worker is at it
-                if outcomes[smaller] not in TOO_LARGE:
-                    break
+        for smaller in sizes(self.subject.space, config):
+            if (outcome := outcomes.get(smaller)) is None:
+                if self.should_stop() or self._is_spent() or self._full():
+                    return
+                row = self._step(None, self.subject.space.clip(smaller))
+                outcome = Outcome.OK if row is None else row.outcome  # None: another worker is at it
+            if outcome not in TOO_LARGE:
+                return
 
     def _promise(self, config: TrainConfig, foretold: Extrapolation) -> str | None:
         """Why an extrapolated candidate cannot win; None while it can."""

@@ -233,9 +233,9 @@ def test_assumptions_are_told():
 
 
 def test_whoever_leads_may_win():
-    """Micro batches of 16, 8 and 4: each step down costs a little speed and frees a lot of memory."""
+    """Micro batches of 16, 8 and 4: each step down costs a little speed, and the first leaves memory tight."""
     made = Judge(SUBJECT)
-    for size, speed, free in ((16, 1000.0, 0.17), (8, 990.0, 0.5), (4, 970.0, 0.67)):
+    for size, speed, free in ((16, 1000.0, 0.02), (8, 990.0, 0.5), (4, 970.0, 0.67)):
         config = replace(FAST, micro_batch_size=size)
         made.confirm(config, steady(size * 1024 / speed, limit_gib=100.0, peak_reserved_gib=100.0 * (1 - free)))
     leader = made.leader()

@@ -273,12 +273,19 @@ def test_the_slack_is_a_share_of_the_cost():
     assert choose([fast, scored(95.2, lora_rank=64)], 0.05)[0] is fast
 
 
-def test_headroom_counts_in_tenths():
+def test_a_tenth_of_headroom_is_worth_the_slack():
     tight, roomy = scored(100.0, headroom=0.02), scored(99.0, headroom=0.31, checkpointing="every_2")
     winner, reason = choose([tight, roomy], 0.05)
     assert winner is roomy
     assert reason == "it leaves more memory free, for 1.0% more cost than the cheapest (slack 5%)"
     assert choose([tight, scored(99.0, headroom=0.04, micro_batch_size=4)], 0.05)[0] is tight
+
+
+def test_no_speed_is_given_for_more_headroom_than_that():
+    """Or the winner would hang on which of two that are equally fast happens to be the faster."""
+    large, small = scored(99.0, headroom=0.3, micro_batch_size=8), scored(98.0, headroom=0.6, micro_batch_size=4)
+    for fastest in (scored(100.0, headroom=0.3), scored(100.0, headroom=0.6)):
+        assert choose([replace(fastest, config=TrainConfig(lora_rank=8)), large, small], 0.05)[0] is large
 
 
 def test_nobody_wins_an_empty_list():
@@ -297,8 +304,8 @@ def test_nobody_wins_an_empty_list():
     ],
 )
 def test_what_a_candidate_must_beat(candidate, bar):
-    others = [scored(speed, 0.2, lora_rank=rank) for speed, rank in ((100.0, 16), (97.0, 64), (94.0, 256))]
-    candidate = {"headroom": 0.2} | candidate
+    others = [scored(speed, 0.05, lora_rank=rank) for speed, rank in ((100.0, 16), (97.0, 64), (94.0, 256))]
+    candidate = {"headroom": 0.05} | candidate
     need = to_beat(scored(0.0, **candidate), others, 0.05)
     assert need == pytest.approx(bar)
     better, worse = scored(need * 1.001, **candidate), scored(need * 0.999, **candidate)

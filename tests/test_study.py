@@ -1,24 +1,18 @@
-"""The loop on recorded answers: footing, limits, confirmation, the winner, and sessions that are cut off anywhere."""
+"""The loop on recorded answers: limits, confirmation, and sessions that are cut off anywhere."""
 
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from factories import result
 from replay import machine, need_gib
 from sessions import BASELINE, Session, Start, by_tokens, space, subject_of, whole
 
-from autotune.catalog import resolve_device
 from autotune.config import TrainConfig
 from autotune.errors import Cancelled
-from autotune.objective import Floors
 from autotune.recipe import TrialRow
 from autotune.result import Outcome, Phase, ProbeRequest, ProbeResult, Rung
-from autotune.setup import set_up
 from autotune.space import Knob
-from autotune.spec import StudySpec
 
 # Limits
 
@@ -59,32 +53,6 @@ def test_a_small_space_is_tried_out_and_then_it_ends(start: Start) -> None:
     }
     assert session.prober.num_probes == 4
     assert "every configuration of the space has been tried" in session.said
-
-
-def test_the_rank_is_held_while_the_sampler_proposes(start: Start) -> None:
-    """It is raised after the climb and at the end: the best of each rank, and nothing else of it."""
-    wide = space(
-        micro_batch_size=(1, 2, 4, 8, 16),
-        seq_len=(256,),
-        lora_rank=(16, 32, 64, 128),
-        checkpointing=("none", "every_2", "full"),
-        optimizer=("adamw_torch_fused", "adamw_8bit"),
-    )
-    fast = machine(rate=by_tokens, limit_gib=100.0)
-    session = start(fast, subject=subject_of(wide), begin=[BASELINE], patience=100, trials=28)
-    session.study.run()
-    ranks = [row.config.lora_rank for row in session.study.rows]
-    assert len(ranks) == 28 and {16, 32, 64, 128} == set(ranks)
-    assert sum(rank != 16 for rank in ranks) <= 6
-
-
-def test_what_is_more_capable_and_does_not_fit_is_tried_with_smaller_micro_batches(start: Start) -> None:
-    longer = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256, 512), lora_rank=(16,), checkpointing=("none",))
-    session = start(machine(rate=by_tokens), subject=subject_of(longer), begin=[BASELINE], trials=8)
-    session.study.run()
-    tried = [(row.config.micro_batch_size, row.outcome) for row in session.study.rows if row.config.seq_len == 512]
-    assert tried[0] == (8, Outcome.OOM)  # 1 GiB and 4 GiB of tokens, where there are 4
-    assert tried[1] == (4, Outcome.OK)
 
 
 def test_a_proposal_that_is_known_is_replaced_by_a_neighbour_of_the_best(start: Start) -> None:
@@ -311,90 +279,3 @@ def test_a_stop_while_confirming_keeps_what_is_there(start: Start) -> None:
     session = whole(start, answer, trials=6)
     assert len(confirmed) == 2
     assert session.winner() == confirmed[0]
-
-
-# The winner
-
-
-def choice(start: Start, penalty: float, **floors: Any) -> tuple[TrainConfig, str]:
-    """The winner and the reason where rank 32 runs at (1 - penalty) of rank 16."""
-    two = space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16, 32), checkpointing=("full",))
-
-    def rate(config: TrainConfig) -> float:
-        return 1000.0 * (1.0 if config.lora_rank == 16 else 1.0 - penalty)
-
-    session = whole(start, machine(rate=rate), subject=subject_of(two, floors=Floors(**floors)))
-    recipe = session.summary().recipe
-    assert recipe is not None
-    return recipe.winner.config, recipe.reason
-
-
-def test_a_more_capable_configuration_within_the_slack_wins(start: Start) -> None:
-    winner, reason = choice(start, 0.03)
-    assert winner.lora_rank == 32
-    assert "more capable" in reason and "lora_rank 32 instead of 16" in reason
-    assert "3.1% more cost" in reason and "slack 5%" in reason
-
-
-def test_beyond_the_slack_the_cheapest_wins(start: Start) -> None:
-    winner, reason = choice(start, 0.10)
-    assert winner.lora_rank == 16
-    assert reason.startswith("the cheapest above the floors")
-
-
-def test_no_slack_means_the_cheapest(start: Start) -> None:
-    winner, _ = choice(start, 0.03, slack=0.0)
-    assert winner.lora_rank == 16
-
-
-def test_what_is_below_the_floors_is_never_tried(start: Start, tmp_path: Path) -> None:
-    """However fast it is; and the space says what was left out and why."""
-    file = tmp_path / "space.yaml"
-    file.write_text(
-        "version: 1\n"
-        "knobs:\n"
-        "  micro_batch_size: {values: [4, 8]}\n"
-        "  seq_len: {values: [64, 128, 256], kind: learning}\n"
-        "  lora_rank: {values: [4, 8, 16], kind: learning}\n"
-        "  quantization: {values: [none, nf4], kind: learning}\n"
-        "  optimizer: {values: [adamw_torch_fused, adafactor], kind: learning}\n"
-    )
-    spec = StudySpec(model="demo-3m", space=str(file), tokens_per_example=256, study="one")
-    setup = set_up(spec, resolve_device("h200"))
-    fast = machine(
-        rate=lambda config: 1e6 if config.lora_rank != 16 or config.quantization != "none" else by_tokens(config)
-    )
-    session = whole(start, fast, subject=setup.subject)
-    assert {config.lora_rank for config in session.prober.configs} == {16}
-    assert {config.seq_len for config in session.prober.configs} == {256}
-    assert {config.quantization for config in session.prober.configs} == {"none"}
-    assert {config.optimizer for config in session.prober.configs} == {"adamw_torch_fused"}
-    removed = {removal.knob: removal.values for removal in setup.removals}
-    assert removed == {
-        "lora_rank": (4, 8),
-        "seq_len": (64, 128),
-        "quantization": ("nf4",),
-        "optimizer": ("adafactor",),
-    }
-
-
-def test_the_fastest_of_a_whole_space_is_found_and_compared(start: Start) -> None:
-    session = whole(start, subject=subject_of(floors=Floors(slack=0.0)), patience=100)
-    best = max((row.tokens_per_second or 0.0, row.config.label()) for row in session.study.rows)
-    recipe = session.summary().recipe
-    assert recipe is not None and recipe.baseline is not None
-    assert recipe.winner.config.label() == best[1]
-    assert recipe.baseline.config == BASELINE
-    assert recipe.speedup == pytest.approx(best[0] / recipe.baseline.performance.tokens_per_second)
-
-
-def test_the_more_capable_of_the_best_is_tried_in_the_end(start: Start) -> None:
-    """The learning knobs of the best are raised once the search is over, as long as trials are left."""
-    wide = space(
-        micro_batch_size=(1, 2, 4, 8), seq_len=(256,), lora_rank=(16, 32, 64, 128), checkpointing=("none", "full")
-    )
-    session = start(
-        machine(rate=lambda config: 1000.0 - (config.lora_rank or 0)), subject=subject_of(wide), patience=1, trials=20
-    )
-    session.study.run()
-    assert 128 in {row.config.lora_rank for row in session.study.rows}
