@@ -43,11 +43,12 @@ def run_exported(
     on_cpu: bool,
     script: str = "train.py",
     environment: Mapping[str, str] | None = None,
+    while_it_runs: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Any] | None, str | None]:
     """(what `script` in `folder`, or a module of that name, said at its end, None), or (None, why it said nothing).
 
     `environment` goes on top of a probe's. What it writes to stderr goes to `log`. After `seconds` it is taken to hang.
-    Raises Cancelled where `should_stop`.
+    `while_it_runs` is called ten times a second. Raises Cancelled where `should_stop`.
     """
     begin, said = time.monotonic(), folder / "said"
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
@@ -66,6 +67,7 @@ def run_exported(
             while process.poll() is None and time.monotonic() < begin + seconds:
                 if should_stop():
                     raise Cancelled
+                while_it_runs()
                 time.sleep(0.1)
         finally:
             with suppress(ProcessLookupError):

@@ -57,7 +57,8 @@ class Judge:
         self.starts_s += [took["start"]] if "start" in took else []
         self.load_s = max(self.load_s, took.get("load", 0.0))
         if "first_step" in took and measurement is not None:
-            late = max(took["first_step"] - step_time_s(measurement, measurement.micro_steps), 0.0)
+            # That phase lasts until the steps settle, two of them at least.
+            late = max(took["first_step"] - 2 * step_time_s(measurement, measurement.micro_steps), 0.0)
             self.late_s[digest] = max(self.late_s.get(digest, 0.0), late)
 
     def startup_s(self, config: TrainConfig) -> float | None:

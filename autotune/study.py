@@ -21,7 +21,7 @@ from autotune.errors import Cancelled
 from autotune.judge import Judge
 from autotune.ladder import Ladder, Promise, Verdict
 from autotune.leads import leads
-from autotune.objective import AGAIN, Scored, capability, more_capable, to_beat
+from autotune.objective import AGAIN, Scored, more_capable, to_beat
 from autotune.recall import recall
 from autotune.recipe import TrialRow
 from autotune.result import Outcome, ProbeResult
@@ -225,26 +225,31 @@ class Study(Sharing):
                 return
 
     def _raise_capability(self) -> None:
-        """The best with its learning knobs at their most capable, and so what is as fast as the best by one probe each:
-        which of these is the best is chance, and the winner is not to be."""
+        """The best with its learning knobs at their most capable, then with each alone; with those that won also what
+        was as fast as the best by one probe each: which of these is the best is chance, and the winner is not to be."""
         if (best := self.best()) is None:
             return
-        space, tied = self.subject.space, self._tied(best)
-        learning = [knob.name for knob in space.knobs if knob.kind == "learning"]
-        for config in more_capable(space, best.config):
-            self._try_sizes(config)
-            likely = self.judge.finalists(1)
-            if likely and capability(likely[0]) == capability(config):
-                for tie in tied:
-                    raised = replace(tie, **{name: getattr(config, name) for name in learning})
-                    self._try_sizes(space.config(space.clip(raised)))
+        most, *singly = more_capable(self.subject.space, best.config)
+        for raised in ([most], singly):
+            for config in raised:
+                self._try_sizes(config)
+            for config in self._tied(best):
+                self._try_sizes(config)
 
     def _tied(self, best: TrialRow) -> list[TrainConfig]:
-        """The two fastest that are slower than the best by no more than one probe differs from the next."""
-        enough = (best.tokens_per_second or 0.0) * (1 - AGAIN)
+        """The three fastest, the best and what is slower by no more than one probe differs from the next, with the
+        learning knobs of what would win by now."""
+        if not (likely := self.judge.finalists(1)):
+            return []
+        space, enough = self.subject.space, (best.tokens_per_second or 0.0) * (1 - AGAIN)
+        learned = {knob.name: getattr(likely[0], knob.name) for knob in space.knobs if knob.kind == "learning"}
         rows = [row for row in self.rows if row.outcome is Outcome.OK and (row.tokens_per_second or 0.0) >= enough]
-        fastest = sorted(rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True)
-        return [row.config for row in fastest if row.config != best.config][:2]
+        raised = [
+            space.config(space.clip(replace(row.config, **learned)))
+            for row in sorted(rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True)
+            if row.config.method == likely[0].method
+        ]
+        return list(dict.fromkeys(raised))[:3]
 
     def _try_sizes(self, config: TrainConfig) -> None:
         """This configuration, and where it does not fit, ever smaller micro batches of it.

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,8 +18,9 @@ from autotune.config import TrainConfig
 from autotune.errors import StorageError
 from autotune.export import train, trl
 from autotune.exported import run_exported
+from autotune.probe.sft_run import STEPS
 from autotune.recipe import Recipe, Verification
-from autotune.units import fmt_gib, gib
+from autotune.units import fmt_gib, fmt_seconds, gib
 
 TOLERANCE = 0.05
 MICRO_STEPS = 200
@@ -67,7 +69,8 @@ def verify(
         probed=form == usual(recipe),
         soak=soak,
     )
-    say(f"running the exported {FILES[form]} for {steps} steps: {winner.config.label()}")
+    step_s, name = winner.performance.step_time_s, FILES[form]
+    say(f"running the exported {name} for {steps} steps, {fmt_seconds(steps * step_s)}: {winner.config.label()}")
     folder = out / ".verify"
     shutil.rmtree(folder, ignore_errors=True)  # of a session that was killed
     folder.mkdir(parents=True)
@@ -75,9 +78,10 @@ def verify(
         run_exported,
         folder,
         log=out / "logs" / "verify.log",
-        seconds=START_S + SLOWER * steps * winner.performance.step_time_s,
+        seconds=START_S + SLOWER * steps * step_s,
         should_stop=should_stop,
         on_cpu=recipe.device.kind == "cpu",
+        while_it_runs=_how_far(folder / STEPS, steps, step_s, say),
     )
     lengths = worst(winner.config) if soak else None
     try:
@@ -85,6 +89,24 @@ def verify(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return done_as(promise, done, reason, steps)
+
+
+def _how_far(file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> Callable[[], None]:
+    """Says after each tenth of the way how far a run is, by the file to which it adds a line for each step."""
+    done = tenths = read = 0
+
+    def look() -> None:
+        nonlocal done, tenths, read
+        with suppress(FileNotFoundError), file.open("rb") as lines:
+            lines.seek(read)
+            new = lines.read()
+            done, read = done + new.count(b"\n"), read + len(new)
+        if done * 10 // steps > tenths:
+            tenths = done * 10 // steps
+            left = f"{fmt_seconds((steps - done) * step_s)} left" if done < steps else "the last"
+            say(f"verifying: step {done} of {steps}, {left}")
+
+    return look
 
 
 def usual(recipe: Recipe) -> str:
@@ -104,6 +126,7 @@ def _train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, 
     _write(folder, train.export(recipe))
     config = recipe.winner.config
     arguments = ["--random-weights", "--max-steps", str(steps), "--held-out", "1", str(config.seq_len)]
+    arguments += ["--progress", STEPS]
     arguments += ["--output-dir", "saved" if config.method == "lora" else ""]
     if lengths:
         _write(folder, {"lengths.txt": "\n".join(map(str, lengths))})

@@ -126,8 +126,8 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
     head = exported(made)[0].partition("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
     assert f"Fingerprint {made.fingerprint.digest}" in head and "Full run: 10,000 examples" in head
-    allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    assert f"#   CUDA_VISIBLE_DEVICES=0 {allocator} axolotl train axolotl.yaml -- --num_processes 1\n" in head
+    one_gpu = "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert f"#   {one_gpu} axolotl train axolotl.yaml -- --num_processes 1\n" in head
     assert "transformers 5.16.1; measured was 5.17.0" in head
     assert "LoRA kernels" in head and "sdpa_varlen" in head
     assert "not expressed" not in head

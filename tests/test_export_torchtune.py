@@ -79,10 +79,8 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
     head = exported(made)[0].partition("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
     assert f"Fingerprint {made.fingerprint.digest}" in head and "Full run: 10,000 examples" in head
-    allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    assert (
-        f"#   CUDA_VISIBLE_DEVICES=0 {allocator} tune run lora_finetune_single_device --config torchtune.yaml\n" in head
-    )
+    one_gpu = "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert f"#   {one_gpu} tune run lora_finetune_single_device --config torchtune.yaml\n" in head
     assert "#   tune download mistralai/Mistral-7B-v0.3 --output-dir model\n" in head
     assert "The speed of torchtune was not measured" in head
     assert "not expressed" not in head and "INCOMPLETE" not in head

@@ -255,9 +255,9 @@ def begun(config: TrainConfig, **seconds: float) -> ProbeResult:
 
 def test_the_start_is_what_worker_model_and_first_step_took_the_first_time() -> None:
     judge, slow = Judge(SUBJECT), TrainConfig(compile="per_layer")
-    judge.take(begun(PLAIN, start=14.0, load=6.0, first_step=3.02))
-    judge.take(begun(slow, load=0.5, first_step=21.02))
-    judge.take(begun(slow, load=0.5, first_step=4.02))  # by then compiled code lay on disk
+    judge.take(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
+    judge.take(begun(slow, load=0.5, first_step=22.04))
+    judge.take(begun(slow, load=0.5, first_step=5.04))  # by then compiled code lay on disk
     assert judge.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
     assert judge.startup_s(slow) == pytest.approx(14 + 6 + 20)
     assert judge.startup_s(TrainConfig(seq_len=64)) is None
@@ -266,15 +266,15 @@ def test_the_start_is_what_worker_model_and_first_step_took_the_first_time() -> 
 
 def test_what_a_confirmation_needed_to_start_counts_as_well() -> None:
     judge = Judge(SUBJECT)
-    first = begun(PLAIN, start=14.0, load=6.0, first_step=3.02)
+    first = begun(PLAIN, start=14.0, load=6.0, first_step=4.04)
     judge.begun(replace(first, rung=Rung.CONFIRM))
     assert judge.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
 
 
 def test_a_start_that_was_not_seen_or_was_another_cards_is_not_told() -> None:
     judge = Judge(SUBJECT)
-    judge.take(begun(PLAIN, load=6.0, first_step=3.02))
+    judge.take(begun(PLAIN, load=6.0, first_step=4.04))
     assert judge.startup_s(PLAIN) is None
     elsewhere = Judge(replace(SUBJECT, measured_on=resolve_device("h200")))
-    elsewhere.take(begun(PLAIN, start=14.0, load=6.0, first_step=3.02))
+    elsewhere.take(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
     assert elsewhere.startup_s(PLAIN) is None

@@ -176,7 +176,9 @@ def on_cpu(**knobs: Any) -> Recipe:
 def test_the_exported_script_really_runs(tmp_path: Path) -> None:
     """With an evaluation before and after, and adapters saved; of it only the log stays."""
     (tmp_path / "logs").mkdir()
-    done = verify(on_cpu(), tmp_path, micro_steps=4)
+    said: list[str] = []
+    done = verify(on_cpu(), tmp_path, micro_steps=4, say=said.append)
+    assert "for 3 steps, " in said[0] and said[-1].startswith("verifying: step ") and "of 3, " in said[-1]
     assert done.reason is None and done.tokens_per_s and done.seconds_per_step and done.micro_steps == 4
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
     assert (tmp_path / "logs" / "verify.log").is_file()
@@ -204,14 +206,16 @@ def test_the_exported_yaml_runs_as_trl_sft_does(tmp_path: Path) -> None:
     study = ["--model", "demo-3m", "--gpu", "cpu", "--trainer", "trl", "--trials", "1", "--global-batch", "4"]
     study += ["--tokens-per-example", "32", "--out", "out", *(f"--set={knob}={value}" for knob, value in pins.items())]
 
-    def autotune(*arguments: str) -> str:
+    def autotune(*arguments: str) -> tuple[str, str]:
         line = [sys.executable, "-m", "autotune.cli", *arguments]
         ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400)
         assert ended.returncode == 0, ended.stderr
-        return ended.stdout
+        return ended.stdout, ended.stderr
 
     autotune("run", *study, "--quiet")
-    said = json.loads(autotune("verify", "--micro-steps", "8", "--tolerance", "90", "--json"))
+    told, shown = autotune("verify", "--micro-steps", "8", "--tolerance", "90", "--json")
+    assert "verifying: step " in shown
+    said = json.loads(told)
     assert said["file"] == "trl_sft.yaml" and said["probed"] and said["holds"], said
     assert said["seconds_per_step"] and len(said["peaks_gib"]) == 4 and not (tmp_path / "out" / ".verify").exists()
     assert "8 micro batches of trl_sft.yaml" in (tmp_path / "out" / "report.html").read_text()

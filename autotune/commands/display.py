@@ -204,10 +204,11 @@ class Display(AbstractContextManager["Display"]):
         """How far it is, then what is being done: a narrow terminal cuts off the end."""
         elapsed = time.monotonic() - self._started
         best = f", best {fmt_count(self._best.tokens_per_second)} tokens/s" if self._best else ""
-        gone, left = _clock(elapsed), self._budget_s - elapsed
+        gone, remaining = _clock(elapsed), self._budget_s - elapsed
         if self._usd_per_hour is not None:
             gone += f" and ${elapsed / 3600 * self._usd_per_hour:.2f}"
-        return f"{gone} gone, {_clock(left) if left > 0 else 'no time'} left{best}: {self._doing}"
+        left = f", {_clock(remaining)} left" if remaining > 0 else ""  # a verification is outside the budget
+        return f"{gone} gone{left}{best}: {self._doing}"
 
     def _fact(self, name: str, text: str, style: str | None = None) -> None:
         """A named line of the plan or the result."""

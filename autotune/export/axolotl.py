@@ -4,8 +4,7 @@ from typing import Any
 
 from autotune.config import TrainConfig
 from autotune.export.common import (
-    ALLOCATOR,
-    ALLOCATOR_VARIABLE,
+    ENVIRONMENT,
     facts,
     has_published_weights,
     learning_rate,
@@ -47,8 +46,7 @@ def export(recipe: Recipe) -> dict[str, str]:
 def command(recipe: Recipe) -> str:
     """The command line. What follows `--` goes to `accelerate launch`."""
     regional = " --dynamo_use_regional_compilation" if recipe.winner.config.compile == "per_layer" else ""
-    environment = f"CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
-    return f"{environment} axolotl train axolotl.yaml -- --num_processes 1{regional}"
+    return f"{ENVIRONMENT} axolotl train axolotl.yaml -- --num_processes 1{regional}"
 
 
 def _differences(recipe: Recipe) -> list[str]:

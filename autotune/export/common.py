@@ -10,6 +10,8 @@ from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 # torch 2.9 renamed the variable to PYTORCH_ALLOC_CONF and still reads this name, the only one that older ones know.
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATOR = "expandable_segments:True"
+# One GPU, counted as nvidia-smi does: of several that they see Trainer splits each batch, and TRL refuses to run.
+ENVIRONMENT = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
 
 # Not its losses: which one there is is a knob of its own. The same as `probe.trainer.LIGER`, without torch.
 LIGER = {"cross_entropy": False, "fused_linear_cross_entropy": False}

@@ -3,17 +3,13 @@
 import json
 from typing import Any
 
-from autotune.export.common import ALLOCATOR, ALLOCATOR_VARIABLE, comment, facts
+from autotune.export.common import ENVIRONMENT, comment, facts
 from autotune.recipe import Recipe
 
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # of accelerate; anything else is "no"
 BLOCK_WISE = ("adafactor",)  # their state has the shape of a parameter, and ZeRO flattens parameters
 
-# One process on one GPU: with more in sight Trainer would split each batch over them.
-COMMAND = (
-    f"CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
-    " accelerate launch --config_file accelerate.yaml your_script.py"
-)
+COMMAND = f"{ENVIRONMENT} accelerate launch --config_file accelerate.yaml your_script.py"
 
 
 def export(recipe: Recipe) -> dict[str, str]:

@@ -5,8 +5,7 @@ from typing import Any
 
 from autotune.config import TrainConfig
 from autotune.export.common import (
-    ALLOCATOR,
-    ALLOCATOR_VARIABLE,
+    ENVIRONMENT,
     LIGER,
     base_dtype,
     facts,
@@ -64,8 +63,7 @@ def export(recipe: Recipe) -> dict[str, str]:
 def command(recipe: Recipe) -> str:
     """The command line. With one GPU there is no launcher, and accelerate reads its own variable."""
     regional = " ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true" if recipe.winner.config.compile == "per_layer" else ""
-    environment = f"CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}{regional}"
-    return f"{environment} llamafactory-cli train llamafactory.yaml"
+    return f"{ENVIRONMENT}{regional} llamafactory-cli train llamafactory.yaml"
 
 
 def _differences(recipe: Recipe) -> list[str]:

@@ -6,8 +6,7 @@ from typing import Any
 from autotune.config import TrainConfig
 from autotune.export import torchtune_models
 from autotune.export.common import (
-    ALLOCATOR,
-    ALLOCATOR_VARIABLE,
+    ENVIRONMENT,
     facts,
     has_published_weights,
     learning_rate,
@@ -66,9 +65,8 @@ def commands(recipe: Recipe) -> list[str]:
     found = []
     if has_published_weights(recipe) and recipe.model.weights is None:
         found.append(f"tune download {shlex.quote(recipe.model.name)} --output-dir model")
-    environment = f"CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
     method = recipe.winner.config.method
-    return [*found, f"{environment} tune run {method}_finetune_single_device --config torchtune.yaml"]
+    return [*found, f"{ENVIRONMENT} tune run {method}_finetune_single_device --config torchtune.yaml"]
 
 
 def inexpressible(recipe: Recipe) -> list[str]:

@@ -4,8 +4,7 @@ from typing import Any
 
 from autotune.config import checkpoints_some
 from autotune.export.common import (
-    ALLOCATOR,
-    ALLOCATOR_VARIABLE,
+    ENVIRONMENT,
     LIGER,
     base_dtype,
     facts,
@@ -56,8 +55,7 @@ def _differences(recipe: Recipe) -> list[str]:
 
 def command(recipe: Recipe) -> str:
     """The command line. `trl sft` hands arguments that it does not know to `accelerate launch`."""
-    environment = f"CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"  # TRL refuses a second GPU in one process
-    return f"{environment} trl sft --config trl_sft.yaml {' '.join(launch(recipe))}"
+    return f"{ENVIRONMENT} trl sft --config trl_sft.yaml {' '.join(launch(recipe))}"
 
 
 def launch(recipe: Recipe) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from autotune.process import die_with_parent
 
+STEPS = "steps.jsonl"  # it says there how far it is
+
 
 def main() -> None:
     die_with_parent()  # the launcher is tied to autotune, and this to it
@@ -26,6 +28,7 @@ def main() -> None:
             self.tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * mean
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            super().on_step_end(args, state, control)
             self.steps = state.global_step
             if self.steps == state.max_steps:
                 self.on_step_begin()
@@ -33,7 +36,7 @@ def main() -> None:
         def on_train_end(self, *_: Any, **__: Any) -> None:
             pass
 
-    watch = Watch(False)
+    watch = Watch(False, STEPS)
     trainer.DEFAULT_CALLBACKS.append(watch)
     runpy.run_module("trl.scripts.sft", run_name="__main__", alter_sys=True)
     told = watch.told()
