@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 
@@ -15,11 +16,11 @@ def die_with_parent(parent: int | None = None, *, number: int = signal.SIGKILL) 
         sys.exit("the parent is gone")
 
 
-def take_group_along(*handles: int) -> None:
+def take_group_along(*handles: int, scratch: str) -> None:
     """A second process ends this one's group once this one is gone, however it went, and the parent with it.
 
-    What a worker starts (loaders, compilers) would outlive it where nobody is left to end the group. The second process
-    closes `handles`, which end with the first.
+    What a worker starts (loaders, compilers) would outlive it where nobody is left to end the group, and so would its
+    directory for files, `scratch`. The second process closes `handles`, which end with the first.
     """
     worker = os.getpid()
     if os.fork():
@@ -30,4 +31,5 @@ def take_group_along(*handles: int) -> None:
     die_with_parent(number=signal.SIGUSR2)
     if os.getppid() == worker:  # or it is gone already
         signal.sigwait((signal.SIGUSR2,))
-    os.killpg(worker, signal.SIGKILL)
+    shutil.rmtree(scratch, ignore_errors=True)
+    os.killpg(worker, signal.SIGKILL)  # this one as well

@@ -33,7 +33,7 @@ MAX_LOST_GIB = 0.5
 
 def main() -> None:
     die_with_parent(int(sys.argv[3]))
-    take_group_along(int(sys.argv[1]))
+    take_group_along(int(sys.argv[1]), scratch=sys.argv[4])
     channel = socket.socket(fileno=int(sys.argv[1]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     reader, writer = channel.makefile("r"), channel.makefile("w")

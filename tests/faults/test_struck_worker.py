@@ -214,14 +214,17 @@ time.sleep(600)
 def test_when_the_tuner_is_killed_nobody_is_left(
     faulty: Faulty, tell: Tell, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Nor what the worker had started, which hears of nothing."""
-    command = [sys.executable, "-c", TUNER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as tuner:
+    """Nor what the worker had started, which hears of nothing, nor its files."""
+    files = tmp_path / "tmp"
+    files.mkdir()
+    command, environment = [sys.executable, "-c", TUNER, str(tmp_path)], os.environ | {"TMPDIR": str(files)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tuner:
         assert tuner.stdout is not None
         group = int(tuner.stdout.readline())
-        assert len(members(group)) == GROUP
+        assert len(members(group)) == GROUP and list(files.glob("autotune-*"))
         tuner.send_signal(number)
     until(lambda: members(group) == [], "the group to be gone")
+    assert not list(files.glob("autotune-*"))
     tell(f"{number.name} to the tuner", survived=tuner.returncode == -number, orphans=len(members(group)))
 
 
