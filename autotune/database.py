@@ -16,12 +16,20 @@ from urllib.parse import quote
 import psutil
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, PendingRollbackError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    IntegrityError,
+    NoSuchModuleError,
+    PendingRollbackError,
+    SQLAlchemyError,
+)
 
 from autotune.errors import StorageError, UsageError
 from autotune.units import fmt_seconds, parse_duration
 
 WAIT_VARIABLE, WAIT_S, ASK_EVERY_S, TRIES = "AUTOTUNE_DATABASE_WAIT", 300.0, 1.0, 4
+TABLES, MADE_S = 30, 0.1  # more than there are, each of which another may be about to make; how long that takes
 P = ParamSpec("P")
 T = TypeVar("T")
 Owner = TypeVar("Owner", bound="HasOutages")
@@ -136,23 +144,31 @@ def connected(url: str, outages: Outages | None = None) -> sa.Engine:
     return engine
 
 
-def make_tables(engine: sa.Engine, metadata: sa.MetaData) -> None:
-    """Those that are missing. Of several processes that find them missing at once all but one fail, and look again."""
-    try:
-        metadata.create_all(engine)
-    except DBAPIError:
-        metadata.create_all(engine)
+def with_tables(make: Callable[[], T]) -> T:
+    """`make`, which makes the tables that are missing. Of several processes that find one missing at once all but one
+    fail, and look again."""
+    for _ in range(TABLES):
+        try:
+            return make()
+        except Exception as error:
+            cause = error if isinstance(error, DBAPIError) else error.__cause__  # Optuna wraps some
+            if not isinstance(cause, IntegrityError) and "already exists" not in str(cause):
+                raise
+            time.sleep(MADE_S)
+    return make()
 
 
-def engine_options(url: str) -> dict[str, Any]:
-    """SQLite waits for its lock; servers are asked whether a pooled connection still lives.
+def engine_options(url: str, *, pooled: bool = True) -> dict[str, Any]:
+    """SQLite waits for its lock; servers are asked whether a pooled connection still lives. One that is not `pooled`
+    ends with what it was for.
 
     A host that vanished never says so: PostgreSQL's own timeouts tell, where the URL sets none.
     """
     parsed = _parsed(url)
+    options: dict[str, Any] = {} if pooled else {"poolclass": sa.NullPool}
     if parsed.get_backend_name() == "sqlite":
-        return {"connect_args": {"timeout": 60}}
-    options: dict[str, Any] = {"pool_pre_ping": True, "pool_recycle": 1800}
+        return options | {"connect_args": {"timeout": 60}}
+    options |= {"pool_pre_ping": True, "pool_recycle": 1800}
     if parsed.get_backend_name() == "postgresql" and parsed.get_driver_name() in LIBPQ:
         options["connect_args"] = {name: value for name, value in VANISHED.items() if name not in parsed.query}
     return options

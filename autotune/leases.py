@@ -19,7 +19,7 @@ from zlib import crc32
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from autotune.database import Outages, connected, make_tables, outlasting, storage_errors
+from autotune.database import Outages, connected, outlasting, storage_errors, with_tables
 from autotune.errors import StorageError
 
 BEAT_S = 5.0
@@ -92,7 +92,7 @@ class Leases:
         self.outages = outages or Outages()
         self._engine = connected(url, self.outages)
         with storage_errors(url):
-            make_tables(self._engine, _metadata)
+            with_tables(lambda: _metadata.create_all(self._engine))
 
     @contextmanager
     def joined(self) -> Iterator["Leases"]:

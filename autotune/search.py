@@ -19,11 +19,20 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.config import TrainConfig
-from autotune.database import Outages, engine_options, one_at_a_time, outlasting, public_url, storage_errors
+from autotune.database import (
+    Outages,
+    engine_options,
+    one_at_a_time,
+    outlasting,
+    public_url,
+    storage_errors,
+    with_tables,
+)
 from autotune.errors import StorageError, UsageError
 from autotune.importance import importances
 from autotune.result import Outcome
 from autotune.space import Knob, SearchSpace
+from autotune.units import fmt_difference
 
 STARTUP_TRIALS = 8
 METRIC = "useful tokens/s"
@@ -117,7 +126,7 @@ class Search:
             if value != then.get(key):
                 raise UsageError(
                     f"study {self._study.study_name!r} cannot go on: its {key} differs: "
-                    f"{_difference(then.get(key), value)}",
+                    f"{fmt_difference(then.get(key), value)}",
                     remedy="give the same options as before, or another name with --study",
                 )
 
@@ -351,9 +360,11 @@ _compatible: set[str] = set()
 def _storage(url: str) -> RDBStorage:
     """Optuna's, which reads all its migrations each time to tell whether the tables suit it: once a process will do."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = RDBStorage(url, engine_kwargs=engine_options(url), skip_compatibility_check=url in _compatible)
-    _compatible.add(url)
-    return storage
+    if url not in _compatible:
+        # Where it fails, nobody is left to close its connections.
+        with_tables(lambda: RDBStorage(url, engine_kwargs=engine_options(url, pooled=False)))
+        _compatible.add(url)
+    return RDBStorage(url, engine_kwargs=engine_options(url), skip_compatibility_check=True)
 
 
 @contextlib.contextmanager
@@ -382,15 +393,3 @@ def distribution(knob: Knob) -> BaseDistribution:
     if knob.low is not None and knob.high is not None:
         return IntDistribution(knob.low, knob.high, log=knob.log)
     return CategoricalDistribution(knob.values)
-
-
-def _difference(then: Any, now: Any) -> str:
-    """Where two pieces of plain data differ, in one line."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        parts = [
-            f"{key}: {_difference(then.get(key), now.get(key))}"
-            for key in sorted(then.keys() | now.keys())
-            if then.get(key) != now.get(key)
-        ]
-        return "; ".join(parts)
-    return f"{then} then, {now} now"

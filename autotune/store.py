@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from autotune.database import Outages, connected, make_tables, outlasting, storage_errors
+from autotune.database import Outages, connected, outlasting, storage_errors, with_tables
 from autotune.errors import StorageError
 from autotune.result import Fingerprint, Outcome, ProbeResult, Rung, from_data, to_data
 from autotune.spool import Spool
@@ -55,7 +55,7 @@ class ProbeStore:
         self._url, self._spool, self.outages = url, Spool(path=spool) if spool else None, outages or Outages()
         self._engine = connected(url, self.outages)
         with storage_errors(url):
-            make_tables(self._engine, _metadata)
+            with_tables(lambda: _metadata.create_all(self._engine))
         self._known: set[int] = set()  # rows that were written or read here
         self._read_to = 0  # the highest that was read
 

@@ -1,5 +1,7 @@
 """Units and how they are printed. GiB is 2**30 bytes everywhere; unknown prints as a dash, never as zero."""
 
+from typing import Any
+
 MIB = 2**20
 GIB = 2**30
 DASH = "–"
@@ -65,3 +67,15 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError(f"a duration must be positive and finite, not {text!r}")
     return seconds
+
+
+def fmt_difference(then: Any, now: Any) -> str:
+    """Where two pieces of plain data differ, in one line."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        parts = [
+            f"{key}: {fmt_difference(then.get(key), now.get(key))}"
+            for key in sorted(then.keys() | now.keys())
+            if then.get(key) != now.get(key)
+        ]
+        return "; ".join(parts)
+    return f"{then} then, {now} now"

@@ -5,12 +5,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from autotune import leases
 from autotune.leases import Leases, Worker
+from autotune.search import stored_facts
+from autotune.store import ProbeStore
 
 ELSEWHERE = Worker(host="other", realm="another boot", pid=1, started=1, device="NVIDIA H200")
 Join = Callable[..., Leases]
@@ -188,3 +192,24 @@ def test_the_heart_beats_on_where_the_database_fails(
     monkeypatch.setattr(Leases, "_beat", beat)
     with crew.joined():
         assert again.wait(10)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.server)])
+def test_many_may_find_an_empty_database_at_once(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As the workers of a fleet do that wait for a study; each would make the tables, and only one can."""
+    url = f"sqlite:///{tmp_path / 'new.db'}"
+    if kind == "postgresql":
+        url = request.getfixturevalue("postgres")("template1")
+    monkeypatch.setattr("autotune.search._compatible", set())
+    together = threading.Barrier(8)
+
+    def begin(number: int) -> None:
+        together.wait()
+        assert stored_facts(url, "one") is None
+        Leases(url, "one", far(number))._engine.dispose()
+        ProbeStore(url).close()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(begin, range(8)))
