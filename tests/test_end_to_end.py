@@ -315,10 +315,9 @@ def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int)
         process.send_signal(number)
         _, err = process.communicate()
     deadline = time.monotonic() + 60
-    while alive(worker):
+    while alive(worker) or list(scratch.glob("autotune-*")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert len(list(scratch.glob("autotune-*"))) == (number == signal.SIGKILL)
     shutil.rmtree(scratch)
     return process.returncode, err
 
