@@ -70,7 +70,7 @@ def verify(
         soak=soak,
     )
     step_s, name = winner.performance.step_time_s, FILES[form]
-    say(f"running the exported {name} for {steps} steps, {fmt_seconds(steps * step_s)}: {winner.config.label()}")
+    say(f"running the exported {name} for {steps} steps, about {fmt_seconds(steps * step_s)}: {winner.config.label()}")
     folder = out / ".verify"
     shutil.rmtree(folder, ignore_errors=True)  # of a session that was killed
     folder.mkdir(parents=True)
@@ -103,7 +103,7 @@ def _how_far(file: Path, steps: int, step_s: float, say: Callable[[str], None]) 
             done, read = done + new.count(b"\n"), read + len(new)
         if done * 10 // steps > tenths:
             tenths = done * 10 // steps
-            left = f"{fmt_seconds((steps - done) * step_s)} left" if done < steps else "the last"
+            left = f"about {fmt_seconds((steps - done) * step_s)} left" if done < steps else "the last"
             say(f"verifying: step {done} of {steps}, {left}")
 
     return look

@@ -178,7 +178,7 @@ def test_the_exported_script_really_runs(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     said: list[str] = []
     done = verify(on_cpu(), tmp_path, micro_steps=4, say=said.append)
-    assert "for 3 steps, " in said[0] and said[-1].startswith("verifying: step ") and "of 3, " in said[-1]
+    assert "for 3 steps, about " in said[0] and said[-1].startswith("verifying: step ") and "of 3, " in said[-1]
     assert done.reason is None and done.tokens_per_s and done.seconds_per_step and done.micro_steps == 4
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
     assert (tmp_path / "logs" / "verify.log").is_file()

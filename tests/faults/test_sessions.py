@@ -92,10 +92,10 @@ def test_the_drive_is_full(tmp_path: Path, tables: Path, tell: Tell) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", drive], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", drive], capture_output=True, text=True, check=False
     )
-    if mounted.returncode:
-        pytest.skip("no drive can be mounted here")
+    if mounted.returncode:  # that takes rights which a container may not have
+        pytest.skip(f"no drive can be mounted here: {mounted.stderr.strip()}")
     try:
         out, ballast, url = drive / "out", drive / "ballast", f"sqlite:///{drive / 'autotune.db'}"
         (drive / "autotune.db").write_bytes(tables.read_bytes())
