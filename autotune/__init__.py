@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autotune.api import Result, load_study, tune
-    from autotune.space import SearchSpace
+    from autotune.problem.search_space import SearchSpace
 
 __version__ = "0.1.0"
 __all__ = ["Result", "SearchSpace", "load_study", "tune"]
@@ -16,4 +16,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'autotune' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("autotune.space" if name == "SearchSpace" else "autotune.api"), name)
+    return getattr(import_module("autotune.problem.search_space" if name == "SearchSpace" else "autotune.api"), name)

@@ -6,16 +6,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from autotune.commands.outputs import write_exports, write_study
-from autotune.commands.session import StoredStudy, open_study
-from autotune.config import TrainConfig
-from autotune.errors import NothingFits
-from autotune.files import write_atomic
-from autotune.recipe import Candidate, Recipe, StudySummary, summary_data
-from autotune.setup import slug
-from autotune.space import SearchSpace
-from autotune.spec import StudySpec
-from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.cli.commands.session import StoredStudy, open_study
+from autotune.core.errors import NothingFits
+from autotune.core.files import write_atomic
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.problem.search_space import SearchSpace
+from autotune.problem.setup import slug
+from autotune.problem.study_spec import StudySpec
+from autotune.report.study_directory import write_exports, write_study
+from autotune.study.summary import Candidate, Recipe, StudySummary, summary_data
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -34,7 +34,7 @@ def tune(
         AutotuneError: what the command would end with, as an exception with `remedy` and `exit_code`.
         TypeError: an option that there is not.
     """
-    from autotune.commands.run import run
+    from autotune.cli.commands.run import run
 
     with TemporaryDirectory(prefix="autotune-") as folder:
         if isinstance(space, SearchSpace):

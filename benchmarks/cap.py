@@ -14,10 +14,10 @@ from typing import Any
 from common import save, table
 
 from autotune.catalog import resolve_device, resolve_model
-from autotune.config import TrainConfig
-from autotune.probe.launcher import WorkerProber
-from autotune.result import Outcome, ProbeRequest
-from autotune.spec import make_spec
+from autotune.core.probe_types import Outcome, ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.study_spec import make_spec
 
 TARGET, HEADROOM, BAND = "a10", 0.05, 0.02
 SUITE = Path(__file__).parent.parent / "studies" / "a10-mistral-7b.yaml"
@@ -48,7 +48,7 @@ def main() -> None:
     with WorkerProber(args.device, logs) as prober:
         fingerprint = prober.fingerprint
         for model, knobs, published in cases:
-            rows.append(judge(prober, logs, args, cap_gib, model, TrainConfig(**knobs), published))
+            rows.append(selection(prober, logs, args, cap_gib, model, TrainConfig(**knobs), published))
             table(rows[-1:], ["model", "config", "needs_over_limit", "fits", "under_cap", "published"])
     far = [row for row in rows if row["needs_over_limit"] is None or abs(row["needs_over_limit"]) > BAND]
     summary = {
@@ -65,7 +65,7 @@ def main() -> None:
     print(summary)
 
 
-def judge(
+def selection(
     prober: WorkerProber,
     logs: Path,
     args: argparse.Namespace,

@@ -13,8 +13,8 @@ from pathlib import Path
 from common import save, speed, studied, table
 
 from autotune.catalog import resolve_device, resolve_model
-from autotune.config import TrainConfig
-from autotune.probe.launcher import WorkerProber
+from autotune.core.train_config import TrainConfig
+from autotune.probe.supervisor import WorkerProber
 
 ADVICE = TrainConfig(micro_batch_size=8, seq_len=512, optimizer="paged_adamw_8bit")
 

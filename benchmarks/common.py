@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec
-from autotune.config import TrainConfig
-from autotune.files import write_atomic
-from autotune.lengths import Lengths
-from autotune.objective import performance
-from autotune.probe.launcher import WorkerProber
-from autotune.result import Fingerprint, Outcome, ProbeRequest, to_data
-from autotune.workload import Workload
+from autotune.core.files import write_atomic
+from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.performance import performance
+from autotune.problem.workload import Workload
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -62,7 +62,7 @@ def ran(command: list[str], folder: Path) -> str:
 
 def studied(folder: Path, *options: str) -> dict[str, Any]:
     """The summary of `autotune run` with these options, in that directory."""
-    said: dict[str, Any] = json.loads(ran(["-m", "autotune.cli", "run", *options, "--json"], folder))
+    said: dict[str, Any] = json.loads(ran(["-m", "autotune", "run", *options, "--json"], folder))
     return said
 
 

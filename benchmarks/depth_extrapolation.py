@@ -25,12 +25,12 @@ from typing import Any
 from common import Rows, save, table
 
 from autotune.catalog import resolve_model
-from autotune.config import TrainConfig
-from autotune.depth import DEVICE_BOUND, Extrapolation, depths, extrapolate
-from autotune.ladder import shortened
-from autotune.objective import step_time_s
-from autotune.probe.launcher import WorkerProber
-from autotune.result import Fingerprint, Measurement, Outcome, ProbeRequest, from_data, to_data
+from autotune.core.probe_types import Fingerprint, Measurement, Outcome, ProbeRequest, from_data, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.depth_extrapolation import DEVICE_BOUND, Extrapolation, depths, extrapolate
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.performance import step_time_s
+from autotune.study.evaluator import shortened
 
 # A model, and how many of its layers count as the whole: a mixture does not fit with all of them.
 MODELS: dict[str, int | None] = {

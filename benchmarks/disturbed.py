@@ -23,8 +23,8 @@ import psutil
 from common import save, table
 from optuna.trial import TrialState
 
-from autotune.config import TrainConfig
-from autotune.result import Fingerprint, from_data
+from autotune.core.probe_types import Fingerprint, from_data
+from autotune.core.train_config import TrainConfig
 
 AWAY_S, INTO_S = 6.0, 0.7  # how long the server stays away; how far into a probe its worker is struck
 POLL_S = 0.05
@@ -90,7 +90,7 @@ class Study:
     def run_on(self, server: Any) -> dict[str, Any]:
         url = server.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
         environment = os.environ | {"AUTOTUNE_STORAGE": url, "CUDA_VISIBLE_DEVICES": self.card}
-        line = [sys.executable, "-m", "autotune.cli", "run", *self.options, "--study", "one", "--out", "out", "--json"]
+        line = [sys.executable, "-m", "autotune", "run", *self.options, "--study", "one", "--out", "out", "--json"]
         begin = time.monotonic()
         with (self.folder / "said").open("wb") as said, (self.folder / "log").open("wb") as log:
             process = subprocess.Popen(line, cwd=self.folder, env=environment, stdout=said, stderr=log)

@@ -27,14 +27,7 @@ from common import save, table
 from search_table import TABLE
 
 from autotune.catalog import find_price, resolve_device, resolve_model
-from autotune.config import TrainConfig
-from autotune.estimate import footprint
-from autotune.ladder import Ladder
-from autotune.leases import Leases, Worker
-from autotune.lengths import Lengths
-from autotune.objective import Floors
-from autotune.pace import pace
-from autotune.result import (
+from autotune.core.probe_types import (
     Fingerprint,
     Measurement,
     ModelShape,
@@ -44,12 +37,19 @@ from autotune.result import (
     ProbeResult,
     from_data,
 )
-from autotune.search import Search
-from autotune.space import load_space
-from autotune.store import ProbeStore
-from autotune.study import Limits, Study
-from autotune.subject import Subject
-from autotune.workload import Workload
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.memory_formula import footprint
+from autotune.prediction.step_time import pace
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.performance import Floors
+from autotune.problem.search_space import load_space
+from autotune.problem.task import Task
+from autotune.problem.workload import Workload
+from autotune.study.evaluator import Evaluator
+from autotune.study.loop import Limits, Study
+from autotune.study.optimizer import Optimizer
+from autotune.study.storage.leases import Leases, Worker
+from autotune.study.storage.probe_store import ProbeStore
 
 MEMORY_GIB = 60.0
 STUDY = "fleet"
@@ -95,7 +95,7 @@ def measured(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]
     """One study to its end, and what is left in its database."""
     folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     ProbeStore(url).close()
-    Search.create(url, STUDY, load_space("lora"), seed=0, facts={}).close()
+    Optimizer.create(url, STUDY, load_space("lora"), seed=0, facts={}).close()
     logs = [folder / f"{number}.log" for number in range(workers)]
     line = [sys.executable, __file__, "--trials", str(trials)]
     started = [
@@ -140,7 +140,7 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
     """One of the workers; the first leads."""
     model, device, space = resolve_model("mistral-7b"), resolve_device("h200"), load_space("lora")
     workload = Workload(examples=10_000, lengths=Lengths.constant(512), global_batch=32)
-    subject = Subject(
+    task = Task(
         study=STUDY,
         model=model,
         device=device,
@@ -151,24 +151,24 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
     )
     prober, me = Formulas(log), Worker.here("formulas")
     store = ProbeStore(url)
-    search = Search.create(url, STUDY, space, seed=crc32(me.name.encode()), facts={})
+    search = Optimizer.create(url, STUDY, space, seed=crc32(me.name.encode()), facts={})
 
     def request(config: TrainConfig) -> ProbeRequest:
         return ProbeRequest(config=config, model=model.config, memory_gib=MEMORY_GIB)
 
-    ladder = Ladder(prober, store, study=STUDY, logs=log.parent, request=request, model=model.digest)
+    evaluator = Evaluator(prober, store, study=STUDY, logs=log.parent, request=request, model=model.digest)
     limits = Limits(budget_s=3600.0, trials=trials, patience=10**6)
-    with Leases(url, STUDY, me).joined() as crew:
+    with Leases(url, STUDY, me).joined() as coordinator:
         log.touch()
         while not (log.parent / "go").exists():
             time.sleep(0.01)
-        study = Study(subject, search, ladder, limits, time.monotonic(), crew=crew)
+        study = Study(task, search, evaluator, limits, time.monotonic(), coordinator=coordinator)
         study.news = lambda: store.news(STUDY)
         study.resume(store.of_study(STUDY))
         if number:
             study.work(lambda: False)
         else:
-            study.begin([subject.baselines()[0]])
+            study.begin([task.baselines()[0]])
             study.run()
             study.hear(look=True)
     search.close()

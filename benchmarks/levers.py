@@ -14,9 +14,9 @@ from typing import Any
 from common import Rows, save, speed, studied, table
 
 from autotune.catalog import resolve_device, resolve_model
-from autotune.config import TrainConfig
-from autotune.probe.launcher import WorkerProber
-from autotune.result import Fingerprint, from_data, to_data
+from autotune.core.probe_types import Fingerprint, from_data, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.probe.supervisor import WorkerProber
 
 MODELS = ("mistral-7b", "llama-3.1-8b")
 # Every layer recomputed, autocast over a bf16 base, rank 16 on all linear layers.

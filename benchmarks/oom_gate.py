@@ -18,11 +18,11 @@ from typing import Any
 from common import Rows, save, table
 
 from autotune.catalog import resolve_model
-from autotune.config import TrainConfig
-from autotune.ladder import GATE_BAND, Ladder
-from autotune.probe.launcher import WorkerProber
-from autotune.result import Outcome, ProbeRequest, Rung
-from autotune.store import ProbeStore
+from autotune.core.probe_types import Outcome, ProbeRequest, Rung
+from autotune.core.train_config import TrainConfig
+from autotune.probe.supervisor import WorkerProber
+from autotune.study.evaluator import GATE_BAND, Evaluator
+from autotune.study.storage.probe_store import ProbeStore
 
 CAPS_GIB = (22.0, 40.0, 80.0)
 GRID = {
@@ -100,7 +100,7 @@ def under(prober: WorkerProber, args: argparse.Namespace, cap: float, kept: Rows
     """Each configuration through the ladder under one cap, in a random order, and whether it was right."""
     model = resolve_model(args.model)
     store = ProbeStore(f"sqlite:///{prober.logs}/gate-{cap:g}.db")
-    ladder = Ladder(
+    evaluator = Evaluator(
         prober,
         store,
         study="gate",
@@ -112,7 +112,7 @@ def under(prober: WorkerProber, args: argparse.Namespace, cap: float, kept: Rows
     true = {row["truth"]: row for row in kept.all if "truth" in row}
     everything = configs()
     for number, config in enumerate(random.Random(0).sample(everything, len(everything))):
-        result = ladder.evaluate(config, number).result
+        result = evaluator.evaluate(config, number).result
         assert result.outcome in (Outcome.OK, Outcome.OOM, Outcome.REFUSED), result.reason
         known = true[config.label()]
         limit = cap * 0.95 - known["context_gib"]

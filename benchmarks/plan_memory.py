@@ -25,14 +25,14 @@ from common import RESULTS, Rows, save, table
 from depth_extrapolation import CONFIGS, EAGER
 
 from autotune.catalog import ModelSpec, resolve_device, resolve_model
-from autotune.config import TrainConfig
-from autotune.estimate import NF4_STATISTICS, Sizes, footprint, kept_bytes, moving_bytes
-from autotune.pace import pace
-from autotune.plan import limit_of
-from autotune.probe.launcher import WorkerProber
-from autotune.result import Fingerprint, Outcome, ProbeRequest, from_data, to_data
-from autotune.spec import make_spec
-from autotune.units import gib
+from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, from_data, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import gib
+from autotune.planning.plan import limit_of
+from autotune.prediction.memory_formula import NF4_STATISTICS, Sizes, footprint, kept_bytes, moving_bytes
+from autotune.prediction.step_time import pace
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.study_spec import make_spec
 
 STUDIES = Path(__file__).parent.parent / "studies" / "h100-8k"
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from common import save, table
 
-from autotune.carry import carry
 from autotune.catalog import resolve_device
-from autotune.files import load_yaml
+from autotune.core.files import load_yaml
+from autotune.prediction.transfer import carry
 
 PAIRS = Path(__file__).with_name("data") / "published_pairs.yaml"
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pairs = read()
-    rows = [judge(pair, pairs) for pair in pairs]
+    rows = [selection(pair, pairs) for pair in pairs]
     errors = [abs(row["error"]) for row in rows]
     calibrated = [error for row in rows for error in row["calibrated_errors"]]
     widths = [row["half_width"] for row in rows]
@@ -140,7 +140,7 @@ def fitted(pairs: list[Pair]) -> Any:
     return fit
 
 
-def judge(pair: Pair, pairs: list[Pair]) -> dict[str, Any]:
+def selection(pair: Pair, pairs: list[Pair]) -> dict[str, Any]:
     """The projection against what was published, without it and after each one other row of its method and cards."""
     source, target = resolve_device(pair.source), resolve_device(pair.target)
     alike = [

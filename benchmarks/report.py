@@ -10,10 +10,10 @@ from pathlib import Path
 
 from common import save
 
-from autotune.probe.launcher import WorkerProber
+from autotune.probe.supervisor import WorkerProber
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from factories import summary as made  # the study that the tests of the report look at
+sys.path.insert(0, str(Path(__file__).parent.parent / ""))
+from tests.helpers.factories import summary as made  # the study that the tests of the report look at
 
 
 def main() -> None:

@@ -30,17 +30,17 @@ from common import command, now, save
 from search_table import SPACE, TABLE, WORKLOAD, Charges, Table, request_of
 
 from autotune.catalog import find_price, resolve_device, resolve_model
-from autotune.config import TrainConfig
-from autotune.files import write_atomic
-from autotune.ladder import Ladder
-from autotune.objective import Floors, score
-from autotune.probe.launcher import WorkerProber
-from autotune.recipe import TrialRow
-from autotune.result import ModelShape, Outcome, ProbeRequest, ProbeResult, from_data, to_data
-from autotune.search import Search, distribution
-from autotune.store import ProbeStore
-from autotune.study import Limits, Study
-from autotune.subject import Subject
+from autotune.core.files import write_atomic
+from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, from_data, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.performance import Floors, score
+from autotune.problem.task import Task
+from autotune.study.evaluator import Evaluator
+from autotune.study.loop import Limits, Study
+from autotune.study.optimizer import Optimizer, distribution
+from autotune.study.storage.probe_store import ProbeStore
+from autotune.study.summary import TrialRecord
 
 WITHIN = 0.02
 LONGEST_S = 3600.0
@@ -83,7 +83,7 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
     prober = prober or TableProber(table)
     model = resolve_model("mistral-7b")
     device = resolve_device("h200")
-    subject = Subject(
+    task = Task(
         study="replay",
         model=model,
         device=device,
@@ -96,8 +96,8 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/replay.db"
         store = ProbeStore(url)
-        search = Search.create(url, "replay", SPACE, seed=seed, facts={})
-        ladder = Ladder(
+        search = Optimizer.create(url, "replay", SPACE, seed=seed, facts={})
+        evaluator = Evaluator(
             prober,
             store,
             study="replay",
@@ -107,21 +107,21 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
             shape=prober.describe(model.config),
         )
 
-        def on_trial(row: TrialRow) -> None:
+        def on_trial(row: TrialRecord) -> None:
             if row.outcome is Outcome.OK and (row.tokens_per_second or 0.0) >= goal and not reached:
                 reached.append(prober.seconds)
 
         study = Study(
-            subject,
+            task,
             search,
-            ladder,
+            evaluator,
             Limits(budget_s=LONGEST_S, patience=10_000),
             0.0,
             on_trial=on_trial,
             should_stop=lambda: bool(reached),
             clock=lambda: prober.seconds,
         )
-        study.begin([subject.baselines()[0]])
+        study.begin([task.baselines()[0]])
         study.run()
         search.close()
         store.close()
@@ -129,7 +129,7 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
 
 
 def ours_climbing(table: Table, seed: int, goal: float) -> float:
-    with patch("autotune.study.leads", lambda *_: ()):
+    with patch("autotune.study.loop.leads", lambda *_: ()):
         return ours(table, seed, goal)
 
 

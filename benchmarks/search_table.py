@@ -18,15 +18,15 @@ from typing import Any
 from common import own_cache
 
 from autotune.catalog import resolve_model
-from autotune.config import TrainConfig
-from autotune.depth import depths
-from autotune.ladder import shortened
-from autotune.lengths import Lengths
-from autotune.objective import score
-from autotune.probe.launcher import WorkerProber
-from autotune.result import Fingerprint, Outcome, ProbeRequest, ProbeResult, from_data, to_data
-from autotune.space import Knob, SearchSpace
-from autotune.workload import Workload
+from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, ProbeResult, from_data, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.depth_extrapolation import depths
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.performance import score
+from autotune.problem.search_space import Knob, SearchSpace
+from autotune.problem.workload import Workload
+from autotune.study.evaluator import shortened
 
 TABLE = Path(__file__).parent / "data" / "mistral_7b_h200.jsonl"
 SPACE = SearchSpace(

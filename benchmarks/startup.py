@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common import save, table
 
-from autotune.probe.launcher import WorkerProber
+from autotune.probe.supervisor import WorkerProber
 
 COMMANDS = {
     "python -c pass": None,
@@ -33,7 +33,7 @@ def main() -> None:
         for name, arguments in COMMANDS.items():
             command = [sys.executable, "-c", "pass"]
             if arguments is not None:
-                command = [sys.executable, "-m", "autotune.cli", *arguments]
+                command = [sys.executable, "-m", "autotune", *arguments]
             times = []
             for _ in range(args.runs):
                 start = time.perf_counter()

@@ -19,9 +19,9 @@ from typing import Any
 
 from common import Rows, ran, save, studied, table
 
-from autotune.config import TrainConfig
-from autotune.recipe import Verification
-from autotune.result import Fingerprint, from_data
+from autotune.core.probe_types import Fingerprint, from_data
+from autotune.core.train_config import TrainConfig
+from autotune.study.summary import Verification
 
 LENGTHS = Path(__file__).parent.absolute() / "data" / "skewed_lengths.txt"
 PINS = {"method": "lora", "lora_rank": 16, "precision": "bf16_mixed", "optimizer": "adamw_torch_fused"}
@@ -124,7 +124,7 @@ def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
         study = studied(folder, *options(case, args))
     except SystemExit as error:
         return about | {"reason": str(error)}
-    line = [sys.executable, "-m", "autotune.cli", "verify", "--json", "--micro-steps", str(args.micro_steps)]
+    line = [sys.executable, "-m", "autotune", "verify", "--json", "--micro-steps", str(args.micro_steps)]
     told = subprocess.run(line, cwd=folder, check=False, stdout=subprocess.PIPE, text=True).stdout
     if not told:
         return about | {"reason": "autotune verify said nothing"}

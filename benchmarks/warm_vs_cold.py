@@ -17,10 +17,10 @@ from typing import Any
 from common import own_cache, save, table
 
 from autotune.catalog import resolve_model
-from autotune.config import TrainConfig
-from autotune.objective import step_time_s
-from autotune.probe.launcher import WorkerProber
-from autotune.result import Outcome, ProbeRequest, ProbeResult
+from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
+from autotune.core.train_config import TrainConfig
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.performance import step_time_s
 
 # Six sequences keep an H200 busy for far longer than the host needs to issue them: what else that host does is not what
 # is asked here. With two sequences it decides, and was up to a third slower in one process or the other.

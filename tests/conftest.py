@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outage import make_tables
-from sessions import Start, starter
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
-from autotune.probe.launcher import WorkerProber
+from autotune.probe.supervisor import WorkerProber
+from tests.helpers.outage import make_tables
+from tests.helpers.sessions import Start, starter
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait take another test's processor
 gc.set_threshold(200_000, 50, 100)  # torch's objects are walked seldom: a fifth of the unit tests' time
@@ -29,27 +29,35 @@ def _without_waiting_for_the_disk(connection: Any, record: Any) -> None:
 
 
 # These start real probes and real training, and take minutes.
-LONGEST = ("end_to_end", "launcher", "quality", "truncation", "train_py", "trl_trainer", "levers", "chunked_loss")
-LONGEST += (
-    "verify",
-    "compile",
-    "worker_process",
-    "struck_worker",
-    "canary",
-    "sessions",
-    "fuzz",
-    "suite",
-    "packing",
-    "search",
-    "study",
-    "resume",
+LONGEST = (
+    "system/test_end_to_end",
+    "probe/test_supervisor",
+    "system/test_quality",
+    "probe/test_truncation",
+    "probe/test_train_script",
+    "probe/test_trl_trainer",
+    "probe/test_patches",
+    "probe/test_chunked_loss",
+    "system/test_verify",
+    "probe/test_compile",
+    "system/test_worker_process",
+    "system/faults/test_struck_worker",
+    "system/test_canary",
+    "system/faults/test_sessions",
+    "system/test_fuzz",
+    "system/test_named_configs",
+    "probe/test_packing",
+    "contract/test_optimizer",
+    "system/test_loop",
+    "system/test_resume",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """xdist hands out files in the order of their tests: what takes long comes first, so that nobody ends it alone."""
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    """xdist hands out files in the order of their tests: the longest come first, so that no worker ends alone."""
+    tests = Path(__file__).parent
+    order = {tests / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session")

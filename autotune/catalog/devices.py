@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.catalog.rows import load_data
-from autotune.errors import UsageError, did_you_mean
+from autotune.catalog._data import load_data
+from autotune.core.errors import UsageError, did_you_mean
 
 # Where nvidia-smi's total is not known. The totals that are known, of cards whose ECC takes no memory, are 0.995 to 1.0
 # of the marketed GB taken as GiB (H100 0.9956, H200 0.9957, A100 1.0).

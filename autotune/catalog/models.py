@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.catalog._data import load_data
 from autotune.catalog.flops import flops_per_token
-from autotune.catalog.rows import load_data
-from autotune.config import digest_of
-from autotune.errors import UsageError, did_you_mean
+from autotune.core.errors import UsageError, did_you_mean
+from autotune.core.train_config import digest_of
 
 # The same size under the names that model families gave it.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")

@@ -8,10 +8,10 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune.catalog._data import load_data
 from autotune.catalog.devices import resolve_device
-from autotune.catalog.rows import load_data
-from autotune.errors import UsageError
-from autotune.files import read_user_yaml
+from autotune.core.errors import UsageError
+from autotune.core.files import read_user_yaml
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -2,32 +2,32 @@
 
 from collections.abc import Callable, Iterable
 
-from autotune.errors import UsageError
+from autotune.core.errors import UsageError
 from autotune.export import (
+    accelerate,
     axolotl,
-    fleet,
-    launchers,
+    clusters,
     llamafactory,
     recipe_yaml,
+    script,
     torchtune,
-    train,
-    transformers_args,
+    transformers,
     trl,
 )
 from autotune.export.trl import inexpressible
-from autotune.recipe import Recipe
+from autotune.study.summary import Recipe
 
 FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "recipe": recipe_yaml.export,
     "trl": trl.export,
-    "train": train.export,
+    "train": script.export,
     "axolotl": axolotl.export,
     "llamafactory": llamafactory.export,
-    "transformers": transformers_args.export,
-    "accelerate": launchers.export,
-    "kubernetes": fleet.kubernetes,
-    "skypilot": fleet.skypilot,
-    "slurm": fleet.slurm,
+    "transformers": transformers.export,
+    "accelerate": accelerate.export,
+    "kubernetes": clusters.kubernetes,
+    "skypilot": clusters.skypilot,
+    "slurm": clusters.slurm,
     "torchtune": torchtune.export,
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from autotune.config import TrainConfig
-from autotune.export.common import (
+from autotune.core.train_config import TrainConfig
+from autotune.export.header import (
     ENVIRONMENT,
     facts,
     has_published_weights,
@@ -13,7 +13,7 @@ from autotune.export.common import (
     sectioned,
     warmup_steps,
 )
-from autotune.recipe import Recipe
+from autotune.study.summary import Recipe
 
 VERSION, TRANSFORMERS = "0.19", "5.16.1"  # whose keys these are, and which transformers it pins
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from autotune.config import TrainConfig
-from autotune.export.common import (
+from autotune.core.train_config import TrainConfig
+from autotune.export.header import (
     ENVIRONMENT,
     LIGER,
     base_dtype,
@@ -16,7 +16,7 @@ from autotune.export.common import (
     sectioned,
     warmup_steps,
 )
-from autotune.recipe import Recipe
+from autotune.study.summary import Recipe
 
 VERSION, TRANSFORMERS = "0.9.5", "5.6"  # whose keys these are, and the last transformers that it takes
 ATTENTIONS = {"eager": "disabled", "flash_attention_2": "fa2"}  # by its names; it knows sdpa besides

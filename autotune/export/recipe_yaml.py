@@ -5,9 +5,9 @@ from typing import Any
 
 import yaml
 
-from autotune.export.common import ALLOCATOR, ALLOCATOR_VARIABLE, comment, facts
-from autotune.recipe import Recipe, candidate_data
-from autotune.result import to_data
+from autotune.core.probe_types import to_data
+from autotune.export.header import ALLOCATOR, ALLOCATOR_VARIABLE, comment, facts
+from autotune.study.summary import Recipe, candidate_data
 
 SCHEMA_VERSION = 1
 

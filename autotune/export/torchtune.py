@@ -3,17 +3,10 @@
 import shlex
 from typing import Any
 
-from autotune.config import TrainConfig
+from autotune.core.train_config import TrainConfig
 from autotune.export import torchtune_models
-from autotune.export.common import (
-    ENVIRONMENT,
-    facts,
-    has_published_weights,
-    learning_rate,
-    sectioned,
-    warmup_steps,
-)
-from autotune.recipe import Recipe
+from autotune.export.header import ENVIRONMENT, facts, has_published_weights, learning_rate, sectioned, warmup_steps
+from autotune.study.summary import Recipe
 
 VERSION = "0.6.1"  # whose components and recipes these are; its development has ended
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ What no builder makes is told by `obstacle`, and nothing is guessed.
 
 from typing import Any
 
-from autotune.recipe import Recipe
+from autotune.study.summary import Recipe
 
 # By whose vocabulary a family is known: torchtune has a tokenizer for each, and none for any tokenizer.json.
 FAMILIES = {

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from autotune.config import checkpoints_some
-from autotune.export.common import (
+from autotune.core.train_config import checkpoints_some
+from autotune.export.header import (
     ENVIRONMENT,
     LIGER,
     base_dtype,
@@ -15,7 +15,7 @@ from autotune.export.common import (
     sectioned,
     warmup_steps,
 )
-from autotune.recipe import Recipe
+from autotune.study.summary import Recipe
 
 
 def export(recipe: Recipe) -> dict[str, str]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from autotune import __version__
 from autotune.catalog import DeviceSpec
-from autotune.export.common import comment
-from autotune.export.fleet import GRACE_S, PREEMPTED, RETRIES, gpu_product, sky_gpu, slug, slurm_gpu
-from autotune.result import Fingerprint
+from autotune.core.probe_types import Fingerprint
+from autotune.export.clusters import GRACE_S, PREEMPTED, RETRIES, gpu_product, sky_gpu, slug, slurm_gpu
+from autotune.export.header import comment
 
 URL = "AUTOTUNE_STORAGE"
 HOPELESS = [2, 3, 4, 6]  # exit codes that another attempt would end with too; 1 and 5 may be the node's
@@ -40,27 +40,27 @@ class Workers:
         return math.ceil((self.budget_s + STARTING_S) / 60) * 60
 
 
-def kubernetes(crew: Workers) -> dict[str, str]:
+def kubernetes(workers: Workers) -> dict[str, str]:
     """`workers.yaml`: an Indexed Job, whose pod failure policy is stable since Kubernetes 1.31."""
     head = [
         f"Kubernetes: change the image, which needs autotune-llm[postgres] {__version__}; then, with {URL} set:",
-        f'  printf %s "${URL}" | kubectl create secret generic {crew.name} --from-file=url=/dev/stdin',
+        f'  printf %s "${URL}" | kubectl create secret generic {workers.name} --from-file=url=/dev/stdin',
         "  kubectl apply -f workers.yaml",
         "A pod that is preempted or drained comes again and counts for nothing; its trial is queued for the others.",
     ]
-    gpu = crew.device.kind != "cpu"
+    gpu = workers.device.kind != "cpu"
     container: dict[str, Any] = {
         "name": "worker",
         "image": "your-registry/your-image:tag",
         # Kubernetes replaces $(NAME) in here, and $$ by $.
-        "command": ["autotune", "worker", f"--study={crew.study}".replace("$", "$$"), "--out=/tmp/worker"],
-        "env": [{"name": URL, "valueFrom": {"secretKeyRef": {"name": crew.name, "key": "url"}}}],
-        **({"resources": {"limits": {f"{crew.device.vendor}.com/gpu": 1}}} if gpu else {}),
+        "command": ["autotune", "worker", f"--study={workers.study}".replace("$", "$$"), "--out=/tmp/worker"],
+        "env": [{"name": URL, "valueFrom": {"secretKeyRef": {"name": workers.name, "key": "url"}}}],
+        **({"resources": {"limits": {f"{workers.device.vendor}.com/gpu": 1}}} if gpu else {}),
     }
-    label = gpu_product(crew.device, crew.fingerprint)
+    label = gpu_product(workers.device, workers.fingerprint)
     pod = {
         "restartPolicy": "Never",
-        "activeDeadlineSeconds": crew.limit_s,
+        "activeDeadlineSeconds": workers.limit_s,
         "terminationGracePeriodSeconds": GRACE_S,
         **({"nodeSelector": {"nvidia.com/gpu.product": label}} if label else {}),
         "containers": [container],
@@ -73,50 +73,51 @@ def kubernetes(crew: Workers) -> dict[str, str]:
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": crew.name, "annotations": {"autotune-study": crew.study}},
+        "metadata": {"name": workers.name, "annotations": {"autotune-study": workers.study}},
         "spec": {
             "completionMode": "Indexed",
-            "completions": crew.count,
-            "parallelism": crew.count,
-            "backoffLimit": crew.count,
+            "completions": workers.count,
+            "parallelism": workers.count,
+            "backoffLimit": workers.count,
             "podFailurePolicy": {"rules": rules},
             "template": {"spec": pod},
         },
     }
-    return {"workers.yaml": _yaml(crew, head, job)}
+    return {"workers.yaml": _yaml(workers, head, job)}
 
 
-def skypilot(crew: Workers) -> dict[str, str]:
+def skypilot(workers: Workers) -> dict[str, str]:
     """`workers.sky.yaml`: one worker, in the fields of SkyPilot 0.14. Nodes of one task would end with the first."""
-    packages = [f"{name}=={version.partition('+')[0]}" for name, version in crew.fingerprint.packages.items()]
+    packages = [f"{name}=={version.partition('+')[0]}" for name, version in workers.fingerprint.packages.items()]
     head = [
         f"SkyPilot: a job for each worker, so that one that is preempted takes no other with it; with {URL} set:",
-        f"  for n in $(seq {crew.count}); do sky jobs launch -y -d --secret {URL} workers.sky.yaml; done",
+        f"  for n in $(seq {workers.count}); do sky jobs launch -y -d --secret {URL} workers.sky.yaml; done",
         "Clouds name forms of a card apart (H200-SXM); `sky show-gpus -a` lists the names.",
     ]
-    gpu = {"accelerators": f"{sky_gpu(crew.device)}:1"} if crew.device.kind != "cpu" else {}
+    gpu = {"accelerators": f"{sky_gpu(workers.device)}:1"} if workers.device.kind != "cpu" else {}
     task = {
-        "name": crew.name,
+        "name": workers.name,
         "resources": {**gpu, "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [PREEMPTED]}},
         "secrets": {URL: None},
         "setup": f"pip install -- {shlex.join([f'autotune-llm[postgres]=={__version__}', *packages])}",
-        "run": f"autotune worker {shlex.quote(f'--study={crew.study}')}",
+        "run": f"autotune worker {shlex.quote(f'--study={workers.study}')}",
     }
-    return {"workers.sky.yaml": _yaml(crew, head, task)}
+    return {"workers.sky.yaml": _yaml(workers, head, task)}
 
 
-def slurm(crew: Workers) -> dict[str, str]:
+def slurm(workers: Workers) -> dict[str, str]:
     """`workers.sbatch`: an array, a worker each."""
-    gpu = f"#SBATCH --gres=gpu:{slurm_gpu(crew.device)}:1\n" if crew.device.kind != "cpu" else ""
-    hours, minutes = divmod(crew.limit_s // 60, 60)
+    gpu = f"#SBATCH --gres=gpu:{slurm_gpu(workers.device)}:1\n" if workers.device.kind != "cpu" else ""
+    hours, minutes = divmod(workers.limit_s // 60, 60)
     head = [
         f"Slurm: with {URL} set, `sbatch workers.sbatch` where `autotune` is on the PATH.",
         "Clusters name their GPUs as they like: sinfo -o %G.",
     ]
+    study = shlex.quote(f"--study={workers.study}")
     script = f"""#!/usr/bin/env bash
-{_head(crew, head)}
-#SBATCH --job-name={crew.name}
-#SBATCH --array=1-{crew.count}
+{_head(workers, head)}
+#SBATCH --job-name={workers.name}
+#SBATCH --array=1-{workers.count}
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task=4
 {gpu}#SBATCH --time={hours}:{minutes:02}:00
 #SBATCH --signal=TERM@{GRACE_S} --requeue
@@ -124,7 +125,7 @@ def slurm(crew: Workers) -> dict[str, str]:
 set -euo pipefail
 : "${{{URL}:?the database of the study}}"
 code=0
-srun autotune worker {shlex.quote(f"--study={crew.study}")} --out="workers/${{SLURM_ARRAY_TASK_ID:?}}" "$@" || code=$?
+srun autotune worker {study} --out="workers/${{SLURM_ARRAY_TASK_ID:?}}" "$@" || code=$?
 if [ "$code" -eq {PREEMPTED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RETRIES} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -140,16 +141,17 @@ FORMATS: dict[str, Callable[[Workers], dict[str, str]]] = {
 }
 
 
-def _head(crew: Workers, lines: list[str]) -> str:
-    packages = [f"{name} {version}" for name, version in sorted(crew.fingerprint.packages.items())]
+def _head(workers: Workers, lines: list[str]) -> str:
+    packages = [f"{name} {version}" for name, version in sorted(workers.fingerprint.packages.items())]
     told = [
-        f"autotune study {crew.study}: {crew.count} workers on {crew.device.name}, beside `autotune run`, which leads",
-        f"A worker joins with the same packages only: python {crew.fingerprint.python}, {', '.join(packages)}",
+        f"autotune study {workers.study}: {workers.count} workers on {workers.device.name}, "
+        "beside `autotune run`, which leads",
+        f"A worker joins with the same packages only: python {workers.fingerprint.python}, {', '.join(packages)}",
     ]
     return comment([*told, "", *lines])
 
 
-def _yaml(crew: Workers, lines: list[str], values: dict[str, Any]) -> str:
+def _yaml(workers: Workers, lines: list[str], values: dict[str, Any]) -> str:
     import yaml
 
-    return f"{_head(crew, lines)}\n\n{yaml.safe_dump(values, sort_keys=False, width=120)}"
+    return f"{_head(workers, lines)}\n\n{yaml.safe_dump(values, sort_keys=False, width=120)}"

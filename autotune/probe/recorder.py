@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from autotune.probe.device import Meter
-from autotune.result import Phase, ProbeRequest
+from autotune.core.probe_types import Phase, ProbeRequest
+from autotune.probe.meters import Meter
 
 MAX_WARMUP_STEPS = 5
 # Relative spread of step times: below the first, more of them say nothing new; above the second, they are worth having.

@@ -20,13 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from autotune.config import TrainConfig
-from autotune.probe.inject import injected
-from autotune.process import die_with_parent, take_group_along
-from autotune.result import Measurement, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult, from_data, to_data
+from autotune.core.probe_types import (
+    Measurement,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    from_data,
+    to_data,
+)
+from autotune.core.process import die_with_parent, take_group_along
+from autotune.core.train_config import TrainConfig
+from autotune.probe.fault_injection import injected
 
 if TYPE_CHECKING:
-    from autotune.probe.model import Resident
+    from autotune.probe.runtime.model_builder import ResidentModel
 
 MAX_LOST_GIB = 0.5
 
@@ -68,7 +77,7 @@ def main() -> None:
 
 def described(model: dict[str, Any]) -> dict[str, Any]:
     """The answer to what a model's layers are like: a message."""
-    from autotune.probe.model import describe
+    from autotune.probe.runtime.model_builder import describe
 
     try:
         return {"event": "described", "shape": to_data(describe(model))}
@@ -82,15 +91,15 @@ class Worker:
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
         # Imported here, so that `ready` and a failed import both reach the parent as messages.
-        from autotune.probe.device import open_meter
         from autotune.probe.health import check_products
+        from autotune.probe.meters import open_meter
 
         self.meter = open_meter(device)
         check_products(self.meter.torch_device)
         self._send = send
         self.strike: Callable[[Phase], None] | None = None  # a fault on purpose
         self._scratch = scratch
-        self._residents: dict[int | None, Resident] = {}  # by depth
+        self._residents: dict[int | None, ResidentModel] = {}  # by depth
         self._served = 0
         self._empty_gib = 0.0
         self._limit_gib = self.meter.memory_gib()
@@ -133,8 +142,8 @@ class Worker:
 
     def _attempt(self, request: ProbeRequest, clock: "Clock") -> tuple[dict[str, Any], bool]:
         """What came of one try, as fields of the result, and whether this process is as good as new after it."""
-        from autotune.probe.model import clean
-        from autotune.probe.trainer import Probe
+        from autotune.probe.harness import Probe
+        from autotune.probe.runtime.model_builder import clean
 
         fields: dict[str, Any] = {}
         probe: Probe | None = None
@@ -183,9 +192,9 @@ class Worker:
             fields["notes"] = (f"the worker is replaced, where paged optimizers left {self._lost_gib:.1f} GiB behind",)
         return fields, reusable
 
-    def _base_for(self, request: ProbeRequest) -> "Resident":
+    def _base_for(self, request: ProbeRequest) -> "ResidentModel":
         """The base model for this request: the one that is here, or a new one. Others of its family wait aside."""
-        from autotune.probe.model import build, family_of
+        from autotune.probe.runtime.model_builder import build, family_of
 
         # Libraries come first: their memory is context, not the model's.
         if request.config.quantization in ("int8", "nf4") or request.config.optimizer.endswith("8bit"):
@@ -225,7 +234,7 @@ class Worker:
 
     def _failure(self, error: Exception, probe: Any) -> dict[str, Any]:
         """What went wrong, as fields of the result. Holds no reference to the error."""
-        from autotune.probe.trainer import BadLoss
+        from autotune.probe.harness import BadLoss
 
         traceback.print_exc()
         phase = probe.recorder.phase if probe else Phase.LOAD

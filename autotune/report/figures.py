@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from autotune.config import TrainConfig
-from autotune.explanation import Explanation
-from autotune.recipe import OnCard, Quality
-from autotune.report.canvas import ACCENT, OUTCOMES, empty, escape, finish
+from autotune.core.probe_types import Outcome, Rung
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
 from autotune.report.parallel import ParallelInfo
+from autotune.report.style import ACCENT, OUTCOMES, empty, escape, finish
 from autotune.report.timeline import KINDS, TimelineInfo, slices
 from autotune.report.tradeoffs import CellRow
-from autotune.result import Outcome, Rung
-from autotune.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.study.explanation import Ablation
+from autotune.study.summary import OnCard, Quality
 
 TERM_COLOURS = dict(zip(TERMS, ("#2a7fc4", "#8fc1ea", "#d99a00", "#d9541e", "#8a8f98"), strict=True))
 SPENT_COLOURS = dict(zip(KINDS, ("#8a8f98", "#d99a00", "#2a7fc4", "#8c63c7"), strict=True))
@@ -254,7 +254,7 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
     return finish(figure, x="", y=None, height=420)
 
 
-def explanation(found: Explanation | None) -> dict[str, Any] | None:
+def explanation(found: Ablation | None) -> dict[str, Any] | None:
     """The winner's speed with one knob after another set back; the slowest on top, nothing where it does not fit."""
     if found is None or not any(one.tokens_per_s for one in found.undone):
         return None

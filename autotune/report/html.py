@@ -10,14 +10,14 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import age
-from autotune.recipe import Recipe, StudySummary
+from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.report import figures, infos, parallel, tradeoffs
-from autotune.report.canvas import OUTCOMES, plotly_js
-from autotune.report.matrix import price_text
+from autotune.report.comparison import price_text
 from autotune.report.oom import OomReport, missed, oom_report
+from autotune.report.style import OUTCOMES, plotly_js
 from autotune.report.timeline import timeline
-from autotune.result import Evidence, Outcome
-from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.study.summary import Recipe, StudySummary
 
 if TYPE_CHECKING:
     from markupsafe import Markup

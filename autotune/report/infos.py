@@ -9,11 +9,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.config import KNOBS
-from autotune.projection import CostProjection
-from autotune.recipe import Candidate, Recipe, StudySummary, TrialRow
-from autotune.result import Outcome, to_data
-from autotune.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.core.probe_types import Outcome, to_data
+from autotune.core.train_config import KNOBS
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.problem.run_cost import CostProjection
+from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 
 # More distinct values than this on one axis of the map are grouped by powers of two.
 MAX_AXIS = 10
@@ -131,7 +131,7 @@ def feasibility(summary: StudySummary) -> MapInfo:
     """Which micro batches and lengths were tried, and what became of them."""
     micro, micro_of = _axis({row.config.micro_batch_size for row in summary.trials})
     lengths, length_of = _axis({row.config.seq_len for row in summary.trials})
-    groups: dict[tuple[str, str], list[TrialRow]] = {}
+    groups: dict[tuple[str, str], list[TrialRecord]] = {}
     for row in summary.trials:
         key = (micro_of[row.config.micro_batch_size], length_of[row.config.seq_len])
         groups.setdefault(key, []).append(row)
@@ -256,7 +256,7 @@ def value_text(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _point(row: TrialRow) -> Point:
+def _point(row: TrialRecord) -> Point:
     peak = row.peak_reserved_gib
     if peak is None and row.margin is not None and row.limit_gib is not None:
         peak = row.limit_gib * (1.0 + row.margin)
@@ -299,7 +299,7 @@ def _axis(values: set[int]) -> tuple[tuple[str, ...], dict[int, str]]:
     return tuple(dict.fromkeys(names.values())), names
 
 
-def _cell(rows: list[TrialRow]) -> MapCell:
+def _cell(rows: list[TrialRecord]) -> MapCell:
     count = Counter(row.outcome for row in rows)
     fitting, not_fitting = count[Outcome.OK] + count[Outcome.SLOW], count[Outcome.OOM] + count[Outcome.REFUSED]
     if fitting and not_fitting:

@@ -9,10 +9,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autotune.config import INTEGERS, TrainConfig
-from autotune.recipe import StudySummary, TrialRow
-from autotune.result import Outcome
-from autotune.units import DASH, fmt_count, fmt_gib
+from autotune.core.probe_types import Outcome
+from autotune.core.train_config import INTEGERS, TrainConfig
+from autotune.core.units import DASH, fmt_count, fmt_gib
+from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
 # A second term is worth advice of its own from this share of the memory on.
@@ -147,7 +147,7 @@ class OomReport:
 
 def oom_report(summary: StudySummary) -> OomReport:
     """Every OOM and refusal of the study, in the order they ran."""
-    fits: dict[TrainConfig, TrialRow] = {}
+    fits: dict[TrainConfig, TrialRecord] = {}
     for row in summary.trials:
         if row.outcome is Outcome.OK:
             fits.setdefault(row.config, row)
@@ -206,7 +206,7 @@ def code(text: str) -> str:
     return f"{fence}{pad}{flat}{pad}{fence}"
 
 
-def _entry(row: TrialRow, nearest: tuple[Neighbour, ...]) -> OomEntry:
+def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
     detail = row.oom
     limit = detail.limit_gib if detail else row.limit_gib
     margin = detail.margin if detail else row.margin
@@ -236,7 +236,7 @@ def _entry(row: TrialRow, nearest: tuple[Neighbour, ...]) -> OomEntry:
     )
 
 
-def _nearest(config: TrainConfig, fits: dict[TrainConfig, TrialRow]) -> tuple[Neighbour, ...]:
+def _nearest(config: TrainConfig, fits: dict[TrainConfig, TrialRecord]) -> tuple[Neighbour, ...]:
     close = heapq.nsmallest(
         NUM_NEAREST,
         ((distance(config, other), row.number, row) for other, row in fits.items()),

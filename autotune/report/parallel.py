@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.config import KNOBS, TrainConfig
-from autotune.recipe import StudySummary
+from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.study.summary import StudySummary
 
 CLOSE, HALF = 0.95, 0.5  # of the fastest
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from autotune.recipe import StudySummary
-from autotune.result import Outcome, ProbeResult, Rung
-from autotune.units import fmt_seconds
+from autotune.core.probe_types import Outcome, ProbeResult, Rung
+from autotune.core.units import fmt_seconds
+from autotune.study.summary import StudySummary
 
 # What a probe spends its seconds on, in the order in which it does; the rest is building and cleaning up.
 SPENT = {

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from autotune.config import TrainConfig
-from autotune.objective import differences
-from autotune.recipe import Candidate, Recipe, StudySummary
+from autotune.core.train_config import TrainConfig
+from autotune.problem.performance import differences
+from autotune.study.summary import Candidate, Recipe, StudySummary
 
 SHORTEST_ROW = 128
 

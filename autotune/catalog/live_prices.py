@@ -1,0 +1,130 @@
+"""Today's offers of clouds, through gpuhunt (`pip install gpuhunt`), which is imported on use.
+
+Its published catalogues are read and nothing else: no account, no key, no marketplace.
+"""
+
+import functools
+import logging
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import date
+from typing import Any
+
+from autotune.catalog.devices import MEMORY_TOLERANCE, DeviceSpec, match_device, resolve_device
+from autotune.catalog.prices import Price, best_first
+from autotune.core.errors import EnvironmentProblem, UsageError
+
+TIMEOUT_S = 20.0  # gpuhunt waits for its server forever
+# Sold under conditions that one study does not meet: two machines at least, or reserved days ahead.
+BOUND_FLAGS = frozenset({"runpod-cluster", "gcp-dws-calendar-mode"})
+# What clouds mean by a name that the catalogue reads otherwise: no workstation stands in a rack.
+RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
+
+
+def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price, ...]:
+    """What clouds ask for `device` today, the best first: the cheapest region of each provider and size of instance.
+
+    Raises:
+        EnvironmentProblem: gpuhunt is not installed, or its catalogues could not be fetched.
+    """
+    return tuple(best_first(device.name, _all(today or date.today())))
+
+
+def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
+    """gpuhunt's items as prices. What is no GPU of the catalogue, or is offered as spot alone, is left out."""
+    cheapest: dict[tuple[str, str, int], dict[bool, Any]] = {}
+    for item in items:
+        if not item.gpu_count or not item.gpu_name or not item.gpu_memory or not 0 < item.price < float("inf"):
+            continue
+        device = None if BOUND_FLAGS & set(item.flags) else offered(item.gpu_name, item.gpu_memory, item.instance_name)
+        if device is not None:
+            kinds = cheapest.setdefault((item.provider, device.name, item.gpu_count), {})
+            if item.spot not in kinds or item.price < kinds[item.spot].price:
+                kinds[item.spot] = item
+    return [
+        Price(
+            provider=_plain(provider),
+            device=name,
+            usd_per_hour=kinds[False].price / count,
+            spot_usd_per_hour=kinds[True].price / count if True in kinds else None,
+            count=count,
+            as_of=today.isoformat(),
+            source=_plain(f"gpuhunt {version}, {kinds[False].instance_name} in {kinds[False].location}"),
+        )
+        for (provider, name, count), kinds in cheapest.items()
+        if False in kinds
+    ]
+
+
+@functools.cache
+def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None:
+    """The product behind gpuhunt's name of a GPU (A100, RTX6000Ada, H100NVL), its memory and its instance's name.
+
+    gpuhunt does not say the form. Some instances do: RunPod's are called as the driver calls the card, Lambda's say
+    pcie or sxm. Elsewhere it is the one that the catalogue means by the name alone. None: no such product.
+    """
+    if found := match_device(instance, memory_gb):
+        return found
+    name = re.sub(r"^rtx(pro)?(?=\d)", lambda match: "rtx-pro-" if match[1] else "rtx-", gpu_name.lower())
+    name = re.sub(r"(?<=\d)(?=(?:ada|nvl)$)", "-", name)
+    form = re.search(r"(?<![a-z0-9])(pcie|sxm\d?)(?![a-z0-9])", instance.lower())
+    if form and (found := match_device(f"{name}-{form[1]}", memory_gb)):
+        return found
+    for known in (f"{name}-{memory_gb:.0f}gb", RENTED.get(name, name)):
+        try:
+            device = resolve_device(known)
+        except UsageError:
+            continue
+        other_form = form and re.search("pcie|sxm", device.name)
+        if device.memory_gib and abs(memory_gb - device.memory_gib) <= MEMORY_TOLERANCE * device.memory_gib:
+            return None if other_form else device
+    return None
+
+
+@functools.cache
+def _all(today: date) -> tuple[Price, ...]:
+    return tuple(to_prices(*_fetch(), today))
+
+
+def _fetch() -> tuple[list[Any], str]:
+    """Every offer of a GPU that gpuhunt knows, and its version."""
+    try:
+        import gpuhunt
+    except ImportError:
+        raise EnvironmentProblem(
+            "live prices come through gpuhunt, which is not installed", remedy="pip install gpuhunt"
+        ) from None
+    from importlib.metadata import version
+
+    try:
+        with _quick_and_quiet():
+            # Not `gpuhunt.query`: that asks marketplaces too, with whatever keys are in the environment, and fails
+            # where one of them does.
+            items = gpuhunt.Catalog().query(min_gpu_count=1)
+    except Exception as error:
+        raise EnvironmentProblem(
+            f"live prices could not be fetched: {_plain(str(error)) or type(error).__name__}",
+            remedy="check the network, or leave --live out",
+        ) from None
+    return items, version("gpuhunt")
+
+
+@contextmanager
+def _quick_and_quiet() -> Iterator[None]:
+    """gpuhunt logs a traceback for each catalogue that it cannot reach."""
+    logger = logging.getLogger("gpuhunt")
+    level, timeout = logger.level, socket.getdefaulttimeout()
+    logger.setLevel(logging.CRITICAL + 1)
+    socket.setdefaulttimeout(TIMEOUT_S)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        socket.setdefaulttimeout(timeout)
+
+
+def _plain(text: str) -> str:
+    """On one line of a terminal, whatever a server sent."""
+    return "".join(char if char.isprintable() else " " for char in text)[:200]

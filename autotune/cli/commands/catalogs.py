@@ -1,0 +1,109 @@
+"""`autotune gpus` and `autotune models`: what the catalogue holds, as a table or as JSON."""
+
+import json
+from dataclasses import asdict
+from datetime import date
+from typing import Any
+
+from autotune.catalog import Price, age, find_price, list_devices, list_models
+from autotune.core.units import DASH, fmt_count, fmt_usd
+
+# Wide enough for any row when nobody looks through a terminal window: a pipe must get whole cells.
+_PIPE_WIDTH = 240
+
+
+def gpus(as_json: bool) -> None:
+    """Print every GPU with its default price."""
+    rows = [(device, find_price(device.name)) for device in list_devices()]
+    if as_json:
+        print_json([asdict(device) | {"price": asdict(price) if price else None} for device, price in rows])
+        return
+    print_table(
+        "GPUs (dense peaks; prices are seeds, override with --price)",
+        {"name": "left", "memory GiB": "right", "bf16 TFLOP/s": "right", "GB/s": "right", "USD/h of one GPU": "left"},
+        [
+            (
+                device.name,
+                DASH if device.memory_gib is None else f"{device.memory_gib:.1f}",
+                fmt_count(device.bf16_tflops),
+                fmt_count(device.bandwidth_gb_s),
+                _price(price),
+            )
+            for device, price in rows
+        ],
+    )
+
+
+def models(as_json: bool) -> None:
+    """Print every model of the catalogue."""
+    specs = list_models()
+    if as_json:
+        sizes = ("num_layers", "hidden_size", "vocab_size", "max_seq_len")
+        print_json([asdict(spec) | {size: getattr(spec, size) for size in sizes} for spec in specs])
+        return
+    print_table(
+        "Models (a local directory or a Hub id works too)",
+        {"alias": "left", "name": "left", "params (B)": "right"}
+        | dict.fromkeys(("layers", "vocab", "context"), "right"),
+        [
+            (
+                ", ".join(spec.aliases) or DASH,
+                spec.name,
+                DASH if spec.params is None else f"{spec.params / 1e9:.3g}",
+                str(spec.num_layers),
+                str(spec.vocab_size),
+                DASH if spec.max_seq_len is None else str(spec.max_seq_len),
+            )
+            for spec in specs
+        ],
+    )
+
+
+def _price(price: Price | None) -> str:
+    if price is None:
+        return DASH
+    return f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, date.today())})"
+
+
+def print_json(rows: Any) -> None:
+    print(json.dumps(rows, indent=2))
+
+
+def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str, ...]]) -> None:
+    """`columns`: heading -> how its cells are justified."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH)
+    table = Table(title=title, title_justify="left")
+    for heading, justify in columns.items():
+        table.add_column(heading, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # no markup: names may hold brackets
+    console.print(table)
+
+
+def spaces(as_json: bool) -> None:
+    """Print every search space that comes with the package."""
+    from autotune.problem.search_space import load_space, shipped_spaces
+
+    loaded = {name: load_space(name) for name in shipped_spaces()}
+    if as_json:
+        print_json({name: space.describe() for name, space in loaded.items()})
+        return
+    print_table(
+        "Search spaces (copy one, edit it, and pass it with --space FILE)",
+        {"name": "left", "configurations": "right", "knobs": "left", "file": "left"},
+        [
+            (
+                name,
+                fmt_count(space.size()),
+                ", ".join(knob.name for knob in space.knobs if len(knob.choices()) > 1),
+                str(shipped_spaces()[name]),
+            )
+            for name, space in loaded.items()
+        ],
+    )

@@ -1,0 +1,79 @@
+"""`autotune dashboard`: a study in optuna-dashboard, on this machine alone, without a way to change it. No torch."""
+
+import errno
+import importlib.util
+import logging
+import socket
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from autotune.cli.commands.session import open_study, storage_url
+from autotune.core.errors import EnvironmentProblem, UsageError
+
+
+def dashboard(name: str | None, storage: str | None, *, host: str, port: int) -> None:
+    """Serve a study until Ctrl-C; `port` 0, or one that is taken, means any that is free.
+
+    Raises:
+        UsageError: no such study, or a host that others could reach.
+        EnvironmentProblem: optuna-dashboard is not installed.
+        StorageError: the database cannot be read.
+    """
+    if importlib.util.find_spec("optuna_dashboard") is None:
+        raise EnvironmentProblem("optuna-dashboard is not installed", remedy="pip install optuna-dashboard")
+    from autotune.report.dashboard import PAGE, Following, gate, is_loopback
+    from autotune.study.optimizer import Optimizer
+    from autotune.study.storage.database import read_only
+
+    if not is_loopback(host):
+        raise UsageError(
+            f"--host {host}: the dashboard asks for no password, so it is for this machine alone",
+            remedy=f"leave --host out, and on yours: {_tunnel(port or 8080)}",
+        )
+    url = read_only(storage_url(storage))
+    found = open_study(name, url)
+    name = found.summary.study
+    search = Optimizer.open(url, name, found.task.space)
+    logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)  # it warns of too few trials at each look
+    app = Following(search.record, lambda: open_study(name, url).summary, found.out.name)
+    with _listen(host, port) as server:
+        server.set_app(gate(app))
+        bound = server.server_port
+        if port not in (bound, 0):
+            print(f"port {port} is taken; this is another")
+        print(f"http://{_in_url(host)}:{bound}{PAGE}")
+        print(f"from another machine, first: {_tunnel(bound, host)}")
+        print("a copy of the study, made again as it goes on; Ctrl-C ends it", flush=True)
+        server.serve_forever()
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _tunnel(port: int, host: str = "127.0.0.1") -> str:
+    return f"ssh -N -L {port}:{_in_url(host)}:{port} {socket.gethostname()}"
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True  # a page that is being sent does not keep Ctrl-C waiting
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        """No line a request."""
+
+
+def _listen(host: str, port: int) -> _Server:
+    kind = _Server6 if ":" in host else _Server
+    try:
+        return kind((host, port), _Quiet)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise UsageError(f"cannot listen at {host}, port {port}: {error.strerror}", remedy="see --help") from None
+    return kind((host, 0), _Quiet)

@@ -1,0 +1,40 @@
+"""`autotune fleet`: the files that start a study's workers on Kubernetes, SkyPilot or Slurm."""
+
+from pathlib import Path
+
+from autotune.cli.commands.session import open_study, storage_url
+from autotune.core.errors import UsageError
+from autotune.core.files import write_atomic
+from autotune.core.probe_types import Fingerprint, from_data
+
+
+def command(study: str | None, storage: str | None, *, workers: int, formats: list[str], out: Path | None) -> None:
+    """Write them, and say where. Raises UsageError where no other machine could reach the study."""
+    from autotune.export.workers import FORMATS, Workers
+
+    for wanted in formats:
+        if wanted not in FORMATS:
+            raise UsageError(f"there is no format {wanted!r}", remedy=f"the formats are {', '.join(FORMATS)}")
+    if storage_url(storage).startswith("sqlite"):
+        raise UsageError(
+            "the study is in an SQLite file, which other machines cannot share",
+            remedy="run it with --storage postgresql+psycopg://..., or with --workers N on this machine alone",
+        )
+    found = open_study(study, storage)
+    if "limits" not in found.facts:
+        raise UsageError(
+            f"study {found.summary.study!r} cannot be joined yet", remedy="wait until `autotune run` has begun it"
+        )
+    coordinator = Workers(
+        study=found.summary.study,
+        device=found.task.measured_on or found.task.device,
+        fingerprint=from_data(Fingerprint, found.facts["fingerprint"]),
+        budget_s=float(found.facts["limits"]["budget_s"]),
+        count=workers,
+    )
+    folder = out or found.out
+    folder.mkdir(parents=True, exist_ok=True)
+    for wanted in formats or FORMATS:
+        for name, text in FORMATS[wanted](coordinator).items():
+            write_atomic(folder / name, text)
+            print(folder / name)

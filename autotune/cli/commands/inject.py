@@ -1,0 +1,164 @@
+"""`autotune dev inject`: faults on purpose in small real studies, and whether each came to what it should.
+
+A study is a process of its own in a folder for temporary files. What strikes a probe is `probe.inject`'s; the disk and
+the database are struck from here.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autotune.cli.commands.catalogs import print_json, print_table
+from autotune.core.errors import TooManyFailures, UsageError, did_you_mean
+from autotune.probe.fault_injection import VARIABLE
+
+TRIALS = 4
+STRUCK = 1  # the number of the trial
+SPACE = """\
+version: 1
+knobs:
+  micro_batch_size: {values: [4, 8]}
+  seq_len: 64
+  lora_rank: {values: [16, 32], kind: learning}
+  checkpointing: {values: [none, full]}
+"""
+OUTCOMES = {  # of the trial that is struck
+    **dict.fromkeys(("oom", "host-oom"), "oom"),
+    **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "crash"),
+    **dict.fromkeys(("slow", "throttle"), "ok"),
+    **{"nan": "numerics", "hang": "timeout"},
+}
+TOLD = {  # what its reason says too
+    **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "tried twice"),
+    "throttle": "slowed down",
+}
+AROUND = ("disk-full", "db-gone")
+USUAL = (*(name for name in OUTCOMES if name != "hang"), *AROUND)  # a hang is waited for, 15 minutes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What became of a study. `lost` counts trials, `orphans` processes that were left."""
+
+    fault: str
+    happened: str
+    survived: bool
+    lost: int
+    orphans: int
+
+    def cells(self) -> tuple[str, ...]:
+        return self.fault, self.happened, "yes" if self.survived else "NO", str(self.lost), str(self.orphans)
+
+
+def inject(faults: Sequence[str], gpu: str, *, as_json: bool = False) -> None:
+    """Strike, and print what came of it.
+
+    Raises:
+        UsageError: there is no such fault.
+        TooManyFailures: not all were survived with nothing lost and nobody left.
+    """
+    for fault in faults:
+        if fault not in OUTCOMES and fault not in AROUND:
+            known = (*OUTCOMES, *AROUND)
+            raise UsageError(
+                f"there is no fault {fault!r}{did_you_mean(fault, known)}", remedy=f"the faults are {', '.join(known)}"
+            )
+    rows: list[Row] = []
+    for fault in faults or USUAL:
+        print(f"injecting {fault}", file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="autotune-inject-") as folder:
+            rows.append(_strike(fault, gpu, Path(folder)))
+    if as_json:
+        print_json([asdict(row) for row in rows])
+    else:
+        columns = {"fault": "left", "what happened": "left", "survived": "left", "lost": "right", "orphans": "right"}
+        print_table(None, columns, [row.cells() for row in rows])
+    failed = [row.fault for row in rows if not row.survived or row.lost or row.orphans]
+    if failed:
+        raise TooManyFailures(f"not survived: {', '.join(failed)}", remedy="see the table above")
+
+
+def _strike(fault: str, gpu: str, folder: Path) -> Row:
+    (folder / "space.yaml").write_text(SPACE)
+    (folder / "tmp").mkdir()
+    if fault in OUTCOMES:
+        code = _study(folder, gpu, f"{fault}:{STRUCK}")
+        trials = _trials(folder)
+        row = next((row for row in trials if row["number"] == STRUCK), {})
+        outcome, reason = row.get("outcome", "none"), row.get("reason") or ""
+        happened, told = f"trial {STRUCK}: {outcome}", TOLD.get(fault, "")
+        if told and told in reason:
+            happened += f", {told}"
+        survived = code == 0 and outcome == OUTCOMES[fault] and told in reason
+    else:
+        first = _full(folder, gpu) if fault == "disk-full" else _gone(folder, gpu)
+        code = _study(folder, gpu)  # the same command, as the error says
+        trials = _trials(folder)
+        happened, survived = f"exit {first}, then continued: exit {code}", (first, code) == (6, 0)
+    return Row(fault=fault, happened=happened, survived=survived, lost=TRIALS - len(trials), orphans=_orphans(folder))
+
+
+def _full(folder: Path, gpu: str) -> int:
+    """No file may grow beyond a little more than an empty database has."""
+    size = 200_000
+    return _study(folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size)))
+
+
+def _gone(folder: Path, gpu: str) -> int:
+    """Once a trial is done the database makes room for a folder, and comes back after the study has ended."""
+    database, aside = folder / "study.db", folder / "aside.db"
+
+    def take() -> None:
+        if _trials(folder) and not aside.exists():
+            database.rename(aside)
+            database.mkdir()
+
+    code = _study(folder, gpu, meanwhile=take)
+    if aside.exists():
+        database.rmdir()
+        aside.rename(database)
+    return code
+
+
+def _study(
+    folder: Path,
+    gpu: str,
+    struck: str = "",
+    *,
+    limit: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> int:
+    """Run or continue it; its exit code."""
+    command = [sys.executable, "-m", "autotune", "run", "--quiet", "--gpu", gpu, "--model", "demo-3m"]
+    command += ["--space", "space.yaml", "--trials", str(TRIALS), "--study", "injected", "--out", "out"]
+    command += ["--storage", "sqlite:///study.db"]
+    environment = os.environ | {VARIABLE: struck, "TMPDIR": str(folder / "tmp")}
+    with (folder / "study.log").open("ab") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, preexec_fn=limit)
+        while process.poll() is None:
+            meanwhile()
+            time.sleep(0.02)
+    return process.returncode
+
+
+def _trials(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()]
+    except (OSError, ValueError):  # not there yet, or half a line
+        return []
+
+
+def _orphans(folder: Path) -> int:
+    """Processes that have the folder among their words, as workers do."""
+    import psutil
+
+    return sum(str(folder) in " ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))

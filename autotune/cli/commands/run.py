@@ -1,0 +1,389 @@
+"""`autotune run`: sets a study up, searches, confirms, writes the files and prints the winner."""
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from autotune.cli.commands.local import CONFIRMING, ENDED, SEARCHING, further_cards, local_workers, refuse_another
+from autotune.cli.commands.on_ray import check, ray_workers
+from autotune.cli.commands.session import (
+    LOCK,
+    explanation_of,
+    facts_of,
+    out_dir,
+    quality_of,
+    shared_url,
+    storage_url,
+    verification_of,
+)
+from autotune.cli.console import Display
+from autotune.cli.stop import Stop
+from autotune.core.errors import EnvironmentProblem, Interrupted, TooManyFailures, UsageError, VerificationFailed
+from autotune.core.probe_types import ProbeRequest, from_data, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_gib, parse_duration
+from autotune.prediction.depth_extrapolation import depths
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.setup import Setup, open_reserve, set_up, suit
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.target import Target, find_target
+from autotune.problem.task import Task
+from autotune.report.study_directory import TrialLog, prepare, write_study
+from autotune.study.summary import Quality, StudySummary, TrialRecord
+
+if TYPE_CHECKING:
+    from autotune.study.storage.probe_store import ProbeStore
+
+FOREIGN_GIB = 0.5  # memory that others hold on the card is worth a warning from here on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """One call of the command, resolved: what is tuned on what, where it is kept, and how long it may take."""
+
+    spec: StudySpec
+    setup: Setup
+    target: Target
+    url: str
+    out: Path
+    cards: Sequence[int | str | None]  # of the other workers
+    started: float
+    budget_s: float
+
+    @property
+    def study(self) -> str:
+        return self.setup.task.study
+
+
+def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False, events: bool = False) -> str:
+    """Run or continue a study, and return its name. Raises AutotuneError for everything a user can act on."""
+    plan, stop = _resolve(spec, quiet=quiet), Stop()
+    with (
+        stop.listening(),
+        _alone(plan.out, plan.study),
+        WorkerProber("cpu" if plan.target.card is None else "cuda", plan.out / "logs", should_stop=stop) as prober,
+        Display(budget_s=plan.budget_s, quiet=quiet, events=events) as display,
+    ):
+        prober.launch()  # imports torch meanwhile
+        with stop.ending():
+            _run(plan, prober, display, stop, as_json=as_json)
+    if stop.signal is not None:
+        raise Interrupted(
+            "stopped; what was found so far is kept",
+            remedy=f"continue with the same command and --study {plan.study}",
+            exit_code=128 + stop.signal,
+        )
+    return plan.study
+
+
+def _resolve(spec: StudySpec, *, quiet: bool = False) -> RunPlan:
+    """Everything that can be wrong without a GPU second spent is found here."""
+    started = time.monotonic()
+    try:
+        budget_s = parse_duration(spec.budget)
+    except ValueError as error:
+        raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
+    target = find_target(spec.gpu)
+    if spec.quality and spec.shallow_only:
+        raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
+    if spec.configs and (spec.quality or spec.shallow_only or spec.verify):
+        raise UsageError("configs are probed as they are", remedy="leave --quality, --verify and --shallow-only out")
+    if spec.verify and (spec.shallow_only or target.here is not None):
+        raise UsageError(
+            "--verify runs what is exported on the device itself", remedy="leave out --verify, or --shallow-only"
+        )
+    searched = replace(spec, pins={}, configs=()) if spec.configs else spec
+    setup = set_up(searched, target, (lambda text: None) if quiet else partial(print, file=sys.stderr))
+    if target.here is not None:
+        from autotune.cli.commands.plan import EVIDENCE, sightings
+        from autotune.planning.plan import tightened
+
+        setup = replace(setup, task=tightened(setup.task, sightings(EVIDENCE)))
+    if spec.quality:
+        from autotune.export.run.quality import impossible
+
+        if spec.trainer != "transformers":
+            raise UsageError(
+                "--quality trains with transformers' Trainer", remedy="leave --quality out, or --trainer trl"
+            )
+        if reason := impossible(setup.task.model, setup.task.workload, spec.dataset):
+            raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
+    check(spec.ray)
+    url = storage_url(spec.storage) if spec.workers == 1 and spec.ray is None else shared_url(spec.storage)
+    if spec.study is None:
+        name = setup.task.study if not spec.configs else f"{setup.task.study}-suite"
+        setup = replace(setup, task=replace(setup.task, study=name if spec.configs else _unused(name, url)))
+    cards = further_cards(spec.workers, cpu=target.card is None)
+    out = out_dir(spec.out, setup.task.study).absolute()
+    prepare(out)
+    return RunPlan(
+        spec=spec, setup=setup, target=target, url=url, out=out, cards=cards, started=started, budget_s=budget_s
+    )
+
+
+def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, as_json: bool) -> None:
+    """Search, confirm, write, print. Raises Cancelled where a stop leaves nothing to write."""
+    from autotune.export.run.quality import compare
+    from autotune.export.run.verify import verify
+    from autotune.planning.other_devices import of_winner
+    from autotune.study.evaluator import Evaluator
+    from autotune.study.feasibility import find_footing
+    from autotune.study.history import seconds_of_others, summarize
+    from autotune.study.loop import Limits, Study
+    from autotune.study.optimizer import Optimizer, stored_facts
+    from autotune.study.storage.database import Outages, waiting_s
+    from autotune.study.storage.leases import Leases, Worker
+    from autotune.study.storage.probe_store import ProbeStore
+
+    spec, setup, out, name = plan.spec, plan.setup, plan.out, plan.study
+    outages = Outages(partial(display.note, style="yellow"), stop, seconds=waiting_s())
+    store = ProbeStore(plan.url, spool=out / "spool.jsonl", outages=outages)
+    facts = stored_facts(plan.url, name) or {}
+    # One ratio for all sessions, or values would not compare.
+    if "subject" in facts and setup.task.carried is not None:
+        carried = from_data(Task, facts["subject"]).carried
+        setup = replace(setup, task=replace(setup.task, carried=carried))
+    display.say("starting the probe worker")
+    fingerprint = prober.fingerprint
+    memory_gib = _memory(spec, plan.target, prober.memory_gib, display)
+    if spec.configs:
+        _suite(plan, prober, store, memory_gib, display, stop, as_json=as_json)
+        return
+    shape = prober.describe(setup.task.model.config)
+    if spec.shallow_only and (shape is None or depths(shape, None) is None):
+        raise UsageError(
+            "--shallow-only: this model's layers cannot be left out: too few, or no two alike",
+            remedy="leave --shallow-only out",
+        )
+    setup = suit(setup, shape)
+    display.plan(setup, fits_gib=memory_gib, trials=spec.trials, workers=spec.workers)
+
+    def request(config: TrainConfig) -> ProbeRequest:
+        memory = {"memory_gib": memory_gib, "headroom": spec.headroom}
+        return setup.task.request(config, device=prober.device, seed=spec.seed, **memory)
+
+    evaluator = Evaluator(
+        prober,
+        store,
+        study=name,
+        logs=out / "logs",
+        request=request,
+        model=setup.task.kin,
+        shape=shape,
+        shallow_only=spec.shallow_only,
+    )
+    evaluator.learn_from_others()
+    opened = bool(facts.get("reserve opened"))
+    tried: list[TrainConfig] = []
+    if not facts.get("num_trials"):
+        opened, tried = find_footing(
+            setup.task,
+            setup.reserve,
+            evaluator,
+            display.say,
+            lambda: time.monotonic() - plan.started >= plan.budget_s,
+        )
+    if opened:
+        display.note("nothing else fits: quantised bases and other optimizers are searched too", "yellow")
+        setup = open_reserve(setup)
+    same = facts_of(setup.task, fingerprint, memory_gib=memory_gib, headroom=spec.headroom)
+    same["reserve opened"] = opened
+    if spec.shallow_only or facts.get("shallow only"):
+        same["shallow only"] = spec.shallow_only
+    search = Optimizer.create(plan.url, name, setup.task.space, seed=spec.seed, facts=same, outages=outages)
+    search.remember("subject", to_data(setup.task))
+    search.remember("spec", to_data(replace(spec, storage=None)))  # without the password that may be in there
+    search.remember("out", str(out))
+    search.remember("asked", {"memory_gib": memory_gib, "headroom": spec.headroom, "seed": spec.seed})
+    limits = Limits(budget_s=plan.budget_s, trials=spec.trials, patience=spec.patience)
+    before, failure = float(facts.get("wall_seconds", 0.0)), None
+    me = Worker.here(fingerprint.device, leads=True)
+    with Leases(plan.url, name, me, outages=outages).joined() as coordinator:
+        refuse_another(coordinator, name, display.say)
+        study = Study(
+            setup.task,
+            search,
+            evaluator,
+            limits,
+            plan.started,
+            say=display.say,
+            should_stop=stop,
+            coordinator=coordinator,
+        )
+        study.news = partial(store.news, name)
+        study.resume(store.of_study(name))
+        log = TrialLog(out, study.rows)
+
+        def on_trial(row: TrialRecord) -> None:
+            log.add(row)
+            search.remember("wall_seconds", before + time.monotonic() - plan.started)
+            display.trial(row)
+
+        study.on_trial = study.on_heard = on_trial
+        study.begin(tried)
+        for key, value in {"limits": to_data(limits), "earlier_seconds": before, "phase": SEARCHING}.items():
+            search.remember(key, value)
+        try:
+            with (
+                local_workers(plan.cards, name, plan.url, out, display, stop),
+                ray_workers(spec.ray, name, plan.url, setup.task.device, display, stop),
+            ):
+                study.run()
+                search.remember("phase", CONFIRMING)  # and the others leave
+            study.hear(look=True)
+            if not stop() and not spec.shallow_only:
+                study.confirm()
+        except (TooManyFailures, EnvironmentProblem) as error:
+            failure = error  # told once what was found so far is written
+        finally:
+            search.remember("phase", ENDED)
+            study.look()
+            search.remember("wall_seconds", before + time.monotonic() - plan.started)
+    display.say("writing the report")
+
+    def summed_up(quality: Quality | None) -> StudySummary:
+        return summarize(
+            study.rows,
+            study.selection,
+            fingerprint,
+            store.of_study(name),
+            cards=of_winner(spec.headroom),
+            wall_seconds=before + time.monotonic() - plan.started,
+            others_seconds=seconds_of_others(stored_facts(plan.url, name) or {}),
+            importances=search.importances(),
+            quality=quality,
+            verification=verified,
+            explanation=explanation_of(facts),
+        )
+
+    verified = verification_of(facts)
+    summary = summed_up(quality_of(facts))
+    data = write_study(out, summary)
+    if spec.quality and spec.dataset and summary.recipe is not None and failure is None and not stop():
+        prober.close()  # its memory is wanted
+        others = [study.selection.candidate(config) for config in study.selection.finalists(limits.finalists)]
+        try:
+            quality = compare(summary.recipe, others, Path(spec.dataset).expanduser(), out, display.say, stop)
+        except (UsageError, OSError) as error:
+            display.note(f"--quality could not run: {error}", "yellow")
+        else:
+            if quality.learned:  # not stopped in the first
+                search.remember("quality", to_data(quality))
+                summary = summed_up(quality)
+                data = write_study(out, summary)
+            search.remember("wall_seconds", before + time.monotonic() - plan.started)
+    if spec.verify and summary.recipe is not None and failure is None and not stop():
+        prober.close()
+        verified = verify(summary.recipe, out, say=display.say, should_stop=stop)
+        search.remember("verification", to_data(verified))
+        summary = summed_up(summary.quality)
+        data = write_study(out, summary)
+    display.result(summary, _short(out))
+    if as_json:
+        sys.stdout.write(json.dumps(data) + "\n")
+    if failure is not None:
+        raise failure
+    if spec.verify and verified is not None and not verified.holds and not stop():
+        raise VerificationFailed(verified.broken or "", remedy=f"read {_short(out)}/logs/verify.log, and run it again")
+    if summary.recipe is None and not stop():
+        raise TooManyFailures(
+            "no configuration came through", remedy=f"see {_short(out)}/oom_report.md and {_short(out)}/logs"
+        )
+
+
+def _suite(
+    plan: RunPlan,
+    prober: WorkerProber,
+    store: "ProbeStore",
+    memory_gib: float,
+    display: Display,
+    stop: Stop,
+    *,
+    as_json: bool,
+) -> None:
+    """Probe the named configurations, and print them beside what was published."""
+    from autotune.cli.commands.catalogs import print_table
+    from autotune.cli.commands.suite import probe
+    from autotune.study.named_configs import COLUMNS
+
+    say = display.say
+    task, out = plan.setup.task, plan.out
+    told = probe(plan.spec, task, prober, store, out, memory_gib=memory_gib, say=say, should_stop=stop)
+    if as_json:
+        sys.stdout.write(json.dumps([one.data() for one in told]) + "\n")
+    elif not display.configs([one.data() for one in told]):
+        print_table(None, dict(COLUMNS), [one.cells() for one in told])
+        display.note(f"written: {_short(out)}/suite.md and suite.json")
+
+
+def _unused(name: str, url: str) -> str:
+    """`name`, or with the first number behind it that no study of this database has."""
+    from autotune.study.optimizer import study_names
+
+    taken = set(study_names(url))
+    return next(one for one in (name, *(f"{name}-{number}" for number in range(2, 10_000))) if one not in taken)
+
+
+def _memory(spec: StudySpec, target: Target, total_gib: float, display: Display) -> float:
+    """What the device offers, GiB: all of it less what others hold, what --memory-gib allows, or what another has."""
+    card = target.card
+    if card is None:
+        offered = round(total_gib * 0.8, 1)  # the host's other work needs some
+    else:
+        others = [process for process in card.processes if (process.used_gib or 0) > FOREIGN_GIB]
+        held = card.used_gib if card.used_gib > FOREIGN_GIB else 0.0
+        if held:
+            names = ", ".join(
+                f"{process.name or '?'} (pid {process.pid}, {fmt_gib(process.used_gib)})" for process in others
+            )
+            display.note(f"others hold {fmt_gib(held)} of this GPU: {names or 'no process is named'}", "yellow")
+        offered = round(total_gib - held, 2)
+    if target.cap_gib is not None:
+        if target.cap_gib > offered:
+            raise EnvironmentProblem(
+                f"{target.device.name} offers {fmt_gib(target.cap_gib)}, and {fmt_gib(offered)} are free here",
+                remedy="end what holds the GPU's memory, or run on another card",
+            )
+        offered = round(target.cap_gib, 2)
+    if spec.memory_gib is None:
+        return offered
+    if spec.memory_gib > offered and not spec.shallow_only:
+        raise UsageError(
+            f"--memory-gib {spec.memory_gib:g} is more than the {fmt_gib(offered)} there are",
+            remedy="give less, leave it out, or judge from a few layers of the model alone (--shallow-only)",
+        )
+    return spec.memory_gib
+
+
+@contextmanager
+def _alone(out: Path, study: str) -> Iterator[IO[str]]:
+    """Hold the study's lock; it goes with the process, however that ends."""
+    with (out / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UsageError(
+                f"study {study!r} is being run by process {file.read().strip() or '?'}",
+                remedy="wait for it, or give another name with --study",
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield file
+
+
+def _short(path: Path) -> str:
+    """Relative to here where that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

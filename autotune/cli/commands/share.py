@@ -1,0 +1,66 @@
+"""`autotune submit` and `autotune import`: what a study measured, for others; and what others measured, checked."""
+
+from datetime import date
+from pathlib import Path
+
+from autotune.cli.commands.plan import EVIDENCE
+from autotune.cli.commands.session import open_study, storage_url
+from autotune.core.errors import NothingFits, UsageError
+from autotune.core.files import write_atomic
+from autotune.core.probe_types import Evidence
+from autotune.core.units import fmt_count, fmt_gib
+from autotune.planning.observations import read_submission, store_submission, submission_of
+
+
+def submit(name: str | None, storage: str | None, out: Path | None) -> None:
+    """Write what others may know of a study: its winner and baseline, on which GPU, with which versions.
+
+    Raises:
+        UsageError: no such study, one of a GPU that the catalogue does not have, or of one that another stood in for.
+        NothingFits: it has no winner.
+        StorageError: the file cannot be written.
+    """
+    found = open_study(name, storage)
+    recipe = found.summary.recipe
+    if recipe is None:
+        raise NothingFits(
+            f"study {found.summary.study!r} has no configuration that came through",
+            remedy="let the study go on with `autotune run --study NAME`",
+        )
+    if recipe.winner.evidence is Evidence.PROJECTED:
+        raise UsageError(
+            f"its speeds are projected: nothing was measured on {recipe.device.name}",
+            remedy=f"run the study on {recipe.device.name} itself",
+        )
+    submission = submission_of(recipe, _measured_on(found.summary.study, storage))
+    path = out or found.out / "submission.json"
+    write_atomic(path, submission.text)
+    print(path)
+    print("It names GPU, model and versions, and no file, dataset, study or machine. Read it before you send it.")
+
+
+def import_(file: Path, evidence: Path | None) -> None:
+    """Check a submission and keep it as evidence.
+
+    Raises:
+        UsageError: anything in the file that a submission does not have.
+        StorageError: the directory cannot be written.
+    """
+    path, known = store_submission(file, evidence or EVIDENCE)
+    for one in read_submission(path):
+        model = one.model or f"a model of shape {one.model_digest}"
+        speed = f"{fmt_count(one.tokens_per_s)} tokens/s, {fmt_gib(one.peak_reserved_gib)}"
+        print(f"{one.device}  {model}  {one.config.label()}  {speed}  [{one.evidence}]")
+    print(f"{path} was here already: nothing changed" if known else path)
+
+
+def _measured_on(study: str, storage: str | None) -> str:
+    """The day of the study's last probe."""
+    from autotune.study.storage.probe_store import ProbeStore
+
+    store = ProbeStore(storage_url(storage))
+    try:
+        days = [row.result.started_at[:10] for row in store.of_study(study) if row.result.started_at]
+    finally:
+        store.close()
+    return max(days, default=date.today().isoformat())

@@ -1,0 +1,134 @@
+"""`autotune train`: starts the full run from a study's recipe, and says how far it is and what it has cost."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from autotune.cli.commands.session import open_study
+from autotune.cli.stop import Stop
+from autotune.core.errors import AutotuneError, Interrupted, NothingFits, UsageError
+from autotune.core.units import fmt_seconds, fmt_usd
+from autotune.export.clusters import PREEMPTED
+from autotune.export.run.train import Progress, Run
+from autotune.export.run.verify import TOLERANCE
+from autotune.report.study_directory import write_exports
+
+PLAIN_S = 30.0  # between two lines where there is no terminal
+STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes: the last where it did not train yet
+
+
+def command(
+    name: str | None,
+    storage: str | None,
+    *,
+    dataset: Path | None,
+    model: str | None,
+    random_weights: bool,
+    output: Path | None,
+    resume: bool,
+    max_steps: int | None,
+    as_json: bool = False,
+) -> None:
+    """Train with a study's winner, by its script, which is written beside what it saves.
+
+    Raises:
+        UsageError: no such study, no data, or a checkpoint is in the way.
+        Interrupted: stopped by a signal; the run can be continued from its checkpoint.
+        AutotuneError: the script failed.
+    """
+    found = open_study(name, storage)
+    recipe = found.summary.recipe
+    if recipe is None:
+        raise NothingFits(f"study {found.summary.study!r} has no winner", remedy="continue it with `autotune run`")
+    if recipe.trainer != "transformers":
+        from autotune.export.trl import command as trl
+
+        raise UsageError("the study was measured with TRL, which trains by itself", remedy=trl(recipe))
+    if (dataset is None) is not random_weights:
+        raise UsageError(
+            "give either --dataset FILE.jsonl to train on, or --random-weights to try the speed",
+            remedy="autotune train --dataset data.jsonl",
+        )
+    if dataset is not None and not dataset.is_file():
+        raise UsageError(f"there is no file {dataset}", remedy="name a .jsonl file")
+    # What only tries the speed leaves nothing, unless it is told where.
+    saves = output is not None or not random_weights
+    output = (output or found.out / ("trained" if saves else "tried")).absolute()
+    there = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
+    if there and not resume:
+        raise UsageError(f"{there[0]} is of an earlier run", remedy="go on with --resume, or name another --output-dir")
+    script = output / "export" / "train.py"
+    if not (resume and script.is_file()):  # what was begun is gone on with as it was, whoever wins by now
+        write_exports(output, found.summary, ["train"])
+    arguments = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
+    arguments += ["--output-dir", str(output) if saves else ""]
+    arguments += ["--model", model] if model else []
+    arguments += ["--resume"] if resume else []
+    arguments += ["--max-steps", str(max_steps)] if max_steps else []
+    run, shown = Run(recipe, script, output, arguments, fresh=not resume), Shown()
+    shown.say(f"training {recipe.winner.config.label()}; its log is {run.log}")
+    with Stop().listening() as stop, shown:
+        code, error = run.train(shown.progress, lambda: stop() and shown.stopping())
+    if code == 0:
+        kept = f"what was trained is in {output}" if saves else "nothing was kept"
+        shown.say(f"done: {shown.line}; {kept}")
+        if as_json:
+            sys.stdout.write((output / "training.json").read_text())
+        return
+    if code in STOPPED:
+        steps = [int(one.parent.name[11:]) for one in output.glob("checkpoint-*/trainer_state.json")]
+        raise Interrupted(
+            f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
+            remedy=f"go on with `autotune train {found.summary.study} --resume` and the same options",
+            exit_code=128 + stop.signal if stop.signal else PREEMPTED,
+        )
+    raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
+
+
+class Shown:
+    """The run's progress on stderr: a bar on a terminal, a line every half minute elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.line, self._told, self._warned, self._stopping = "", 0.0, False, False
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=self._console, transient=True)
+        self._task = self._bar.add_task("loading", total=None)
+
+    def __enter__(self) -> "Shown":
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def stopping(self) -> bool:
+        if not self._stopping:
+            self._stopping = True
+            self.say("stopping: the step is finished and a checkpoint saved; once more ends it at once")
+        return True
+
+    def progress(self, now: Progress) -> None:
+        loss = "" if now.loss is None else f", loss {now.loss:.4g}"
+        spent = "" if now.spent_usd is None else f", {fmt_usd(now.spent_usd)}"
+        projected = f"projected {fmt_seconds(now.projected_s)}"
+        projected += "" if now.projected_usd is None else f", {fmt_usd(now.projected_usd)}"
+        left = f"{fmt_seconds(now.left_s)} left, " if now.left_s else ""
+        self.line = f"step {now.step:,} of {now.of:,}{loss}, {fmt_seconds(now.trained_s)}{spent}; {left}{projected}"
+        if self._console.is_terminal:
+            self._bar.update(self._task, total=now.of, completed=now.step, description=self.line)
+        elif time.monotonic() - self._told >= PLAIN_S:
+            self._told = time.monotonic()
+            self.say(self.line)
+        if now.off is not None and abs(now.off) > TOLERANCE and not self._warned:
+            self._warned = True
+            how = "longer" if now.off > 0 else "less"
+            self.say(f"note: a step takes {abs(now.off):.0%} {how} than was measured (other rows, or a busy device)")

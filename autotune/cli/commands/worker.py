@@ -1,0 +1,259 @@
+"""`autotune worker`: takes part in a study that another process leads, on the GPU of this one."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from autotune.cli.commands.local import SEARCHING
+from autotune.cli.commands.run import FOREIGN_GIB
+from autotune.cli.commands.session import shared_url
+from autotune.cli.console import Display
+from autotune.cli.stop import Stop
+from autotune.core.errors import EnvironmentProblem, Interrupted, TooManyFailures, UsageError
+from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, Rung, from_data
+from autotune.core.process import die_with_parent
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_gib, parse_duration
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.setup import slug
+from autotune.problem.target import find_target
+from autotune.problem.task import Task
+from autotune.report.study_directory import prepare
+from autotune.study.node_health import NodeReading, apart
+from autotune.study.storage.coordinator import WORKED
+from autotune.study.summary import TrialRecord
+
+if TYPE_CHECKING:
+    from autotune.study.loop import Study
+    from autotune.study.storage.probe_store import ProbeStore, StoredProbe
+
+PREEMPTED = 75
+NODE_EVERY_S, LOOK_EVERY_S = 600.0, 2.0
+
+
+def command(
+    study: str,
+    storage: str | None,
+    *,
+    out: Path | None,
+    allow_mixed: bool,
+    parent: int | None,
+    quiet: bool,
+    wait: str | None = None,
+) -> None:
+    """Work on a study until whoever leads it has seen enough, or its limits are reached.
+
+    `wait` is how long to wait for a study that was not begun yet, such as 15m.
+
+    Raises:
+        UsageError: no such study, or a database that machines cannot share.
+        EnvironmentProblem: another kind of machine than the study's.
+        TooManyFailures: this node is not like the others, or its probes keep failing.
+        Interrupted: stopped by a signal; what was being probed is queued again. Exit 75 after SIGTERM.
+    """
+    if parent is not None:
+        die_with_parent(parent, number=signal.SIGTERM)
+    url = shared_url(storage)
+    facts = _begun(url, study, wait, quiet=quiet)
+    task = from_data(Task, facts["subject"])
+    device = _device(task, float(facts["asked"]["memory_gib"]))
+    # The one that leads wrote its directory down; on another host there is none of that name.
+    home = Path(facts["out"])
+    folder = (
+        out or (home if home.is_dir() else Path("runs") / slug(study)) / f"worker-{socket.gethostname()}-{os.getpid()}"
+    )
+    prepare(folder)
+    stop, budget_s = Stop(), float(facts["limits"]["budget_s"])
+    with (
+        stop.listening(),
+        WorkerProber(device, folder / "logs", should_stop=stop) as prober,
+        Display(budget_s=budget_s, quiet=quiet) as display,
+    ):
+        prober.launch()
+        with stop.ending():
+            _work(url, study, task, facts, prober, display, stop, folder, allow_mixed=allow_mixed)
+    if stop.signal is not None:
+        code = PREEMPTED if stop.signal == signal.SIGTERM else 128 + stop.signal
+        raise Interrupted("stopped; what was being probed is queued again", exit_code=code)
+
+
+def _begun(url: str, study: str, wait: str | None, *, quiet: bool) -> dict[str, Any]:
+    """What a study that was begun is about. Raises UsageError."""
+    from autotune.study.optimizer import stored_facts
+
+    try:
+        until = time.monotonic() + (parse_duration(wait) if wait else 0.0)
+    except ValueError as error:
+        raise UsageError(f"--wait: {error}", remedy="for example --wait 15m") from None
+    told = quiet
+    while (facts := stored_facts(url, study)) is None or "limits" not in facts:
+        if time.monotonic() >= until:
+            raise UsageError(
+                f"there is no study {study!r} in this database that could be joined",
+                remedy="start it with `autotune run --study NAME` and the same --storage, or --wait for it",
+            )
+        if not told:
+            print(f"waiting {wait} at most for study {study!r} to begin", file=sys.stderr)
+        told = True
+        time.sleep(LOOK_EVERY_S)
+    return facts
+
+
+def _work(
+    url: str,
+    name: str,
+    task: Task,
+    facts: dict[str, Any],
+    prober: WorkerProber,
+    display: Display,
+    stop: Stop,
+    folder: Path,
+    *,
+    allow_mixed: bool,
+) -> None:
+    from autotune.study.evaluator import Evaluator
+    from autotune.study.loop import Limits, Study
+    from autotune.study.optimizer import Optimizer
+    from autotune.study.storage.database import Outages, waiting_s
+    from autotune.study.storage.leases import Leases, Worker
+    from autotune.study.storage.probe_store import ProbeStore
+
+    display.say("starting the probe worker")
+    fingerprint, theirs = prober.fingerprint, from_data(Fingerprint, facts["fingerprint"])
+    if (differs := theirs.differences(fingerprint)) and not allow_mixed:
+        raise EnvironmentProblem(
+            f"this machine is not like the one that began the study: {'; '.join(differs)}",
+            remedy="workers of one study need the same GPU and the same packages (--allow-mixed to try nevertheless)",
+        )
+    asked = facts["asked"]
+
+    def request(config: TrainConfig) -> ProbeRequest:
+        return task.request(config, device=prober.device, **asked)
+
+    outages = Outages(partial(display.note, style="yellow"), stop, seconds=waiting_s(), reached=True)  # for `facts`
+    store = ProbeStore(url, spool=folder / "spool.jsonl", outages=outages)
+    evaluator = Evaluator(
+        prober,
+        store,
+        study=name,
+        logs=folder / "logs",
+        request=request,
+        model=task.kin,
+        shape=prober.describe(task.model.config),
+        shallow_only=bool(facts.get("shallow only")),
+    )
+    evaluator.learn_from_others()
+    me = Worker.here(fingerprint.device)
+    seed = int(asked["seed"]) + crc32(me.name.encode())
+    search = Optimizer.create(url, name, task.space, seed=seed, facts={}, outages=outages)
+    limits = Limits(**facts["limits"])
+    begun = time.monotonic()
+    started = begun - float(facts.get("wall_seconds", 0.0)) + float(facts.get("earlier_seconds", 0.0))
+    with Leases(url, name, me, outages=outages).joined() as coordinator:
+        study = Study(
+            task, search, evaluator, limits, started, say=display.say, should_stop=stop, coordinator=coordinator
+        )
+        study.resume(store.of_study(name))
+        node = Node(prober, store, study, request, timed=task.device.kind != "cpu", folder=folder)
+        if (reasons := node.look()) and not allow_mixed:
+            raise TooManyFailures(
+                f"this node is not like the others: {'; '.join(reasons)}",
+                remedy="see what else runs on it, its cooling and its clocks; --allow-mixed joins nevertheless",
+            )
+
+        def news() -> "list[StoredProbe]":
+            if node.is_due() and (reasons := node.look()):
+                told = f"this node is not like the others any more: {'; '.join(reasons)}"
+                if not allow_mixed:
+                    raise TooManyFailures(told, remedy="see what else runs on it, its cooling and its clocks")
+                display.note(told, "yellow")
+            return store.news(name)
+
+        own: list[TrialRecord] = []
+
+        def on_trial(row: TrialRecord) -> None:
+            own.append(row)
+            search.remember(f"{WORKED}{me.name}", time.monotonic() - begun)
+            display.trial(row)
+
+        study.news, study.on_trial = news, on_trial
+        study.work(lambda: search.remembered("phase") != SEARCHING)
+        search.remember(f"{WORKED}{me.name}", time.monotonic() - begun)
+        display.note(f"{len(own)} trials of study {name} were done here")
+
+
+class Node:
+    """This node's readings of the baseline, beside those of the others. They are stored, and are no results."""
+
+    def __init__(
+        self,
+        prober: WorkerProber,
+        store: "ProbeStore",
+        study: "Study",
+        request: Callable[[TrainConfig], ProbeRequest],
+        *,
+        timed: bool,
+        folder: Path,
+    ) -> None:
+        self._prober, self._store, self._study, self._request = prober, store, study, request
+        self._timed, self._log = timed, folder / "logs" / "node.log"
+        self._next = time.monotonic() + NODE_EVERY_S
+        self._joined = False
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def look(self) -> list[str]:
+        """Measure the baseline, and say in what this node is apart. Nothing where there is no baseline to measure."""
+        self._next = time.monotonic() + NODE_EVERY_S
+        selection, name = self._study.selection, self._study.task.study
+        baseline = selection.baseline()
+        if baseline is None or baseline.digest not in selection.measured:
+            return []
+        others = [NodeReading.of(selection.measured[baseline.digest])]  # of the one that leads, or whoever was first
+        others += [
+            NodeReading.of(row.result.measurement)
+            for row in self._store.of_study(name)
+            if row.result.rung is Rung.NODE and row.result.measurement is not None and not row.result.notes
+        ]
+        result = self._prober.probe(replace(self._request(baseline), rung=Rung.NODE, min_timed_s=2.0), self._log)
+        if result.outcome is not Outcome.OK or result.measurement is None:
+            reasons = [f"the baseline does not come through here: {result.reason or result.outcome}"]
+        else:
+            # A card that has worked is warmer than those that had not when they were read.
+            own = NodeReading.of(result.measurement)
+            own = replace(own, temperature_c=None) if self._joined else own
+            reasons = apart(own, others, timed=self._timed)
+        self._joined = True
+        result = replace(result, notes=tuple(reasons))
+        self._store.add(name, None, result, self._prober.fingerprint, model=self._study.task.kin)
+        return reasons
+
+
+def _device(task: Task, memory_gib: float) -> str:
+    """ "cpu" or "cuda". Raises EnvironmentProblem where the GPU here is another than the study's, or is not free."""
+    probed_on = task.measured_on or task.device
+    if probed_on.kind == "cpu":
+        return "cpu"
+    here = find_target("auto")
+    if here.device.name != probed_on.name:
+        raise EnvironmentProblem(
+            f"the study is probed on {probed_on.name}, here is {here.device.name}",
+            remedy="GPUs of different models never share a study: begin another one on this card",
+        )
+    assert here.card is not None
+    free_gib = here.card.memory_gib - here.card.used_gib
+    if free_gib < memory_gib - FOREIGN_GIB:
+        raise EnvironmentProblem(
+            f"the study uses {fmt_gib(memory_gib)} of each card, and {fmt_gib(free_gib)} of this one are free",
+            remedy="end what holds this GPU's memory",
+        )
+    return "cuda"

@@ -1,0 +1,291 @@
+"""What `autotune run` shows while it works, on stderr: rich lines on a terminal, plain ones elsewhere."""
+
+import json
+import shlex
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+from autotune.catalog import age
+from autotune.core.probe_types import Evidence, Outcome, Rung, to_data
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.problem.run_cost import CostProjection
+from autotune.problem.setup import Setup
+from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord, summary_data
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+PLAIN_S = 30.0
+_STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
+
+
+def _evidence(one: Candidate) -> str:
+    if one.evidence is one.memory_evidence:
+        return one.evidence
+    return f"speed {one.evidence}, memory {one.memory_evidence}"
+
+
+class Display(AbstractContextManager["Display"]):
+    """One run's output. `quiet` shows only warnings and errors, `events` prints a JSON line on stdout for each event.
+
+    Without a terminal a line says every half minute how far it is.
+    """
+
+    def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
+        from rich.console import Console
+
+        tty = sys.stderr.isatty()
+        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
+        self._status: Any = self._console.status("") if tty and not quiet else None
+        self._budget_s, self._events = budget_s, events
+        self._started = time.monotonic()
+        self._best: TrialRecord | None = None
+        self._doing, self._headed = "starting", False
+        self._usd_per_hour: float | None = None
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "Display":
+        if self._status is not None:
+            self._status.update(_Live(self._header))
+            self._status.start()
+        else:
+            threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._status is not None:
+            self._status.stop()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(PLAIN_S):
+            self._print(self._header(), "dim")
+
+    def _event(self, kind: str, **facts: Any) -> None:
+        if self._events:
+            about = {"event": kind, "seconds": round(time.monotonic() - self._started, 3)}
+            sys.stdout.write(json.dumps(about | facts) + "\n")
+            sys.stdout.flush()
+
+    def say(self, text: str) -> None:
+        """A step that takes a while: shown at the spinner on a terminal, as a line elsewhere."""
+        self._event("step", text=text)
+        self._doing = text
+        if self._status is None:
+            self._print(text)
+
+    def note(self, text: str, style: str | None = None) -> None:
+        """A line that stays."""
+        self._event("note", text=text)
+        self._print(text, style)
+
+    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
+        """What is about to happen, before any GPU time is spent."""
+        task, workload = setup.task, setup.task.workload
+        space, price, device = task.space, task.search_price, task.device
+        here = f", by {task.measured_on.name} under a cap" if task.measured_on else ""
+        examples = f"{workload.examples:,} examples" + (" (assumed)" if workload.examples_assumed else "")
+        passes = "1 epoch" if workload.epochs == 1 else f"{workload.epochs} epochs"
+        budget = fmt_seconds(self._budget_s) + (f" or {trials} trials in all" if trials else "")
+        if price is None:
+            cost = "no price is known for this device (--price USD_PER_HOUR)"
+        else:
+            self._usd_per_hour = price.usd_per_hour * workers
+            spent = self._budget_s / 3600 * self._usd_per_hour
+            cost = (
+                f"{fmt_usd(price.usd_per_hour)}/h ({price.provider}, {age(price.as_of, date.today())}); "
+                f"the search itself costs about {fmt_usd(spent)}"
+            )
+        lines = {
+            "study": task.study,
+            "model": f"{task.model.name}, " + ("local weights" if task.model.weights else "random weights"),
+            "device": f"{device.name}{here}, {fmt_gib(fits_gib)} before headroom and context",
+            "workload": f"{examples}, {passes}, global batch {workload.global_batch} examples",
+            "lengths": str(workload.lengths),
+            "space": f"{space.name}: {space.size():,} configurations",
+            "baseline": task.baselines()[0].label(),
+            "budget": budget,
+            "price": cost,
+        }
+        left_out = [str(removal) for removal in setup.removals]
+        self._event("plan", **lines, left_out=left_out, warnings=list(setup.warnings))
+        for name, text in lines.items():
+            self._fact(name, text)
+        for place, removal in enumerate(left_out):
+            self._fact("" if place else "left out", removal, "dim")
+        for warning in setup.warnings:
+            self._fact("warning", warning, "yellow")
+
+    def trial(self, row: TrialRecord) -> None:
+        """One line for a finished trial: what it came to, then what it was and what there is to say of it."""
+        self._event("trial", **to_data(row))
+        if row.outcome is Outcome.OK and row.tokens_per_second is not None:
+            best = self._best.tokens_per_second if self._best else None
+            if best is None or row.tokens_per_second > best:
+                self._best = row
+        if not self._headed:
+            self._headed = True
+            self._print(f"\n{'trial':>5}  {'tok/s':>7}  {'GiB':>5}  outcome  configuration", "dim")
+        verdict = "best" if row is self._best else row.outcome.value
+        need = row.peak_reserved_gib
+        if need is None and row.margin is not None and row.limit_gib is not None:
+            need = row.limit_gib * (1 + row.margin)
+        gib = fmt_gib(need).removesuffix(" GiB")
+        start = f"{row.number:>5}  {fmt_count(row.tokens_per_second):>7}  {gib:>5}  {verdict:<7}  "
+        told = "; ".join(_details(row))
+        self._hang(start, row.config.label() + (f": {told}" if told else ""), _STYLES.get(row.outcome, "red"))
+        self._doing = "searching"
+
+    def result(self, summary: StudySummary, out_dir: str) -> None:
+        """The winner against the baseline, what it will cost, where the files are and what to do next."""
+        self._event("result", **summary_data(summary, out_dir))
+        recipe = summary.recipe
+        if recipe is None:
+            self._print("no configuration came through", "red")
+            return
+        winner, baseline = recipe.winner, recipe.baseline
+        self._print("")
+        self._fact("winner", winner.config.label(), "bold green")
+        self._fact("", recipe.reason)
+        self._print("")
+        for line in _side_by_side([("winner", winner), *([("baseline", baseline)] if baseline else [])]):
+            self._print(line)
+        self._print("")
+        if baseline is None:
+            self._fact("baseline", "none was measured: it did not fit, or failed")
+        if recipe.speedup is not None:
+            self._fact("speed-up", f"{recipe.speedup:.2f} times the baseline", "bold")
+        self._fact("evidence", _evidence(winner))
+        self._fact("full run", _cost(winner.cost))
+        self._fact("numerics", recipe.numerics)
+        for place, price in enumerate(recipe.prices()):
+            self._fact("" if place else "trade", price)
+        for text in summary.verification.said() if summary.verification else ():
+            self._fact("verified", text)
+        for each in summary.quality.ranked() if summary.quality else ():
+            self._fact("learned", f"{each.config.label()}: {each.told()}")
+        for caveat in (*recipe.caveats, *summary.notes):
+            self._fact("note", caveat, "yellow")
+        self._fact("files", out_dir)
+        self._next(summary, recipe, out_dir)
+
+    def _next(self, summary: StudySummary, recipe: Recipe, out_dir: str) -> None:
+        """What to do now: commands are never broken, so that they can be copied."""
+        launch = f"bash {shlex.quote(f'{out_dir}/export/launch.sh')}"
+        steps = {}
+        if recipe.trainer == "trl":
+            from autotune.export.trl import command
+
+            steps[f"name your dataset in {out_dir}/export/trl_sft.yaml, then run the full run there"] = (
+                f"cd {shlex.quote(out_dir)}/export && {command(recipe)}"
+            )
+        else:
+            steps["try the exported run"] = f"{launch} --random-weights --max-steps 5"
+            if recipe.model.weights or "/" in recipe.model.name:
+                steps["start the full run"] = f"{launch} --dataset data.jsonl"
+        steps["ask why it won"] = f"autotune explain {shlex.quote(summary.study)}"
+        steps["read the report"] = f"open {shlex.quote(out_dir + '/report.html')}"
+        for place, (why, what) in enumerate(steps.items()):
+            self._fact("" if place else "next", f"{why}:")
+            self._console.print(f"{'':>9}    {what}", style="cyan", markup=False, emoji=False, soft_wrap=True)
+
+    def configs(self, told: list[dict[str, Any]]) -> bool:
+        """What a suite came to, where events are printed, instead of a table. Returns whether they are."""
+        self._event("result", configs=told)
+        return self._events
+
+    def _header(self) -> str:
+        """How far it is, then what is being done: a narrow terminal cuts off the end."""
+        elapsed = time.monotonic() - self._started
+        best = f", best {fmt_count(self._best.tokens_per_second)} tokens/s" if self._best else ""
+        gone, remaining = _clock(elapsed), self._budget_s - elapsed
+        if self._usd_per_hour is not None:
+            gone += f" and ${elapsed / 3600 * self._usd_per_hour:.2f}"
+        left = f", {_clock(remaining)} left" if remaining > 0 else ""  # a verification is outside the budget
+        return f"{gone} gone{left}{best}: {self._doing}"
+
+    def _fact(self, name: str, text: str, style: str | None = None) -> None:
+        """A named line of the plan or the result."""
+        self._hang(f"{name:>9}  ", text, style, start_style="dim")
+
+    def _hang(self, start: str, text: str, style: str | None, *, start_style: str | None = None) -> None:
+        """A line that goes on below its own text where a terminal is too narrow."""
+        from rich.text import Text
+
+        if self._status is not None:
+            width = max(self._console.width - len(start), 30)
+            lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+            text = ("\n" + " " * len(start)).join(lines)
+        parts = Text.assemble((start, start_style or style or ""), (text, style or ""))
+        self._console.print(parts, emoji=False, soft_wrap=True)
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, emoji=False)
+
+
+class _Live:
+    """The spinner's text, made anew whenever the terminal is drawn."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        self._text = text
+
+    def __rich__(self) -> "Text":
+        from rich.text import Text
+
+        return Text(self._text(), no_wrap=True, overflow="ellipsis")
+
+
+def _clock(seconds: float) -> str:
+    """75 -> '1:15'."""
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02}"
+
+
+def _details(row: TrialRecord) -> list[str]:
+    """What a trial's line adds to its numbers."""
+    told = []
+    if row.outcome is Outcome.OOM and row.margin is not None:
+        told.append(f"over by {row.margin:.1%}" + (f" in {row.oom.phase}" if row.oom else ""))
+    elif row.outcome is not Outcome.REFUSED and row.reason:
+        told.append(row.reason)
+    if row.evidence is Evidence.EXTRAPOLATED and row.rung is Rung.SHALLOW:
+        told.append("extrapolated")
+    return told + ["known"] * row.reused
+
+
+def _side_by_side(rows: list[tuple[str, Candidate]]) -> list[str]:
+    """A table of what was found, one candidate a line."""
+    table = [("", "tokens/s", "step", "peak", "limit", "MFU", "full run", "USD")]
+    for name, one in rows:
+        speed, memory, cost = one.performance, one.measurement, one.cost
+        table.append(
+            (
+                name,
+                fmt_count(speed.tokens_per_second),
+                fmt_seconds(speed.step_time_s),
+                fmt_gib(memory.peak_reserved_gib),
+                fmt_gib(memory.limit_gib),
+                DASH if speed.mfu is None else f"{speed.mfu:.0%}",
+                fmt_seconds(cost.full_run_hours * 3600),
+                fmt_usd(cost.full_run_usd),
+            )
+        )
+    widths = [max(9 if not place else 0, *map(len, column)) for place, column in enumerate(zip(*table, strict=True))]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
+
+
+def _cost(cost: CostProjection) -> str:
+    """The winner's full run: within what it lies, and what it takes beside time."""
+    low, high = cost.interval_hours
+    text = f"{fmt_seconds(low * 3600)} to {fmt_seconds(high * 3600)}"
+    text += "" if cost.startup_s is None else f" after about {fmt_seconds(cost.startup_s)} to start"
+    if cost.interval_usd is not None:
+        text += f", {' to '.join(map(fmt_usd, cost.interval_usd))}"
+        text += f", {fmt_usd(cost.cost_per_1000_samples_usd)} per 1,000 samples"
+    return text + ("" if cost.kwh is None else f", {cost.kwh:.3g} kWh")

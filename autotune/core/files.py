@@ -1,0 +1,141 @@
+"""Reading users' YAML with line numbers, and writing files whole or not at all."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autotune.core.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+M = TypeVar("M", bound="BaseModel")
+
+MAX_VALUES = 10_000  # of a user's file, its aliases written out; the shipped ones have fewer than a hundred
+
+
+def load_yaml(text: str) -> Any:
+    """Safe-load one YAML document; libyaml's parser is used where it was built in (ten times faster).
+
+    Raises yaml.YAMLError, RecursionError, and ValueError of a number or date that cannot be.
+    """
+    import yaml
+
+    try:
+        # CSafeLoader is SafeLoader over libyaml: the same restricted set of types.
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
+    except (AttributeError, IndexError, KeyError, TypeError):  # PyYAML's own, of tags such as `!!bool maybe`
+        raise yaml.YAMLError("a value is not of its tag") from None
+
+
+def read_user_yaml(path: Path, model: type[M]) -> M:
+    """Read a YAML file that a person wrote and validate it.
+
+    Raises:
+        UsageError: unreadable, not YAML, or not of the model's form; the line is named.
+    """
+    import yaml
+    from pydantic import ValidationError
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read {path}: {reason}", remedy="check the path") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None and _num_values(node, {}) > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values, with its aliases written out")
+        data = load_yaml(text)
+    except RecursionError:
+        raise UsageError(f"{path}: not valid YAML: nested too deeply", remedy="check the file") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UsageError(f"{path}:{line}: not valid YAML: {error.reason}", remedy="fix that line") from None
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UsageError(
+            f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}",
+            remedy="fix the syntax at that line",
+        ) from None
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        problems = []
+        for item in error.errors()[:5]:
+            message = item["msg"].removeprefix("Value error, ")
+            # A check of the whole begins with the name of the key it found wrong.
+            line = _line_of(node, item["loc"] or (message.partition(" ")[0],))
+            where = ".".join(str(part) for part in item["loc"]) or "the file"
+            problems.append(f"{path}:{line}: {where}: {message}")
+        raise UsageError("\n".join(problems), remedy="correct the line named above") from None
+
+
+def _num_values(node: Any, known: dict[int, int]) -> int:
+    """How many values a YAML tree has once its aliases are written out. Raises YAMLError if a key stands twice."""
+    import yaml
+
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = MAX_VALUES  # whoever is met again while it is being counted holds itself
+    children = []
+    if isinstance(node, yaml.MappingNode):
+        names = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if (key.tag, key.value) in names:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
+                names.add((key.tag, key.value))
+            children += [key, value]
+    elif isinstance(node, yaml.SequenceNode):
+        children = node.value
+    known[id(node)] = 1 + sum(_num_values(child, known) for child in children)
+    return known[id(node)]
+
+
+def _line_of(node: Any, loc: tuple[int | str, ...]) -> int:
+    """The 1-based line of the deepest part of `loc` that exists in the composed YAML tree."""
+    line = 1 if node is None else node.start_mark.line + 1
+    for part in loc:
+        children = getattr(node, "value", None)
+        if not isinstance(children, list):
+            break
+        if node.id == "mapping":
+            found = next(((key, value) for key, value in children if key.value == str(part)), None)
+        else:
+            found = (children[part],) * 2 if isinstance(part, int) and part < len(children) else None
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError on `path` into a StorageError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}",
+            remedy="choose another directory with --out, or free some space",
+        ) from None
+
+
+def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
+    """Write `text` to `path` by rename, so that a reader or a crash never sees half a file."""
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o755 if executable else 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise

@@ -1,0 +1,186 @@
+"""What NVIDIA GPUs are here, by NVML and without torch: memory and who holds it, clocks, power, throttling.
+
+Reads only; no setting of a card is ever changed. What a driver does not tell is None.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from autotune.core.units import gib
+
+T = TypeVar("T")
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons. A power cap is normal on small cards; the others are not.
+THROTTLE_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slow-down",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "hardware power brake",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process that holds memory of a card."""
+
+    pid: int
+    name: str | None
+    used_gib: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuInfo:
+    """One card as NVML prints it."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_gib: float
+    used_gib: float
+    compute_capability: str | None
+    driver: str | None
+    processes: tuple[GpuProcess, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One reading of a card's sensors."""
+
+    utilization: float | None = None
+    power_w: float | None = None
+    energy_j: float | None = None  # counter since the driver was loaded
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
+
+
+class Nvml:
+    """One card, opened by UUID or index. Use `open`; a machine without driver gives None."""
+
+    def __init__(self, handle: Any, driver: str | None) -> None:
+        self._handle = handle
+        self.driver = driver
+
+    @classmethod
+    def open(cls, card: int | str | None = None) -> "Nvml | None":
+        """The card with this index or UUID (with or without its 'GPU-' prefix); the first visible one by default."""
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            if card is None:
+                card = first_visible()
+            if isinstance(card, int):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(card)
+            else:
+                uuid = str(card)
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+            return cls(handle, _quiet(pynvml.nvmlSystemGetDriverVersion))
+        except (pynvml.NVMLError, OSError):
+            return None
+
+    def info(self, index: int = 0) -> GpuInfo:
+        import pynvml
+
+        # The second version of this call keeps what the driver reserves for itself apart from what is in use.
+        memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle, version=pynvml.nvmlMemory_v2)
+        capability = _quiet(lambda: pynvml.nvmlDeviceGetCudaComputeCapability(self._handle))
+        return GpuInfo(
+            index=index,
+            uuid=pynvml.nvmlDeviceGetUUID(self._handle),
+            name=pynvml.nvmlDeviceGetName(self._handle),
+            memory_gib=gib(memory.total),
+            used_gib=gib(memory.used),
+            compute_capability=None if capability is None else "{}.{}".format(*capability),
+            driver=self.driver,
+            processes=tuple(self._processes()),
+        )
+
+    def used_by_process_gib(self, pid: int) -> float | None:
+        """Memory one process holds; None where the driver does not tell (containers with their own process numbers)."""
+        return next((process.used_gib for process in self._processes() if process.pid == pid), None)
+
+    def uncorrected_errors(self) -> int | None:
+        """Of the card's memory, since the driver was loaded; None where it does not check (ECC)."""
+        import pynvml
+
+        kinds = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        return _quiet(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(self._handle, *kinds)))
+
+    def sample(self) -> Sample:
+        import pynvml
+
+        handle = self._handle
+        rates = _quiet(lambda: pynvml.nvmlDeviceGetUtilizationRates(handle))
+        power = _quiet(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
+        energy = _quiet(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        bits = _quiet(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
+        return Sample(
+            utilization=None if rates is None else rates.gpu / 100,
+            power_w=None if power is None else power / 1000,
+            energy_j=None if energy is None else energy / 1000,
+            temperature_c=_quiet(lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+            sm_clock_mhz=_quiet(lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+            throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit),
+        )
+
+    def _processes(self) -> list[GpuProcess]:
+        import psutil
+        import pynvml
+
+        found = []
+        for process in _quiet(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)) or []:
+            name = None
+            with suppress(psutil.Error):
+                name = psutil.Process(process.pid).name()
+            used = process.usedGpuMemory
+            found.append(GpuProcess(pid=process.pid, name=name, used_gib=None if used is None else gib(used)))
+        return found
+
+
+def list_gpus() -> list[GpuInfo]:
+    """Every NVIDIA card of this machine; empty where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+    except (pynvml.NVMLError, OSError):
+        return []
+    cards = [(index, Nvml.open(index)) for index in range(count)]
+    return [card.info(index) for index, card in cards if card is not None]
+
+
+def visible() -> list[int | str]:
+    """The cards CUDA would use, in its order, by index or UUID."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [card.index for card in list_gpus()]
+    names = [name.strip() for name in named.split(",")]
+    return [int(name) if name.isdecimal() else name for name in names if name and name != "-1"]
+
+
+def first_visible() -> int | str:
+    """The card CUDA would call device 0: the first of CUDA_VISIBLE_DEVICES (an index or a UUID), or card 0.
+
+    No card has the name "" that an empty variable gives: it hides them all, and so does -1.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return 0
+    first = visible.split(",")[0].strip()
+    return int(first) if first.isdecimal() else first
+
+
+def _quiet(read: Callable[[], T]) -> T | None:
+    """The value, or None where the driver has none to give."""
+    import pynvml
+
+    try:
+        return read()
+    except (pynvml.NVMLError, AttributeError):
+        return None

@@ -1,0 +1,290 @@
+"""What a probe is asked and what it answers: values that cross the process boundary and rest in the database as JSON.
+
+A failed probe is a ProbeResult too. GiB is 2**30 bytes, seconds are wall or device-event seconds, None is "unknown".
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from autotune.core.train_config import TrainConfig, digest_of
+
+SCHEMA_VERSION = 1
+PROBE_VERSION = 3  # raised whenever a probe comes to measure something else; stored ones are then measured again
+T = TypeVar("T")
+_adapters: dict[type[Any], Any] = {}  # made once: it takes milliseconds
+
+
+class Outcome(StrEnum):
+    OK = "ok"
+    OOM = "oom"
+    REFUSED = "refused"  # predicted not to fit, nothing was launched
+    SLOW = "slow"  # pruned: cannot become the best
+    TIMEOUT = "timeout"
+    NUMERICS = "numerics"  # loss not finite, exactly 0, or with real weights too far from the reference's
+    CRASH = "crash"
+
+
+class Rung(StrEnum):
+    GATE = "gate"
+    SHALLOW = "shallow"
+    FULL = "full"
+    CONFIRM = "confirm"
+    REFERENCE = "reference"  # only what others' losses are compared with
+    NODE = "node"  # only whether a worker's node is like the others
+
+
+class Phase(StrEnum):
+    START = "start"  # worker start, imports
+    LOAD = "load"  # build the model, attach adapters
+    FIRST_STEP = "first_step"  # warm-up steps, compilation
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    STEADY = "steady"  # timed steps as a whole
+    EVALUATE = "evaluate"
+    SAVE = "save"
+    CLEANUP = "cleanup"
+
+
+class Evidence(StrEnum):
+    MEASURED = "measured"  # this GPU, full depth
+    EXTRAPOLATED = "extrapolated"  # this GPU, truncated depth
+    PROJECTED = "projected"  # another GPU
+    ESTIMATED = "estimated"  # a formula
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """How a model's decoder layers repeat: `prefix` layers of their own, then the same `period` layers over and over.
+
+    `period` is None where nothing repeats. `unquantized` is the share of all parameters that stand in the layers but in
+    no linear module, such as the fused experts of a mixture: quantisation does not touch them. `untrained` is the part
+    of it that adapters on every linear layer leave out; where PEFT reaches the others, it does so by
+    `parametrized` weights, which cannot be compiled. `plain_head` is whether the logits are what the head returns,
+    neither capped nor scaled, `liger` whether Liger has kernels for it.
+    """
+
+    num_layers: int
+    prefix: int
+    period: int | None
+    unquantized: float = 0.0
+    untrained: float = 0.0
+    parametrized: bool = False
+    plain_head: bool = False
+    liger: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """One probe.
+
+    `model` is the transformers config as plain data; `weights` a local directory with safetensors, or None for random
+    weights. `micro_steps` is the number of micro batches in each probed optimizer step (2 whenever the full run
+    accumulates at all, since gradients that stay alive raise the second one's peak). Whole steps are timed, for at
+    least `min_timed_s` and `min_timed_micros` micro batches; with `evaluate` one evaluation batch and one adapter save
+    follow, since full runs die there. `memory_gib` is what the device offers in all; `headroom` the fraction of it that
+    must stay free. `depth` is None for the whole model. `rows` has the lengths of the examples in rows to train on, in
+    turn; what they leave of `seq_len` is padding. Without them rows are full.
+    """
+
+    config: TrainConfig
+    model: dict[str, Any]
+    weights: str | None = None
+    device: str = "cuda"
+    micro_steps: int = 2
+    memory_gib: float
+    headroom: float = 0.05
+    rung: Rung = Rung.FULL
+    depth: int | None = None
+    trainer: str = "transformers"
+    num_gpus: int = 1
+    strategy: str = "none"
+    min_timed_micros: int = 2
+    max_timed_steps: int = 40
+    min_timed_s: float = 1.0
+    evaluate: bool = False
+    seed: int = 0
+    rows: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """What must be equal for a stored result to answer this request on the same fingerprint."""
+        return digest_of(
+            {
+                "config": self.config.as_dict(),
+                "model": self.model,
+                # Of real weights the losses are looked at, and which they are hangs on both.
+                "weights": self.weights is not None and [self.weights, self.seed],
+                "device": self.device,
+                "micro_steps": self.micro_steps,
+                "memory_gib": round(self.memory_gib, 3),
+                "headroom": self.headroom,
+                "depth": self.depth,
+                "trainer": self.trainer,
+                "num_gpus": self.num_gpus,
+                "strategy": self.strategy,
+                "rows": self.rows,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """The circumstances that a measurement holds for. Compared by digest; shown field by field."""
+
+    device: str
+    compute_capability: str | None
+    device_memory_gib: float
+    driver: str | None
+    cuda: str | None
+    python: str
+    packages: dict[str, str]
+    allocator: str
+    threads: int | None = None  # CPU only
+    probe: int = 1  # `PROBE_VERSION` of what measured
+
+    @property
+    def digest(self) -> str:
+        return digest_of(to_data(self))
+
+    def differences(self, other: "Fingerprint") -> list[str]:
+        """'torch: 2.11.0 then, 2.13.0 now' for each field in which `other` (now) differs from this one (then)."""
+        then, now = _flat(to_data(self)), _flat(to_data(other))
+        return [
+            f"{key}: {then.get(key)} then, {now.get(key)} now"
+            for key in sorted(then | now)
+            if then.get(key) != now.get(key)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Telemetry:
+    """Means over the timed steps, read by NVML from the parent process; None where the driver does not tell."""
+
+    utilization: float | None = None  # 0 to 1: share of time in which a kernel ran
+    power_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    num_samples: int = 0
+
+    @property
+    def slowed_by(self) -> tuple[str, ...]:
+        """Heat, or the hardware; a power cap is how small cards run."""
+        return tuple(reason for reason in self.throttle_reasons if reason != "power cap")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Raw times and peaks of one probe on one rank.
+
+    `step_s` is start to start of whole probed optimizer steps; `micro_step_s` of each of their micro batches (the whole
+    step where there is a single one); `rest_s` what each step takes beyond its micro batches: clipping, optimizer,
+    logging. `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is
+    finer: it parts the backward pass where its peak may move from one place to another as depth grows. `host_micro_s`
+    is what the host alone takes to issue a micro batch: where it is as long as the device takes, the host is the
+    bottleneck. `time_error` is the relative error that extrapolated times may have, 0 where they were measured.
+    """
+
+    step_s: tuple[float, ...]
+    micro_step_s: tuple[float, ...]
+    rest_s: tuple[float, ...]
+    micro_steps: int
+    phase_s: dict[Phase, float]
+    phase_peak_gib: dict[Phase, float]
+    segment_peak_gib: dict[str, float] = field(default_factory=dict)
+    host_micro_s: float | None = None
+    time_error: float = 0.0
+    model_gib: float  # resident base weights
+    adapters_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    peak_allocated_gib: float
+    peak_reserved_gib: float  # what must fit under limit_gib
+    limit_gib: float  # usable memory less context, headroom and managed memory
+    context_gib: float
+    managed_gib: float = 0.0  # paged optimizer state, which torch does not count
+    alloc_retries: int = 0
+    loss_first: float
+    loss_last: float
+    losses: tuple[float, ...] = ()  # of the first micro batches
+    trainable_params: int
+    total_params: int
+    telemetry: Telemetry | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomDetail:
+    """Where memory ran out and what held it then. `terms_gib` names the parts, which sum to `allocated_gib`."""
+
+    phase: Phase
+    requested_gib: float | None
+    allocated_gib: float
+    reserved_gib: float
+    limit_gib: float
+    terms_gib: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def need_gib(self) -> float:
+        """What was needed at least: the request that failed is part of it."""
+        return max(self.allocated_gib + (self.requested_gib or 0.0), self.reserved_gib)
+
+    @property
+    def margin(self) -> float:
+        """Need / limit - 1, always positive."""
+        if self.limit_gib <= 0:  # the context alone is more than what was allowed
+            return 1.0
+        return max(self.need_gib / self.limit_gib - 1.0, 1e-3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """The answer to one request. `seconds` says where its wall time went (load, first_step, steady, cleanup, total)."""
+
+    request_digest: str
+    config: TrainConfig
+    rung: Rung
+    outcome: Outcome
+    evidence: Evidence = Evidence.MEASURED
+    depth: int | None = None
+    phase: Phase | None = None  # where it failed
+    reason: str | None = None  # why it failed, in words
+    oom: OomDetail | None = None
+    measurement: Measurement | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    warm: bool = False  # the worker had already served a probe
+    notes: tuple[str, ...] = ()
+    log: str | None = None
+    started_at: str | None = None  # ISO 8601, UTC
+    schema_version: int = SCHEMA_VERSION
+
+
+def _adapter(kind: type[Any]) -> Any:
+    from pydantic import TypeAdapter
+
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+def to_data(value: Any) -> Any:
+    """A value of this module as plain JSON-able data."""
+    return _adapter(type(value)).dump_python(value, mode="json")
+
+
+def from_data(kind: type[T], data: Any) -> T:
+    """The inverse of `to_data`. Raises pydantic.ValidationError on data of another form."""
+    value: T = _adapter(kind).validate_python(data)
+    return value
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,96 @@
+"""What several exporters need: lines for a header comment, and the values that follow from a recipe."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.study.summary import Recipe
+
+# torch 2.9 renamed the variable to PYTORCH_ALLOC_CONF and still reads this name, the only one that older ones know.
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR = "expandable_segments:True"
+# One GPU, counted as nvidia-smi does: of several that they see Trainer splits each batch, and TRL refuses to run.
+ENVIRONMENT = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
+
+# Not its losses: which one there is is a knob of its own. The same as `probe.trainer.LIGER`, without torch.
+LIGER = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+WARMUP_SHARE = 0.03
+SAVE_EVERY_S = 1800.0
+
+
+def one_line(text: str) -> str:
+    """`text` fit for a comment: one line of printable characters, since study and model names are anybody's."""
+    return "".join(char if char.isprintable() else " " for char in text).rstrip()
+
+
+def comment(lines: Iterable[str]) -> str:
+    """The lines as a `#` comment, which YAML, Python and bash share; ends without a newline."""
+    return "\n".join(f"# {one_line(line)}".rstrip() for line in lines)
+
+
+def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]]) -> str:
+    """YAML below a comment, its keys in sections of which each may have a note; what is empty is left out."""
+    import yaml
+
+    text = comment(head) + "\n"
+    for note, values in sections:
+        if values:
+            text += "\n" + (f"{comment([note])}\n" if note else "") + yaml.safe_dump(values, sort_keys=False, width=120)
+    return text
+
+
+def facts(recipe: Recipe) -> list[str]:
+    """What the file is, what to expect of it and where that was measured: six lines, in pairs."""
+    winner, cost, workload = recipe.winner, recipe.winner.cost, recipe.workload
+    memory, fingerprint = winner.measurement, recipe.fingerprint
+    low, high = (fmt_seconds(3600 * hours) for hours in cost.interval_hours)
+    machine = [fingerprint.device]
+    machine += [f"driver {fingerprint.driver}"] if fingerprint.driver else []
+    machine += [f"CUDA {fingerprint.cuda}"] if fingerprint.cuda else []
+    packages = [f"{name} {version}" for name, version in sorted(fingerprint.packages.items())]
+    return [
+        f"autotune study {recipe.study}: {recipe.model.name} on {recipe.device.name}",
+        f"Configuration: {winner.config.label()}, {recipe.accumulation} micro batches a step",
+        f"Expect ({winner.evidence.value}): {fmt_seconds(winner.performance.step_time_s)} a step,"
+        f" {fmt_count(winner.performance.tokens_per_second)} useful tokens/s,"
+        f" peak {fmt_gib(memory.peak_reserved_gib)} of {fmt_gib(memory.limit_gib)}",
+        f"Full run: {workload.examples:,} examples, {workload.epochs} epoch(s), {cost.num_steps:,} steps:"
+        f" {fmt_seconds(3600 * cost.full_run_hours)} ({low} to {high}), {fmt_usd(cost.full_run_usd)}",
+        f"Probed with {recipe.trainer} on {', '.join(machine)}",
+        f"Fingerprint {fingerprint.digest}: python {fingerprint.python}, {', '.join(packages)}",
+    ]
+
+
+def base_dtype(config: TrainConfig) -> str:
+    """Dtype of the base weights, by torch's name; the same rule as `probe.model.base_dtype`, without torch."""
+    if config.precision == "bf16_pure" or (config.method == "lora" and config.precision == "bf16_mixed"):
+        return "bfloat16"
+    if config.method == "lora" and config.precision == "fp16_mixed":
+        return "float16"
+    return "float32"
+
+
+def learning_rate(config: TrainConfig) -> float:
+    """A common default. It is not tuned: no probe is long enough to tell."""
+    return 2e-4 if config.method == "lora" else 1e-5
+
+
+def warmup_steps(recipe: Recipe) -> int:
+    """A whole number, which every version of transformers takes (warmup_ratio is gone since 5.16)."""
+    return round(WARMUP_SHARE * recipe.winner.cost.num_steps)
+
+
+def save_steps(recipe: Recipe) -> int:
+    """A checkpoint about every half hour, and at most one at the end of a shorter run."""
+    return max(1, min(round(SAVE_EVERY_S / recipe.winner.performance.step_time_s), recipe.winner.cost.num_steps))
+
+
+def model_source(recipe: Recipe) -> str:
+    """Where the weights are: the user's directory, else the name, which may be one of the Hub."""
+    return recipe.model.weights or recipe.model.name
+
+
+def has_published_weights(recipe: Recipe) -> bool:
+    """False for a made-up shape such as demo-3m: its name is neither of the Hub (org/name) nor a directory."""
+    return recipe.model.weights is not None or "/" in recipe.model.name

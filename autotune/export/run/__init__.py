@@ -1,0 +1,1 @@
+"""Exported scripts run: the full training run, verification, and held-out losses."""

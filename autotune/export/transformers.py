@@ -1,0 +1,116 @@
+"""training_args.json, adapter_config.json and quantization_config.json: for a Trainer script of one's own.
+
+JSON has no comments: `transformers_notes.md` says how they are loaded, and what none of them can hold.
+"""
+
+import json
+from typing import Any
+
+from autotune.export import script, trl
+from autotune.export.accelerate import COMMAND
+from autotune.export.header import base_dtype, facts, has_published_weights, model_source, one_line
+from autotune.study.summary import Recipe
+
+# What trl_sft.yaml says and TrainingArguments does not take.
+_TRL_ONLY = ("max_length", "packing", "packing_strategy", "pad_to_multiple_of")
+_OWN_WORDS = ("checkpointing", "compile")  # what TrainingArguments says of these, TRL hands on as it is
+
+
+def export(recipe: Recipe) -> dict[str, str]:
+    """The arguments and the notes; the others where there are adapters, and a base in fewer bits."""
+    settings = script._settings(recipe)
+    values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
+    if settings["lora"]:
+        base = {"peft_type": "LORA", "base_model_name_or_path": model_source(recipe), "inference_mode": False}
+        values["adapter_config.json"] = base | settings["lora"]
+    if settings["bitsandbytes"]:
+        compute = {"bnb_4bit_compute_dtype": base_dtype(recipe.winner.config)}
+        values["quantization_config.json"] = {"quant_method": "bitsandbytes", **settings["bitsandbytes"], **compute}
+    files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
+    return files | {"transformers_notes.md": _notes(recipe, files)}
+
+
+def _arguments(recipe: Recipe) -> dict[str, Any]:
+    """Names that transformers 5.3 to 5.23 know: whole warm-up steps, and gradient_checkpointing."""
+    values = trl._batch(recipe) | trl._memory(recipe) | trl._schedule(recipe)
+    return {name: value for name, value in values.items() if name not in _TRL_ONLY}
+
+
+def inexpressible(recipe: Recipe) -> list[str]:
+    """Knobs of the winner that none of the files can hold, each with what to do about it."""
+    config = recipe.winner.config
+    pads = "fill rows to" if config.packing else "cut examples at, and pad them to,"
+    found = [
+        f"seq_len: {pads} {config.seq_len:,} tokens, as rows.py beside train.py does",
+        f"attention {config.attention}: it goes to from_pretrained"
+        + (", once levers.register_cudnn_attention() has run" if config.attention == "sdpa_cudnn" else ""),
+    ]
+    found += [item for item in trl.inexpressible(recipe) if item.startswith(_OWN_WORDS)]
+    if config.precision == "bf16_pure":
+        found.append("precision bf16_pure: without autocast_adapter_dtype=False peft would keep adapters in fp32")
+    if config.quantization == "fp8":
+        found.append("quantization fp8: levers.multiply_in_fp8(model), before the adapters are added")
+    if config.offloads and not any(item.startswith("checkpointing") for item in found):
+        found.append("checkpointing offload: train.py offloads what it checkpoints by levers.py, this by transformers")
+    if config.loss == "chunked":
+        found.append("loss chunked: Trainer(compute_loss_func=chunked_loss(model)), made before adapters are added")
+    if config.packing:
+        found.append("packing: rows.pack and rows.collate, so that each example attends to itself alone")
+    return found
+
+
+def _notes(recipe: Recipe, files: dict[str, str]) -> str:
+    """Markdown. What others named stands in blocks of code alone, where nothing is markup."""
+    speed = "The speed is that of the exported train.py, whose loop (lean.py) leaves out milliseconds a micro batch."
+    if recipe.trainer != "transformers":
+        speed = "The speed is that of another trainer, with which it was probed, and not of these files."
+    lines = [
+        "# A Trainer script with these files",
+        "",
+        *(f"    {one_line(fact)}" for fact in facts(recipe)),
+        "",
+        f"{speed} The learning rate is a common default and was not tuned.",
+        "",
+        "```python",
+        _snippet(recipe, files),
+        "```",
+        "",
+        "Start it, with accelerate.yaml beside it:",
+        "",
+        f"    {COMMAND}",
+        "",
+    ]
+    if not has_published_weights(recipe):
+        lines += ["There are no published weights of this shape: name your model.", ""]
+    lines += ["What the files cannot hold:", "", *(f"- {item}" for item in inexpressible(recipe))]
+    return "\n".join(lines) + "\n"
+
+
+def _snippet(recipe: Recipe, files: dict[str, str]) -> str:
+    """Python that loads model and arguments; names are ASCII literals."""
+    config = recipe.winner.config
+    adapters, quantized = "adapter_config.json" in files, "quantization_config.json" in files
+    names = ["AutoModelForCausalLM", "HfArgumentParser", "TrainingArguments"]
+    names += ["BitsAndBytesConfig"] if quantized else []
+    kwargs = [f'dtype="{base_dtype(config)}"', f'attn_implementation="{config.attention}"', "use_safetensors=True"]
+    if quantized:
+        kwargs += ["quantization_config=BitsAndBytesConfig.from_dict(quantization)", 'device_map={"": 0}']
+    lines = ["import json"] if quantized else []
+    lines += ["from peft import LoraConfig, get_peft_model"] if adapters else []
+    lines += [
+        f"from transformers import {', '.join(sorted(names))}",
+        "",
+        '(arguments,) = HfArgumentParser(TrainingArguments).parse_json_file("training_args.json")',
+    ]
+    lines += ['quantization = json.load(open("quantization_config.json"))'] if quantized else []
+    lines += [
+        f"name = {model_source(recipe)!a}",
+        f"model = AutoModelForCausalLM.from_pretrained(name, {', '.join(kwargs)})",
+        "model.config.use_cache = False",
+    ]
+    if adapters:
+        autocast = config.precision != "bf16_pure"
+        lines.append(
+            f'model = get_peft_model(model, LoraConfig.from_pretrained("."), autocast_adapter_dtype={autocast})'
+        )
+    return "\n".join(lines)

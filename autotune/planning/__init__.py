@@ -1,0 +1,1 @@
+"""Answers without a search: plan, compare, check, and published observations."""

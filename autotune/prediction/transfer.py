@@ -1,0 +1,75 @@
+"""Carrying a speed from one card to another: a projection with an interval, tightened by what was measured there.
+
+Memory carries exactly, speed does not. Between cards it goes with the quarter power of the ratio of their dense peaks
+times the three-quarter power of that of their bandwidths, by 574 published pairs (`benchmarks/projection.py`): newer
+cards multiply faster than training can use. What a method gains or loses on one pair of cards beside that (`BETWEEN`)
+is the same for all that is trained so, which is why one measurement there helps; `WITHIN` is what is left.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autotune.catalog import DeviceSpec
+
+OF_FLOPS, OF_BANDWIDTH = 0.25, 0.75
+BETWEEN, WITHIN = 0.14, 0.09  # standard deviations of the logarithm of a ratio
+EIGHTY_PERCENT = 1.2816  # of a normal distribution lie within so many standard deviations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedTransfer:
+    """How many times as fast the target is. `error` is the standard deviation of its logarithm.
+
+    `basis` counts the measurements on the target that it rests on.
+    """
+
+    ratio: float
+    error: float
+    basis: int = 0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """80 % of the cases lie in it."""
+        return interval(self.ratio, self.error)
+
+
+def interval(value: float, error: float) -> tuple[float, float]:
+    """(low, high) about a value whose logarithm has this standard deviation: 80 % of the cases."""
+    spread = math.exp(EIGHTY_PERCENT * error)
+    return value / spread, value * spread
+
+
+def carry(
+    source: DeviceSpec, target: DeviceSpec, known: Sequence[float] = (), *, precision: str = "bf16"
+) -> SpeedTransfer | None:
+    """From `source` to `target`; None where a rate of either is not known.
+
+    `known` are ratios of speed, target over source, that were measured with the same method. `precision` is that of the
+    products: bf16, fp16 or fp8.
+    """
+    if source.name == target.name:
+        return SpeedTransfer(ratio=1.0, error=0.0)
+    prior = log_ratio(source, target, precision)
+    if prior is None:
+        return None
+    variance, noise, count = BETWEEN**2, WITHIN**2, len(known)
+    shift = sum(math.log(ratio) - prior for ratio in known) * variance / (count * variance + noise)
+    left = variance * noise / (count * variance + noise)
+    return SpeedTransfer(ratio=math.exp(prior + shift), error=math.sqrt(left + noise), basis=count)
+
+
+def log_ratio(source: DeviceSpec, target: DeviceSpec, precision: str = "bf16") -> float | None:
+    """Of speeds, from data sheets alone."""
+    rates = (_rate(source, precision), _rate(target, precision), source.bandwidth_gb_s, target.bandwidth_gb_s)
+    if not all(rates):
+        return None
+    of_source, of_target, bandwidth, target_bandwidth = (rate or math.nan for rate in rates)
+    return OF_FLOPS * math.log(of_target / of_source) + OF_BANDWIDTH * math.log(target_bandwidth / bandwidth)
+
+
+def _rate(device: DeviceSpec, precision: str) -> float | None:
+    """TFLOP/s. A card without bf16 units trains in fp16."""
+    if precision == "fp8":
+        return device.fp8_tflops
+    return device.bf16_tflops or device.fp16_tflops

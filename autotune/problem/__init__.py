@@ -1,0 +1,1 @@
+"""What is tuned for what: the study's specification, search space, dataset, workload, target and constraints."""

@@ -1,0 +1,166 @@
+"""The user's own examples, as the exported script will read them: text, prompt and completion, or messages."""
+
+import glob
+import json
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.problem.length_distribution import Lengths
+
+LOADERS = {".jsonl": "lines", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+BYTES_PER_TOKEN = 4.0  # of UTF-8; English text under the vocabularies of today has 3.5 to 4.5
+FORMS = "`text`, `prompt` and `completion`, or `messages` with a `role` and a `content` each"
+
+COLUMNS = ("text", "prompt", "completion", "messages")
+
+BATCH = 1000  # rows that are counted at once: a tokenizer takes them side by side
+Render = Callable[[dict[str, Any]], str]
+Count = Callable[[list[str], bool], list[int]]
+
+
+def dataset_lengths(path: Path, tokenizer: str | None, say: Callable[[str], None] = lambda text: None) -> Lengths:
+    """How long each example is: counted with the tokenizer of a directory, else estimated from its bytes.
+
+    Raises:
+        UsageError: a file that cannot be read, or a row that has none of the forms; the row is named.
+        EnvironmentProblem: the `datasets` library is not installed.
+    """
+    say(f"reading {path.name}")
+    render, count = _counting(tokenizer) if tokenizer else (_joined, _estimated)
+    rows, found, said = enumerate(read_rows(path), 1), list[int](), time.monotonic()
+    while batch := list(islice(rows, BATCH)):
+        for is_chat in (False, True):  # a chat template writes its own special tokens
+            texts = [_rendered(path, *one, render) for one in batch if is_chat is (one[1].get("messages") is not None)]
+            found += count(texts, is_chat) if texts else []
+        if time.monotonic() - said > 2:
+            say(f"{len(found):,} examples of {path.name}")
+            said = time.monotonic()
+    if not found:
+        raise _no_rows(path)
+    return Lengths.of((max(tokens, 1) for tokens in found), "counted" if tokenizer else "characters")
+
+
+def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> str:
+    try:
+        text = render(row)
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{path}, row {number}: half of a surrogate pair is no character", remedy="write the text anew as UTF-8"
+        ) from None
+    except (KeyError, TypeError, AttributeError):
+        raise UsageError(
+            f"{path}, row {number}: it has none of the known forms; its columns: {', '.join(map(str, row))}",
+            remedy=f"give rows with {FORMS}",
+        ) from None
+    except Exception as error:  # a chat template says in its own way what it does not take
+        raise UsageError(
+            f"{path}, row {number}: the tokenizer's chat template refuses it: {error}",
+            remedy="change the messages, or leave the tokenizer out for an estimate",
+        ) from None
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Every example as its file has it, one after the other. Raises as `dataset_lengths`."""
+    loader = LOADERS.get(path.suffix.lower())
+    if loader is None:
+        raise UsageError(f"--dataset: {path.name} is none of {', '.join(LOADERS)}", remedy="convert it to JSON lines")
+    if not path.is_file():
+        raise UsageError(f"--dataset: there is no file {path}", remedy="name a file on this machine")
+    if not path.stat().st_size:
+        raise _no_rows(path)
+    yield from _json_lines(path) if loader == "lines" else _loaded(path, loader)
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """As the exported script reads them: each line by itself, so that rows of several forms may be mixed."""
+    try:
+        yield from _parsed(path)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", remedy="check who may read it") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no UTF-8: {error}", remedy="write it anew as UTF-8") from None
+
+
+def _parsed(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(
+                    f"{path}, line {number} is no JSON: {error}", remedy=f"give rows with {FORMS}"
+                ) from None
+            if not isinstance(row, dict):
+                raise UsageError(f"{path}, line {number} is no JSON object", remedy=f"give rows with {FORMS}")
+            yield row
+
+
+def _loaded(path: Path, loader: str) -> Iterator[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise EnvironmentProblem(
+            f"--dataset {path.name} needs the datasets library",
+            remedy="pip install datasets, or give JSON lines or --lengths FILE",
+        ) from None
+    datasets.disable_progress_bars()
+    try:  # a path is a pattern to it
+        yield from datasets.load_dataset(loader, data_files=glob.escape(str(path)), split="train", streaming=True)
+    except Exception as error:  # of pyarrow, pandas and its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"cannot read {path}: {reason}", remedy="check the file, or convert it to JSON lines"
+        ) from None
+
+
+def _counting(directory: str) -> tuple[Render, Count]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # whatever is wrong with its files
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"the tokenizer in {directory} cannot be loaded: {reason}",
+            remedy="put tokenizer.json and tokenizer_config.json of the model there, or estimate without --tokenizer",
+        ) from None
+
+    def render(row: dict[str, Any]) -> str:
+        if row.get("messages") is None:
+            return _text(row) + (tokenizer.eos_token or "")
+        chat: str = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        return chat
+
+    def count(texts: list[str], is_chat: bool) -> list[int]:
+        return [len(ids) for ids in tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]]
+
+    return render, count
+
+
+def _joined(row: dict[str, Any]) -> str:
+    if row.get("messages") is None:
+        return _text(row)
+    return "".join(f"{message['role']}{message['content']}" for message in row["messages"])
+
+
+def _estimated(texts: list[str], is_chat: bool) -> list[int]:
+    return [round(len(text.encode()) / BYTES_PER_TOKEN) for text in texts]
+
+
+def _text(row: dict[str, Any]) -> str:
+    text: str = row["text"] if row.get("text") is not None else row["prompt"] + row["completion"]  # as train.py does
+    if not isinstance(text, str):
+        raise TypeError("not text")
+    return text
+
+
+def _no_rows(path: Path) -> UsageError:
+    return UsageError(f"{path} has no rows", remedy=f"give rows with {FORMS}")

@@ -1,0 +1,283 @@
+"""From a measurement to a score, and from many candidates to one winner.
+
+Score: useful tokens a second, so that neither padding nor cut-off tokens count. Learning knobs are floors, never traded
+for speed unasked; above the floors the cheapest wins, unless a more capable one is within `slack` of it.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune.core.probe_types import Measurement, Outcome, ProbeResult
+from autotune.core.train_config import TrainConfig, checkpoint_every
+from autotune.prediction.transfer import SpeedTransfer
+from autotune.problem.search_space import Removal, SearchSpace
+from autotune.problem.workload import Workload
+
+# What leaves less than this share of the limit free is tight; beyond it, more room is not worth any speed. It is no
+# difference to the fastest, since it is chance which of several that are equally fast comes out as that.
+ROOMY = 0.1
+# By how much a time differs from one probe to the next, however well the steps of each agree: on an H200 two
+# confirmations by 0.1 %, the shorter probes of the search from them by 0.4 to 1 %, since a card grows warm.
+AGAIN = 0.01
+UNSEEN = 0.02  # relative spread of a time that was taken once: an assumption, about twice what H200 steps scatter by
+ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floors:
+    """What may not be given up for speed unless it is asked for, or nothing else fits."""
+
+    min_rank: int = 16
+    max_truncated: float = 0.01
+    allow_quantized: bool = False
+    allow_pure_bf16: bool = False  # full fine-tuning without fp32 master weights
+    allow_any_optimizer: bool = False
+    slack: float = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Performance:
+    """Of the full run, global batch included. `tokens_per_second` counts useful tokens; `spread` is relative."""
+
+    samples_per_second: float
+    tokens_per_second: float
+    step_time_s: float
+    spread: tuple[float, float]
+    mfu: float | None
+
+    def carried(self, to: SpeedTransfer) -> "Performance":
+        """On another card. The spread of the steps and what is not known of the card add up; MFU is unknown."""
+        (low, high), (slower, faster) = self.spread, to.interval
+        return Performance(
+            samples_per_second=self.samples_per_second * to.ratio,
+            tokens_per_second=self.tokens_per_second * to.ratio,
+            step_time_s=self.step_time_s / to.ratio,
+            spread=(-math.hypot(low, to.ratio / faster - 1), math.hypot(high, to.ratio / slower - 1)),
+            mfu=None,
+        )
+
+
+def step_time_s(measurement: Measurement, accumulation: int) -> float:
+    """Seconds of one optimizer step of the full run: its micro batches and the rest of a step, each measured."""
+    micro = statistics.median(measurement.micro_step_s)
+    rest = statistics.median(measurement.rest_s) if measurement.rest_s else 0.0
+    return accumulation * micro + rest
+
+
+def step_spread(measurements: Iterable[Measurement], accumulation: int) -> tuple[float, float]:
+    """Range of the timed steps of all these probes, relative to the step time that is reported for them.
+
+    Where a probe timed one step alone, of its micro batches. At least what probes differ by; where they were
+    extrapolated the error that this may have, and of a single time what is assumed.
+    """
+    measurements = list(measurements)
+    reported = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
+    samples = []
+    for measurement in measurements:
+        times = measurement.step_s if len(measurement.step_s) > 1 else measurement.micro_step_s
+        scale = step_time_s(measurement, accumulation) / statistics.median(times)
+        samples += [one * scale for one in times]
+    error = max(*(measurement.time_error for measurement in measurements), UNSEEN if len(samples) == 1 else AGAIN)
+    return min(min(samples) / reported - 1.0, -error), max(max(samples) / reported - 1.0, error)
+
+
+def performance(
+    config: TrainConfig,
+    measurements: list[Measurement],
+    workload: Workload,
+    *,
+    flops_per_token: float | None = None,
+    peak_tflops: float | None = None,
+) -> Performance:
+    """What the full run will do, from one or more measurements of the same configuration (their median counts)."""
+    accumulation = workload.accumulation(config)
+    step = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
+    rows_per_s = accumulation * config.micro_batch_size / step
+    mfu = None
+    if flops_per_token and peak_tflops:
+        # Padding is arithmetic too: model FLOPs are counted over whole rows.
+        mfu = flops_per_token * rows_per_s * config.seq_len / (peak_tflops * 1e12)
+    return Performance(
+        samples_per_second=rows_per_s * workload.examples_per_row(config),
+        tokens_per_second=rows_per_s * workload.useful_tokens(config),
+        step_time_s=step,
+        spread=step_spread(measurements, accumulation),
+        mfu=mfu,
+    )
+
+
+def score(result: ProbeResult, workload: Workload) -> float | None:
+    """Useful tokens a second of the full run, extrapolated where it was pruned; None where there is no number."""
+    if result.outcome not in (Outcome.OK, Outcome.SLOW) or result.measurement is None:
+        return None
+    return performance(result.config, [result.measurement], workload).tokens_per_second
+
+
+def margins(result: ProbeResult) -> dict[str, float]:
+    """Signed constraint margins: 0 or less is feasible. One for memory, one for a run that gave no number."""
+    if result.oom is not None:
+        return {"memory": result.oom.margin, "health": 0.0}
+    if result.outcome is Outcome.OOM:
+        return {"memory": 1e-3, "health": 0.0}
+    if result.measurement is not None:
+        memory = result.measurement.peak_reserved_gib / result.measurement.limit_gib - 1.0
+        return {"memory": memory, "health": 0.0 if result.outcome in (Outcome.OK, Outcome.SLOW) else 1.0}
+    return {"memory": 0.0, "health": 1.0}
+
+
+def capability(config: TrainConfig) -> tuple[float, ...]:
+    """Larger is more capable: unquantised base, rank, length, precision of the trained parameters, of their state."""
+    return (
+        {"none": 3, "fp8": 2, "int8": 1, "nf4": 0}[config.quantization],
+        config.lora_rank or 0,
+        config.dora,
+        config.seq_len,
+        {"fp32": 2, "bf16_mixed": 2, "fp16_mixed": 1, "bf16_pure": 0}[config.precision],
+        {"adamw_torch_fused": 3, "adamw_torch": 3, "adamw_8bit": 2, "paged_adamw_8bit": 2}.get(config.optimizer, 1),
+    )
+
+
+def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
+    """This one with every learning knob at its most capable, then each alone: within the slack one of them wins.
+
+    Then the ranks between, for what they cost.
+    """
+    raised = {
+        knob.name: max((capability(replace(config, **{knob.name: value})), value) for value in knob.choices())[1]
+        for knob in space.knobs
+        if knob.kind == "learning" and len(knob.choices()) > 1
+    }
+    wanted = [raised, *({name: value} for name, value in raised.items())]
+    if "lora_rank" in raised and config.lora_rank:
+        ranks = space.knob("lora_rank").choices()  # type: ignore[union-attr]
+        wanted += [{"lora_rank": rank} for rank in sorted(ranks) if rank > config.lora_rank]
+    return list(dict.fromkeys(space.config(space.clip(replace(config, **changes))) for changes in wanted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A configuration that fits, with its score and the share of the memory limit it leaves free."""
+
+    config: TrainConfig
+    score: float
+    headroom: float
+
+
+def apply_floors(space: SearchSpace, workload: Workload, floors: Floors) -> tuple[SearchSpace, list[Removal]]:
+    """The space above the floors, and what was taken out and why. A knob with one value is the user's choice."""
+    removals: list[Removal] = []
+
+    def narrow(name: str, allowed: Callable[[Any], bool], reason: str) -> None:
+        nonlocal space
+        knob = space.knob(name)
+        if knob is None or len(knob.choices()) == 1 or not any(map(allowed, knob.choices())):
+            return
+        space, removed = space.narrow(name, allowed, reason)
+        removals.extend(removed)
+
+    length = workload.lengths.longest
+    seq_len = space.knob("seq_len")
+    if seq_len:
+        longest = max(seq_len.choices())
+        least_cut = workload.truncated(longest)
+        limit = max(floors.max_truncated, least_cut)
+        cut = f"would cut off more than {limit:.0%} of the tokens (--max-truncated)"
+        narrow("seq_len", lambda value: workload.truncated(value) <= limit + 1e-9, cut)
+        covering = [value for value in space.knob("seq_len").choices() if value >= length]  # type: ignore[union-attr]
+        if covering:
+            padding = f"no example is longer than {length} tokens: the rest of a row would be padding"
+            narrow("seq_len", lambda value: value <= min(covering), padding)
+    narrow(
+        "lora_rank", lambda value: value >= floors.min_rank, f"below the rank floor of {floors.min_rank} (--min-rank)"
+    )
+    if not floors.allow_quantized:
+        reason = "a quantised base learns differently: used only where nothing else fits (--allow-quantized)"
+        narrow("quantization", lambda value: value == "none", reason)
+    if not floors.allow_any_optimizer:
+        reason = "not AdamW: used only where nothing else fits (--allow-any-optimizer)"
+        narrow("optimizer", lambda value: value in ADAMW, reason)
+    method = space.knob("method")
+    if not floors.allow_pure_bf16 and method and "full" in method.choices():
+        reason = "no fp32 master weights: used only where nothing else fits (--allow-pure-bf16)"
+        narrow("precision", lambda value: value != "bf16_pure", reason)
+    return space, removals
+
+
+def leanest(space: SearchSpace) -> dict[str, Any]:
+    """The choice of the space that needs the least memory, judged knob by knob."""
+    frugal: dict[str, tuple[Any, ...]] = {
+        "method": ("lora", "full"),
+        "quantization": ("nf4", "int8", "none", "fp8"),
+        "double_quant": (True, False),
+        "precision": ("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
+        "optimizer": ("lion_8bit", "adafactor", "paged_adamw_8bit", "adamw_8bit", "adamw_torch_fused", "adamw_torch"),
+        "attention": ("flash_attention_2", "sdpa", "sdpa_cudnn", "flex_attention", "eager"),
+        "compile": ("none", "per_layer"),
+        "loss": ("chunked", "full"),
+        "kernels": ("torch", "liger"),
+        "packing": (False, True),
+        "dora": (False, True),
+        "rslora": (False, True),
+    }
+    chosen: dict[str, Any] = {}
+    for knob in space.knobs:
+        if not knob.is_active(chosen):
+            continue
+        values = knob.choices()
+        if knob.name == "checkpointing":
+            chosen[knob.name] = min(values, key=lambda value: (checkpoint_every(value) or math.inf, value != "offload"))
+        elif knob.name in frugal:
+            chosen[knob.name] = min(values, key=frugal[knob.name].index)
+        else:
+            chosen[knob.name] = min(values)
+    return chosen
+
+
+def choose(candidates: list[Scored], slack: float) -> tuple[Scored, str]:
+    """The winner and why: the cheapest, or a more capable one that costs at most `slack` more.
+
+    Raises ValueError on an empty list.
+    """
+    cheapest = max(candidates, key=lambda candidate: candidate.score)
+    close = [candidate for candidate in candidates if candidate.score >= cheapest.score / (1.0 + slack)]
+    winner = max(close, key=_preference)
+    if winner is cheapest:
+        return winner, "the cheapest above the floors; nothing more capable is within the slack"
+    if capability(winner.config) == capability(cheapest.config):
+        what = "it leaves more memory free"
+    else:
+        what = "it is more capable: " + differences(winner.config, cheapest.config)
+    extra = cheapest.score / winner.score - 1.0
+    return winner, f"{what}, for {extra:.1%} more cost than the cheapest (slack {slack:.0%})"
+
+
+def to_beat(candidate: Scored, others: list[Scored], slack: float) -> float:
+    """The score from which on the candidate would be the cheapest, or what `choose` prefers to the others.
+
+    Raises ValueError without others.
+    """
+    cheapest = max(others, key=lambda one: one.score)
+    bar = cheapest.score / (1.0 + slack)
+    *chosen, score = max(map(_preference, (one for one in others if one.score >= bar)))
+    *asked, _ = _preference(candidate)
+    if asked == chosen:
+        return float(score)
+    return bar if asked > chosen else cheapest.score
+
+
+def _preference(one: Scored) -> tuple[Any, ...]:
+    """Of those within the slack, the greatest wins."""
+    return capability(one.config), one.headroom >= ROOMY, one.score
+
+
+def differences(one: TrainConfig, other: TrainConfig) -> str:
+    """What changes the result of training, as 'lora_rank 64 instead of 16'."""
+    names = ("quantization", "lora_rank", "dora", "rslora", "seq_len", "precision", "optimizer")
+    return ", ".join(
+        f"{name} {getattr(one, name)} instead of {getattr(other, name)}"
+        for name in names
+        if getattr(one, name) != getattr(other, name)
+    )

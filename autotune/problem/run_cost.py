@@ -1,0 +1,77 @@
+"""CostProjection: hours, USD and kWh of the full run, from a measured step time. No price: no USD; no power: no kWh."""
+
+from dataclasses import dataclass
+
+from autotune.catalog import Price
+from autotune.core.probe_types import Evidence
+from autotune.core.train_config import TrainConfig
+from autotune.problem.performance import Performance
+from autotune.problem.workload import Workload
+
+TABLE_EXAMPLES = (10_000, 50_000, 100_000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostProjection:
+    """What the full run will take. Intervals are (low, high) from the spread of the measured steps.
+
+    Start-up (`startup_s`, about, where it was seen), checkpoint saves and evaluation of the full run are not in it.
+    `spot_usd` is the same hours at the spot price, without the cost of being interrupted.
+    """
+
+    examples: int
+    epochs: int
+    num_steps: int
+    full_run_hours: float
+    interval_hours: tuple[float, float]
+    usd_per_hour: float | None
+    full_run_usd: float | None
+    interval_usd: tuple[float, float] | None
+    spot_usd: float | None
+    cost_per_1000_samples_usd: float | None
+    kwh: float | None
+    evidence: Evidence = Evidence.MEASURED
+    startup_s: float | None = None
+
+
+def project(
+    workload: Workload,
+    config: TrainConfig,
+    performance: Performance,
+    price: Price | None,
+    power_w: float | None = None,
+    *,
+    examples: int | None = None,
+) -> CostProjection:
+    """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance."""
+    num_steps = workload.num_steps(config, examples)
+    hours = num_steps * performance.step_time_s / 3600
+    low, high = performance.spread
+    interval = (hours * (1 + low), hours * (1 + high))
+    usd_per_hour = price.usd_per_hour if price else None
+    spot = price.spot_usd_per_hour if price else None
+    per_sample = 1 / performance.samples_per_second / 3600
+    return CostProjection(
+        examples=examples or workload.examples,
+        epochs=workload.epochs,
+        num_steps=num_steps,
+        full_run_hours=hours,
+        interval_hours=interval,
+        usd_per_hour=usd_per_hour,
+        full_run_usd=None if usd_per_hour is None else hours * usd_per_hour,
+        interval_usd=None if usd_per_hour is None else (interval[0] * usd_per_hour, interval[1] * usd_per_hour),
+        spot_usd=None if spot is None else hours * spot,
+        cost_per_1000_samples_usd=None if usd_per_hour is None else 1000 * per_sample * usd_per_hour,
+        kwh=None if power_w is None else power_w * hours / 1000,
+    )
+
+
+def by_examples(
+    workload: Workload,
+    config: TrainConfig,
+    performance: Performance,
+    price: Price | None,
+    power_w: float | None = None,
+) -> list[CostProjection]:
+    """The same run for 10k, 50k and 100k examples."""
+    return [project(workload, config, performance, price, power_w, examples=examples) for examples in TABLE_EXAMPLES]

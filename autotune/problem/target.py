@@ -1,0 +1,106 @@
+"""What is tuned for, and what measures it: the card that was asked for, or a larger one here that stands in for it.
+
+Memory carries from card to card, so that under a cap of what the target offers a probe runs out of memory where it
+would; its speed is projected. What the target has and the card here lacks cannot be tried.
+"""
+
+import re
+from dataclasses import dataclass
+
+from autotune.catalog import DeviceSpec, match_device, resolve_device
+from autotune.core import nvml
+from autotune.core.errors import EnvironmentProblem
+from autotune.core.units import fmt_gib
+from autotune.prediction.transfer import SpeedTransfer, carry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """`device` is tuned for, `card` is here (None on a CPU), `here` what it is if that is another product.
+
+    `carried` says how much faster the device is than the card here.
+    """
+
+    device: DeviceSpec
+    card: nvml.GpuInfo | None = None
+    here: DeviceSpec | None = None
+    carried: SpeedTransfer | None = None
+
+    @property
+    def cap_gib(self) -> float | None:
+        """What the device would offer, where another card stands in for it."""
+        return None if self.here is None else self.device.usable_gib
+
+
+def find_target(name: str) -> Target:
+    """The device that this name means: a CPU, the card here, or one that the card here can stand in for.
+
+    Raises:
+        UsageError: no such GPU in the catalogue.
+        EnvironmentProblem: it is not here, and what is here cannot stand in for it; why is said.
+    """
+    wanted = None if name.strip().lower() == "auto" else resolve_device(name)
+    if wanted is not None and wanted.kind == "cpu":
+        return Target(device=wanted)
+    visible = nvml.first_visible()
+    here = [card for card in nvml.list_gpus() if visible in (card.index, card.uuid)]
+    if not here:
+        if wanted is None:
+            raise EnvironmentProblem(
+                "an NVIDIA GPU was asked for, but there is no NVIDIA GPU here",
+                remedy="run on a machine that has it, or try the tool on the processor: --gpu cpu --model demo-3m",
+            )
+        raise EnvironmentProblem(
+            f"{wanted.name} was asked for, but there is no NVIDIA GPU here to probe on",
+            remedy=f"`autotune plan --gpu {wanted.name}` with the same arguments estimates without one; "
+            "or try the tool on the processor: --gpu cpu --model demo-3m",
+        )
+    card = here[0]
+    found = match_device(card.name, card.memory_gib) or _uncatalogued(card)
+    if wanted is None or wanted.name == found.name:
+        return Target(device=found, card=card)
+    lacks = _lacks(wanted, found, card)
+    carried = carry(found, wanted)
+    if lacks or carried is None:
+        here_is = f"{card.name} ({found.name}, {fmt_gib(card.memory_gib)})"
+        why = f", which cannot stand in for it: {lacks}" if lacks else ", whose rates are not known"
+        raise EnvironmentProblem(
+            f"{wanted.name} was asked for, but the GPU here is {here_is}{why}",
+            remedy=f"give --gpu {found.name} (or auto), run where there is {wanted.name}, or estimate with `autotune "
+            f"plan --gpu {wanted.name}`; a few layers can be probed here too: --gpu {found.name} "
+            f"--memory-gib {wanted.memory_gib or 0:.0f} --shallow-only",
+        )
+    return Target(device=wanted, card=card, here=found, carried=carried)
+
+
+def _lacks(wanted: DeviceSpec, found: DeviceSpec, card: nvml.GpuInfo) -> str | None:
+    """What the card here has not got of what the wanted one has; None where it can stand in."""
+    if wanted.usable_gib is None:
+        return f"the memory of {wanted.name} is not known"
+    if wanted.vendor != found.vendor:
+        return f"{wanted.vendor} has other kernels"
+    if wanted.usable_gib > card.memory_gib:
+        return f"it would need {fmt_gib(wanted.usable_gib)}"
+    if wanted.supports_bf16 and not found.supports_bf16:
+        return "it has no bf16"
+    return None
+
+
+def _uncatalogued(card: nvml.GpuInfo) -> DeviceSpec:
+    """A card that the catalogue does not know: its rates are unknown, not guessed."""
+    return DeviceSpec(
+        name=re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-"),
+        vendor="nvidia",
+        arch="unknown",
+        compute_capability=card.compute_capability,
+        memory_gib=card.memory_gib,
+        memory_source="NVML",
+        bandwidth_gb_s=None,
+        bf16_tflops=None,
+        fp16_tflops=None,
+        fp8_tflops=None,
+        fp32_tflops=None,
+        tdp_w=None,
+        source="NVML",
+        as_of=None,
+    )

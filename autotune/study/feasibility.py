@@ -1,0 +1,68 @@
+"""Before anything is searched: does the baseline fit, or at least something?"""
+
+from collections.abc import Callable
+
+from autotune.core.errors import NothingFits
+from autotune.core.probe_types import Outcome, ProbeResult
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_gib
+from autotune.problem.performance import leanest
+from autotune.problem.search_space import SearchSpace
+from autotune.problem.task import Task
+from autotune.study.evaluator import FAILED, Evaluator
+
+
+def find_footing(
+    task: Task,
+    reserve: SearchSpace,
+    evaluator: Evaluator,
+    say: Callable[[str], None],
+    is_late: Callable[[], bool] = lambda: False,
+) -> tuple[bool, list[TrainConfig]]:
+    """Before anything is searched: does the baseline fit, at some micro batch, or at least the leanest configuration?
+
+    Returns whether the space's reserve (quantised bases, other optimizers) must be opened since nothing else fits, and
+    the configurations that were tried. Once it `is_late` smaller baselines are left out.
+
+    Raises:
+        NothingFits: not even the leanest configuration of the reserve fits.
+        Cancelled: the user asked to stop.
+    """
+    tried: list[TrainConfig] = []
+    for config in task.baselines():
+        if tried and is_late():
+            break
+        say(f"baseline: {config.label()}")
+        tried.append(config)
+        outcome = evaluator.evaluate(config, None).result.outcome
+        if outcome in FAILED:  # what the winner is held against is worth a second try
+            outcome = evaluator.evaluate(config, None).result.outcome
+            evaluator.forgive()
+        if outcome not in (Outcome.OOM, Outcome.REFUSED):
+            return False, tried
+    for space in (task.space, reserve):
+        config = space.config(leanest(space))
+        say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
+        result = evaluator.evaluate(config, None).result
+        if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
+            opened = space is reserve and reserve != task.space
+            return opened, [config] if opened else [*tried, config]
+    raise nothing_fits(result, task)
+
+
+def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
+    """The error for a model that fits nowhere, with the least memory it would need, and how fast it would be."""
+    need, fast = "more memory than there is", ""
+    if result.oom is not None:
+        least = fmt_gib(result.oom.allocated_gib + (result.oom.requested_gib or 0.0))
+        limit = fmt_gib(result.oom.limit_gib)
+        need = f"more than {least} (what it held when it ran out) of the {limit} there are"
+        if result.measurement is not None:
+            need = f"{least} of the {limit} there are (extrapolated from a few layers)"
+    if result.measurement is not None:
+        speed = task.performance(result.config, [result.measurement]).tokens_per_second
+        fast = f"; it would train {speed:,.0f} tokens/s here if it fitted"
+    return NothingFits(
+        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}{fast}",
+        remedy="take a larger GPU, a smaller model, --space qlora, or a shorter --seq-len",
+    )

@@ -1,0 +1,115 @@
+"""A suite: configurations that somebody named, told as they are, beside what was published of them. No search."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autotune.catalog import resolve_model
+from autotune.core.errors import UsageError, did_you_mean
+from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.core.units import DASH, GIB, fmt_count
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.study_spec import NamedConfig, StudySpec
+from autotune.problem.task import Task
+from autotune.problem.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigResult:
+    """What we say of a case. Speeds count whole rows; `peak_gib` is reserved, `whole_gib` that and the CUDA context."""
+
+    case: NamedConfig
+    config: TrainConfig
+    outcome: Outcome
+    evidence: Evidence
+    reason: str | None = None
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    step_time_s: float | None = None
+    peak_gib: float | None = None
+    whole_gib: float | None = None
+
+    def against(self) -> dict[str, tuple[float | str, float | str]]:
+        """(published, ours) by what it is, of what both tell."""
+        theirs, found = self.case.published, {}
+        pairs: dict[str, tuple[float | None, float | None]] = {
+            "tokens/s": (theirs.tokens_per_s, self.tokens_per_s),
+            "samples/s": (theirs.samples_per_s, self.samples_per_s),
+            "s/step": (theirs.s_per_step, self.step_time_s),
+            "peak GiB": (theirs.peak_gib, self.peak_gib),
+            "whole GB": (theirs.peak_gb, None if self.whole_gib is None else self.whole_gib * GIB / 1e9),
+        }
+        told: dict[str, tuple[float | str, float | str]] = {
+            name: (one, other) for name, (one, other) in pairs.items() if one is not None and other is not None
+        }
+        if theirs.outcome == "oom" or self.outcome is Outcome.OOM:
+            found["outcome"] = (theirs.outcome, self.outcome.value)
+        return found | told
+
+    def cells(self) -> tuple[str, ...]:
+        """As a row: name, configuration, outcome, speed, memory, and what was published."""
+        published = "; ".join(
+            f"{name} {_number(one)}, here {_number(other)}{_apart(one, other)}"
+            for name, (one, other) in self.against().items()
+        )
+        outcome = self.outcome.value + (f": {self.reason}" if self.reason else "")
+        speed = DASH if self.tokens_per_s is None else f"{fmt_count(self.tokens_per_s)} [{self.evidence}]"
+        memory = DASH if self.peak_gib is None else f"{self.peak_gib:.1f}"
+        return self.case.name, self.config.label(), outcome, speed, memory, published or DASH
+
+    def data(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "name": self.case.name,
+            "config": self.config.as_dict(),
+            "outcome": self.outcome.value,
+            "evidence": self.evidence.value,
+            "reason": self.reason,
+            "tokens_per_s": self.tokens_per_s,
+            "samples_per_s": self.samples_per_s,
+            "step_time_s": self.step_time_s,
+            "peak_reserved_gib": self.peak_gib,
+            "with_context_gib": self.whole_gib,
+            "published": {name: {"theirs": one, "ours": other} for name, (one, other) in self.against().items()},
+        }
+
+
+COLUMNS = {"case": "left", "configuration": "left", "outcome": "left", "tokens/s": "right", "GiB": "right"} | {
+    "published": "left"
+}
+
+
+def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfig, Task]]:
+    """Each case with its configuration, as its own subject: full rows, its accumulation, its model.
+
+    Raises UsageError for knobs and values that cannot be.
+    """
+    for case in spec.configs:
+        knobs = spec.pins | case.knobs
+        for name in knobs:
+            if name not in KNOBS:
+                raise UsageError(
+                    f"{case.name}: there is no knob {name!r}{did_you_mean(name, KNOBS)}", remedy="see docs/knobs.md"
+                )
+        try:
+            config = TrainConfig(**knobs)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{case.name}: {error}", remedy="correct it in the file") from None
+        lengths = Lengths.constant(config.seq_len, "given") if not config.packing else task.workload.lengths
+        workload = Workload(
+            examples=task.workload.examples,
+            lengths=lengths,
+            global_batch=config.micro_batch_size * case.accumulation,
+        )
+        model = resolve_model(case.model) if case.model else task.model
+        yield case, config, replace(task, model=model, workload=workload)
+
+
+def _number(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _apart(one: float | str, other: float | str) -> str:
+    """' (+3 %)' by which ours is more than what was published."""
+    return "" if isinstance(one, str) or isinstance(other, str) else f" ({other / one - 1:+.0%})"

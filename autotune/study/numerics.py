@@ -1,0 +1,49 @@
+"""Whether a cheaper number format trains like the reference, told by the losses of the same micro batches.
+
+Only real weights tell: with random ones the loss is about the logarithm of the vocabulary, whatever is done.
+"""
+
+import statistics
+from dataclasses import replace
+
+from autotune.core.probe_types import Measurement
+from autotune.core.train_config import TrainConfig
+
+# Mean relative difference of the losses from which on a format is held to be unsound. bf16 itself rounds them to 0.4 %.
+BOUND = 0.02
+REFERENCE = "bf16 under autocast (fp32 where there is none) and 32-bit optimizer state"
+FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torch_fused"}
+
+
+def in_question(config: TrainConfig) -> str:
+    """What of a configuration is coarser than the reference, as 'fp16_mixed and adamw_8bit'; '' where nothing is."""
+    doubtful = [config.precision] if config.precision in ("fp16_mixed", "bf16_pure") else []
+    doubtful += ["fp8"] if config.quantization == "fp8" else []
+    doubtful += [config.optimizer] if config.optimizer.endswith("8bit") else []
+    return " and ".join(doubtful)
+
+
+def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
+    """The same batches and optimizer in bf16 under autocast, or fp32 where the device has no bf16, with 32-bit state.
+
+    Every layer is recomputed, so that it fits where the other does, if it can. None for an optimizer that is offered
+    with 8-bit state alone: against another optimizer it would be the algorithms that are compared.
+    """
+    optimizer = FULL_STATE.get(config.optimizer, config.optimizer)
+    if optimizer.endswith("8bit"):
+        return None
+    return replace(
+        config,
+        precision="bf16_mixed" if bf16 else "fp32",
+        optimizer=optimizer,
+        quantization="none" if config.quantization == "fp8" else config.quantization,
+        checkpointing="full",
+        compile="none",
+        loss="full",
+    )
+
+
+def deviation(one: Measurement, reference: Measurement) -> float | None:
+    """Mean relative difference of the losses of the micro batches that both took; None where they share none."""
+    shared = list(zip(one.losses, reference.losses, strict=False))
+    return statistics.fmean(abs(loss / wanted - 1.0) for loss, wanted in shared) if shared else None

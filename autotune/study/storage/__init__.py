@@ -1,0 +1,1 @@
+"""How a study is stored and shared: database, probe table, leases, outbox."""

@@ -1,0 +1,48 @@
+"""Rows that wait for their database: a file to which lines are appended while it is away, emptied once it is back."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from autotune.core.files import storage_errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spool:
+    """One file of rows as lines of JSON, which several processes may share."""
+
+    path: Path
+
+    def is_empty(self) -> bool:
+        return not (self.path.is_file() and self.path.stat().st_size)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row, which is on disk when this returns. Raises StorageError."""
+        with self._locked() as file:
+            # Whoever was killed while writing left half a line, which must not take this one with it.
+            file.write("\n" + json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def drained(self) -> Iterator[list[dict[str, Any]]]:
+        """All rows that wait; they are forgotten if the block ends without an error. Raises StorageError."""
+        with self._locked() as file:
+            file.seek(0)
+            rows = []
+            for line in file:
+                with suppress(ValueError):
+                    rows.append(json.loads(line))
+            yield rows
+            file.truncate(0)
+
+    @contextmanager
+    def _locked(self) -> Iterator[IO[str]]:
+        with storage_errors(self.path), self.path.open("a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file

@@ -1,0 +1,171 @@
+"""Probe results in a table beside Optuna's: append-only evidence, found again by request and fingerprint.
+
+A result that cannot be written waits in a file, since it cost GPU time.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from autotune.core.errors import StorageError
+from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung, from_data, to_data
+from autotune.study.storage.database import Outages, connected, outlasting, storage_errors, with_tables
+from autotune.study.storage.outbox import Spool
+
+_metadata = sa.MetaData()
+_probes = sa.Table(
+    "autotune_probes",
+    _metadata,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("study", sa.String(255), nullable=False, index=True),
+    sa.Column("model", sa.String(16), nullable=False, index=True),
+    sa.Column("trial", sa.Integer),
+    sa.Column("config", sa.String(16), nullable=False, index=True),
+    sa.Column("request", sa.String(16), nullable=False, index=True),
+    sa.Column("fingerprint", sa.String(16), nullable=False),
+    sa.Column("rung", sa.String(16), nullable=False),
+    sa.Column("outcome", sa.String(16), nullable=False),
+    sa.Column("created_at", sa.String(40), nullable=False),
+    sa.Column("result", sa.Text, nullable=False),
+    sa.Column("circumstances", sa.Text, nullable=False),
+)
+# Only these say the same when asked again; a crash or a timeout may not.
+REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
+LATE_ROWS = 1000  # a row may be seen after others with higher numbers: whoever began first need not end first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredProbe:
+    """One row. `trial` is None for probes outside the search, such as those that confirm."""
+
+    trial: int | None
+    result: ProbeResult
+    fingerprint: str
+
+
+class ProbeStore:
+    """The probe table of one database. `spool` is where results wait while it is away."""
+
+    def __init__(self, url: str, *, spool: Path | None = None, outages: Outages | None = None) -> None:
+        self._url, self._spool, self.outages = url, Spool(path=spool) if spool else None, outages or Outages()
+        self._engine = connected(url, self.outages)
+        with storage_errors(url):
+            with_tables(lambda: _metadata.create_all(self._engine))
+        self._known: set[int] = set()  # rows that were written or read here
+        self._read_to = 0  # the highest that was read
+
+    def add(
+        self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint, *, model: str = ""
+    ) -> None:
+        """Append one result, durably, before anybody else hears of it. `model` is the digest of its config.
+
+        Raises StorageError if neither the database nor the spool takes it.
+        """
+        row = {
+            "study": study,
+            "model": model,
+            "trial": trial,
+            "config": result.config.digest,
+            "request": result.request_digest,
+            "fingerprint": fingerprint.digest,
+            "rung": result.rung.value,
+            "outcome": result.outcome.value,
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "result": json.dumps(to_data(result)),
+            "circumstances": json.dumps(to_data(fingerprint)),
+        }
+        if self._spool is None:
+            self._write(row)
+            return
+        try:
+            with self.outages.at_once():  # waiting comes once it is safe
+                self._replay()
+                self._write(row)
+        except StorageError as error:
+            self._spool.add(row)
+            self.outages.say(f"{error}; the result waits in {self._spool.path}")
+
+    def _write(self, row: dict[str, Any]) -> None:
+        with storage_errors(self._url), self._engine.begin() as connection:
+            self._insert(connection, row)
+
+    def _insert(self, connection: sa.Connection, row: dict[str, Any]) -> None:
+        self._known.add(connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one())
+
+    def _replay(self) -> None:
+        """Write what waits in the spool, each row once: an error does not say whether the database had it already."""
+        if self._spool is None or self._spool.is_empty():
+            return
+        with self._spool.drained() as rows, storage_errors(self._url), self._engine.begin() as connection:
+            for row in rows:
+                same = (column == row[column.name] for column in _probes.c if column is not _probes.c.id)
+                if connection.execute(sa.select(_probes.c.id).where(*same)).first() is None:
+                    self._insert(connection, row)
+        self.outages.say(f"{len(rows)} waiting results are in the database now")
+
+    @outlasting
+    def find(self, request: str, fingerprint: str, rungs: Iterable[Rung]) -> ProbeResult | None:
+        """The newest stored answer to a request under the same fingerprint, from any study of this database."""
+        query = (
+            sa.select(_probes.c.result)
+            .where(
+                _probes.c.request == request,
+                _probes.c.fingerprint == fingerprint,
+                _probes.c.rung.in_([rung.value for rung in rungs]),
+                _probes.c.outcome.in_([outcome.value for outcome in REUSABLE]),
+            )
+            .order_by(_probes.c.id.desc())
+            .limit(1)
+        )
+        self._replay()
+        with storage_errors(self._url), self._engine.connect() as connection:
+            text = connection.execute(query).scalar_one_or_none()
+        return None if text is None else from_data(ProbeResult, json.loads(text))
+
+    def of_study(self, study: str) -> list[StoredProbe]:
+        """Every row of a study, in the order they were written."""
+        return self._rows(_probes.c.study == study)
+
+    @outlasting
+    def news(self, study: str) -> list[StoredProbe]:
+        """The rows of a study that others wrote, and that were not read here."""
+        which = sa.and_(_probes.c.study == study, _probes.c.id > self._read_to - LATE_ROWS)
+        query = sa.select(_probes.c.id).where(which)
+        with storage_errors(self._url), self._engine.connect() as connection:
+            unknown = set(connection.execute(query).scalars()) - self._known
+        return self._rows(_probes.c.id.in_(unknown)) if unknown else []
+
+    @outlasting
+    def forget(self, study: str) -> None:
+        """Delete the rows of a study."""
+        with storage_errors(self._url), self._engine.begin() as connection:
+            connection.execute(_probes.delete().where(_probes.c.study == study))
+
+    def of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
+        """Every row of a model under this fingerprint, of all studies, in the order they were written."""
+        return self._rows(sa.and_(_probes.c.model == model, _probes.c.fingerprint == fingerprint))
+
+    @outlasting
+    def _rows(self, which: sa.ColumnElement[bool]) -> list[StoredProbe]:
+        query = sa.select(_probes).where(which).order_by(_probes.c.id)
+        self._replay()
+        with storage_errors(self._url), self._engine.connect() as connection:
+            rows = connection.execute(query).mappings().all()
+        self._known.update(row["id"] for row in rows)
+        self._read_to = max((self._read_to, *(row["id"] for row in rows)))
+        return [
+            StoredProbe(
+                trial=row["trial"],
+                result=from_data(ProbeResult, json.loads(row["result"])),
+                fingerprint=row["fingerprint"],
+            )
+            for row in rows
+        ]
+
+    def close(self) -> None:
+        self._engine.dispose()

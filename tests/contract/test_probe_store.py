@@ -1,0 +1,203 @@
+"""The probe table on SQLite and PostgreSQL: what is written comes back, and what is no answer is not taken for one."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sqlalchemy.engine import make_url
+
+from autotune.cli.commands.session import shared_url
+from autotune.core.errors import AutotuneError, StorageError, UsageError
+from autotune.core.probe_types import Outcome, Rung
+from autotune.core.train_config import TrainConfig
+from autotune.problem.search_space import load_space
+from autotune.study.optimizer import Optimizer, stored_facts, study_names
+from autotune.study.storage.database import network_drive, public_url
+from autotune.study.storage.probe_store import ProbeStore
+from tests.helpers.factories import FINGERPRINT, result
+
+CANARY = "s3cr3t-c4n4ry"
+FULL = (Rung.FULL, Rung.CONFIRM)
+
+
+@pytest.fixture
+def store(database: str) -> Iterator[ProbeStore]:
+    opened = ProbeStore(database)
+    yield opened
+    opened.close()
+
+
+def test_round_trip(store: ProbeStore, database: str) -> None:
+    config = TrainConfig(micro_batch_size=4)
+    rows = [
+        (3, result(config, log="logs/trial-0003.log", notes=("a note: é €",), warm=True)),
+        (None, result(config, rung=Rung.CONFIRM)),
+        (4, result(outcome=Outcome.OOM)),
+        (5, result(outcome=Outcome.CRASH, reason="killed by SIGKILL")),
+    ]
+    for trial, row in rows:
+        store.add("one", trial, row, FINGERPRINT)
+    store.add("another", 0, result(), FINGERPRINT)
+
+    again = ProbeStore(database)  # as a later session sees it
+    found = again.of_study("one")
+    again.close()
+    assert [(row.trial, row.result) for row in found] == rows
+    assert {row.fingerprint for row in found} == {FINGERPRINT.digest}
+    assert store.of_study("nobody's") == []
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_only_repeatable_outcomes_are_reused(store: ProbeStore, outcome: Outcome) -> None:
+    row = result(outcome=outcome, request_digest="abc")
+    store.add("one", 0, row, FINGERPRINT)
+    expected = row if outcome in (Outcome.OK, Outcome.OOM, Outcome.NUMERICS) else None
+    assert store.find("abc", FINGERPRINT.digest, FULL) == expected
+
+
+def test_reuse_needs_the_same_request_fingerprint_and_rung(store: ProbeStore) -> None:
+    other = replace(FINGERPRINT, packages={**FINGERPRINT.packages, "torch": "2.13.0"})
+    store.add("one", 0, result(request_digest="abc"), FINGERPRINT)
+    assert store.find("abc", FINGERPRINT.digest, FULL) is not None
+    assert store.find("abd", FINGERPRINT.digest, FULL) is None
+    assert store.find("abc", other.digest, FULL) is None
+    assert store.find("abc", FINGERPRINT.digest, (Rung.SHALLOW,)) is None
+
+
+def test_the_newest_answer_of_any_study_counts(store: ProbeStore) -> None:
+    for study, seconds in (("one", 1.0), ("two", 2.0)):
+        store.add(study, 0, result(request_digest="abc", seconds={"total": seconds}), FINGERPRINT)
+    store.add("two", 1, result(outcome=Outcome.CRASH, request_digest="abc"), FINGERPRINT)
+    found = store.find("abc", FINGERPRINT.digest, FULL)
+    assert found is not None and found.seconds == {"total": 2.0}
+
+
+def _touch(url: str, how: str) -> None:
+    if how == "store":
+        ProbeStore(url)
+    elif how == "search":
+        Optimizer.create(url, "x", load_space("lora"), seed=0, facts={})
+    elif how == "open":
+        Optimizer.open(url, "x", load_space("lora"))
+    elif how == "facts":
+        stored_facts(url, "x")
+    else:
+        study_names(url)
+
+
+EVERY_WAY = ("store", "search", "open", "facts", "names")
+
+
+def _whole_text(error: BaseException) -> str:
+    """The message, the remedy, and those of every error it came from or that a traceback would show."""
+    parts, seen = [], set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        parts += [str(one), repr(one), str(getattr(one, "remedy", ""))]
+        todo += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("how", EVERY_WAY)
+@pytest.mark.parametrize(
+    ("url", "kind", "named"),
+    [
+        (f"postgresql+psycopg://tuner:{CANARY}@127.0.0.1:1/studies", StorageError, "127.0.0.1"),
+        (f"postgresql+psycopg://tuner:{CANARY}@no-such-host.invalid/studies", StorageError, "no-such-host.invalid"),
+        (f"nonsense://tuner:{CANARY}@host/studies", UsageError, "nonsense"),
+        (f"postgresql+psycopg://tuner:{CANARY}@host:port/studies", UsageError, "--storage"),
+        (f"tuner:{CANARY}@host/studies", UsageError, "--storage"),
+        ("runs/autotune.db", UsageError, "--storage"),
+        (f"mysql+nodriver://tuner:{CANARY}@host/studies", UsageError, "nodriver"),
+        (f"oracle+oracledb://tuner:{CANARY}@host/studies", UsageError, "oracledb"),
+    ],
+    ids=["refused", "unknown-host", "no-dialect", "no-port", "no-scheme", "a-path", "no-driver", "not-installed"],
+)
+def test_bad_url_is_told_without_its_password(url: str, kind: type[AutotuneError], named: str, how: str) -> None:
+    with pytest.raises(kind) as caught:
+        _touch(url, how)
+    assert named in str(caught.value)
+    assert caught.value.remedy
+    assert CANARY not in _whole_text(caught.value)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("in_query", [False, True])
+@pytest.mark.parametrize("how", EVERY_WAY)
+def test_a_server_that_says_no_is_quoted_without_the_password(
+    postgres: Callable[[], str], how: str, in_query: bool
+) -> None:
+    url = make_url(postgres()).set(database="no_such_database")
+    url = url.update_query_dict({"password": CANARY}) if in_query else url.set(password=CANARY)
+    with pytest.raises(StorageError, match="no_such_database") as caught:
+        _touch(url.render_as_string(hide_password=False), how)
+    assert CANARY not in _whole_text(caught.value)
+
+
+def test_public_url() -> None:
+    assert public_url(f"postgresql+psycopg://me:{CANARY}@host/db") == "postgresql+psycopg://me:***@host/db"
+    assert CANARY not in public_url(f"me:{CANARY}@host")
+    in_query = f"postgresql+psycopg://me@/db?host=here&password={CANARY}&sslpassword={CANARY}"
+    assert public_url(in_query) == "postgresql+psycopg://me@/db?host=here"
+
+
+@pytest.mark.parametrize("how", EVERY_WAY)
+def test_unwritable_sqlite(tmp_path: Path, how: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="unable to open database file") as caught:
+        _touch(f"sqlite:///{tmp_path}/file/autotune.db", how)
+    assert caught.value.exit_code == 6
+
+
+@pytest.mark.parametrize("how", EVERY_WAY)
+def test_a_file_that_is_no_database(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "autotune.db"
+    path.write_bytes(b"certainly not SQLite" * 500)
+    with pytest.raises(StorageError, match="not a database"):
+        _touch(f"sqlite:///{path}", how)
+
+
+def test_two_processes_write_to_one_sqlite_file(tmp_path: Path) -> None:
+    """Each waits for the other's lock and no row is lost."""
+    url = f"sqlite:///{tmp_path / 'autotune.db'}"
+    ProbeStore(url).close()
+    code = (
+        "import sys; from tests.helpers.factories import FINGERPRINT, result\n"
+        "from autotune.study.storage.probe_store import ProbeStore\n"
+        "store = ProbeStore(sys.argv[1])\n"
+        "for number in range(20): store.add('one', number, result(), FINGERPRINT)\n"
+    )
+    here = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": here}
+    writers = [subprocess.Popen([sys.executable, "-c", code, url], env=environment) for _ in range(2)]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    reader = ProbeStore(url)
+    trials = [row.trial for row in reader.of_study("one")]
+    reader.close()
+    assert sorted(trials) == sorted([*range(20), *range(20)])
+
+
+def test_a_file_on_a_network_drive_is_for_nobody_to_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mounted" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "mounted")
+    drives = {"/": "ext4", str(tmp_path / "mounted"): "nfs4", str(tmp_path / "mounted" / "inner"): "ext4"}
+    found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in drives.items()]
+    monkeypatch.setattr("autotune.study.storage.database.psutil.disk_partitions", lambda all: found)
+    for folder, kind in (("", None), ("mounted", "nfs4"), ("link", "nfs4"), ("mounted/inner", None)):
+        assert network_drive(f"sqlite:///{tmp_path / folder / 'autotune.db'}") == kind
+    monkeypatch.chdir(tmp_path / "mounted")
+    with pytest.raises(UsageError, match=r"on a network drive \(nfs4\)"):
+        shared_url("sqlite:///autotune.db")
+    found[1].fstype = "fuse.sshfs"
+    assert network_drive("sqlite:///autotune.db") == "fuse.sshfs"
+    server = f"postgresql+psycopg://me:{CANARY}@host/db"
+    assert shared_url(server) == server

@@ -1,0 +1,49 @@
+"""Databases: their tables, and how they go away and come back."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+from optuna.storages import RDBStorage
+from sqlalchemy.engine import make_url
+
+from autotune.study.storage.probe_store import ProbeStore
+
+
+def make_tables(url: str) -> None:
+    """Optuna's and ours."""
+    storage = RDBStorage(url)
+    storage.engine.dispose()
+    ProbeStore(url).close()
+
+
+@contextmanager
+def away(database: str) -> Iterator[None]:
+    """The database cannot be reached meanwhile, and whoever was connected to it is cut off."""
+    url = make_url(database)
+    if url.get_backend_name() == "sqlite":
+        file = Path(url.database or "")
+        moved = file.rename(file.with_suffix(".away"))
+        file.mkdir()
+        yield
+        file.rmdir()
+        moved.rename(file)
+        return
+    with psycopg.connect(_beside(database), autocommit=True) as connection:
+        connection.execute(f'ALTER DATABASE "{url.database}" ALLOW_CONNECTIONS false')
+        cut_off(database)
+        yield
+        connection.execute(f'ALTER DATABASE "{url.database}" ALLOW_CONNECTIONS true')
+
+
+def cut_off(database: str) -> None:
+    """End every connection to a database of PostgreSQL."""
+    with psycopg.connect(_beside(database), autocommit=True) as connection:
+        name = make_url(database).database
+        connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
+
+
+def _beside(database: str) -> str:
+    """Another database of the same server."""
+    return make_url(database).set(drivername="postgresql", database="postgres").render_as_string(hide_password=False)

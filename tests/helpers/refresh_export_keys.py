@@ -1,0 +1,285 @@
+"""Writes export_keys.yaml, what Axolotl, LLaMA-Factory and torchtune take, and has them check what is exported.
+
+They pin other versions of the same packages than autotune, so that they cannot be installed for the tests. Here each is
+installed without its dependencies into a directory of its own, beside the transformers that it pins; all else comes
+from the environment of the tests. After raising a version below, look at what changed in export_keys.yaml:
+
+    python tests/refresh_export_keys.py [DIRECTORY]     # about 3 minutes and 500 MB; DIRECTORY is kept
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import types
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KEYS = Path(__file__).with_name("export_keys.yaml")
+BOTH = ("huggingface_hub==1.17.0", "datasets==4.8.4", "httpx", "httpcore", "h11", "anyio", "sniffio")
+TOOLS = {
+    "axolotl": (
+        *("axolotl==0.19.0", "transformers==5.16.1", "addict", "art", "colorama", "einops", "fire", "pillow", "scipy"),
+        *("termcolor", *BOTH),
+    ),
+    "llamafactory": (
+        *("llamafactory==0.9.5", "transformers==5.6.0", "tokenizers==0.22.2", "omegaconf==2.3.0"),
+        *("antlr4-python3-runtime==4.9.3", *BOTH),
+    ),
+    "torchtune": (
+        *("torchtune==0.6.1", "torchao==0.9.0", "torchdata==0.11.0", "omegaconf==2.3.0"),
+        *("antlr4-python3-runtime==4.9.3", "tiktoken", "sentencepiece", "blobfile", "pillow"),
+    ),
+}
+# What Axolotl switches on by itself and has no part in a step: of files, tokens, evaluation, and what is not used.
+HARMLESS = (
+    "attn_decontaminates_packing attn_supports_packing attn_uses_flash_lib attn_needs_dtype_cast eval_sample_packing"
+    " experimental_skip_move_to_device generation_do_sample pretrain_multipack_attn qgalore_proj_quant save_safetensors"
+    " shuffle_merged_datasets tiled_mlp_use_original_mlp tokenizer_save_jinja_files"
+)
+
+
+def main(directory: Path) -> None:
+    told = {}
+    for tool, packages in TOOLS.items():
+        home = directory / tool
+        if not home.exists():
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home), *packages]
+            subprocess.run(pip, check=True)
+        files = []
+        for number, text in enumerate(_exported(tool)):
+            files.append(directory / f"{tool}-{number}.yaml")
+            files[-1].write_text(text, encoding="utf-8")
+        path = os.pathsep.join((str(home), str(KEYS.parent.parent)))
+        environment = os.environ | {"PYTHONPATH": path, "DISABLE_VERSION_CHECK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        child = [sys.executable, __file__, "--inside", tool, *map(str, files)]
+        done = subprocess.run(child, env=environment, check=True, stdout=subprocess.PIPE, text=True, cwd=directory)
+        told[tool] = yaml.safe_load(done.stdout.partition("---\n")[2])
+        print(f"{tool}: {len(files)} files accepted, {len(told[tool]['keys'])} keys")
+    KEYS.write_text(_text(told), encoding="utf-8")
+
+
+def _exported(tool: str) -> list[str]:
+    """What is exported of each configuration of the tests, and of a model with a hostile name."""
+    from dataclasses import replace
+
+    from autotune.export import axolotl, llamafactory, torchtune
+    from tests.unit.export.test_axolotl import CONFIGS, HOSTILE, recipe
+
+    exporter = {"axolotl": axolotl, "llamafactory": llamafactory, "torchtune": torchtune}[tool]
+    plain = recipe(CONFIGS[0])
+    recipes = [*map(recipe, CONFIGS), *(replace(plain, model=replace(plain.model, name=name)) for name in HOSTILE)]
+    return [exporter.export(one)[f"{tool}.yaml"] for one in recipes]
+
+
+def _text(told: dict[str, Any]) -> str:
+    lines = ["# Written by refresh_export_keys.py; names are parted by spaces."]
+    for tool, lists in told.items():
+        lines += [f"{tool}:", f"  source: {' '.join(TOOLS[tool][:2])}"]
+        for name, values in lists.items():
+            wrapped = textwrap.wrap(" ".join(sorted(values)), 116, break_on_hyphens=False)
+            lines += [f"  {name}: >-", *(f"    {line}" for line in wrapped)]
+    return "\n".join(lines) + "\n"
+
+
+def _axolotl(files: list[str]) -> dict[str, list[str]]:
+    from axolotl.integrations.liger.args import LigerArgs
+    from axolotl.utils.config import prepare_plugins, validate_config
+    from axolotl.utils.dict import DictDefault
+    from axolotl.utils.schemas.config import AxolotlInputConfig
+    from axolotl.utils.schemas.datasets import SFTDataset
+    from axolotl.utils.schemas.enums import CANONICAL_ATTN_IMPLS, CustomSupportedOptimizers
+    from transformers.training_args import OptimizerNames
+
+    gpu = {"bf16": True, "fp8": True, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
+    for file in files:
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        cfg = DictDefault(values)
+        prepare_plugins(cfg)
+        checked = validate_config(cfg, capabilities=gpu, env_capabilities={"torch_version": "2.11.0"}).to_dict()
+        for key, value in values.items():  # as it was written, after all that Axolotl sets by itself
+            if key != "datasets" and checked.get(key) != value:
+                raise SystemExit(f"{file}: {key}: {checked.get(key)!r}, and not {value!r}")
+        switched_on = {key for key, value in checked.items() if value is True and key not in values}
+        if unknown := switched_on - set(HARMLESS.split()):
+            raise SystemExit(f"{file}: Axolotl switches on by itself: {', '.join(sorted(unknown))}")
+    return {
+        "keys": [*AxolotlInputConfig.model_fields, *LigerArgs.model_fields],
+        "dataset_keys": [*SFTDataset.model_fields],
+        "attentions": [*CANONICAL_ATTN_IMPLS],
+        "optimizers": [*(name.value for name in OptimizerNames), *(name.value for name in CustomSupportedOptimizers)],
+    }
+
+
+def _llamafactory(files: list[str]) -> dict[str, list[str]]:
+    from dataclasses import fields
+
+    import llamafactory
+    from llamafactory.extras.constants import AttentionFunction
+    from llamafactory.hparams import parser
+    from omegaconf import OmegaConf
+    from transformers.training_args import OptimizerNames
+
+    data_package = types.ModuleType("llamafactory.data")  # its own imports torchaudio
+    data_package.__path__ = [str(Path(llamafactory.__file__).parent / "data")]
+    sys.modules["llamafactory.data"] = data_package
+    from llamafactory.data.parser import DatasetAttr, get_dataset_list
+
+    from autotune.export.llamafactory import DATASETS
+
+    (dataset,) = get_dataset_list(["your_dataset"], DATASETS)
+    if (dataset.load_from, dataset.formatting, dataset.messages, dataset.role_tag) != (
+        "file",
+        "sharegpt",
+        "messages",
+        "role",
+    ):
+        raise SystemExit(f"dataset_info.json is read otherwise: {vars(dataset)}")
+    parser.is_torch_bf16_gpu_available = lambda: True
+    for file in files:
+        values = OmegaConf.to_container(OmegaConf.load(file))  # as `llamafactory-cli train` reads it
+        if values != yaml.safe_load(Path(file).read_text(encoding="utf-8")):
+            raise SystemExit(f"{file}: OmegaConf reads it otherwise")
+        without_gpu = {"use_cpu": True, "bf16": False, "fp16": False}
+        model, data, training, finetuning, _ = parser.get_train_args(values | without_gpu)
+        read = {**vars(training), **vars(finetuning), **vars(data), **vars(model)}
+        for key, value in values.items():
+            if key in ("bf16", "fp16", "report_to", "dataset", "lora_target"):
+                continue
+            if key == "cutoff_len":
+                value -= values["packing"]  # packed rows get one more
+            if read[key] != value:
+                raise SystemExit(f"{file}: {key}: {read[key]!r}, and not {value!r}")
+    return {
+        "keys": [field.name for arguments in parser._TRAIN_ARGS for field in fields(arguments)],
+        "dataset_keys": [*(field.name for field in fields(DatasetAttr)), "file_name", "columns", "tags", "hf_hub_url"],
+        "attentions": [name.value for name in AttentionFunction],
+        "optimizers": [name.value for name in OptimizerNames],
+    }
+
+
+def _torchtune(files: list[str]) -> dict[str, list[str]]:
+    import inspect
+
+    from omegaconf import OmegaConf
+    from torchtune import config
+    from torchtune.config._utils import _get_component_from_path
+
+    llama = ("llama-2-13b", "llama-3-8b", "llama-3.1-8b", "llama-3.2-1b")
+    for name in (*llama, "mistral-7b", "gemma-7b", "phi-3-mini", "phi-4", "qwen2.5-3b", "qwen2.5-7b"):
+        _torchtune_logits(name)
+    arguments: dict[str, list[str]] = {}
+    for file in [*files, *_torchtune_models(Path(files[0]).parent)]:
+        cfg = OmegaConf.load(file)
+        if OmegaConf.to_container(cfg, resolve=True) != yaml.safe_load(Path(file).read_text(encoding="utf-8")):
+            raise SystemExit(f"{file}: OmegaConf reads it otherwise")
+        config.validate(cfg)  # binds each component's arguments to its signature
+        for path in (part["_component_"] for part in cfg.values() if OmegaConf.is_dict(part) and "_component_" in part):
+            parameters = inspect.signature(_get_component_from_path(path)).parameters.values()
+            arguments[path] = [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    lora, full = (_recipe_keys(f"{method}_finetune_single_device") for method in ("lora", "full"))
+    return {
+        "keys": [*lora["keys"], *full["keys"]],
+        "lora_required": lora["required"],
+        "full_required": full["required"],
+        **arguments,
+    }
+
+
+def _torchtune_models(directory: Path) -> list[Path]:
+    """A file of each model that there is a builder for, which is built without memory: as large as it is published."""
+    import torch
+    from omegaconf import OmegaConf
+    from torchtune import config
+
+    from autotune.catalog import list_models
+    from autotune.core.train_config import TrainConfig
+    from autotune.export import torchtune, torchtune_models
+    from tests.unit.export.test_axolotl import recipe
+
+    files = []
+    for model in list_models():
+        for tried in (TrainConfig(method="full", precision="fp32"), TrainConfig(dora=True), TrainConfig()):
+            made = recipe(tried, model=model)
+            if torchtune_models.obstacle(made):
+                continue
+            files.append(directory / f"torchtune-{model.short}-{len(files)}.yaml")
+            files[-1].write_text(torchtune.export(made)["torchtune.yaml"], encoding="utf-8")
+            with torch.device("meta"):
+                built = config.instantiate(OmegaConf.load(files[-1]).model)
+            adapters = ("lora_a", "lora_b", "magnitude")
+            own = {id(one): one for name, one in built.named_parameters() if not any(part in name for part in adapters)}
+            if (count := sum(one.numel() for one in own.values())) != model.params:
+                raise SystemExit(f"{files[-1]}: {count:,} parameters, and not {model.params:,}")
+    return files
+
+
+def _torchtune_logits(name: str) -> None:
+    """A small model of this family computes the same, read by its checkpointer and by transformers."""
+    from dataclasses import replace
+
+    import torch
+    import transformers
+    from omegaconf import OmegaConf
+    from torchtune import config
+
+    from autotune.catalog import resolve_model
+    from autotune.core.train_config import TrainConfig
+    from autotune.export import torchtune
+    from tests.unit.export.test_axolotl import recipe
+
+    model = resolve_model(name)
+    shape = model.config | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512}
+    groups = 1 + (model.config["num_attention_heads"] > model.config["num_key_value_heads"])
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4 // groups}
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape)).eval()
+    for one in theirs.parameters():
+        torch.nn.init.normal_(one, 1.0 if one.dim() == 1 else 0.0, 0.1)
+    ids = torch.randint(model.vocab_size, (2, 300))
+    with tempfile.TemporaryDirectory() as weights, torch.no_grad():
+        theirs.save_pretrained(weights)
+        made = recipe(TrainConfig(method="full"), model=replace(model, config=shape, weights=weights))
+        cfg = OmegaConf.create(yaml.safe_load(torchtune.export(made)["torchtune.yaml"]))
+        ours = config.instantiate(cfg.model).eval()
+        ours.load_state_dict(config.instantiate(cfg.checkpointer).load_checkpoint()["model"])
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, atol=1e-3, rtol=1e-3)
+
+
+def _recipe_keys(name: str) -> dict[str, list[str]]:
+    """What a recipe reads of its file: cfg.key, which has to be there, and cfg.get("key")."""
+    import ast
+
+    import torchtune
+
+    source = (Path(torchtune.__file__).parents[1] / "recipes" / f"{name}.py").read_text(encoding="utf-8")
+    required, asked = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cfg":
+            required.add(node.attr)
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "cfg.get"
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            asked.add(node.args[0].value)
+    required -= {"get"}
+    return {"keys": sorted(required | asked), "required": sorted(required)}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        inside = {"axolotl": _axolotl, "llamafactory": _llamafactory, "torchtune": _torchtune}[sys.argv[2]](
+            sys.argv[3:]
+        )
+        print("---")
+        print(yaml.safe_dump({name: sorted(set(values)) for name, values in inside.items()}))
+    elif len(sys.argv) > 1:
+        Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+        main(Path(sys.argv[1]).resolve())
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            main(Path(scratch))

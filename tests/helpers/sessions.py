@@ -1,0 +1,151 @@
+"""A study session over recorded answers: what the tests of the loop, of confirming and of resuming share."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+
+from autotune.catalog import find_price, resolve_device, resolve_model
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.planning.other_devices import of_winner
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.performance import Floors
+from autotune.problem.search_space import Knob, SearchSpace
+from autotune.problem.task import Task
+from autotune.problem.workload import Workload
+from autotune.study.evaluator import Evaluator
+from autotune.study.history import summarize
+from autotune.study.loop import Limits, Study
+from autotune.study.optimizer import Optimizer
+from autotune.study.storage.database import Outages
+from autotune.study.storage.probe_store import ProbeStore
+from autotune.study.summary import StudySummary, TrialRecord
+from tests.helpers.factories import FINGERPRINT
+from tests.helpers.replay import Answers, ReplayProber, machine
+
+
+def space(**knobs: tuple[Any, ...]) -> SearchSpace:
+    learning = ("lora_rank", "seq_len")
+    return SearchSpace(
+        name="test",
+        knobs=tuple(
+            Knob(name=name, values=values, kind="learning" if name in learning else "system")
+            for name, values in knobs.items()
+        ),
+    )
+
+
+SPACE = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256,), lora_rank=(16, 32), checkpointing=("none", "full"))
+BASELINE = TrainConfig(seq_len=256)
+
+
+def by_tokens(config: TrainConfig) -> float:
+    """Every configuration has a rate of its own; what recomputes nothing and has the lower rank is faster."""
+    speed = 1000.0 + 10 * config.micro_batch_size
+    return speed * (0.7 if config.checkpointing == "full" else 1.0) * (0.9 if config.lora_rank == 32 else 1.0)
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One session of the study 'one', as `autotune run` puts it together."""
+
+    study: Study
+    prober: ReplayProber
+    search: Optimizer
+    evaluator: Evaluator
+    store: ProbeStore
+    said: list[str]
+
+    def summary(self) -> StudySummary:
+        return summarize(
+            self.study.rows,
+            self.study.selection,
+            FINGERPRINT,
+            self.store.of_study(self.study.task.study),
+            cards=of_winner(0.05),
+            wall_seconds=2.0,
+            importances=self.search.importances(),
+        )
+
+    def winner(self) -> TrainConfig:
+        recipe = self.summary().recipe
+        assert recipe is not None
+        return recipe.winner.config
+
+
+Start = Callable[..., Session]
+
+
+def subject_of(space: SearchSpace = SPACE, **changes: Any) -> Task:
+    values: dict[str, Any] = {
+        "study": "one",
+        "model": resolve_model("demo-3m"),
+        "device": resolve_device("h200"),
+        "price": find_price("h200-141gb"),
+        "workload": Workload(examples=1000, lengths=Lengths.constant(256), global_batch=32),
+        "floors": Floors(),
+        "space": space,
+    }
+    return Task(**(values | changes))
+
+
+def starter(url: str, logs: Path, opened: list[Any]) -> Start:
+    def start(
+        answers: Answers | None = None,
+        *,
+        task: Task | None = None,
+        began: float | None = None,
+        begin: list[TrainConfig] | None = None,
+        on_trial: Callable[[TrialRecord], None] = lambda row: None,
+        should_stop: Callable[[], bool] = lambda: False,
+        waits_s: float = 0.0,
+        **limits: Any,
+    ) -> Session:
+        task = task or subject_of()
+        prober = ReplayProber(answers or machine(rate=by_tokens))
+        said: list[str] = []
+        outages = Outages(said.append, should_stop, seconds=waits_s)
+        store = ProbeStore(url, spool=logs.parent / "spool.jsonl", outages=outages)
+        facts = {"model": task.model.name}
+        search = Optimizer.create(url, task.study, task.space, seed=0, facts=facts, outages=outages)
+        opened.extend((store, search))
+
+        def request(config: TrainConfig) -> ProbeRequest:
+            return ProbeRequest(config=config, model=task.model.config, memory_gib=80.0)
+
+        evaluator = Evaluator(prober, store, study=task.study, logs=logs, request=request)
+        study = Study(
+            task,
+            search,
+            evaluator,
+            Limits(**({"budget_s": 1e6, "patience": 16} | limits)),
+            time.monotonic() if began is None else began,
+            on_trial=on_trial,
+            say=said.append,
+            should_stop=should_stop,
+        )
+        study.resume(store.of_study(task.study))
+        study.begin(begin or [])
+        return Session(study=study, prober=prober, search=search, evaluator=evaluator, store=store, said=said)
+
+    return start
+
+
+def states(database: str) -> list[TrialState]:
+    storage = optuna.storages.RDBStorage(database)
+    found = [trial.state for trial in optuna.load_study(storage=storage, study_name="one").trials]
+    storage.engine.dispose()
+    return found
+
+
+def whole(start: Start, answers: Answers | None = None, **arguments: Any) -> Session:
+    """A session with the baseline in its queue, run and confirmed."""
+    session = start(answers, begin=[BASELINE], **arguments)
+    session.study.run()
+    session.study.confirm()
+    return session

@@ -1,0 +1,29 @@
+"""A study of many short trials on processors, for the tests in which several processes work on one."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from autotune.core.probe_types import from_data
+from autotune.problem.task import Task
+from autotune.study.optimizer import Optimizer, stored_facts
+
+SPACE = """\
+version: 1
+knobs:
+  micro_batch_size: {values: [1, 2, 4], kind: system}
+  seq_len: 16
+  lora_rank: {values: [16, 32, 64], kind: learning}
+  precision: fp32
+  checkpointing: {values: [none, every_2, full], kind: system}
+  optimizer: {values: [adamw_torch_fused, adamw_torch], kind: system}
+"""
+ARGUMENTS = ("--gpu", "cpu", "--model", "demo-3m", "--space", "space.yaml", "--global-batch", "4", "--examples", "100")
+ARGUMENTS += ("--budget", "10m", "--memory-gib", "1", "--study", "one")
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Optimizer]:
+    """The study, to be read."""
+    task = from_data(Task, (stored_facts(url, "one") or {})["subject"])
+    with closing(Optimizer.open(url, "one", task.space)) as search:
+        yield search

@@ -1,0 +1,301 @@
+"""Levers that transformers has no one switch for: fp8 products, cuDNN's attention, checkpoints in host memory."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.core.errors import UsageError
+from autotune.core.probe_types import Measurement, ModelShape, Outcome, ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.export import export_all
+from autotune.prediction.memory_predictor import needs_at_least
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.performance import capability, leanest
+from autotune.problem.search_space import Knob, SearchSpace
+from autotune.problem.setup import set_up, suit
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.workload import Workload
+from autotune.study.coordinate_search import move
+from tests.helpers.factories import TINY, summary
+
+TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 2}
+FITS_FP8 = TINY_LLAMA | {"num_key_value_heads": 2}  # every side of its matrices is a multiple of 16
+
+
+def measured(prober: WorkerProber, **knobs: Any) -> Measurement:
+    values: dict[str, Any] = {"micro_batch_size": 4, "seq_len": 64, "precision": "fp32"}
+    asked = ProbeRequest(
+        config=TrainConfig(**(values | knobs)),
+        model=FITS_FP8 | {"hidden_size": 64, "vocab_size": 512},
+        device="cpu",
+        memory_gib=4.0,
+        micro_steps=2,
+        min_timed_s=0.0,
+        min_timed_micros=1,
+    )
+    result = prober.probe(asked, prober.logs / "probe.log")
+    assert result.measurement is not None and result.notes == (), result.reason
+    return result.measurement
+
+
+def built(model: dict[str, Any], attention: str = "sdpa") -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(model)
+    model_config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    return AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
+
+
+@pytest.mark.probe
+def test_fp8_multiplies_differently_and_leaves_weights_and_head_alone() -> None:
+    import torch
+
+    pytest.importorskip("torchao")
+    from autotune.probe.runtime.patches import multiply_in_fp8
+
+    model = built(FITS_FP8)
+    tokens = torch.randint(0, 128, (2, 16))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    expected = model(input_ids=tokens).logits
+    multiply_in_fp8(model)
+    found = model(input_ids=tokens).logits
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert type(model.get_output_embeddings()) is torch.nn.Linear
+    layers = [type(one).__name__ for one in model.model.layers[0].modules() if isinstance(one, torch.nn.Linear)]
+    assert set(layers) == {"Float8Linear"}
+    off = float(((found - expected).norm() / expected.norm()).detach())
+    assert 1e-4 < off < 0.1
+
+
+@pytest.mark.probe
+def test_fp8_needs_matrices_whose_sides_are_multiples_of_16() -> None:
+    import torch
+
+    pytest.importorskip("torchao")
+    from autotune.probe.runtime.patches import multiply_in_fp8
+
+    model = built(TINY_LLAMA | {"intermediate_size": 72})
+    multiply_in_fp8(model)
+    kinds = {name: type(one).__name__ for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    assert kinds["model.layers.0.self_attn.q_proj"] == "Float8Linear"
+    assert kinds["model.layers.0.mlp.up_proj"] == kinds["model.layers.0.mlp.down_proj"] == "Linear"
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_a_probe_with_an_fp8_base_trains_and_leaves_nothing_behind(prober: WorkerProber, precision: str) -> None:
+    pytest.importorskip("torchao")
+    plain, fp8, again = (measured(prober, precision=precision, quantization=one) for one in ("none", "fp8", "none"))
+    assert again.losses[:2] == plain.losses[:2]
+    assert fp8.losses[:2] != plain.losses[:2]
+    assert fp8.losses[:2] == pytest.approx(plain.losses[:2], rel=0.01)
+    assert fp8.model_gib == plain.model_gib and fp8.trainable_params == plain.trainable_params
+
+
+@pytest.mark.probe
+def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
+    import torch
+
+    from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
+
+    model = built(TINY_LLAMA).train()
+    tokens = torch.randint(0, 128, (2, 16))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+    set_checkpointing(model, 1)
+    expected = gradients()
+    set_checkpointing(model, 1, offload=True)
+    copied: list[torch.Size] = []
+    with pytest.MonkeyPatch.context() as patch:
+        of_hooks = torch.autograd.graph.save_on_cpu.__init__
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+            of_hooks(self, *args, **kwargs)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: copied.append(tensor.shape) or pack(tensor)
+
+        patch.setattr(torch.autograd.graph.save_on_cpu, "__init__", watched)
+        found = gradients()
+    assert torch.Size((2, 16, 32)) in copied  # the input of a layer
+    assert all(map(torch.equal, found, expected))
+    set_checkpointing(model, 1)
+    assert all("partial" not in repr(one._gradient_checkpointing_func.func) for one in decoder_layers(model))
+
+
+@pytest.mark.probe
+def test_cudnn_attention_is_a_name_of_its_own_and_falls_back_to_nothing() -> None:
+    """What another kernel computed would be told as cuDNN's speed. There is none on a CPU."""
+    import torch
+
+    from autotune.probe.runtime.patches import CUDNN_ATTENTION, register_cudnn_attention
+
+    register_cudnn_attention()
+    model = built(TINY_LLAMA, CUDNN_ATTENTION)
+    assert model.config._attn_implementation == CUDNN_ATTENTION
+    with pytest.raises(RuntimeError, match=r"No (viable|available)"):
+        model(input_ids=torch.randint(0, 128, (1, 16)))
+
+
+@pytest.mark.probe
+def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
+    """Liger binds functions to the modules of a model, and puts its classes among the names of the model's code."""
+    import torch
+
+    from autotune.probe.runtime.model_builder import ResidentModel, clean, names_of
+
+    model = built(TINY_LLAMA)
+    tokens, before = torch.randint(0, 128, (1, 16)), dict(names_of(model))
+    expected = model(input_ids=tokens).logits
+    for module in (model.model.norm, model.model.layers[0].mlp):
+        module.forward = lambda hidden: 2 * hidden
+        module._get_name = lambda: "Other"
+    assert not torch.equal(model(input_ids=tokens).logits, expected)
+    clean(ResidentModel(family=(), depth=None, base=model, model_gib=0.0))
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+    assert "apply_rotary_pos_emb" in before and names_of(model) == before
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize("knobs", [{"quantization": "fp8"}, {"checkpointing": "offload"}], ids=str)
+def test_the_exported_script_pulls_the_same_levers(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    """Those that pull none are trained in test_export.py."""
+    pytest.importorskip("torchao")
+    known = summary().recipe
+    assert known is not None
+
+    def exported(**knobs: Any) -> dict[str, str]:
+        config = TrainConfig(micro_batch_size=8, seq_len=32, precision="fp32", **knobs)
+        workload = Workload(examples=64, lengths=Lengths.constant(32), global_batch=16)
+        made = replace(known, winner=replace(known.winner, config=config), workload=workload)
+        return export_all(replace(made, model=resolve_model("demo-3m")), ["train"])
+
+    files = exported(**knobs)
+    assert "levers.py" in files and "levers.py" not in exported()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "train.py", "--random-weights", "--max-steps", "2", "--output-dir", ""]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1])["steps"] == 2
+
+
+def test_offloading_is_the_last_resort_and_the_first_to_be_given_up() -> None:
+    knob = Knob(name="checkpointing", values=("none", "offload", "full"))
+    space = SearchSpace(name="levers", knobs=(Knob(name="method", values=("lora",)), knob))
+    assert leanest(space)["checkpointing"] == "offload"
+    here = TrainConfig(checkpointing="offload")
+    first = move(space, here, "checkpointing", {})
+    assert first is not None and first["checkpointing"] == "none"
+    ooms = {space.config(first).digest: Outcome.OOM}
+    second = move(space, here, "checkpointing", ooms)
+    assert second is not None and second["checkpointing"] == "full"
+    assert move(space, replace(here, checkpointing="full"), "checkpointing", ooms) is None
+
+
+def test_what_offloads_is_not_compiled() -> None:
+    """Dynamo gives a layer up at the hooks that offload: it would run as it is and be told as compiled."""
+    config = TrainConfig(checkpointing="offload", compile="per_layer")
+    assert config == TrainConfig(checkpointing="offload")
+    pinned = StudySpec(model="mistral-7b", pins={"checkpointing": "offload", "compile": "per_layer"})
+    with pytest.raises(UsageError, match="do not compile"):
+        set_up(pinned, resolve_device("h200"))
+
+
+def test_compiled_layers_have_kernels_of_their_own() -> None:
+    config = TrainConfig(kernels="liger", compile="per_layer")
+    assert config == TrainConfig(compile="per_layer")
+    assert "liger" in TrainConfig(kernels="liger").label()
+
+
+def test_liger_is_for_models_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "liger_kernel" else there(name))
+    values = {"kernels": ("torch", "liger"), "method": ("lora",), "seq_len": (1024,), "micro_batch_size": (8,)}
+    space = SearchSpace(name="levers", knobs=tuple(Knob(name=name, values=one) for name, one in values.items()))
+    monkeypatch.setattr("autotune.problem.setup.load_space", lambda name: space)
+    setup = set_up(StudySpec(model="mistral-7b", gpu="h200"), resolve_device("h200"))
+    shape = ModelShape(num_layers=32, prefix=0, period=1, plain_head=True)
+    for known in (True, False):
+        suited = suit(setup, replace(shape, liger=known))
+        assert ("liger" in suited.task.space.knob("kernels").choices()) is known  # type: ignore[union-attr]
+        assert any("Liger has no kernels" in one.reason for one in suited.removals) is not known
+
+
+def test_what_does_not_fit_recomputed_may_fit_offloaded() -> None:
+    full, offload = TrainConfig(), TrainConfig(checkpointing="offload")
+    assert needs_at_least(full, offload)
+    assert not needs_at_least(offload, full)
+
+
+def test_fp8_is_less_capable_than_an_unquantised_base_and_more_than_others() -> None:
+    ranked = [TrainConfig(quantization=one) for one in ("nf4", "int8", "fp8", "none")]
+    assert sorted(ranked, key=capability) == ranked
+
+
+@pytest.mark.parametrize(("gpu", "kept"), [("h200", True), ("l4", True), ("a100-80gb", False), ("cpu", False)])
+def test_fp8_is_for_devices_that_multiply_it(gpu: str, kept: bool, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    file = tmp_path / "fp8.yaml"
+    file.write_text(
+        "version: 1\ndescription: fp8\nknobs:\n  method: lora\n"
+        "  quantization: {values: [none, fp8], kind: learning}\n"
+        "  attention: {values: [sdpa, sdpa_cudnn], kind: system}\n"
+    )
+    spec = StudySpec(model="mistral-7b", gpu=gpu, space=str(file), allow_quantized=True)
+    made = set_up(spec, resolve_device(gpu))
+    assert ("fp8" in made.task.space.knob("quantization").choices()) is kept  # type: ignore[union-attr]
+    assert [one.values for one in made.removals if one.knob == "quantization"] == [("fp8",)] * (not kept)
+    assert ("sdpa_cudnn" in made.task.space.knob("attention").choices()) is (gpu != "cpu")  # type: ignore[union-attr]
+
+
+@pytest.mark.probe
+def test_a_lean_trainer_walks_over_the_modules_only_when_the_mode_changes(tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    import torch
+    from transformers import TrainingArguments
+
+    from autotune.probe.runtime.lean_trainer import LeanTrainer
+
+    class Watched(torch.nn.Module):
+        walks: ClassVar[list[bool]] = []
+
+        def train(self, mode: bool = True) -> "Watched":
+            self.walks.append(mode)
+            return super().train(mode)
+
+    model = built(TINY_LLAMA)
+    model.model.norm.watched = Watched()
+    rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 8
+    arguments = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "per_device_train_batch_size": 1}
+    settings = TrainingArguments(output_dir=str(tmp_path), max_steps=2, gradient_accumulation_steps=2, **arguments)
+    model.eval()
+    Watched.walks.clear()
+    trainer = LeanTrainer(model, settings, train_dataset=rows, eval_dataset=rows)
+    assert Watched.walks == [True] and model.model.layers[0].training
+    trainer.train()
+    assert Watched.walks == [True] and trainer.state.total_flos == 0
+    trainer.evaluate()
+    assert Watched.walks == [True, False] and not model.model.layers[0].training
+    trainer.train()
+    assert Watched.walks == [True, False, True]
+    gone = weakref.ref(model)
+    trainer.accelerator.free_memory()
+    del trainer, model
+    gc.collect()
+    assert gone() is None

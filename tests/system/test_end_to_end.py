@@ -1,0 +1,394 @@
+"""The whole program on this machine's processor: real probes, real OOMs, a real study that is killed and goes on."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import psutil
+import pytest
+import yaml
+from optuna.trial import TrialState
+
+from autotune.core.train_config import TrainConfig
+from autotune.study.summary import summary_data
+from tests.helpers.factories import summary
+
+pytestmark = pytest.mark.probe
+
+# 128 sequences of 64 tokens do not fit into 0.7 GiB, in whatever way they are trained; 4 fit easily. The climb tries
+# 128 first. There are trials enough for all of the winner's rank, so that 256, which accumulate too, come after and
+# are refused.
+SPACE = """\
+version: 1
+knobs:
+  micro_batch_size: {values: [4, 128, 256], kind: system}
+  seq_len: 64
+  lora_rank: {values: [8, 16, 32], kind: learning}
+  precision: fp32
+  checkpointing: {values: [none, full], kind: system}
+"""
+TRIALS = 12
+ARGUMENTS = ("--gpu", "cpu", "--model", "demo-3m", "--memory-gib", "0.7", "--space", "space.yaml")
+ARGUMENTS += ("--global-batch", "512", "--examples", "2000", "--price", "0.5", "--budget", "10m", "--seed", "8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "autotune", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"}
+
+
+def autotune(folder: Path, *arguments: str) -> Ended:
+    ended = subprocess.run(
+        command(*arguments), cwd=folder, capture_output=True, text=True, check=False, timeout=400, env=environment()
+    )
+    return Ended(code=ended.returncode, out=ended.stdout, err=ended.stderr)
+
+
+def prepared(folder: Path) -> Path:
+    (folder / "space.yaml").write_text(SPACE)
+    return folder
+
+
+def trials(folder: Path, study: str) -> list[optuna.trial.FrozenTrial]:
+    """As Optuna itself reads them."""
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'runs' / 'autotune.db'}")
+    try:
+        return optuna.load_study(storage=storage, study_name=study).trials
+    finally:
+        storage.engine.dispose()
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A study that ran to its end in `folder`."""
+
+    folder: Path
+    out: Path
+    ended: Ended
+    data: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = prepared(tmp_path_factory.mktemp("study"))
+    ended = autotune(folder, "run", *ARGUMENTS, "--trials", str(TRIALS), "--json")
+    assert ended.code == 0, ended.err
+    data = json.loads(ended.out)
+    return Finished(folder=folder, out=Path(data["out_dir"]), ended=ended, data=data)
+
+
+def test_there_is_a_winner_that_was_measured(finished: Finished) -> None:
+    data = finished.data
+    winner, baseline = data["winner"], data["baseline"]
+    assert (data["model"], data["device"], data["evidence"]) == ("demo-3m", "cpu", "measured")
+    assert winner["config"]["micro_batch_size"] == 4 and winner["config"]["lora_rank"] >= 16
+    assert winner["memory"]["peak_reserved_gib"] < winner["memory"]["limit_gib"] < 0.7 * 0.95
+    assert baseline["config"]["micro_batch_size"] == 4 and baseline["config"]["checkpointing"] == "full"
+    assert data["speedup"] == pytest.approx(
+        winner["performance"]["tokens_per_second"] / baseline["performance"]["tokens_per_second"]
+    )
+    # 2,000 examples at the winner's speed, at the price that was given
+    hours = winner["cost"]["full_run_hours"]
+    assert hours == pytest.approx(2000 / winner["performance"]["samples_per_second"] / 3600, rel=0.05)
+    assert winner["cost"]["full_run_usd"] == pytest.approx(hours * 0.5)
+
+
+def test_memory_ran_out_and_the_larger_ones_were_refused(finished: Finished) -> None:
+    rows = {row["number"]: row for row in lines(finished.out)}
+    assert len(rows) == TRIALS == finished.data["trials"]["total"]
+    outcomes = [row["outcome"] for row in rows.values()]
+    assert outcomes.count("oom") >= 1 and outcomes.count("refused") >= 1 and outcomes.count("ok") >= 2
+    assert {outcome: outcomes.count(outcome) for outcome in ("ok", "oom", "refused")} == {
+        outcome: finished.data["trials"][outcome] for outcome in ("ok", "oom", "refused")
+    }
+    for trial in trials(finished.folder, finished.data["study"]):
+        row = rows[trial.number]
+        fits = row["config"]["micro_batch_size"] <= 4
+        assert (row["outcome"] == "ok") is fits
+        assert trial.state is (TrialState.COMPLETE if fits else TrialState.PRUNED)
+        assert (trial.constraints["memory"] > 0) is not fits
+        assert (row["margin"] > 0) is not fits
+        launched = row["outcome"] != "refused" and not row["reused"]
+        assert (finished.out / "logs" / f"trial-{trial.number:04d}.log").exists() is launched
+
+
+def test_the_json_has_the_documented_keys(finished: Finished) -> None:
+    expected = summary_data(summary(), "out")
+    assert finished.data.keys() == expected.keys()
+    for part in ("winner", "baseline"):
+        assert finished.data[part].keys() == expected[part].keys()
+        for inner in ("performance", "memory", "cost"):
+            assert finished.data[part][inner].keys() == expected[part][inner].keys()
+    assert finished.data["trials"].keys() == expected["trials"].keys()
+    assert finished.data["fingerprint"].keys() == expected["fingerprint"].keys()
+
+
+def test_stderr_tells_the_story_and_stdout_is_json_alone(finished: Finished) -> None:
+    assert finished.ended.out.count("\n") == 1
+    for part in ("baseline", "left out  lora_rank 8", "over by", "winner", "speed-up", "--max-steps 5"):
+        assert part in finished.ended.err
+    assert "Traceback" not in finished.ended.err and "Warning" not in finished.ended.err
+
+
+def test_the_folder_is_complete(finished: Finished) -> None:
+    out = finished.out
+    names = {path.name for path in out.iterdir()} - {".lock"}
+    assert names == {
+        "recipe.yaml",
+        "projection.json",
+        "summary.json",
+        "trials.jsonl",
+        "oom_report.md",
+        "oom_report.json",
+        "report.html",
+        "export",
+        "logs",
+    }
+    assert json.loads((out / "summary.json").read_text()) == finished.data
+    recipe = yaml.safe_load((out / "recipe.yaml").read_text())
+    assert str(finished.data["winner"]["config"]["seq_len"]) in json.dumps(recipe)
+    projection = json.loads((out / "projection.json").read_text())
+    assert projection["winner"]["full_run_hours"] == finished.data["winner"]["cost"]["full_run_hours"]
+    assert len(json.loads((out / "oom_report.json").read_text())) > 0
+    assert "out of memory" in (out / "oom_report.md").read_text().lower()
+    assert "</html>" in (out / "report.html").read_text()
+    assert {path.name for path in (out / "export").iterdir()} >= {"train.py", "launch.sh", "model_config.json"}
+
+
+def test_the_exported_script_trains(finished: Finished, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["bash", str(finished.out / "export" / "launch.sh"), "--max-steps", "2", "--output-dir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**environment(), "PYTHON": sys.executable},
+    )
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert told["steps"] == 2 and told["tokens_per_second"] > 0
+
+
+def test_status(finished: Finished) -> None:
+    told = autotune(finished.folder, "status", "--json")
+    assert told.code == 0, told.err
+    data = json.loads(told.out)
+    assert data.pop("running") is False
+    changing = ("wall_seconds", "search_usd")
+    assert {key: value for key, value in data.items() if key not in changing} == {
+        key: value for key, value in finished.data.items() if key not in changing
+    }
+    plain = autotune(finished.folder, "status", finished.data["study"])
+    assert plain.code == 0 and plain.err == ""
+    assert f"{TRIALS} total" in plain.out and finished.data["study"] in plain.out and "measured" in plain.out
+
+
+def test_oom(finished: Finished) -> None:
+    told = autotune(finished.folder, "oom", finished.data["study"])
+    assert (told.code, told.err) == (0, "")
+    assert told.out.strip() == (finished.out / "oom_report.md").read_text().strip()
+    assert json.loads(autotune(finished.folder, "oom", "--json").out) == json.loads(
+        (finished.out / "oom_report.json").read_text()
+    )
+
+
+def test_report_and_export_write_the_same_again(finished: Finished, tmp_path: Path) -> None:
+    assert autotune(finished.folder, "report", "--out", str(tmp_path / "again")).code == 0
+    names = ("recipe.yaml", "projection.json", "oom_report.md", "oom_report.json", "export/train.py")
+    for name in names:
+        assert (tmp_path / "again" / name).read_text() == (finished.out / name).read_text()
+    assert (tmp_path / "again" / "report.html").exists()
+    ended = autotune(finished.folder, "export", "--format", "train", "--out", str(tmp_path / "only"))
+    assert ended.code == 0
+    written = {str(path.relative_to(tmp_path / "only")) for path in (tmp_path / "only").rglob("*") if path.is_file()}
+    assert written == {
+        f"export/{name}" for name in ("train.py", "rows.py", "clock.py", "lean.py", "launch.sh", "model_config.json")
+    }
+    assert all(Path(line).exists() for line in ended.out.splitlines())
+
+
+def test_another_limit_cannot_continue_the_study(finished: Finished) -> None:
+    arguments = ["2" if one == "0.7" else one for one in ARGUMENTS]
+    ended = autotune(finished.folder, "run", *arguments, "--study", finished.data["study"])
+    assert ended.code == 2 and ended.out == ""
+    assert "its memory in GiB differs: 1 then, 2 now" in ended.err  # 0.7 is told as 1
+
+
+def test_explain_says_what_each_knob_of_the_winner_is_worth(finished: Finished) -> None:
+    """The last of those that look at this study, whose files it writes again."""
+    ended = autotune(finished.folder, "explain", finished.data["study"], "--json")
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    summary = json.loads((finished.out / "summary.json").read_text())
+    winner, baseline = (summary[who]["config"] for who in ("winner", "baseline"))
+    assert summary["explanation"] == told
+    assert [one["knob"] for one in told["undone"]] == [name for name in winner if winner[name] != baseline[name]]
+    for one in told["undone"]:
+        assert TrainConfig(**one["config"]).as_dict() == winner | {one["knob"]: baseline[one["knob"]]}
+        assert one["tokens_per_s"] is None or one["tokens_per_s"] > 0
+    assert "Why it won" in (finished.out / "report.html").read_text()
+
+
+# Cut off
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_status_from_another_terminal_while_it_runs(tmp_path: Path) -> None:
+    arguments = ("run", *ARGUMENTS, "--study", "mine", "--out", "out", "--quiet", "--events")
+    (tmp_path / "space.yaml").write_text(SPACE)
+    with subprocess.Popen(
+        command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        until(lambda: (tmp_path / "out" / "trials.jsonl").exists() and len(lines(tmp_path / "out")) > 0, process)
+        told, as_data = autotune(tmp_path, "status"), autotune(tmp_path, "status", "mine", "--json")
+        process.terminate()
+        out, err = process.communicate()
+    assert (told.code, told.err) == (0, "")
+    assert f"mine, being run by process {process.pid}" in told.out and " total" in told.out
+    assert json.loads(as_data.out)["running"] is True
+    assert all("event" in json.loads(line) for line in out.splitlines())
+    assert err.startswith("error: stopped")
+    assert json.loads(autotune(tmp_path, "status", "--json").out)["running"] is False
+
+
+def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int) -> tuple[int, str]:
+    """A session of the study 'mine' that gets a signal in the middle of a probe, once `after` trials are done.
+
+    Its worker dies with it, and what that had in the folder for temporary files goes, unless nobody was left to do so.
+    """
+    arguments = ("run", *ARGUMENTS, "--study", "mine", "--out", "out", "--trials", str(total))
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    where = environment() | {"TMPDIR": str(scratch)}
+    with subprocess.Popen(
+        command(*arguments), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=where
+    ) as process:
+        out = folder / "out"
+
+        def probing() -> bool:
+            """A probe's log is there, and its trial is not."""
+            done = {row["number"] for row in lines(out)} if (out / "trials.jsonl").exists() else set()
+            begun = {int(path.stem.removeprefix("trial-")) for path in (out / "logs").glob("trial-*.log")}
+            return len(done) >= after and bool(begun - done)
+
+        until(probing, process)
+        (worker,) = psutil.Process(process.pid).children()
+        assert "autotune.probe.worker" in worker.cmdline() and alive(worker)
+        assert len(list(scratch.glob("autotune-*"))) == 1
+        process.send_signal(number)
+        _, err = process.communicate()
+    deadline = time.monotonic() + 60
+    while alive(worker) or list(scratch.glob("autotune-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    shutil.rmtree(scratch)
+    return process.returncode, err
+
+
+TOTAL = 3
+
+
+def test_a_killed_study_goes_on_with_nothing_lost(tmp_path: Path) -> None:
+    folder, out = prepared(tmp_path), tmp_path / "out"
+    code, _ = interrupted(folder, signal.SIGKILL, after=1, total=TOTAL)
+    assert code == -signal.SIGKILL
+    before, lost = lines(out), [trial for trial in trials(folder, "mine") if trial.state is TrialState.RUNNING]
+    assert len(lost) == 1 and len(before) < TOTAL
+
+    ended = autotune(folder, "run", *ARGUMENTS, "--study", "mine", "--out", "out", "--trials", str(TOTAL), "--json")
+    assert ended.code == 0, ended.err
+    assert f"{len(before)} trials are done already, 1 that were cut off are queued again" in ended.err
+    after = lines(out)
+    assert after[: len(before)] == before
+    assert len(after) == TOTAL == json.loads(ended.out)["trials"]["total"]
+    found = trials(folder, "mine")
+    assert {trial.state for trial in found} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
+    assert sum(trial.state is not TrialState.FAIL for trial in found) == TOTAL
+    # What was cut off came next.
+    again = next(trial for trial in found if trial.number > lost[0].number and trial.state is not TrialState.FAIL)
+    assert again.params == lost[0].params
+    assert json.loads(ended.out)["winner"] is not None
+
+
+def test_a_stopped_study_is_kept_and_goes_on(tmp_path: Path) -> None:
+    folder, out = prepared(tmp_path), tmp_path / "out"
+    code, err = interrupted(folder, signal.SIGINT, after=1, total=TOTAL)
+    assert code == 130
+    assert err.splitlines()[-2].startswith("error: stopped")
+    assert "--study mine" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    before = lines(out)
+    data = json.loads((out / "summary.json").read_text())
+    assert 1 <= len(before) == data["trials"]["total"] < TOTAL
+    assert data["winner"] is not None
+    for name in ("report.html", "oom_report.md", "recipe.yaml", "projection.json", "export/train.py"):
+        assert (out / name).exists()
+    assert TrialState.RUNNING not in {trial.state for trial in trials(folder, "mine")}
+
+    # It goes on, and SIGTERM, which a batch system sends, ends it as gently.
+    code, err = interrupted(folder, signal.SIGTERM, after=len(before) + 1, total=TOTAL + 2)
+    assert code == 143
+    assert err.splitlines()[-2].startswith("error: stopped") and "Traceback" not in err
+    after = lines(out)
+    assert len(after) > len(before) and after[: len(before)] == before
+    assert TrialState.RUNNING not in {trial.state for trial in trials(folder, "mine")}
+
+
+def test_a_model_that_fits_nowhere(tmp_path: Path) -> None:
+    """Two of its layers fit with one example of 64 tokens, and four do not."""
+    (tmp_path / "model").mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "vocab_size": 16384,
+        "max_position_embeddings": 512,
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    little = ("--memory-gib", "0.6", "--tokens-per-example", "64")
+    ended = autotune(tmp_path, "run", "--gpu", "cpu", "--model", "model", *little, "--json")
+    assert (ended.code, ended.out) == (4, ""), ended.err
+    error, remedy, more = ended.err.splitlines()[-3:]
+    assert more == "  see: docs/errors.md#nothing-fits"
+    assert error.startswith("error: nothing in the search space fits") and "GiB" in error
+    assert remedy.startswith("  try: ")
+    assert "Traceback" not in ended.err

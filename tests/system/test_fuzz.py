@@ -1,0 +1,249 @@
+"""10,000 inputs that nobody should send: each ends in a value or in a documented error, soon, and inside its folder."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from autotune.catalog import list_models, load_prices, resolve_device, resolve_model
+from autotune.cli.app import app
+from autotune.cli.commands.check import answer_of
+from autotune.cli.commands.session import out_dir
+from autotune.cli.options import pins_of
+from autotune.core.errors import AutotuneError
+from autotune.planning.observations import load_evidence, store_submission, submission_of
+from autotune.planning.plan import make_plan
+from autotune.problem.dataset import dataset_lengths
+from autotune.problem.length_distribution import read_lengths
+from autotune.problem.search_space import load_space
+from autotune.problem.setup import set_up
+from autotune.problem.study_spec import make_spec
+from tests.helpers.factories import summary
+from tests.helpers.hostile import fuzz, guarded, mutated, scalars, values, yaml_files
+
+ROOT = Path(__file__).parents[2]
+CPU, H200 = resolve_device("cpu"), resolve_device("h200")
+EXIT_CODES = {0, 2, 3, 4, 6}
+
+
+def loaded(*patterns: str) -> tuple[Any, ...]:
+    return tuple(yaml.safe_load(path.read_text()) for one in patterns for path in sorted(ROOT.glob(one)))
+
+
+RANGES = {
+    "micro_batch_size": {"min": 1, "max": 1024, "log": True},
+    "seq_len": {"min": 64, "max": 512},
+    "method": "lora",
+}
+SPACES = (
+    *loaded("search_spaces/*.yaml"),
+    {"version": 1, "knobs": RANGES | {"lora_rank": {"min": 8, "max": 64, "when": {"method": ["lora"]}}}},
+)
+SPECS = (
+    *loaded("studies/*.yaml"),
+    {"model": "demo-3m", "gpu": "cpu", "pins": {"seq_len": 64}, "examples": 100, "global_batch_tokens": 4096},
+    {"model": "demo-3m", "mean_tokens": 100.0, "p99_tokens": 400.0, "tokens": 10**6, "study": "mine", "budget": "5m"},
+    {"model": "demo-3m", "tokens_per_example": 64, "epochs": 3, "price": 1.5, "min_rank": 8, "max_truncated": 0.1},
+)
+PRICES = (
+    [{"provider": "mine", "device": "a10", "usd": 0.55, "spot_usd": 0.2, "count": 8, "as_of": "2026-11-01"}],
+    [{"provider": "x", "device": "h200", "usd": 3, "source": "a page", "quotable": False}, {"provider": "y", "usd": 1}],
+)
+COMMON = {"learning_rate": 2e-4, "gradient_accumulation_steps": 4, "bf16": True, "gradient_checkpointing": True}
+TRL = {"model_name_or_path": "mistral-7b", "dataset_name": "org/d", "use_peft": True, "lora_r": 16, "max_length": 512}
+AXOLOTL = {"base_model": "mistral-7b", "adapter": "qlora", "load_in_4bit": True, "micro_batch_size": 2, "lora_r": 8}
+AXOLOTL |= {"sequence_len": 4096, "sample_packing": True, "datasets": [{"path": "org/d"}], "num_epochs": 1}
+FACTORY = {"model_name_or_path": "demo-3m", "stage": "sft", "finetuning_type": "lora", "cutoff_len": 1024}
+FACTORY |= {"quantization_bit": 4, "template": "llama3", "dataset": "a,b", "max_samples": 1000, "num_train_epochs": 2.0}
+FOREIGN = tuple(COMMON | one for one in (TRL, AXOLOTL, FACTORY))
+CONFIGS = tuple(model.config for model in list_models())
+RECIPE = summary().recipe
+assert RECIPE is not None
+SUBMISSION = json.loads(submission_of(RECIPE, "2026-11-22").text)
+ROWS = (
+    {"text": "some words"},
+    {"prompt": "a question", "completion": "an answer"},
+    {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]},
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder so deep that `../../x` stays in what is looked at, and no Hub. Temporary files are in it too."""
+    import huggingface_hub.constants as hub
+    from hypothesis.internal.conjecture import providers
+
+    root = tmp_path_factory.mktemp("fuzz")
+    folder = root / "a" / "b" / "c"
+    folder.mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HOME", str(root))
+        patch.setattr(hub, "HF_HUB_OFFLINE", True)
+        patch.setattr(tempfile, "tempdir", str(folder))
+        # It takes constants from the modules that are loaded: the inputs would hang on which tests ran before.
+        patch.setattr(providers, "_get_local_constants", lambda: providers._local_constants)
+        for name in ("AUTOTUNE_STORAGE", "COLUMNS"):
+            patch.delenv(name, raising=False)
+        yield folder
+
+
+def written(here: Path, name: str, content: bytes) -> Path:
+    path = here / name
+    path.write_bytes(content)
+    return path
+
+
+def as_json(data: Any) -> bytes:
+    return json.dumps(data, default=str, skipkeys=True).encode(errors="surrogatepass")
+
+
+@fuzz(2000)
+@given(content=yaml_files(SPACES))
+def test_search_spaces(here: Path, content: bytes) -> None:
+    path = written(here, "space.yaml", content)
+    with guarded(here), suppress(AutotuneError):
+        space = load_space(str(path))
+        assert space.knobs and space.size() >= 1
+        set_up(make_spec(None, {"model": "demo-3m", "space": str(path)}), CPU)
+
+
+@fuzz(2000)
+@given(content=yaml_files(SPECS))
+def test_study_specs(here: Path, content: bytes) -> None:
+    path = written(here, "study.yaml", content)
+    with guarded(here), suppress(AutotuneError):
+        spec = make_spec(path, {})
+        task = set_up(replace(spec, gpu="cpu"), CPU).task
+        assert out_dir(None, task.study).resolve().parent == here / "runs"
+
+
+@fuzz(1500)
+@given(content=yaml_files(PRICES))
+def test_price_files(here: Path, content: bytes) -> None:
+    path = written(here, "prices.yaml", content)
+    with guarded(here), suppress(AutotuneError):
+        assert all(price.usd_per_hour >= 0 and price.provider.isprintable() for price in load_prices(path))
+
+
+@fuzz(1000)
+@given(content=mutated((SUBMISSION,)).map(as_json) | st.binary(max_size=50) | values.map(as_json))
+def test_submissions(here: Path, content: bytes) -> None:
+    path = written(here, "theirs.json", content)
+    evidence = here / "evidence"
+    with guarded(evidence), suppress(AutotuneError):
+        target, _ = store_submission(path, evidence)
+        assert target.parent == evidence
+        target.unlink()
+    with guarded(evidence):
+        load_evidence(here)
+
+
+@fuzz(1000)
+@given(content=yaml_files(FOREIGN))
+def test_yaml_of_other_tools(here: Path, content: bytes) -> None:
+    path = written(here, "run.yaml", content)
+    with guarded(here), suppress(AutotuneError):
+        answer_of(path, {"gpu": "h200"}, here / "evidence")
+
+
+@fuzz(500)
+@given(content=mutated(CONFIGS).map(as_json) | values.map(as_json) | st.binary(max_size=50))
+def test_configs_of_models(here: Path, content: bytes) -> None:
+    folder = here / "model"
+    folder.mkdir(exist_ok=True)
+    written(folder, "config.json", content)
+    with guarded(here), suppress(AutotuneError):
+        resolve_model(str(folder))
+        task = set_up(make_spec(None, {"model": str(folder), "space": "lora"}), H200).task
+        make_plan(task, headroom=0.05, memory_gib=None, seen=())
+
+
+LINES = st.lists(
+    st.integers(-5, 5000).map(str) | st.sampled_from(("", " 7 ", "1e3", "9" * 30, "٣", "\x00", "7,8")), max_size=6
+)
+
+
+@fuzz(500)
+@given(content=st.binary(max_size=40) | LINES.map(lambda lines: "\n".join(lines).encode()))
+def test_files_of_lengths(here: Path, content: bytes) -> None:
+    path = written(here, "lengths.txt", content)
+    with guarded(here), suppress(AutotuneError):
+        assert read_lengths(path).mean >= 1
+
+
+@fuzz(700)
+@given(
+    rows=st.lists(mutated(ROWS), max_size=4),
+    noise=st.binary(max_size=30),
+    suffix=st.sampled_from((".jsonl",) * 9 + (".txt",)),
+)
+def test_datasets(here: Path, rows: list[Any], noise: bytes, suffix: str) -> None:
+    path = written(here, f"rows{suffix}", b"\n".join(map(as_json, rows)) + (noise if len(noise) > 20 else b""))
+    with guarded(here), suppress(AutotuneError):
+        assert dataset_lengths(path, None).mean >= 1
+
+
+KNOB = st.sampled_from(("micro_batch_size", "lora_rank", "checkpointing", "method", "packing", "compile", "no_such"))
+OPTIONS = st.sampled_from(
+    (
+        *(
+            "--examples",
+            "--epochs",
+            "--mean-tokens",
+            "--p99-tokens",
+            "--tokens-per-example",
+            "--tokens",
+            "--global-batch",
+        ),
+        *("--global-batch-tokens", "--seq-len", "--rank", "--set", "--memory-gib", "--headroom", "--price", "--prices"),
+        *("--min-rank", "--max-truncated", "--slack", "--space", "--spec", "--dataset", "--lengths", "--tokenizer"),
+    )
+)
+VALUES = scalars.map(str)
+FLAGS = st.lists(
+    st.tuples(OPTIONS, VALUES) | st.tuples(st.just("--set"), st.tuples(KNOB, VALUES).map("=".join)), max_size=3
+)
+TAILS = st.lists(VALUES, max_size=2)
+COMMANDS = st.one_of(
+    st.tuples(st.just(["plan", "--json", "--gpu", "h200", "--model", "demo-3m"]), FLAGS),
+    st.tuples(st.tuples(VALUES, VALUES).map(lambda two: ["plan", "--gpu", two[0], "--model", two[1]]), st.just([])),
+    st.tuples(st.just(["compare", "--gpus", "a10,h200", "--model", "demo-3m", "--format", "json"]), FLAGS),
+    st.tuples(TAILS.map(lambda rest: ["prices", *rest]), st.just([])),
+    st.tuples(TAILS.map(lambda rest: ["check", *rest]), FLAGS),
+    st.tuples(TAILS.map(lambda rest: ["import", *rest]), st.just([])),
+    st.tuples(VALUES.map(lambda budget: ["run", "--model", "demo-3m", "--gpu", "a10", "--budget", budget]), FLAGS),
+    st.tuples(TAILS, st.just([])),
+)  # fmt: skip
+
+
+@fuzz(800)
+@given(command=COMMANDS)
+def test_the_command_line(here: Path, command: tuple[list[str], list[tuple[str, str]]]) -> None:
+    words = [*command[0], *(word for flag in command[1] for word in flag)]
+    with guarded(here.parent.parent.parent):
+        ended = CliRunner().invoke(app, words)
+    if isinstance(ended.exception, AutotuneError):
+        assert ended.exception.exit_code in EXIT_CODES and str(ended.exception)
+    elif not isinstance(ended.exception, SystemExit) and ended.exception is not None:
+        raise ended.exception
+    else:
+        assert ended.exit_code in EXIT_CODES
+
+
+@fuzz(500)
+@given(settings=st.lists(st.tuples(KNOB | VALUES, VALUES).map("=".join) | VALUES, max_size=3))
+def test_pinned_knobs(here: Path, settings: list[str]) -> None:
+    with guarded(here), suppress(AutotuneError):
+        space = load_space("lora")
+        for knob, value in pins_of(settings).items():
+            space = space.pin(knob, value)

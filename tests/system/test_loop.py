@@ -1,0 +1,281 @@
+"""The loop on recorded answers: limits, confirmation, and sessions that are cut off anywhere."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from autotune.core.errors import Cancelled
+from autotune.core.probe_types import Outcome, Phase, ProbeRequest, ProbeResult, Rung
+from autotune.core.train_config import TrainConfig
+from autotune.problem.search_space import Knob
+from autotune.study.summary import TrialRecord
+from tests.helpers.factories import result
+from tests.helpers.replay import machine, need_gib
+from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, space, subject_of, whole
+
+# Limits
+
+
+def test_trials_are_a_total_over_all_sessions(start: Start) -> None:
+    first = start(trials=3)
+    first.study.run()
+    assert len(first.study.rows) == 3
+    second = start(trials=5)
+    assert len(second.study.rows) == 3
+    second.study.run()
+    assert [row.number for row in second.study.rows] == [0, 1, 2, 3, 4]
+    assert second.study.rows[:3] == first.study.rows
+    third = start(trials=5)
+    third.study.run()
+    assert len(third.study.rows) == 5 and third.prober.num_probes == 0
+
+
+def test_refusals_and_known_answers_count_too_but_are_not_launched(start: Start) -> None:
+    session = start(machine(limit_gib=2.2, rate=by_tokens), trials=12)
+    session.study.run()
+    rows = session.study.rows
+    assert len(rows) == 12
+    launched = [row for row in rows if not row.reused and row.outcome is not Outcome.REFUSED]
+    assert session.prober.num_probes == len(launched) < 12
+    for row in rows:
+        fits = need_gib(row.config) <= 2.2
+        assert (row.tokens_per_second is not None) is fits
+        assert row.outcome in ((Outcome.OK,) if fits else (Outcome.OOM, Outcome.REFUSED))
+
+
+def test_a_small_space_is_tried_out_and_then_it_ends(start: Start) -> None:
+    tiny = space(micro_batch_size=(1, 2), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
+    session = start(task=subject_of(tiny))
+    session.study.run()
+    assert {row.config.digest for row in session.study.rows} == {
+        tiny.config(chosen).digest for chosen in tiny.enumerate()
+    }
+    assert session.prober.num_probes == 4
+    assert "every configuration of the space has been tried" in session.said
+
+
+def test_a_proposal_that_is_known_is_replaced_by_a_neighbour_of_the_best(start: Start) -> None:
+    session = start(machine(rate=by_tokens), begin=[BASELINE], trials=6)
+    session.study.run()
+    best = session.study.best()
+    assert best is not None
+    seen = {row.config.digest for row in session.study.rows}
+    assert session.study._queue_any()
+    asked = session.search.ask().config
+    assert asked.digest not in seen
+    changed = [name for name, value in asked.as_dict().items() if value != best.config.as_dict()[name]]
+    assert len(changed) == 1
+
+
+def test_patience_counts_trials_without_a_better_one(start: Start) -> None:
+    large = space(micro_batch_size=(1, 2, 4, 8, 16, 32), seq_len=tuple(range(64, 320, 8)), lora_rank=(16,))
+    session = start(machine(limit_gib=100.0), task=subject_of(large), patience=4)
+    session.study.run()
+    # Every configuration has the same rate, so only padding makes one better than the first.
+    rows = session.study.rows
+    assert len(rows) < 40
+    best = max(range(len(rows)), key=lambda index: rows[index].tokens_per_second or 0.0)
+    fresh = [row for row in rows[best + 1 :] if not row.reused]
+    assert len(fresh) >= 4
+    assert all((row.tokens_per_second or 0.0) <= (rows[best].tokens_per_second or 0.0) for row in fresh)
+
+
+def test_a_spent_budget_still_measures_once_confirms_nothing_and_says_so(start: Start) -> None:
+    session = start(began=time.monotonic() - 1000, budget_s=100.0)
+    session.study.run()
+    assert len(session.study.rows) == 1
+    session.study.confirm()
+    assert Rung.CONFIRM not in [request.rung for request in session.prober.requests]
+    recipe = session.summary().recipe
+    assert recipe is not None
+    assert any("was not measured a second time" in caveat for caveat in recipe.caveats)
+
+
+@pytest.mark.parametrize(("probe_s", "trials"), [(1000.0, 1), (1.0, 4)])
+def test_the_budget_keeps_time_for_confirming(start: Start, probe_s: float, trials: int) -> None:
+    """Of 10,000 s 4,000 are left: enough for trials of a second, not for more than one of 1,000."""
+    answers = machine(rate=by_tokens)
+
+    def slow(request: ProbeRequest) -> ProbeResult:
+        return replace(answers(request), seconds={"total": probe_s})
+
+    session = start(slow, began=time.monotonic() - 6000, budget_s=10_000.0, trials=4)
+    session.study.run()
+    assert len(session.study.rows) == trials
+
+
+def test_a_stop_that_was_asked_for_before_it_began(start: Start) -> None:
+    session = start(should_stop=lambda: True)
+    session.study.run()
+    session.study.confirm()
+    assert session.prober.num_probes == 0 and session.study.rows == []
+
+
+def test_every_trial_is_announced_once_and_stored_before(start: Start) -> None:
+    heard: list[tuple[int, int]] = []
+    session: Session
+
+    def on_trial(row: TrialRecord) -> None:
+        heard.append((row.number, len(session.store.of_study("one"))))
+
+    session = start(on_trial=on_trial, trials=3)
+    session.study.run()
+    assert heard == [(0, 1), (1, 2), (2, 3)]
+
+
+# Confirmation
+
+
+def confirmations(session: Session) -> list[TrainConfig]:
+    return [request.config for request in session.prober.requests if request.rung is Rung.CONFIRM]
+
+
+def test_confirming_measures_all_finalists_and_the_baseline_once_and_the_winner_again(start: Start) -> None:
+    session = whole(start, machine(rate=lambda config: by_tokens(config) ** 2), trials=16, finalists=3, rounds=2)
+    *first, last = confirmations(session)
+    assert len(set(first)) == len(first) == 4
+    assert first[1] == BASELINE
+    ranked = sorted(session.study.rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True)
+    assert ranked[0].config in first
+    assert last == first[0] == session.winner()
+    evaluated = [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM and one.evaluate]
+    assert evaluated == [first[0]]
+
+
+def test_rivals_that_a_second_measurement_may_part_get_one(start: Start) -> None:
+    """Two of one capability that are half a percent apart."""
+    alike = space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
+    alike = replace(alike, knobs=(*alike.knobs, Knob(name="compile", values=("none", "per_layer"), kind="system")))
+
+    def rate(config: TrainConfig) -> float:
+        return (1000.0 if config.compile == "none" else 1005.0) * (0.7 if config.checkpointing == "full" else 1.0)
+
+    session = whole(start, machine(rate=rate), task=subject_of(alike), finalists=3, rounds=2)
+    plain = replace(BASELINE, checkpointing="none")
+    compiled = replace(plain, compile="per_layer")
+    asked = confirmations(session)
+    assert [asked.count(config) for config in (plain, compiled, BASELINE)] == [2, 2, 1]
+    evaluated = [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM and one.evaluate]
+    assert set(evaluated) == {plain, compiled} and len(evaluated) == 2
+
+
+def test_a_baseline_that_was_disturbed_is_outvoted(start: Start) -> None:
+    """Its first confirmation is 20 % slow: two others are of one mind, and the speed-up is the true one."""
+    answers, slower = machine(rate=by_tokens), machine(rate=lambda config: by_tokens(config) / 1.2)
+    confirmed: list[TrainConfig] = []
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        confirmed.extend([request.config] if request.rung is Rung.CONFIRM else [])
+        first = request.rung is Rung.CONFIRM and request.config == BASELINE and confirmed.count(BASELINE) == 1
+        return (slower if first else answers)(request)
+
+    session = whole(start, answer, trials=16, finalists=3, rounds=2)
+    undisturbed = whole(start, answers, trials=16, finalists=3, rounds=2).summary().recipe
+    assert confirmations(session).count(BASELINE) == 3
+    recipe = session.summary().recipe
+    assert recipe is not None and any(BASELINE.label() in caveat for caveat in recipe.caveats)
+    assert undisturbed is not None and recipe.speedup == pytest.approx(undisturbed.speedup, rel=0.01)
+
+
+def test_who_leads_in_the_end_is_evaluated_and_measured_twice(start: Start) -> None:
+    """The favourite turns out slow the second time."""
+    answers, slower = machine(rate=by_tokens), machine(rate=lambda config: by_tokens(config) / 1.5)
+    confirmed: list[TrainConfig] = []
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        confirmed.extend([request.config] if request.rung is Rung.CONFIRM else [])
+        again = request.rung is Rung.CONFIRM and request.config == confirmed[0] and confirmed.count(confirmed[0]) > 1
+        return (slower if again else answers)(request)
+
+    session = whole(start, answer, trials=16, finalists=3, rounds=2)
+    winner = session.winner()
+    assert winner != confirmed[0]
+    assert len(session.study.selection.confirmed[winner.digest]) >= 2
+    asked = [one for one in session.prober.requests if one.rung is Rung.CONFIRM and one.config == winner]
+    assert any(request.evaluate for request in asked)
+
+
+def test_confirming_takes_up_to_four_micro_batches_a_step(start: Start) -> None:
+    large = space(micro_batch_size=(1, 16, 32), seq_len=(256,), lora_rank=(16,), checkpointing=("none",))
+    session = start(machine(limit_gib=100.0), task=subject_of(large), finalists=3, rounds=1)
+    session.study.run()
+    session.study.confirm()
+    steps = {
+        request.config.micro_batch_size: request.micro_steps
+        for request in session.prober.requests
+        if request.rung is Rung.CONFIRM
+    }
+    assert steps == {1: 4, 16: 2, 32: 1}
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OOM, Outcome.CRASH])
+def test_a_finalist_that_fails_its_confirmation_is_out(start: Start, outcome: Outcome) -> None:
+    answers = machine(rate=by_tokens)
+    best = TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16, checkpointing="none")
+
+    def fails_in_evaluation(request: ProbeRequest) -> ProbeResult:
+        if request.rung is Rung.CONFIRM and request.config == best:
+            return result(best, outcome, phase=Phase.EVALUATE, reason="it failed in evaluate")
+        return answers(request)
+
+    session = whole(start, fails_in_evaluation, patience=100)
+    asked = confirmations(session)
+    assert asked.count(best) == 1  # not tried again in the second round
+    fastest = max(session.study.rows, key=lambda row: row.tokens_per_second or 0.0)
+    assert fastest.config == best
+    winner = session.winner()
+    assert winner != best and asked.count(winner) == 2
+    recipe = session.summary().recipe
+    assert recipe is not None
+    assert any(best.label() in caveat and "it failed in evaluate" in caveat for caveat in recipe.caveats)
+    assert best not in [cell.config for cell in recipe.cells]
+
+    again = start(patience=100)  # a later session knows it
+    again_recipe = again.summary().recipe
+    assert again_recipe is not None and again_recipe.winner.config == winner
+
+
+def test_what_was_confirmed_counts_and_not_what_the_search_saw(start: Start) -> None:
+    """The search's favourite is slower than the second when both are measured again."""
+    answers = machine(rate=by_tokens)
+    favourite = TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16, checkpointing="none")
+    slower = machine(rate=lambda config: by_tokens(config) / 2)
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        return (slower if request.rung is Rung.CONFIRM and request.config == favourite else answers)(request)
+
+    session = whole(start, answer, patience=100)
+    assert favourite in confirmations(session)
+    assert session.winner() != favourite
+
+
+def test_whoever_takes_the_place_of_one_that_failed_is_confirmed_too(start: Start) -> None:
+    answers = machine(rate=by_tokens)
+
+    def fails_without_recomputing(request: ProbeRequest) -> ProbeResult:
+        if request.rung is Rung.CONFIRM and request.config.checkpointing == "none":
+            return result(request.config, Outcome.OOM, phase=Phase.EVALUATE)
+        return answers(request)
+
+    session = whole(start, fails_without_recomputing, patience=100, finalists=1, rounds=1)
+    winner = session.winner()
+    assert winner.checkpointing == "full"
+    assert confirmations(session).count(winner) == 1
+    assert len(confirmations(session)) == len(set(confirmations(session)))
+
+
+def test_a_stop_while_confirming_keeps_what_is_there(start: Start) -> None:
+    answers = machine(rate=by_tokens)
+    confirmed: list[TrainConfig] = []
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        if request.rung is Rung.CONFIRM:
+            confirmed.append(request.config)
+            if len(confirmed) == 2:
+                raise Cancelled
+        return answers(request)
+
+    session = whole(start, answer, trials=6)
+    assert len(confirmed) == 2
+    assert session.winner() == confirmed[0]

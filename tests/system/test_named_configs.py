@@ -1,0 +1,151 @@
+"""Suites: named configurations instead of a search, beside what was published of them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_device
+from autotune.cli.commands import plan, suite
+from autotune.cli.commands.run import run
+from autotune.core.errors import UsageError
+from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.train_config import TrainConfig
+from autotune.planning.plan import limit_of
+from autotune.problem.setup import set_up
+from autotune.problem.study_spec import NamedConfig, Published, StudySpec, make_spec
+from autotune.study.named_configs import cases
+from tests.helpers.factories import measurement, oom_detail, result
+
+ROOT = Path(__file__).parents[2]
+NOWHERE = Path("nowhere")
+
+
+def spec_of(*configs: NamedConfig, **more: Any) -> StudySpec:
+    return StudySpec(**{"model": "mistral-7b", "gpu": "a10", "configs": configs} | more)
+
+
+def task(spec: StudySpec) -> Any:
+    return set_up(replace(spec, pins={}, configs=()), resolve_device(spec.gpu)).task
+
+
+def read(path: Path) -> list[Any]:
+    spec = make_spec(path, {})
+    return list(cases(spec, task(spec)))
+
+
+def test_a_file_of_cases(tmp_path: Path) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text(
+        "model: mistral-7b\ngpu: a10\npins: {checkpointing: none}\nconfigs:\n"
+        "  - {name: one, knobs: {micro_batch_size: 2}, accumulation: 4, published: {tokens_per_s: 700}}\n"
+        "  - {name: two, model: phi-3-mini, knobs: {checkpointing: full}, published: {outcome: oom}}\n"
+    )
+    spec = make_spec(path, {})
+    one, two = cases(spec, task(spec))
+    assert (one[1].checkpointing, one[1].micro_batch_size, one[2].workload.global_batch) == ("none", 2, 8)
+    assert (two[1].checkpointing, two[2].model.short) == ("full", "Phi-3-mini-4k-instruct")
+    assert one[0].published == Published(tokens_per_s=700) and two[0].published.outcome == "oom"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("configs: [{name: a, knobs: {rank: 3}}]", "a: there is no knob 'rank'"),
+        ("configs: [{name: a, knobs: {precision: bf17}}]", "a: precision is one of"),
+        ("configs: [{name: a}, {name: a}]", "one stands twice"),
+        ("configs: [{name: a, published: {tokens: 3}}]", "configs.0.published.tokens"),
+        ("configs: [{name: a, published: {peak_gib: -3}}]", "peak_gib cannot be -3"),
+        ("configs: [{name: a, published: {outcome: fine}}]", "outcome is ok or oom"),
+        ("configs: [{name: a, accumulation: 0}]", "accumulation cannot be 0"),
+        ('configs: [{name: "a\\nb"}]', "name cannot be"),
+    ],
+)
+def test_what_cannot_be_is_told(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "suite.yaml"
+    path.write_text(f"model: mistral-7b\ngpu: a10\n{text}\n")
+    with pytest.raises(UsageError, match=message):
+        read(path)
+
+
+def test_what_is_measured_stands_beside_what_was_published() -> None:
+    spec = spec_of(
+        NamedConfig(name="one", published=Published(tokens_per_s=100.0, peak_gib=2.0)), NamedConfig(name="two")
+    )
+    (case, config, own), (other, _, _) = cases(spec, task(spec))
+    told = suite.of_probe(case, config, own, result(config=config, measurement=measurement()))
+    assert (told.outcome, told.evidence) == (Outcome.OK, Evidence.MEASURED)
+    published, ours = told.against()["tokens/s"]
+    assert (published, ours) == (100.0, told.tokens_per_s)
+    assert told.against()["peak GiB"] == (2.0, measurement().peak_reserved_gib)
+    assert "tokens/s 100, here" in told.cells()[-1] and told.data()["published"]["peak GiB"]["theirs"] == 2.0
+    failed = suite.of_probe(other, config, own, result(config=config, outcome=Outcome.OOM, oom=oom_detail()))
+    assert failed.against() == {"outcome": ("ok", "oom")} and failed.tokens_per_s is None
+
+
+def test_the_published_suite_of_the_a10_is_told_by_formula() -> None:
+    """Every verdict, memory within 15 %, speeds within 25 %."""
+    spec = make_spec(ROOT / "studies" / "a10-mistral-7b.yaml", {})
+    told = suite.estimate(spec, task(spec), limit_of(resolve_device("a10"), 0.05), plan.sightings(NOWHERE))
+    assert len(told) == 6 and {one.evidence for one in told} == {Evidence.ESTIMATED}
+    for one in told:
+        assert one.outcome.value == one.case.published.outcome
+        for theirs, ours in one.against().values():
+            assert isinstance(theirs, str) or ours == pytest.approx(theirs, rel=0.25)
+
+
+def test_every_suite_that_is_shipped_can_be_read() -> None:
+    for path in (ROOT / "studies").rglob("*.yaml"):
+        if "export" in path.parts or path.name == "recipe.yaml":
+            continue
+        spec = make_spec(path, {})
+        assert list(cases(spec, task(spec))) if spec.configs else spec.model
+
+
+def test_a_plan_of_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    case = NamedConfig(name="[one]", knobs={"quantization": "int8"})
+    plan.plan(spec_of(case, NamedConfig(name="two", published=Published(peak_gb=20.0))), evidence=NOWHERE)
+    text = capsys.readouterr().out
+    assert "[one]" in text and "there is no formula for it" in text and "[estimated]" in text and "whole GB 20" in text
+    plan.plan(spec_of(case), evidence=NOWHERE, as_json=True)
+    assert [row["outcome"] for row in json.loads(capsys.readouterr().out)] == ["refused"]
+
+
+@pytest.mark.probe
+def test_a_suite_is_probed_kept_and_not_probed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = {"seq_len": 64, "precision": "fp32", "checkpointing": "none"}
+    spec = StudySpec(
+        model="demo-3m",
+        gpu="cpu",
+        pins=small,
+        configs=(
+            NamedConfig(name="one", knobs={"micro_batch_size": 1}, published=Published(tokens_per_s=1000.0)),
+            NamedConfig(name="much", knobs={"micro_batch_size": 2**20}),
+        ),
+    )
+    run(spec, quiet=True)
+    table = capsys.readouterr().out
+    assert "one" in table and "tokens/s 1,000, here" in table and "oom" in table
+    (folder,) = (tmp_path / "runs").glob("*suite")
+    first = json.loads((folder / "suite.json").read_text())
+    assert [row["outcome"] for row in first] == ["ok", "oom"] and first[0]["evidence"] == "measured"
+    assert (folder / "suite.md").read_text().count("\n") == 4
+    run(spec, quiet=True, as_json=True)
+    again = json.loads(capsys.readouterr().out)
+    assert again == first  # to the last digit: it was not probed again
+
+
+def test_a_suite_is_no_search() -> None:
+    with pytest.raises(UsageError, match="configs are probed as they are"):
+        run(replace(spec_of(NamedConfig(name="one"), gpu="cpu"), quality=True))
+
+
+def test_knobs_of_a_case_go_before_those_of_all() -> None:
+    spec = spec_of(NamedConfig(name="one", knobs={"lora_rank": 4}), pins={"lora_rank": 8, "seq_len": 512})
+    ((_, config, _),) = cases(spec, task(spec))
+    assert config == TrainConfig(lora_rank=4, seq_len=512)

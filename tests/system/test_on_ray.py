@@ -1,0 +1,99 @@
+"""`autotune run --ray`: which nodes take a worker; and a study on two nodes, of which one is killed in a trial.
+
+Ray installs 240 MB and this takes 85 s on two cores, so that it is no part of the tests' extra:
+`pip install 'ray>=2.52' && pytest -n0 tests/test_on_ray.py`
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.catalog import resolve_device
+from autotune.cli.commands.on_ray import RESOURCE, _places, check
+from autotune.core.errors import UsageError
+from autotune.study.optimizer import stored_facts
+from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
+
+LIMITS = ("--trials", "40", "--patience", "999")
+
+
+def node(**resources: float) -> dict[str, Any]:
+    return {"Resources": {name.replace("__", ":"): count for name, count in resources.items()}}
+
+
+def test_a_gpu_counts_if_ray_calls_it_what_it_calls_the_one_here() -> None:
+    nodes = {
+        "home": node(GPU=1.0, accelerator_type__A10=1.0),
+        "like it": node(GPU=4.0, accelerator_type__A10=1.0),
+        "another": node(GPU=8.0, accelerator_type__H100=1.0),
+        "none": node(CPU=8.0),
+    }
+    assert _places(nodes, "home", resolve_device("a10")) == {"home": 1, "like it": 4}
+
+
+def test_a_processor_counts_where_the_resource_says_so() -> None:
+    nodes = {"home": node(GPU=1.0), "there": node(**{RESOURCE: 2.0})}
+    assert _places(nodes, "home", resolve_device("cpu")) == {"home": 0, "there": 2}
+
+
+def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.cli.commands.on_ray.find_spec", lambda name: None)
+    check(None)
+    with pytest.raises(UsageError, match="not installed"):
+        check("auto")
+
+
+def trials(folder: Path) -> list[FrozenTrial]:
+    url = f"sqlite:///{folder / 'runs' / 'autotune.db'}"
+    facts = stored_facts(url, "one") if (folder / "runs" / "autotune.db").exists() else None
+    if facts is None or "subject" not in facts:
+        return []
+    with opened(url) as search:
+        return search.record()[1]
+
+
+def at_work(folder: Path) -> dict[int, int]:
+    """The trials that somebody is at, by pid."""
+    running = [one for one in trials(folder) if one.state is TrialState.RUNNING and "worker" in one.user_attrs]
+    return {int(one.user_attrs["worker"].split(":")[1]): one.number for one in running}
+
+
+@pytest.mark.probe
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_study_outlives_a_node_that_is_killed_in_a_trial(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.52'")
+    from ray.cluster_utils import Cluster
+
+    (tmp_path / "space.yaml").write_text(SPACE)
+    place = {"num_cpus": 1, "num_gpus": 1, "resources": {RESOURCE: 1}, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=place | {"include_dashboard": False})
+    try:
+        lost = cluster.add_node(**place)
+        line = [sys.executable, "-m", "autotune", "run", *ARGUMENTS, *LIMITS, "--ray", cluster.address]
+        environment = {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"}
+        leader = subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        raylet = lost.all_processes["raylet"][0].process.pid
+        hit: dict[int, int] = {}
+        while not hit:
+            assert leader.poll() is None, leader.communicate()[1]
+            time.sleep(0.2)
+            there = {child.pid for child in psutil.Process(raylet).children(recursive=True)}
+            hit = {pid: number for pid, number in at_work(tmp_path).items() if pid in there}
+        doomed = [one for pid in hit for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]]
+        cluster.remove_node(lost, allow_graceful=False)
+        _, errors = leader.communicate(timeout=400)
+        assert leader.returncode == 0, errors
+        assert not psutil.wait_procs(doomed, timeout=20)[1]
+        found = trials(tmp_path)
+        workers = {one.user_attrs["worker"] for one in found if one.state in (TrialState.COMPLETE, TrialState.PRUNED)}
+        assert len(workers) >= 2 and not [one for one in found if one.state is TrialState.RUNNING]
+        assert "a worker of Ray's did not come to its end" in errors and (tmp_path / "runs/one/summary.json").exists()
+    finally:
+        cluster.shutdown()

@@ -1,0 +1,236 @@
+"""The quality check: finalists really train on the user's examples, and who learns less is seen."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalog import ModelSpec, resolve_model
+from autotune.core.train_config import TrainConfig
+from autotune.export.run.quality import compare, impossible
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.workload import Workload
+from autotune.report import render
+from autotune.study.summary import Candidate, Learned, Quality, Recipe
+from tests.helpers.factories import summary
+
+GOOD = TrainConfig(
+    micro_batch_size=4, seq_len=32, lora_rank=16, precision="fp32", optimizer="adamw_torch", checkpointing="none"
+)
+CRIPPLED = replace(GOOD, seq_len=4)  # the first four tokens of each example, which the model knows already
+PACKED = replace(GOOD, seq_len=64, packing=True, micro_batch_size=2)
+
+
+def learned(config: TrainConfig = GOOD, hours: float = 1.0, after: float | None = 2.0, **changes: Any) -> Learned:
+    return Learned(
+        config=config,
+        full_run_hours=hours,
+        full_run_usd=None,
+        seconds=1.0,
+        loss_before=3.0,
+        loss_after=after,
+        **changes,
+    )
+
+
+def quality(*found: Learned) -> Quality:
+    return Quality(steps=20, trained_on=640, held_out=64, tokens=32, learned=found)
+
+
+# What is said of it
+
+
+def test_the_lowest_loss_comes_first_and_failures_last() -> None:
+    low, high, failed = learned(after=1.0), learned(CRIPPLED, after=2.0), learned(after=None, reason="out of memory")
+    assert quality(failed, high, low).ranked() == (low, high, failed)
+    assert failed.told() == "failed: out of memory"
+
+
+def test_the_front_has_whom_nobody_beats_in_both() -> None:
+    fast, good = learned(hours=1.0, after=2.0), learned(hours=2.0, after=1.5)
+    beaten, failed = learned(hours=3.0, after=1.7), learned(hours=0.1, after=None, reason="no")
+    assert quality(beaten, good, failed, fast).front() == (fast, good)
+
+
+def test_a_finalist_that_learns_more_than_the_winner_is_named() -> None:
+    found = quality(learned(CRIPPLED, after=2.0), learned(GOOD, after=1.5))
+    assert found.said(GOOD) == []
+    (said,) = found.said(CRIPPLED)
+    assert GOOD.label() in said and "1.5000 against the winner's 2.0000" in said
+    (said,) = found.said(replace(GOOD, lora_rank=64))
+    assert "is not known" in said
+    (said,) = quality(learned(GOOD, after=None, reason="out of memory")).said(GOOD)
+    assert said.endswith("its training failed: out of memory")
+
+
+def test_the_report_shows_the_losses() -> None:
+    plain = summary()
+    assert "What the finalists learned" not in render(plain, "s")
+    assert plain.recipe is not None
+    winner = learned(plain.recipe.winner.config, hours=1.0, after=2.25)
+    page = render(replace(plain, quality=quality(winner, learned(CRIPPLED, hours=0.5, after=2.75))), "s")
+    assert "What the finalists learned" in page and "2.2500" in page and "2.7500" in page
+    assert "Pareto front" in page
+
+
+# When it cannot run
+
+
+def test_why_it_cannot_run(tmp_path: Path) -> None:
+    bare = resolve_model("demo-3m")
+    model = replace(bare, weights=str(tmp_path), tokenizer=str(tmp_path))
+    many = Workload(lengths=Lengths.of([8] * 100, "counted"), global_batch=8)
+
+    def why(model: ModelSpec = model, workload: Workload = many, dataset: str | None = "rows.jsonl") -> str:
+        return impossible(model, workload, dataset) or ""
+
+    assert why() == ""
+    assert "real weights" in why(model=bare)
+    assert "--dataset" in why(dataset=None)
+    assert "tokenizer" in why(model=replace(model, tokenizer=None))
+    assert "too few" in why(workload=replace(many, global_batch=128))
+
+
+def test_what_predicts_nothing_is_not_held_out() -> None:
+    """A single token has no loss: one of them would make the mean of all no number."""
+    import torch
+
+    rows: dict[str, Any] = {}
+    exec(resources.files("autotune.export").joinpath("rows_template.py.txt").read_text("utf-8"), rows)
+    examples = [torch.arange(length) for length in (9, 9, 1, 5)]
+    trained, held_out = rows["split"](examples, 4, 2, 3)
+    assert [len(one) for one in trained] == [4, 4]
+    assert [[len(one) for one in row] for row in held_out] == [[3]]
+    for number, tokens in ((4, 3), (-1, 3), (2, 1)):
+        with pytest.raises(SystemExit, match="cannot be held out"):
+            rows["split"](examples, 4, number, tokens)
+
+
+# For real
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that has learned to speak: each sentence counts up from any number, modulo sixteen."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("weights")
+    words = {"<s>": 0, "</s>": 1, **{f"w{number}": number + 2 for number in range(16)}}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<s>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token="</s>", unk_token="<s>")
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=18, **shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        rows = (torch.randint(0, 16, (32, 1)) + torch.arange(16)) % 16 + 2
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What it does not know: after four words counted up, they count down."""
+    rows = []
+    for number in range(400):
+        start = number % 16
+        up = [(start + step) % 16 for step in range(4)]
+        down = [(start + 3 - step) % 16 for step in range(1, 25)]
+        rows.append({"text": " ".join(f"w{word}" for word in up + down)})
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def finalists(weights: Path) -> tuple[Recipe, list[Candidate]]:
+    base = summary().recipe
+    assert base is not None
+    model = replace(resolve_model(str(weights)), weights=str(weights))
+    workload = Workload(examples=400, lengths=Lengths.of([29] * 400, "counted"), global_batch=8)
+    candidates = [replace(base.winner, config=config) for config in (CRIPPLED, GOOD, PACKED)]
+    return replace(base, model=model, workload=workload, winner=candidates[0], baseline=None), candidates
+
+
+@pytest.mark.probe
+def test_a_crippled_configuration_ranks_last(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    recipe, candidates = finalists(weights)
+    said: list[str] = []
+    (tmp_path / "logs").mkdir()
+    found = compare(recipe, candidates, dataset, tmp_path, said.append, lambda: False)
+    assert (found.steps, found.trained_on, found.held_out, found.tokens) == (20, 160, 40, 64)
+    before, after = (
+        {one.config: loss for one in found.learned if (loss := getattr(one, name))}
+        for name in ("loss_before", "loss_after")
+    )
+    assert list(before.values()) == pytest.approx([before[GOOD]] * 3, rel=1e-5)  # the same tokens
+    assert found.ranked()[-1].config == CRIPPLED
+    assert after[GOOD] < 0.98 * before[GOOD] and after[PACKED] == pytest.approx(after[GOOD], rel=0.01)
+    assert after[CRIPPLED] > 0.99 * before[CRIPPLED]
+    assert len(said) == 3 and found.said(CRIPPLED)
+
+
+@pytest.mark.probe
+def test_what_fails_is_told_and_the_rest_go_on(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    """Before its first step, and in it, where a progress bar may follow the error."""
+    recipe, candidates = finalists(weights)
+    broken = [
+        replace(candidates[0], config=replace(GOOD, **change))
+        for change in ({"attention": "flash_attention_2"}, {"attention": "flex_attention"})
+    ]
+    asked: list[str] = []
+    (tmp_path / "logs").mkdir()
+    # Two fail, and the third is where a person has had enough.
+    found = compare(
+        replace(recipe, winner=broken[0]),
+        [*broken[1:], candidates[1]],
+        dataset,
+        tmp_path,
+        asked.append,
+        lambda: len(asked) > 2,
+    )
+    assert [one.config for one in found.learned] == [one.config for one in broken]
+    at_start, in_step = (one.reason or "" for one in found.learned)
+    assert "lash" in at_start and "Error" in at_start
+    assert "Error" in in_step and "it/s" not in in_step
+    assert (tmp_path / "logs" / f"quality-{broken[0].config.digest}.log").exists()
+    assert not (tmp_path / ".quality").exists()  # the examples are the user's
+
+
+@pytest.mark.probe
+def test_the_command_does_it_at_the_end(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_text("version: 1\nknobs: {micro_batch_size: 4, seq_len: 32, precision: fp32}\n")
+
+    def autotune(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "autotune", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    asked = ("--gpu", "cpu", "--model", str(weights), "--dataset", str(dataset), "--space", "space.yaml")
+    said = json.loads(autotune("run", *asked, "--quality", "--global-batch", "8", "--budget", "10s", "--json"))
+    (one,) = said["quality"]["learned"]
+    assert TrainConfig(**one["config"]) == TrainConfig(**said["winner"]["config"])
+    assert 0 < one["loss_after"] < one["loss_before"]
+    kept = json.loads(autotune("status", "--json"))
+    assert kept["quality"] == said["quality"]
+    (tmp_path / said["out_dir"] / "report.html").unlink()
+    autotune("report")
+    assert f"{one['loss_after']:.4f}" in (tmp_path / said["out_dir"] / "report.html").read_text()

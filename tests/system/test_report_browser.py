@@ -1,0 +1,71 @@
+"""The report in a real browser, from disk and without a network: figures are drawn, tables sort, it fits a phone."""
+
+import html
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from autotune.report import draw, render
+from autotune.study.summary import StudySummary
+from tests.helpers.browser import CHROMIUM, needs_chromium
+from tests.helpers.factories import summary
+from tests.unit.report.test_html import HOSTILE, hostile_study
+
+pytestmark = needs_chromium
+
+# Appended to the page: looks at it when it stands, and leaves what it saw where --dump-dom shows it.
+LOOK = """<script>
+addEventListener("load", () => setTimeout(() => {
+  const seen = {figures: {}, alerts: window.alerts || 0, width: innerWidth};
+  seen.needs = document.documentElement.scrollWidth;
+  for (const plot of document.querySelectorAll("[data-figure]")) {
+    const box = plot.getBoundingClientRect(), marks = plot.querySelectorAll(".point path, path.point, .js-line");
+    seen.figures[plot.dataset.figure] = {marks: marks.length, wide: box.width, high: box.height};
+  }
+  const buttons = [...document.querySelectorAll(".sortable th button")];
+  const button = buttons.find(one => one.textContent.includes("tokens/s"));
+  const at = button.closest("th").cellIndex, body = button.closest("table").tBodies[0];
+  const column = () => [...body.rows].map(row => row.cells[at].dataset.v);
+  button.click(); seen.up = column(); button.click(); seen.down = column();
+  seen.text = document.body.innerText;
+  document.body.dataset.seen = JSON.stringify(seen);
+}, 1500));
+</script></body>"""
+
+
+def opened(study: StudySummary, folder: Path, *flags: str) -> dict[str, Any]:
+    page = render(study, "out").replace("<head>", "<head><script>window.alert = () => window.alerts = 1</script>", 1)
+    file = folder / "report.html"
+    file.write_text(LOOK.join(page.rsplit("</body>", 1)), encoding="utf-8")
+    always = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    always += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
+    command = [str(CHROMIUM), *always, *flags, file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert found is not None, done.stderr[-2000:]
+    seen: dict[str, Any] = json.loads(html.unescape(found[1]))
+    return seen
+
+
+def test_figures_are_drawn_and_tables_sort(tmp_path: Path) -> None:
+    study = summary(trials=40)
+    seen = opened(study, tmp_path)
+    assert seen["figures"].keys() == {name for name, drawn in draw(study).items() if drawn is not None}
+    assert len(seen["figures"]) >= 4
+    for name, figure in seen["figures"].items():
+        assert figure["marks"] > 0 and figure["wide"] > 300 and figure["high"] > 100, name
+    speeds = [float(value) for value in seen["up"] if value]
+    assert len(speeds) > 10 and speeds == sorted(speeds) and len(seen["up"]) == 40
+    assert [float(value) for value in seen["down"] if value] == speeds[::-1]
+
+
+def test_a_phone_needs_no_scrolling_to_the_side(tmp_path: Path) -> None:
+    seen = opened(summary(), tmp_path, "--window-size=400,800")
+    assert seen["needs"] <= seen["width"]
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    seen = opened(hostile_study(), tmp_path)
+    assert seen["alerts"] == 0 and HOSTILE in seen["text"]

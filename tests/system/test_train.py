@@ -1,0 +1,239 @@
+"""The full run: stopped, killed and gone on with, it trains the very weights that it would have trained undisturbed."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalog import find_price, resolve_device
+from autotune.cli.commands import train as command
+from autotune.cli.commands.session import StoredStudy
+from autotune.core.errors import AutotuneError, UsageError
+from autotune.core.train_config import TrainConfig
+from autotune.export import export_all
+from autotune.export.clusters import PREEMPTED
+from autotune.export.run.train import Progress, Run
+from autotune.study.summary import Recipe
+from tests.helpers.factories import summary
+from tests.unit.export.test_script import demo, write
+
+STEPS = 30
+CONFIG = TrainConfig(micro_batch_size=2, seq_len=32, optimizer="adamw_torch", precision="bf16_pure")
+_TO_BE_KILLED = """
+import sys
+from pathlib import Path
+from tests.system.test_train import session
+session(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def session(
+    folder: Path, output: Path, *more: str, stop_at: int = STEPS + 1, seen: list[Progress] | None = None
+) -> tuple[int, str]:
+    """One session of the run, asked to stop after step `stop_at`."""
+    steps: list[int] = []
+
+    def progress(now: Progress) -> None:
+        steps.append(now.step)
+        if seen is not None:
+            seen.append(now)
+
+    arguments = ["--random-weights", "--max-steps", str(STEPS), *more]
+    run = Run(demo(CONFIG), folder / "train.py", output, [*arguments, "--output-dir", str(output)])
+    return run.train(progress, lambda: bool(steps) and steps[-1] >= stop_at)
+
+
+@pytest.mark.probe
+def test_a_run_that_is_killed_and_stopped_and_gone_on_with_is_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = write(export_all(demo(CONFIG), ["train"]), tmp_path / "export")
+    assert session(folder, tmp_path / "whole")[0] == 0
+
+    output = tmp_path / "again"
+    tests = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", _TO_BE_KILLED, str(folder), str(output)]
+    killed = subprocess.Popen(command, env=os.environ | tests, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    lines = output / "progress.jsonl"
+    _wait(lambda: lines.exists() and lines.read_text().count("\n") >= 2)
+    killed.send_signal(signal.SIGKILL)  # the run that it started saves a checkpoint
+    killed.wait()
+    _wait(lambda: _is_free(output))
+
+    seen: list[Progress] = []
+    at = int(next(output.glob("checkpoint-*")).name.removeprefix("checkpoint-")) + 3
+    assert session(folder, output, "--resume", stop_at=at, seen=seen)[0] == PREEMPTED
+    assert at <= json.loads((output / "training.json").read_text())["steps"] < STEPS
+    (output / "checkpoint-99").mkdir()  # of one that was killed while it saved
+    assert session(folder, output, "--resume", seen=seen)[0] == 0
+    assert seen[-1].step == seen[-1].of == STEPS and seen[-1].left_s == 0
+    assert seen[-1].trained_s > max(json.loads(line)["seconds"] for line in lines.read_text().splitlines())
+
+    whole, again = (load_file(one / "adapter_model.safetensors") for one in (tmp_path / "whole", output))
+    assert whole.keys() == again.keys()
+    assert all(whole[name].dtype == again[name].dtype and whole[name].equal(again[name]) for name in whole)
+
+    code, error = session(folder, tmp_path / "whole", "--no-such-option")
+    assert code == 2 and "no-such-option" in error
+
+
+def _is_free(output: Path) -> bool:
+    """Whether the run that trains there has saved and ended."""
+    with (output / ".lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
+def _wait(until: Any) -> None:
+    end = time.monotonic() + 120
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def told(lines: list[dict[str, Any]], earlier: int = 0, **changes: Any) -> Progress:
+    recipe: Recipe = replace(demo(CONFIG), **({"price": find_price("h200-sxm")} | changes))
+    recipe = replace(recipe, winner=replace(recipe.winner, performance=_seconds(recipe, 2.0)))
+    run = Run(recipe, Path("train.py"), Path("out"), [])
+    for place, line in enumerate(lines):
+        if place == earlier:
+            run._first = None
+        run._take(line)
+    return run._progress()
+
+
+def _seconds(recipe: Recipe, step: float) -> Any:
+    return replace(recipe.winner.performance, step_time_s=step)
+
+
+def line(step: int, seconds: float, began: float = 1.0) -> dict[str, Any]:
+    return {"began": began, "step": step, "of": 100, "seconds": seconds, "loss": 2.5}
+
+
+def test_what_is_left_goes_by_the_pace_of_this_session_and_what_was_paid_counts_all() -> None:
+    now = told([line(1, 9.0), line(2, 11.0), line(3, 13.0), line(3, 5.0, 2.0), line(4, 8.0, 2.0)], earlier=3)
+    assert (now.trained_s, now.left_s, now.projected_s) == (21.0, 96 * 3.0, 200.0)
+    assert now.spent_usd is not None and now.projected_usd == pytest.approx(now.spent_usd * 200 / 21)
+    assert now.off is None  # too early to say
+    assert now.told()["error"] is None  # it is not done
+    done = told([line(100, 210.0)])
+    assert done.told()["error"] == pytest.approx(0.05)
+
+
+def test_a_single_step_leaves_the_promise() -> None:
+    assert told([line(1, 9.0)]).left_s == 99 * 2.0
+
+
+def test_a_slower_device_is_noticed_after_a_while() -> None:
+    steps = [line(step, 3.0 * step) for step in range(1, 22)]
+    assert told(steps).off == pytest.approx(0.5)
+    assert told(steps, device=resolve_device("cpu")).off is None  # a CPU's probes are upper bounds
+
+
+def test_without_a_price_no_money_is_named() -> None:
+    now = told([line(1, 9.0)], price=None)
+    assert now.spent_usd is None and now.projected_usd is None
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({}, "give either --dataset"),
+        ({"dataset": Path("none.jsonl")}, "there is no file none.jsonl"),
+        ({"dataset": Path(__file__), "random_weights": True}, "give either --dataset"),
+        ({"random_weights": True, "output": Path("before")}, "checkpoint-3 is of an earlier run"),
+        ({"random_weights": True, "output": Path("done")}, "adapter_model.safetensors is of an earlier run"),
+        ({"random_weights": True, "output": Path("locked")}, "another run trains in"),
+    ],
+)
+def test_what_is_missing_or_in_the_way_is_said(
+    options: dict[str, Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "before" / "checkpoint-3").mkdir(parents=True)
+    for name in ("done/adapter_model.safetensors", "locked/progress.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("kept")
+    _found(monkeypatch, tmp_path)
+    with (tmp_path / "locked" / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match=what):
+            command.command(None, None, **(_NOTHING | options))
+    assert not (tmp_path / "trained").exists()
+    assert (tmp_path / "done" / "adapter_model.safetensors").read_text() == "kept"
+    assert (tmp_path / "locked" / "progress.jsonl").read_text() == "kept"
+
+
+def test_a_study_of_trl_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _found(monkeypatch, tmp_path, trainer="trl")
+    with pytest.raises(UsageError) as error:
+        command.command(None, None, **(_NOTHING | {"random_weights": True}))
+    assert "trl sft --config" in (error.value.remedy or "")
+
+
+def _scripted(folder: Path, text: str) -> Path:
+    """A script in place of train.py, with a run's beginnings beside it: `--resume` goes on with what is there."""
+    output = folder / "output"
+    (output / "export").mkdir(parents=True)
+    (output / "export" / "train.py").write_text(text)
+    return output
+
+
+_DIES_ON_SIGTERM = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("OSError: no room on the device"))
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("text", ["raise RuntimeError('no room on the device')", _DIES_ON_SIGTERM])
+def test_a_script_that_fails_is_quoted(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was stopped. What an earlier session failed of, or saved, is not this one's."""
+    _found(monkeypatch, tmp_path)
+    output = _scripted(tmp_path, text)
+    (output / "train.log").write_text("ValueError: long ago\n")
+    (output / "checkpoint-3").mkdir()
+    with pytest.raises(AutotuneError, match=r"training failed: .*no room on the device"):
+        command.command(None, None, **(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
+
+
+def test_a_line_that_was_cut_off_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _found(monkeypatch, tmp_path)
+    whole, last = json.dumps(line(3, 9.0, began=1.0)), json.dumps(line(100, 7.0, began=2.0))
+    script = "import sys\npath = sys.argv[sys.argv.index('--progress') + 1]\n"
+    output = _scripted(tmp_path, f"{script}open(path, 'a').write({last!r} + chr(10))")
+    (output / "progress.jsonl").write_text(f"{whole}\nno JSON\n{whole[:20]}")
+    command.command(None, None, **(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
+    told = json.loads((output / "training.json").read_text())
+    assert (told["steps"], told["trained_s"]) == (100, 16.0)
+
+
+_NOTHING: dict[str, Any] = {
+    "dataset": None,
+    "model": None,
+    "random_weights": False,
+    "output": None,
+    "resume": False,
+    "max_steps": None,
+}
+
+
+def _found(monkeypatch: pytest.MonkeyPatch, out: Path, **changes: Any) -> None:
+    made = replace(summary(), recipe=replace(demo(CONFIG), **changes))
+    found = StoredStudy(summary=made, task=None, facts={}, out=out)  # type: ignore[arg-type]
+    monkeypatch.setattr(command, "open_study", lambda *_: found)

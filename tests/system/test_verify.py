@@ -1,0 +1,238 @@
+"""The promise against the exported run: what holds, what does not, and real runs of train.py and of TRL."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.cli.commands import verify as command
+from autotune.cli.commands.session import verification_of
+from autotune.core.errors import Cancelled, EnvironmentProblem, StorageError, UsageError
+from autotune.core.probe_types import Evidence, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.export.run.verify import done_as, verify, worst
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.workload import Workload
+from autotune.report import render
+from autotune.study.summary import Recipe, Verification, summary_data
+from tests.helpers.factories import summary
+
+
+def promise(**changes: Any) -> Verification:
+    values: dict[str, Any] = {
+        "config": TrainConfig(),
+        "micro_steps": 200,
+        "tolerance": 0.05,
+        "promised_tokens_per_s": 1000.0,
+        "promised_step_s": 2.0,
+        "promised_gib": 20.0,
+    }
+    return Verification(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("said", "holds"),
+    [
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": 20.0}, True),
+        ({"seconds_per_step": 2.08, "peak_reserved_gib": 20.9}, True),
+        ({"seconds_per_step": 2.2, "peak_reserved_gib": 20.0}, False),  # promised too much
+        ({"seconds_per_step": 1.8, "peak_reserved_gib": 20.0}, False),  # promised too little is as wrong
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": 25.0}, False),
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": None}, True),  # a CPU does not tell
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": 20.0, "tokens_per_second": 500.0}, True),  # other examples
+    ],
+)
+def test_what_holds(said: dict[str, Any], holds: bool) -> None:
+    done = done_as(promise(), said | {"steps": 3}, None, 3)
+    assert done.reason is None and done.holds is holds
+    assert all("promised" in line for line in done.said())
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "told"),
+    [
+        (None, "OutOfMemoryError: CUDA out of memory", "CUDA out of memory"),
+        (None, None, "it said nothing"),
+        ({"steps": 2, "seconds_per_step": 2.0}, None, "it took 2 steps of 3"),
+        ({"steps": 3, "seconds_per_step": None}, None, "of None s"),
+        ({"steps": 3, "seconds_per_step": float("nan")}, None, "of nan s"),
+    ],
+)
+def test_a_run_that_did_not_come_through_holds_nothing(said: Any, reason: str | None, told: str) -> None:
+    done = done_as(promise(), said, reason, 3)
+    assert not done.holds and told in done.said()[0] and done.tokens_per_s is None
+
+
+def soaked(peaks: Any, **changes: Any) -> Verification:
+    said = {"steps": 3, "seconds_per_step": 4.0, "peak_reserved_gib": 20.0, "peaks_gib": peaks}
+    return done_as(promise(soak=True, **changes), said, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "creeps"),
+    [
+        ([20.0, 20.0, 20.0, 20.0], False),
+        ([18.0, 20.0, 20.2, 20.3], False),  # the first quarter warms up; 1.5 %
+        ([20.0, 20.0, 20.4, 20.5], True),
+        ([21.0, 20.0, 20.0, 20.5], True),
+        ([0.5, 0.5, 0.5, 0.58], False),  # 16 %, of next to nothing
+        (None, False),
+    ],
+)
+def test_memory_that_creeps_breaks_the_promise(peaks: Any, creeps: bool) -> None:
+    """Whatever was probed, and however slow these other rows are."""
+    for probed in (True, False):
+        done = soaked(peaks, probed=probed)
+        assert done.holds is not creeps
+    if creeps:
+        assert "from 20.0 GiB in the second quarter of the steps to 20.5 GiB in the last (+2.5%)" in (done.broken or "")
+        assert done.broken in done.said()
+    else:
+        assert ("is not known" if peaks is None else "no memory creeps") in done.said()[-1]
+
+
+def test_a_soak_may_need_less_than_promised_but_not_more() -> None:
+    assert soaked(None, promised_gib=25.0).holds
+    assert not soaked(None, promised_gib=18.0).holds
+    assert soaked(None, promised_gib=18.0, probed=False).holds
+
+
+def test_what_was_not_probed_breaks_no_promise_unless_it_dies() -> None:
+    other = promise(file="trl_sft.yaml", probed=False)
+    done = done_as(other, {"steps": 3, "seconds_per_step": 3.0, "peak_reserved_gib": 40.0}, None, 3)
+    assert done.holds and "+50.0%" in done.said()[0] and "not what was probed" in done.said()[-1]
+    assert not done_as(other, None, "OutOfMemoryError: CUDA out of memory", 3).holds
+    page = render(replace(summary(), verification=done), "out")
+    assert "winner&#39;s trl_sft.yaml" in page.replace("'", "&#39;") and "Nothing was promised of it" in page
+
+
+def test_every_second_batch_of_a_soak_is_as_long_as_can_be() -> None:
+    for size in (1, 4, 32):
+        config = TrainConfig(micro_batch_size=size, seq_len=512)
+        lengths = worst(config)
+        batches = [lengths[place : place + size] for place in range(0, len(lengths), size)]
+        assert sum(512 in batch for batch in batches) / len(batches) == pytest.approx(0.5, abs=0.2)
+        assert all(length == 512 or 2 <= length <= 128 for length in lengths)
+
+
+def test_it_is_kept_with_the_study_and_shown() -> None:
+    done = done_as(promise(), {"steps": 3, "seconds_per_step": 2.0 / 0.99, "peak_reserved_gib": 19.9}, None, 3)
+    assert verification_of({"verification": to_data(done)}) == done
+    assert verification_of({}) is None
+    told = replace(summary(), verification=done)
+    assert summary_data(told, "out")["verification"]["holds"] is True
+    page = render(told, "out")
+    assert "held against the exported run" in page and "990 in 200 micro batches of train.py" in page
+    assert "held against the exported run" not in render(summary(), "out")
+
+
+def recipe(**changes: Any) -> Recipe:
+    found = summary().recipe
+    assert found is not None
+    return replace(found, **changes)
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        ({"winner": {"evidence": Evidence.PROJECTED}}, UsageError, "projected, not measured"),
+        ({"winner": {"evidence": Evidence.EXTRAPOLATED}}, UsageError, "extrapolated, not measured"),
+        ({"trainer": "trl"}, EnvironmentProblem, "TRL is not installed"),
+        ({}, EnvironmentProblem, "no NVIDIA GPU"),
+    ],
+)
+def test_what_cannot_be_verified_here(
+    made: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.core.nvml.list_gpus", list)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    winner = replace(recipe().winner, **made.pop("winner", {}))
+    with pytest.raises(error, match=message):
+        command.check(recipe(winner=winner, **made))
+
+
+def test_only_what_is_measured_is_verified() -> None:
+    from autotune.cli.commands.run import run
+
+    with pytest.raises(UsageError, match=r"--verify runs what is exported on the device itself"):
+        run(StudySpec(model="demo-3m", gpu="cpu", verify=True, shallow_only=True))
+
+
+def on_cpu(**knobs: Any) -> Recipe:
+    config = TrainConfig(**{"micro_batch_size": 2, "seq_len": 32, "precision": "fp32", "checkpointing": "none"} | knobs)
+    workload = Workload(examples=64, lengths=Lengths.constant(32), global_batch=4)
+    base = recipe(model=resolve_model("demo-3m"), workload=workload, device=resolve_device("cpu"))
+    return replace(base, winner=replace(base.winner, config=config))
+
+
+@pytest.mark.probe
+def test_the_exported_script_really_runs(tmp_path: Path) -> None:
+    """With an evaluation before and after, and adapters saved; of it only the log stays."""
+    (tmp_path / "logs").mkdir()
+    said: list[str] = []
+    done = verify(on_cpu(), tmp_path, micro_steps=4, say=said.append)
+    assert "for 3 steps, about " in said[0] and said[-1].startswith("verifying: step ") and "of 3, " in said[-1]
+    assert done.reason is None and done.tokens_per_s and done.seconds_per_step and done.micro_steps == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert (tmp_path / "logs" / "verify.log").is_file()
+    with pytest.raises(Cancelled):
+        verify(on_cpu(), tmp_path, micro_steps=4, should_stop=lambda: True)
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+@pytest.mark.probe
+def test_a_soak_of_what_was_not_probed_really_runs(tmp_path: Path) -> None:
+    """Packed, since rows of train.py are all of one length otherwise."""
+    (tmp_path / "logs").mkdir()
+    trl = replace(on_cpu(packing=True), trainer="trl")
+    done = verify(trl, tmp_path, form="train", micro_steps=8, soak=True)
+    assert done.holds and not done.probed and done.seconds_per_step, done.said()
+    assert len(done.peaks_gib) == 4 and all(done.peaks_gib)
+
+
+@pytest.mark.probe
+def test_the_exported_yaml_runs_as_trl_sft_does(tmp_path: Path) -> None:
+    """A study through TRL, verified by its own format; the time is a CPU's, and not looked at."""
+    pytest.importorskip("trl")
+    pins = {"micro_batch_size": 2, "seq_len": 32, "lora_rank": 16, "precision": "fp32", "checkpointing": "none"}
+    pins |= {"optimizer": "adamw_torch_fused", "attention": "sdpa", "compile": "none", "quantization": "none"}
+    study = ["--model", "demo-3m", "--gpu", "cpu", "--trainer", "trl", "--trials", "1", "--global-batch", "4"]
+    study += ["--tokens-per-example", "32", "--out", "out", *(f"--set={knob}={value}" for knob, value in pins.items())]
+
+    def autotune(*arguments: str) -> tuple[str, str]:
+        line = [sys.executable, "-m", "autotune", *arguments]
+        ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout, ended.stderr
+
+    autotune("run", *study, "--quiet")
+    told, shown = autotune("verify", "--micro-steps", "8", "--tolerance", "90", "--json")
+    assert "verifying: step " in shown
+    said = json.loads(told)
+    assert said["file"] == "trl_sft.yaml" and said["probed"] and said["holds"], said
+    assert said["seconds_per_step"] and len(said["peaks_gib"]) == 4 and not (tmp_path / "out" / ".verify").exists()
+    assert "8 micro batches of trl_sft.yaml" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_weights_that_do_not_fit_the_disk_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.export.run.verify.run_exported", lambda *_, **__: pytest.fail("begun"))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
+    with pytest.raises(StorageError, match=r"weights of this model take 13\.6 GiB") as caught:
+        verify(recipe(), tmp_path, form="trl")
+    assert "--format train" in (caught.value.remedy or "") and not list(tmp_path.iterdir())
+
+
+def test_an_unknown_study_and_a_wrong_number_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no study"):
+        command.command("nobody", f"sqlite:///{tmp_path / 'a.db'}", micro_steps=10, tolerance=0.05)
+    with pytest.raises(UsageError, match="--format cannot be 'axolotl'"):
+        command.command("nobody", f"sqlite:///{tmp_path / 'a.db'}", form="axolotl", micro_steps=10, tolerance=0.05)
+    with pytest.raises(UsageError, match="--micro-steps is a positive number"):
+        command.command("nobody", f"sqlite:///{tmp_path / 'a.db'}", micro_steps=0, tolerance=0.05)

@@ -1,0 +1,122 @@
+"""`autotune worker` as processes: two on one study, one that is killed, one that is stopped, two that cannot join."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.cli.commands.local import SEARCHING
+from autotune.study.optimizer import stored_facts
+from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
+
+pytestmark = pytest.mark.probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A folder with a study in it, that two workers have ended."""
+
+    folder: Path
+    told: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return f"sqlite:///{self.folder / 'runs' / 'autotune.db'}"
+
+    def trials(self, *states: TrialState) -> list[FrozenTrial]:
+        with opened(self.url) as search:
+            return [one for one in search.record()[1] if not states or one.state in states]
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        line = [sys.executable, "-m", "autotune", *arguments]
+        environment = {name: value for name, value in os.environ.items() if name != "AUTOTUNE_STORAGE"}
+        return subprocess.Popen(line, cwd=self.folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    empty = Place(folder=tmp_path_factory.mktemp("fleet"), told={})
+    (empty.folder / "space.yaml").write_text(SPACE)
+    ended = empty.start("run", *ARGUMENTS, "--trials", "8", "--workers", "2", "--json")
+    _, errors = ended.communicate(timeout=300)
+    assert ended.returncode == 0, errors
+    return Place(folder=empty.folder, told=json.loads((empty.folder / "runs" / "one" / "summary.json").read_text()))
+
+
+@pytest.fixture
+def open_again(place: Place) -> None:
+    """As if its leader searched on."""
+    with opened(place.url) as search:
+        search.remember("phase", SEARCHING)
+        search.remember("limits", (stored_facts(place.url, "one") or {})["limits"] | {"trials": None, "patience": 999})
+
+
+def until(found: Callable[[], Any], process: "subprocess.Popen[str]") -> Any:
+    """What is found once there is something; the process is to live that long."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        if something := found():
+            return something
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.1)
+    raise AssertionError("nothing came of it")
+
+
+def own_running(place: Place, process: "subprocess.Popen[str]") -> list[FrozenTrial]:
+    """The trials that a worker is at."""
+    mine = f":{process.pid}:"
+    return [one for one in place.trials(TrialState.RUNNING) if mine in one.user_attrs.get("worker", "")]
+
+
+def test_two_workers_share_a_study(place: Place) -> None:
+    told = place.trials(TrialState.COMPLETE, TrialState.PRUNED)
+    assert len(told) == 8 == place.told["trials"]["total"] and place.told["evidence"] == "measured"
+    assert len({one.user_attrs["worker"] for one in told}) == 2
+    assert not place.trials(TrialState.RUNNING)
+
+
+@pytest.mark.usefixtures("open_again")
+def test_what_a_killed_worker_was_at_is_done_by_the_next_which_can_be_stopped(place: Place) -> None:
+    killed = place.start("worker", "--study", "one")
+    (begun, *_) = until(lambda: own_running(place, killed), killed)
+    children = psutil.Process(killed.pid).children(recursive=True)
+    assert children
+    killed.kill()
+    killed.communicate()
+    assert not psutil.wait_procs(children, timeout=20)[1]  # no orphan
+    assert place.trials()[begun.number].state is TrialState.RUNNING
+
+    stopped = place.start("worker", "--study", "one")
+    until(lambda: place.trials()[begun.number].state is not TrialState.RUNNING, stopped)
+    (asked, *_) = until(lambda: own_running(place, stopped), stopped)
+    children = psutil.Process(stopped.pid).children(recursive=True)
+    stopped.send_signal(signal.SIGTERM)
+    _, errors = stopped.communicate(timeout=60)
+    assert stopped.returncode == 75, errors
+    assert "queued again" in errors and "Traceback" not in errors
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert not place.trials(TrialState.RUNNING)
+    ended = place.trials()[asked.number]  # it may have chosen more since it was seen
+    if ended.state is TrialState.FAIL:  # or it was told just before
+        chosen = ended.system_attrs.get("fixed_params", {}) | ended.params
+        assert chosen in [one.system_attrs["fixed_params"] for one in place.trials(TrialState.WAITING)]
+
+
+def test_who_cannot_join_says_so_by_its_exit_code(place: Place) -> None:
+    missing = place.start("worker", "--study", "two")
+    assert "there is no study 'two'" in missing.communicate(timeout=60)[1] and missing.returncode == 2
+    with opened(place.url) as search:
+        theirs = search.remembered("facts")["fingerprint"]
+        search.remember("fingerprint", theirs | {"packages": theirs["packages"] | {"torch": "1.0"}})
+    other = place.start("worker", "--study", "one")
+    assert "not like the one that began the study" in other.communicate(timeout=60)[1] and other.returncode == 3

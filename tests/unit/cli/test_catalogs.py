@@ -1,0 +1,116 @@
+"""`autotune gpus`, `models` and `spaces` through the real command line."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from autotune import __version__
+from autotune.catalog import list_devices, list_models
+from autotune.cli.app import app
+from autotune.core.errors import UsageError
+
+
+def output(*args: str) -> str:
+    result = CliRunner().invoke(app, list(args))
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return result.stdout
+
+
+def test_gpus():
+    lines = output("gpus").splitlines()
+    assert "GPUs (dense peaks" in lines[0]
+    row = next(line for line in lines if " h200-sxm " in line)
+    assert [cell.strip() for cell in row.strip("│┃ ").split("│")] == [
+        "h200-sxm",
+        "140.4",
+        "989",
+        "4,800",
+        "$3.39 (verda, undated)",
+    ]
+    assert all(any(f" {device.name} " in line for line in lines) for device in list_devices())
+
+
+def test_gpus_as_json():
+    rows = {row["name"]: row for row in json.loads(output("gpus", "--json"))}
+    assert set(rows) == {device.name for device in list_devices()}
+    assert rows["h200-sxm"]["memory_gib"] == pytest.approx(143771 / 1024)
+    assert rows["h200-sxm"]["price"]["usd_per_hour"] == 3.39
+    assert rows["cpu"]["price"] is None
+    assert rows["cpu"]["bf16_tflops"] is None
+
+
+def test_models():
+    lines = output("models").splitlines()
+    row = next(line for line in lines if " demo-3m " in line)
+    assert [cell.strip() for cell in row.strip("│┃ ").split("│")] == ["–", "demo-3m", "0.00315", "4", "4096", "512"]
+    assert any(" mistral-7b, mistral-7b-v0.3 " in line for line in lines)
+
+
+def test_models_as_json():
+    rows = {row["name"]: row for row in json.loads(output("models", "--json"))}
+    assert set(rows) == {spec.name for spec in list_models()}
+    demo = rows["demo-3m"]
+    assert (demo["params"], demo["num_layers"], demo["hidden_size"]) == (3_147_456, 4, 192)
+    assert demo["config"]["model_type"] == "llama"
+
+
+def test_spaces():
+    lines = output("spaces").splitlines()
+    row = next(line for line in lines if " lora " in line)
+    cells = [cell.strip() for cell in row.strip("│┃ ").split("│")]
+    assert cells[:3] == [
+        "lora",
+        "20,736",
+        "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile, loss, packing",
+    ]
+    assert cells[3].endswith("search_spaces/lora.yaml")
+
+
+def test_spaces_as_json():
+    spaces = json.loads(output("spaces", "--json"))
+    assert set(spaces) == {"cpu", "default", "everything", "full", "lora", "qlora"}
+    assert spaces["lora"]["lora_rank"]["values"] == [8, 16, 32, 64]
+
+
+def test_version_and_help():
+    assert output("--version") == f"autotune {__version__}\n"
+    for command in ("run", "status", "oom", "export", "report", "doctor", "gpus", "models", "spaces"):
+        assert command in output("--help")
+        assert output(command, "-h") == output(command, "--help")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run"], "which model?"),
+        (["run", "--model", "demo-3m", "--epochs", "0"], "epochs cannot be 0"),
+        (["run", "--model", "demo-3m", "--price", "nan"], "price cannot be nan"),
+        (["run", "--model", "demo-3m", "--budget", "soon"],
+         "--budget: 'soon' is not a duration; write it like 90s, 10m or 1h30m"),
+        (["run", "--model", "demo-3m", "--set", "seq_len"], "--set 'seq_len' is not KNOB=VALUE"),
+        (["run", "--model", "demo-3m", "--set", "=1"], "--set '=1' is not KNOB=VALUE"),
+        (["run", "--model", "demo-3m", "--set", "a=[1"], "--set 'a=[1': the value cannot be read"),
+        (["run", "--gpu", "cpu", "--model", "demo-3m", "--set", "seqlen=1"],
+         "there is no knob 'seqlen'; did you mean 'seq_len'?"),
+        (["run", "--gpu", "a10x", "--model", "demo-3m"],
+         "unknown gpu 'a10x'; did you mean 'a10' or 'a10g' or 'a100'?"),
+        (["run", "--spec", "no.yaml"], "cannot read no.yaml: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_argument_errors(tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, args)
+    assert isinstance(result.exception, UsageError)
+    assert str(result.exception) == message
+    assert result.exception.remedy
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+@pytest.mark.parametrize("args", [["gpu"], ["gpus", "--jsn"], ["run", "--epochs", "x"], ["run", "--nothing"]])
+def test_what_the_parser_refuses(args):
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Usage: " in result.stderr

@@ -1,0 +1,154 @@
+"""What a run shows: lines for people on stderr, events for programs on stdout."""
+
+import io
+import json
+import re
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from autotune.catalog import resolve_device
+from autotune.cli import console
+from autotune.cli.console import Display
+from autotune.problem.setup import set_up
+from autotune.problem.study_spec import StudySpec
+from autotune.study.summary import summary_data
+from tests.helpers.factories import summary
+
+SETUP = set_up(StudySpec(model="mistral-7b", gpu="h200", price=3.0), resolve_device("h200"))
+
+
+def shown(capsys: pytest.CaptureFixture[str], **options: bool) -> tuple[str, str]:
+    study = summary()
+    with Display(budget_s=600.0, **options) as one:
+        one.say("starting")
+        one.plan(SETUP, fits_gib=100.0, trials=None)
+        one.trial(study.trials[0])
+        one.note("a note")
+        one.result(study, "runs/one")
+    ended = capsys.readouterr()
+    return ended.out, ended.err
+
+
+def test_events_are_lines_of_json_and_the_last_has_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = shown(capsys, events=True, quiet=True)
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [one["event"] for one in events] == ["step", "plan", "trial", "note", "result"]
+    assert all(one["seconds"] >= 0 for one in events) and err == ""
+    assert events[1]["model"].startswith("mistralai/Mistral-7B") and events[1]["left_out"]
+    assert events[2]["number"] == 0 and events[2]["outcome"] == "ok"
+    told = json.loads(json.dumps(summary_data(summary(), "runs/one")))
+    assert {key: events[-1][key] for key in told} == told
+
+
+def test_what_several_gpus_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(budget_s=1200.0) as one:
+        one.plan(SETUP, fits_gib=100.0, trials=None, workers=4)
+        said = capsys.readouterr().err
+        assert "$3.00/h" in said and "the search itself costs about $4.00" in said
+        one._started -= 600.0
+        assert "$2.00 gone" in one._header()
+
+
+def test_a_suite_is_one_event_where_events_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display(budget_s=600.0, events=True, quiet=True) as one:
+        assert one.configs([{"name": "one"}]) is True
+    with Display(budget_s=600.0, quiet=True) as one:
+        assert one.configs([{"name": "one"}]) is False
+    (event,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert event["event"] == "result" and event["configs"] == [{"name": "one"}]
+
+
+def test_without_events_stdout_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = shown(capsys)
+    assert out == "" and "winner" in err and "\x1b[" not in err
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "PLAIN_S", 0.01)
+    with Display(budget_s=600.0) as one:
+        one.plan(SETUP, fits_gib=100.0, trials=None)
+        one.trial(replace(summary().trials[0], tokens_per_second=12_345.0))
+        end = time.monotonic() + 20
+        err = ""
+        while "best 12,345 tokens/s: searching" not in err and time.monotonic() < end:
+            time.sleep(0.02)
+            err += capsys.readouterr().err
+    beats = [line for line in err.splitlines() if line.endswith(": searching")]
+    assert beats[-1].startswith("0:00 and $0.00 gone, 9:59 left, best 12,345 tokens/s")
+    capsys.readouterr()
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""  # it ends with the run
+
+
+class Terminal(io.StringIO):
+    """A terminal of 80 columns."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> Terminal:
+    """In place of stderr from here on; pytest puts its own there when a test's body begins."""
+    made = Terminal()
+    monkeypatch.setattr(sys, "stderr", made)
+    for name, value in ({"COLUMNS": "80", "TERM": "xterm-256color", "NO_COLOR": ""} | environment).items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+def plain(text: str) -> list[str]:
+    """Lines without colours, and without the spinner and how it is wiped out."""
+    return [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rpartition("\r")[2].rstrip() for line in text.splitlines()]
+
+
+def test_on_a_terminal_the_clock_goes_on_while_a_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    got, wanted = terminal(monkeypatch), "0:01 gone, 9:58 left: starting the probe worker"
+    with Display(budget_s=600.0) as one:
+        one.say("starting the probe worker")
+        end = time.monotonic() + 20
+        while wanted not in got.getvalue() and time.monotonic() < end:
+            time.sleep(0.02)
+    assert wanted in got.getvalue()
+
+
+def test_on_a_terminal_a_long_line_goes_on_below_itself_and_a_command_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown_on(terminal(monkeypatch, COLUMNS="64"), "runs/" + "long-" * 20)
+    commands = [line for line in lines if line.lstrip().startswith(("bash", "open", "autotune"))]
+    assert len(commands) == 4 and any(len(line) > 100 for line in commands)
+    named = [line for line in lines if line not in commands and "long-long" not in line]
+    assert max(map(len, named)) <= 64
+    place = next(number for number, line in enumerate(named) if line.startswith(" baseline  lora r16"))
+    assert named[place + 1] == " " * 11 + "adamw_torch_fused"
+
+
+def test_the_numbers_of_the_trials_stand_below_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown_on(terminal(monkeypatch), "runs/one")
+    head = next(line for line in lines if line.startswith("trial"))
+    fits, out = (next(line for line in lines if line.startswith(f"    {number}  ")) for number in (0, 2))
+    assert head == "trial    tok/s    GiB  outcome  configuration"
+    assert fits.startswith("    0    8,000   20.0  best     lora r16 1x512")
+    assert out.startswith("    2        –  134.6  oom      lora r16 4x2048")
+    assert any("over by 2.0% in backward" in line for line in lines)
+
+
+def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    for wish, found in {"": True, "1": False}.items():
+        lines = shown_on(got := terminal(monkeypatch, NO_COLOR=wish), "runs/one")
+        assert bool(coloured.search(got.getvalue())) is found and any("winner" in line for line in lines)
+
+
+def shown_on(terminal: Terminal, out: str) -> list[str]:
+    """The lines of a run."""
+    study = summary()
+    with Display(budget_s=600.0) as one:
+        one.plan(SETUP, fits_gib=100.0, trials=None)
+        for row in study.trials[:5]:
+            one.trial(row)
+        one.result(study, out)
+    return plain(terminal.getvalue())

@@ -1,0 +1,183 @@
+"""Users' YAML fails with its line, hostile YAML fails at once, and files are written whole or not at all."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
+
+from autotune.core.errors import StorageError, UsageError
+from autotune.core.files import MAX_VALUES, load_yaml, read_user_yaml, storage_errors, write_atomic
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    size: int = 1
+    sizes: list[int] = []
+
+
+class Form(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = ""
+    epochs: int = 1
+    inner: Inner = Inner()
+    parts: dict[str, Inner] = {}
+    anything: object = None
+
+    @model_validator(mode="after")
+    def _whole(self, info: ValidationInfo) -> "Form":
+        if self.epochs < 1:
+            raise ValueError(f"epochs cannot be {self.epochs}")
+        return self
+
+
+def read(tmp_path: Path, text: str | bytes) -> Form:
+    path = tmp_path / "a file.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return read_user_yaml(path, Form)
+
+
+def failure(tmp_path: Path, text: str | bytes) -> str:
+    """The message of the error, from after the directory."""
+    with pytest.raises(UsageError) as caught:
+        read(tmp_path, text)
+    assert caught.value.remedy
+    return str(caught.value).replace(f"{tmp_path}/a file.yaml", "FILE")
+
+
+def bomb(levels: int = 8) -> str:
+    """Nine values a level, each the whole level below: nine to the power of the levels once written out."""
+    lines = ["anything:", "  - &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def test_a_file_is_read(tmp_path):
+    form = read(tmp_path, "name: ä\nparts:\n  a: &a {size: 3}\n  b: *a\n  c: {<<: *a, sizes: [1, 2]}\n")
+    assert (form.name, form.epochs) == ("ä", 1)
+    assert form.parts == {"a": Inner(size=3), "b": Inner(size=3), "c": Inner(size=3, sizes=[1, 2])}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a\nepoch: 1\n", "FILE:2: epoch: Extra inputs are not permitted"),
+        ("# one\n\nname: a\nepochs: many\n", "FILE:4: epochs: Input should be a valid integer"),
+        ("epochs: true\n", "FILE:1: epochs: Input should be a valid integer"),
+        ("name: a\ninner:\n  size: 1\n  sises: []\n", "FILE:4: inner.sises: Extra inputs are not permitted"),
+        ("inner:\n  sizes:\n    - 1\n    - 2\n    - x\n", "FILE:5: inner.sizes.2: Input should be a valid integer"),
+        ("parts:\n  a: {}\n  b:\n    size: x\n", "FILE:4: parts.b.size: Input should be a valid integer"),
+        ("name: a\nepochs: -1\n", "FILE:2: the file: epochs cannot be -1"),
+        ("", "FILE:1: the file: Input should be a valid dictionary or instance of Form"),
+        ("just words", "FILE:1: the file: Input should be a valid dictionary or instance of Form"),
+        ("- a\n- b\n", "FILE:1: the file: Input should be a valid dictionary or instance of Form"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_line(tmp_path, text, message):
+    assert failure(tmp_path, text) == message
+
+
+def test_five_problems_at_most(tmp_path):
+    found = failure(tmp_path, "".join(f"key{n}: 1\n" for n in range(9))).splitlines()
+    assert [line.partition(" ")[0] for line in found] == [f"FILE:{n}:" for n in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a\ninner: [1\nepochs: 2\n", "FILE:3: not valid YAML: expected ',' or ']', but got ':'"),
+        ("name: a\n\tinner: 1\n", "FILE:2: not valid YAML: found character '\\t' that cannot start any token"),
+        ("name: a\n---\nname: b\n", "FILE:2: not valid YAML: but found another document"),
+        ("name: a\nepochs: 1\nname: b\n", "FILE:3: not valid YAML: 'name' stands twice"),
+        ("parts:\n  a: {}\n  b: {}\n  a: {}\n", "FILE:4: not valid YAML: 'a' stands twice"),
+        ("name: a\n? [1]\n: b\n", "FILE:2: not valid YAML: found unhashable key"),
+        ("name: a\nepochs: \x00\n", "FILE:2: not valid YAML: special characters are not allowed"),
+        ("name: \x1b[31m\n", "FILE:1: not valid YAML: special characters are not allowed"),
+        ("name: !!timestamp soon\n", "FILE: not valid YAML: a value is not of its tag"),
+        ("name: 2021-13-45\n", "FILE: not valid YAML: month must be in 1..12"),
+        ("name: *nobody\n", "FILE:1: not valid YAML: found undefined alias 'nobody'"),
+        ("0: []\n", "FILE:1: 0: Keys should be strings"),
+        (b"\xff\xfe\x00", "cannot read FILE: it is not UTF-8 text"),
+    ],
+)
+def test_what_is_not_yaml(tmp_path, text, message):
+    assert failure(tmp_path, text) == message
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.system", "!!python/name:os.system", "!mine"])
+def test_no_object_is_ever_made(tmp_path, tag):
+    message = failure(tmp_path, f'name: a\nanything: {tag} ["touch {tmp_path}/made"]\n')
+    assert message.startswith("FILE:2: not valid YAML: could not determine a constructor for the tag")
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(Exception, match="could not determine a constructor"):
+        load_yaml(f"{tag} [a]")
+
+
+def test_an_alias_bomb_is_refused_unread(tmp_path):
+    message = "FILE: not valid YAML: more than 10,000 values, with its aliases written out"
+    assert MAX_VALUES == 10_000
+    assert failure(tmp_path, bomb()) == message
+    assert failure(tmp_path, "anything: &a [*a]\n") == message
+    assert failure(tmp_path, "anything: &a {b: {c: *a}}\n") == message
+    assert len(read(tmp_path, bomb(levels=3)).anything) == 3  # 9 + 90 + 819 values are fine
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "anything: " + "{a: " * 3000 + "1" + "}" * 3000])
+def test_deep_nesting_is_refused(tmp_path, text):
+    assert failure(tmp_path, text) == "FILE: not valid YAML: nested too deeply"
+
+
+def test_a_huge_number_is_refused(tmp_path):
+    assert "Exceeds the limit" in failure(tmp_path, f"epochs: {'9' * 5000}\n")
+
+
+def test_what_cannot_be_read(tmp_path):
+    with pytest.raises(UsageError, match=r"nothing\.yaml: No such file or directory"):
+        read_user_yaml(tmp_path / "nothing.yaml", Form)
+    with pytest.raises(UsageError, match=": Is a directory"):
+        read_user_yaml(tmp_path, Form)
+
+
+# --- writing
+
+
+def test_write_atomic_replaces_whole_files_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "new" / "a'; echo foo" / "file.txt"
+    write_atomic(path, "one\n")
+    write_atomic(path, "zwei ä\n", executable=True)
+    assert path.read_text(encoding="utf-8") == "zwei ä\n"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    write_atomic(path, "three")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file.txt"
+    write_atomic(path, "old")
+
+    def full(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(StorageError, match=r"cannot write .*file\.txt: No space left on device") as caught:
+        write_atomic(path, "new")
+    assert "--out" in caught.value.remedy
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "\udcff")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_a_file_in_the_way_of_a_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write .*/file/below: "):
+        write_atomic(tmp_path / "file" / "below", "text")
+
+
+def test_storage_errors_name_the_path_and_pass_the_rest_on(tmp_path):
+    with pytest.raises(StorageError, match="cannot write /some/where: boom"), storage_errors(Path("/some/where")):
+        raise OSError("boom")
+    with pytest.raises(KeyError), storage_errors(tmp_path):
+        raise KeyError("mine")

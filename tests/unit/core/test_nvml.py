@@ -1,0 +1,169 @@
+"""NVML without a driver gives nothing, and with one (played by a fake) gives what it reads and None for the rest."""
+
+import os
+from types import SimpleNamespace
+
+import pynvml
+import pytest
+
+from autotune.core.nvml import THROTTLE_REASONS, Nvml, first_visible, list_gpus
+from autotune.core.units import GIB
+
+pytestmark = pytest.mark.usefixtures("no_variable")
+
+
+@pytest.fixture
+def no_variable(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def no_driver(monkeypatch):
+    def missing():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Two cards; handles are their indices. What is set to None is not supported."""
+
+    def unsupported(*args, **kwargs):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def by_index(index):
+        if index not in (0, 1):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return index
+
+    def by_uuid(uuid):
+        if uuid not in ("GPU-0", "GPU-1"):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return int(uuid[-1])
+
+    processes = [
+        SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * GIB),
+        SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None),
+    ]
+    calls = {
+        "nvmlInit": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": by_index,
+        "nvmlDeviceGetHandleByUUID": by_uuid,
+        "nvmlDeviceGetMemoryInfo": lambda handle, version: SimpleNamespace(total=140 * GIB, used=handle * GIB),
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, 0),
+        "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
+        "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: processes,
+        "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=87),
+        "nvmlDeviceGetPowerUsage": lambda handle: 650_500,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 12_000,
+        "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0,
+        "nvmlDeviceGetTemperature": lambda handle, sensor: 55,
+        "nvmlDeviceGetClockInfo": lambda handle, clock: 1980,
+    }
+
+    def install(**changes):
+        for name, call in (calls | changes).items():
+            monkeypatch.setattr(pynvml, name, call or unsupported)
+
+    install()
+    return install
+
+
+def test_without_a_driver_there_is_nothing(no_driver):
+    assert list_gpus() == []
+    assert Nvml.open() is None
+    assert Nvml.open(0) is None
+    assert Nvml.open("GPU-0") is None
+
+
+def test_cards(driver):
+    cards = list_gpus()
+    assert [(card.index, card.uuid, card.used_gib) for card in cards] == [(0, "GPU-0", 0.0), (1, "GPU-1", 1.0)]
+    assert (cards[0].name, cards[0].memory_gib, cards[0].compute_capability) == ("NVIDIA H200", 140.0, "9.0")
+    assert cards[0].driver == "580.1"
+    mine, other = cards[0].processes
+    assert (mine.pid, mine.used_gib) == (os.getpid(), 3.0)
+    assert mine.name
+    assert (other.name, other.used_gib) == (None, None)  # no such process here, and the driver does not tell
+
+
+@pytest.mark.parametrize("card", [1, "GPU-1", "1"])
+def test_a_card_is_opened_by_index_or_uuid_with_or_without_its_prefix(driver, card):
+    assert Nvml.open(card).info().uuid == "GPU-1"
+
+
+@pytest.mark.parametrize("card", [7, "GPU-7", "", "MIG-1"])
+def test_a_card_that_is_not_there(driver, card):
+    assert Nvml.open(card) is None
+
+
+def test_memory_by_process(driver):
+    assert Nvml.open(0).used_by_process_gib(os.getpid()) == 3.0
+    assert Nvml.open(0).used_by_process_gib(1) is None
+
+
+def test_sensors(driver):
+    sample = Nvml.open(0).sample()
+    assert (sample.utilization, sample.power_w, sample.energy_j) == (0.87, 650.5, 12.0)
+    assert (sample.temperature_c, sample.sm_clock_mhz, sample.throttle_reasons) == (55, 1980, ())
+
+
+def test_what_a_driver_does_not_tell_is_none(driver):
+    names = ["UtilizationRates", "PowerUsage", "TotalEnergyConsumption", "CurrentClocksEventReasons", "Temperature"]
+    names += ["ClockInfo", "CudaComputeCapability", "ComputeRunningProcesses"]
+    driver(**{f"nvmlDeviceGet{name}": None for name in names}, nvmlSystemGetDriverVersion=None)
+    sample, info = Nvml.open(0).sample(), Nvml.open(0).info()
+    assert {getattr(sample, name) for name in sample.__slots__} == {None, ()}
+    assert (info.driver, info.compute_capability, info.processes) == (None, None, ())
+    assert Nvml.open(0).used_by_process_gib(os.getpid()) is None
+
+
+@pytest.mark.parametrize(
+    ("bits", "reasons"),
+    [
+        (0x0, ()),
+        (0x1, ()),  # idle
+        (0x2, ()),  # clocks set by the application
+        (0x4, ("power cap",)),
+        (0x8, ("hardware slow-down",)),
+        (0x20, ("software thermal",)),
+        (0x48, ("hardware slow-down", "hardware thermal")),
+        (0x84, ("power cap", "hardware power brake")),
+        (0xFFFF, tuple(THROTTLE_REASONS.values())),
+    ],
+)
+def test_throttle_reasons(driver, bits, reasons):
+    driver(nvmlDeviceGetCurrentClocksEventReasons=lambda handle: bits)
+    assert Nvml.open(0).sample().throttle_reasons == reasons
+
+
+def test_the_bits_are_those_of_nvml():
+    assert {
+        pynvml.nvmlClocksEventReasonSwPowerCap: "power cap",
+        pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slow-down",
+        pynvml.nvmlClocksEventReasonSwThermalSlowdown: "software thermal",
+        pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "hardware thermal",
+        pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "hardware power brake",
+    } == THROTTLE_REASONS
+
+
+@pytest.mark.parametrize(
+    ("variable", "card"),
+    [(None, 0), ("0", 0), ("3", 3), (" 2 , 1", 2), ("GPU-abc,1", "GPU-abc"), ("", ""), (",1", ""), ("-1", "-1"),
+     ("²", "²")],
+)  # fmt: skip
+def test_the_first_visible_card(monkeypatch, variable, card):
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert first_visible() == card
+
+
+def test_the_first_visible_card_is_opened(driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert Nvml.open().info().uuid == "GPU-1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Nvml.open() is None

@@ -1,0 +1,173 @@
+"""Requests and results cross the process boundary as JSON and come back equal; digests say what may be reused."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from autotune.core.probe_types import (
+    Fingerprint,
+    Measurement,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    Rung,
+    from_data,
+    to_data,
+)
+from autotune.core.train_config import TrainConfig
+from tests.helpers.factories import FINGERPRINT, measurement, oom_detail, result
+
+REQUEST = ProbeRequest(
+    config=TrainConfig(), model={"model_type": "llama", "hidden_size": 64, "rope": {"theta": 1e4}}, memory_gib=139.8
+)
+
+
+def through_json(value):
+    """As it is read on the other side of a pipe."""
+    return from_data(type(value), json.loads(json.dumps(to_data(value), allow_nan=False)))
+
+
+@pytest.mark.parametrize("outcome", Outcome)
+def test_a_result_comes_back_equal(outcome):
+    there = result(TrainConfig(quantization="nf4", double_quant=True), outcome, notes=("a\nb\x00", "ä"), depth=2)
+    back = through_json(there)
+    assert back == there
+    assert type(back.outcome) is Outcome
+    assert type(back.config) is TrainConfig
+    assert back.schema_version == 1
+    if outcome is Outcome.OK:
+        assert back.measurement.phase_s[Phase.FORWARD] == pytest.approx(0.15)
+        assert isinstance(back.measurement.step_s, tuple)
+
+
+def test_a_full_fine_tuning_config_comes_back_equal():
+    there = result(TrainConfig(method="full"))
+    assert through_json(there).config.digest == there.config.digest
+
+
+@pytest.mark.parametrize("value", [REQUEST, FINGERPRINT, measurement(), oom_detail(), replace(REQUEST, depth=2)])
+def test_the_other_values_come_back_equal(value):
+    assert through_json(value) == value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"outcome": "fine"}, "outcome"),
+        ({"rung": None}, "rung"),
+        ({"config": {"seq_len": -1}}, "seq_len is a positive integer, not -1"),
+        ({"config": {"method": "magic"}}, "method is one of full, lora, not 'magic'"),
+        ({"measurement": {"step_s": "soon"}}, "measurement"),
+        ({"seconds": {"total": "long"}}, "seconds"),
+        ({"oom": []}, "oom"),
+    ],
+)
+def test_data_of_another_form_is_refused(change, message):
+    with pytest.raises(ValidationError, match=message):
+        from_data(ProbeResult, to_data(result()) | change)
+
+
+@pytest.mark.parametrize("data", [None, [], "", 3, {}, {"outcome": "ok"}])
+def test_what_is_no_result_at_all(data):
+    with pytest.raises(ValidationError):
+        from_data(ProbeResult, data)
+
+
+# --- digests
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": TrainConfig(seq_len=512)},
+        {"model": REQUEST.model | {"hidden_size": 65}},
+        {"weights": "somewhere"},
+        {"device": "cpu"},
+        {"micro_steps": 1},
+        {"memory_gib": 139.0},
+        {"headroom": 0.1},
+        {"depth": 2},
+        {"trainer": "trl"},
+        {"num_gpus": 2},
+        {"strategy": "ddp"},
+    ],
+)
+def test_another_question_has_another_digest(change):
+    assert replace(REQUEST, **change).digest != REQUEST.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rung": Rung.CONFIRM},
+        {"seed": 7},
+        {"max_timed_steps": 3},
+        {"min_timed_s": 9.0},
+        {"evaluate": True},
+        {"memory_gib": 139.8 + 1e-6},  # NVML's total, read twice
+        {"model": dict(reversed(REQUEST.model.items()))},
+    ],
+)
+def test_the_same_question_has_the_same_digest(change):
+    assert replace(REQUEST, **change).digest == REQUEST.digest
+
+
+def test_losses_of_other_weights_or_another_seed_answer_nothing():
+    """With random weights the seed does not matter: the loss says nothing."""
+    real = replace(REQUEST, weights="a")
+    assert replace(REQUEST, weights="b").digest != real.digest
+    assert replace(real, seed=7).digest != real.digest
+
+
+def test_fingerprints_are_compared_by_value():
+    same = replace(FINGERPRINT, packages=dict(reversed(FINGERPRINT.packages.items())))
+    assert same.digest == FINGERPRINT.digest
+    assert FINGERPRINT.differences(same) == []
+    assert replace(FINGERPRINT, driver=None).digest != FINGERPRINT.digest
+
+
+def test_differences_name_the_field_then_and_now():
+    now = replace(FINGERPRINT, driver=None, packages={"torch": "2.13.0", "transformers": "5.17.0", "trl": "1.0"})
+    assert FINGERPRINT.differences(now) == [
+        "driver: 580.159.04 then, None now",
+        "packages.peft: 0.21.2 then, None now",
+        "packages.torch: 2.11.0 then, 2.13.0 now",
+        "packages.trl: None then, 1.0 now",
+    ]
+    assert isinstance(through_json(now), Fingerprint)
+
+
+# --- margins
+
+
+def detail(**changes: float | None) -> OomDetail:
+    values = {"requested_gib": 2.0, "allocated_gib": 131.0, "reserved_gib": 131.5, "limit_gib": 100.0} | changes
+    return OomDetail(phase=Phase.FORWARD, **values)
+
+
+@pytest.mark.parametrize(
+    ("oom", "margin"),
+    [
+        (detail(), 0.33),  # allocated and requested
+        (detail(requested_gib=None), 0.315),  # reserved is more
+        (detail(requested_gib=0.0, allocated_gib=50.0, reserved_gib=90.0), 0.001),  # never feasible
+        (detail(allocated_gib=0.0, requested_gib=500.0), 4.0),
+        (detail(limit_gib=0.0), 1.0),
+        (detail(limit_gib=-0.2), 1.0),  # the context alone was too much
+    ],
+)
+def test_the_margin_of_an_oom_is_positive(oom, margin):
+    assert oom.margin == pytest.approx(margin)
+
+
+def test_measurements_hold_what_was_read():
+    loss = through_json(replace(measurement(), loss_last=-1.5))
+    assert (loss.loss_last, loss.micro_steps, loss.alloc_retries) == (-1.5, 2, 0)
+    with pytest.raises(TypeError):
+        Measurement(step_s=(1.0,))
+    assert not math.isnan(loss.peak_reserved_gib)

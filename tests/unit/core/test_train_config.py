@@ -1,0 +1,185 @@
+"""A configuration is checked, canonical (what has no effect is dropped), and known by its digest."""
+
+import math
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+
+from autotune.core.train_config import (
+    BOOLEANS,
+    CHOICES,
+    INTEGERS,
+    KNOBS,
+    TrainConfig,
+    check_value,
+    checkpoint_every,
+    checkpoints_some,
+    digest_of,
+)
+
+
+def test_knobs_without_effect_are_dropped():
+    full = TrainConfig(method="full", lora_rank=64, quantization="nf4", double_quant=True)
+    assert (full.lora_rank, full.quantization, full.double_quant) == (None, "none", False)
+    assert full == TrainConfig(method="full")
+    assert TrainConfig(quantization="int8", double_quant=True) == TrainConfig(quantization="int8")
+    assert TrainConfig(quantization="nf4", double_quant=True).double_quant is True
+
+
+def test_only_what_has_an_effect_is_in_the_digest():
+    assert set(KNOBS) - set(TrainConfig().as_dict()) == {"double_quant"}
+    assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
+        *("lora_rank", "quantization", "double_quant", "dora", "rslora")
+    }
+    assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS)
+    assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
+
+
+def test_every_knob_changes_the_digest():
+    base = TrainConfig(quantization="nf4")
+    others = {
+        "method": "full",
+        "micro_batch_size": 9,
+        "seq_len": 1025,
+        "lora_rank": 17,
+        "optimizer": "adafactor",
+        "precision": "fp32",
+        "quantization": "int8",
+        "double_quant": True,
+        "checkpointing": "none",
+        "attention": "eager",
+        "compile": "per_layer",
+        "loss": "chunked",
+        "kernels": "liger",
+        "packing": True,
+        "dora": True,
+        "rslora": True,
+        "loader_workers": 2,
+    }
+    assert set(others) == set(KNOBS) == {field.name for field in fields(TrainConfig)}
+    digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
+    assert len(digests) == len(KNOBS) + 1
+    assert all(len(digest) == 12 and int(digest, 16) >= 0 for digest in digests)
+
+
+def test_the_digest_is_stable():
+    # Stored probes are found again by it: a changed digest forgets every measurement.
+    assert TrainConfig().digest == digest_of(dict(reversed(TrainConfig().as_dict().items())))
+    assert digest_of({"b": 1, "a": [1, "ä"]}) == "bc83937abf39"
+
+
+def test_derived_values():
+    config = TrainConfig(micro_batch_size=4, seq_len=512, lora_rank=32, checkpointing="every_3")
+    assert (config.tokens, config.lora_alpha, config.checkpoint_every) == (2048, 64, 3)
+    assert TrainConfig(method="full").lora_alpha is None
+    assert (
+        TrainConfig(rslora=True, lora_rank=16).lora_alpha / 16**0.5 == TrainConfig(lora_rank=16).lora_alpha / 16
+    )  # the same scale
+
+
+@pytest.mark.parametrize(
+    ("config", "label"),
+    [
+        (TrainConfig(), "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),
+        (TrainConfig(method="full", micro_batch_size=1), "full 1x1024 bf16_mixed ckpt-full adamw_torch_fused"),
+        (
+            TrainConfig(quantization="nf4", double_quant=True, compile="per_layer", attention="eager"),
+            "lora r16 nf4-double 8x1024 bf16_mixed ckpt-full adamw_torch_fused compiled eager",
+        ),
+        (TrainConfig(loss="chunked"), "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused chunked-loss"),
+        (TrainConfig(loader_workers=2), "lora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused loader-2"),
+        (TrainConfig(dora=True), "dora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),
+        (TrainConfig(rslora=True, packing=True), "rslora r16 8x1024 bf16_mixed ckpt-full adamw_torch_fused packed"),
+        (TrainConfig(quantization="int8"), "lora r16 int8 8x1024 bf16_mixed ckpt-full adamw_torch_fused"),
+    ],
+)
+def test_label(config, label):
+    assert config.label() == label
+
+
+def test_frozen_and_by_keyword():
+    with pytest.raises(FrozenInstanceError):
+        TrainConfig().seq_len = 1
+    with pytest.raises(TypeError):
+        TrainConfig("lora")
+    with pytest.raises(TypeError):
+        TrainConfig(learning_rate=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "every"), [("none", None), ("full", 1), ("every_2", 2), ("every_10", 10), ("every_9999", 9999)]
+)
+def test_checkpoint_every(text, every):
+    assert checkpoint_every(text) == every
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["every_1", "every_0", "every_02", "every_-2", "every_2\n", "every_2.5", "every_", "every_1٣", "Full", "", None, 3,
+     True, math.nan, ["full"], {"a": 1}, "every_" + "9" * 5000],
+)  # fmt: skip
+def test_what_is_no_checkpointing(text):
+    with pytest.raises(ValueError, match="checkpointing is none, full, offload or every_K with K of 2 or more, not"):
+        checkpoint_every(text)
+    with pytest.raises(ValueError, match="checkpointing is none, full, offload or every_K"):
+        TrainConfig(checkpointing=text)
+
+
+@pytest.mark.parametrize("knob", INTEGERS)
+@pytest.mark.parametrize("value", [0, -1, 2**24 + 1, 10**400, 1.0, math.nan, math.inf, True, "8", [8], b"8"])
+def test_what_is_no_size(knob, value):
+    with pytest.raises(ValueError, match=f"^{knob} is a positive integer, not "):
+        TrainConfig(**{knob: value})
+
+
+def test_the_ends_of_a_size():
+    assert TrainConfig(seq_len=1).seq_len == 1
+    assert TrainConfig(seq_len=2**24).seq_len == 16_777_216
+
+
+@pytest.mark.parametrize("knob", [knob for knob in CHOICES if knob not in BOOLEANS])
+@pytest.mark.parametrize("value", ["bogus", "", "NONE ", None, 1, True, math.nan, ["none"], {}])
+def test_what_is_no_choice(knob, value):
+    with pytest.raises(ValueError, match=f"{knob} is one of {CHOICES[knob][0]}, "):
+        check_value(knob, value)
+    with pytest.raises(ValueError, match=f"{knob} is one of "):
+        TrainConfig(**{knob: value})
+
+
+@pytest.mark.parametrize("knob", BOOLEANS)
+@pytest.mark.parametrize("value", [1, 0, "true", None, []])
+def test_what_is_no_bool(knob, value):
+    with pytest.raises(ValueError, match=f"{knob} is true or false, not"):
+        TrainConfig(quantization="nf4", **{knob: value})
+
+
+def test_rank_is_needed_by_lora_alone():
+    with pytest.raises(ValueError, match="lora_rank is needed with method lora"):
+        TrainConfig(lora_rank=None)
+    assert TrainConfig(method="full", lora_rank=None).lora_rank is None
+
+
+def test_an_unknown_knob():
+    with pytest.raises(ValueError, match="there is no knob 'learning_rate'"):
+        check_value("learning_rate", 1e-4)
+
+
+def test_every_knob_and_value_is_documented():
+    rows = {
+        line.split("`")[1]: line
+        for line in (Path(__file__).parents[3] / "docs" / "knobs.md").read_text().splitlines()
+        if line.startswith("| `")
+    }
+    assert set(rows) == set(KNOBS)
+    for knob, values in CHOICES.items():
+        said = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+        assert all(f"`{value}`" in rows[knob].split("|")[2] for value in said), knob
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("5.23.0", True), ("6.0.0rc1", True), ("5.22.9", False), ("4.99", False), ("", False), ("main", False)],
+)
+def test_versions_that_recompute_some_layers_only(version, expected):
+    assert checkpoints_some(version) is expected

@@ -1,0 +1,144 @@
+"""Units are printed as a person writes them, unknown is a dash, and an error names its remedy and its exit code."""
+
+import pytest
+
+from autotune.core import errors
+from autotune.core.units import DASH, GIB, fmt_count, fmt_gib, fmt_seconds, fmt_usd, gib, parse_duration
+
+
+@pytest.mark.parametrize("fmt", [fmt_gib, fmt_count, fmt_usd, fmt_seconds])
+def test_unknown_is_a_dash_and_never_zero(fmt):
+    assert fmt(None) == DASH == "–"
+    assert fmt(0) != DASH
+
+
+def test_gib_is_two_to_the_thirtieth():
+    assert GIB == 1_073_741_824
+    assert gib(3 * 2**29) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.00 GiB"), (9.994, "9.99 GiB"), (9.996, "10.0 GiB"), (139.81, "139.8 GiB"), (-1, "-1.00 GiB")],
+)
+def test_fmt_gib(value, text):
+    assert fmt_gib(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.12345, "0.123"), (99.96, "100"), (100, "100"), (12345.6, "12,346")]
+)
+def test_fmt_count(value, text):
+    assert fmt_count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "$0.00"), (0.00312, "$0.00312"), (0.994, "$0.994"), (0.996, "$1.00"), (3.39, "$3.39"), (1234.5, "$1,234.50")],
+)
+def test_fmt_usd(value, text):
+    assert fmt_usd(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 ms"),
+        (0.0123, "12 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1.0 s"),  # never "1000 ms"
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (75, "1 min 15 s"),
+        (3599.6, "1 h"),
+        (9000, "2 h 30 min"),
+        (3_600_000 * 4 + 60, "4,000 h 1 min"),
+    ],
+)
+def test_fmt_seconds(value, text):
+    assert fmt_seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("1.5", 1.5),
+        ("90s", 90),
+        ("2m", 120),
+        ("1.5h", 5400),
+        ("1h30m", 5400),
+        ("1h0m5s", 3605),
+        ("5M", 300),
+        (" 90 ", 90),
+    ],
+)
+def test_parse_duration(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "  ", "-5", "+5", "nan", "inf", "1e3", "5 m", "1d", "30m1h", "1h1h", "1h30", "1.m", ".5h", "٣", "h", "1,5h"],
+)
+def test_what_is_no_duration(text):
+    with pytest.raises(ValueError, match="is not a duration; write it like 90s, 10m or 1h30m"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["0", "0s", "0h0m0s", "0.0m", "9" * 400])
+def test_a_duration_is_positive_and_finite(text):
+    with pytest.raises(ValueError, match="a duration must be positive and finite, not"):
+        parse_duration(text)
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.AutotuneError, 1),
+        (errors.UsageError, 2),
+        (errors.EnvironmentProblem, 3),
+        (errors.NothingFits, 4),
+        (errors.TooManyFailures, 5),
+        (errors.StorageError, 6),
+        (errors.Interrupted, 130),
+    ],
+)
+def test_exit_codes(kind, code):
+    error = kind("what happened", remedy="what to do")
+    assert (str(error), error.remedy, error.exit_code) == ("what happened", "what to do", code)
+    assert isinstance(error, errors.AutotuneError)
+    assert kind("alone").remedy is None
+
+
+def test_a_signal_keeps_its_own_code():
+    assert errors.Interrupted("stopped", exit_code=143).exit_code == 143
+    assert errors.Interrupted("stopped").exit_code == 130
+
+
+def test_cancelled_is_not_shown_to_the_user():
+    assert not issubclass(errors.Cancelled, errors.AutotuneError)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("lora_rnk", "; did you mean 'lora_rank'?"),
+        ("LORA_RANK", "; did you mean 'lora_rank'?"),
+        ("seqlen", "; did you mean 'seq_len'?"),
+        ("zzz", ""),
+        ("", ""),
+        (7, ""),
+    ],
+)
+def test_did_you_mean(name, hint):
+    assert errors.did_you_mean(name, ["seq_len", "lora_rank", "lora_rank"]) == hint
+
+
+def test_did_you_mean_names_three_at_most():
+    assert errors.did_you_mean("a10x", ["a10", "a100", "a10g", "a40"]) == "; did you mean 'a10' or 'a10g' or 'a100'?"

@@ -1,0 +1,207 @@
+"""Job, task and batch script: of the documented form, the card named as each system does, and nothing hostile runs.
+
+They were read by kubernetes-validate (strict, Kubernetes 1.37) and by the schemas and Task of SkyPilot 0.14.1. Neither
+is a dependency: their form is held here by name.
+"""
+
+import os
+import re
+import stat
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.catalog import list_devices, resolve_device
+from autotune.core.train_config import TrainConfig
+from autotune.export import clusters, script
+from tests.unit.export.test_script import HOSTILE, demo, recipe, write
+
+NAMES = [HOSTILE, "-rf $(touch CANARY)", "--wrap='touch CANARY'", "模型 é\n#SBATCH --wrap=touch", "7B"]
+each_name = pytest.mark.parametrize("name", NAMES)
+
+# Accelerators in the docs of SkyPilot (compute/show-gpus-all.txt) and in the catalogue fetchers of 0.14.1.
+SKYPILOT = {
+    *("T4", "V100", "V100-32GB", "A10", "A10G", "L4", "L40S", "A40", "A100", "A100-80GB", "H100", "H100-NVL", "GH200"),
+    *("H200", "B200", "GB200", "MI300X", "RTX3090", "RTX4080", "RTX4090", "RTX5090", "RTXA6000", "RTX6000-Ada"),
+    *("RTXPRO6000", "RTXPRO6000-WK", "RTXPRO6000-MaxQ"),
+}
+
+
+def loaded(text: str) -> Any:
+    return yaml.safe_load(text)
+
+
+def test_the_job_is_of_the_documented_form() -> None:
+    made = recipe(TrainConfig())
+    text = clusters.kubernetes(made)["job.yaml"]
+    job = loaded(text)
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    assert set(job["spec"]) == {"backoffLimit", "podFailurePolicy", "template"}
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy needs
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
+    assert pod["activeDeadlineSeconds"] == 3600
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    assert container["env"] == [{"name": "PYTORCH_CUDA_ALLOC_CONF", "value": "expandable_segments:True"}]
+    assert container["command"][:2] == ["bash", "/export/launch.sh"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    *by_code, disrupted = job["spec"]["podFailurePolicy"]["rules"]
+    for rule, action, values in zip(by_code, ("FailJob", "Ignore"), ([2, 4], [75]), strict=True):
+        assert rule == {"action": action, "onExitCodes": {"containerName": "train", "operator": "In", "values": values}}
+    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert container["name"] == "train"
+    assert f"# Fingerprint {made.fingerprint.digest}" in text and "# Expect (measured)" in text
+    assert job["metadata"]["annotations"]["autotune-fingerprint"] == made.fingerprint.digest
+
+
+def test_the_task_is_of_the_documented_form() -> None:
+    packages = {"torch": "2.13.0+cu130", "transformers": "5.23.0"}
+    made = recipe(TrainConfig())
+    made = replace(made, fingerprint=replace(made.fingerprint, packages=packages))
+    task = loaded(clusters.skypilot(made)["sky.yaml"])
+    assert set(task) == {"name", "workdir", "resources", "envs", "setup", "run"}
+    assert task["resources"]["accelerators"] == "H200:1"
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert all(isinstance(value, str) for value in task["envs"].values())
+    assert task["setup"] == "pip install -- torch==2.13.0 transformers==5.23.0"
+    assert "bash launch.sh" in task["run"]
+
+
+def test_the_batch_script_asks_for_one_gpu() -> None:
+    text = clusters.slurm(recipe(TrainConfig(loader_workers=4)))["train.sbatch"]
+    lines = text.splitlines()
+    first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
+    asked = " ".join(line.removeprefix("#SBATCH ") for line in lines[:first] if line.startswith("#SBATCH ")).split()
+    assert "#SBATCH" not in "\n".join(lines[first:])  # sbatch reads no further than the first command
+    assert {"--gres=gpu:h200:1", "--signal=TERM@120", "--requeue", "--time=1:00:00", "--cpus-per-task=8"} <= set(asked)
+
+
+@pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.name)
+def test_every_card_has_its_names(device: Any) -> None:
+    made = recipe(TrainConfig(), device=device)
+    task = loaded(clusters.skypilot(made)["sky.yaml"])
+    pod = loaded(clusters.kubernetes(made)["job.yaml"])["spec"]["template"]["spec"]
+    script = clusters.slurm(made)["train.sbatch"]
+    if device.kind == "cpu":
+        assert "accelerators" not in task["resources"]
+        assert "nodeSelector" not in pod and "resources" not in pod["containers"][0]
+        assert "--gres" not in script
+        return
+    name = task["resources"]["accelerators"].removesuffix(":1")
+    assert name in SKYPILOT or device.name == "h200-nvl"  # SkyPilot has no such card
+    assert re.search(r"^#SBATCH --gres=gpu:[a-z0-9_]+:1$", script, re.MULTILINE)
+    assert pod["containers"][0]["resources"]["limits"] == {f"{device.vendor}.com/gpu": 1}
+    label = pod.get("nodeSelector", {}).get("nvidia.com/gpu.product")
+    assert label is None if device.vendor != "nvidia" else label == device.nvml_names[0].replace(" ", "-")
+    assert label is None or len(label) <= 63
+
+
+def test_a_card_that_is_not_catalogued_is_labelled_by_the_driver() -> None:
+    made = recipe(TrainConfig())
+    device = replace(made.device, name="nvidia-geforce-rtx-4070", nvml_names=())
+    fingerprint = replace(made.fingerprint, device="NVIDIA GeForce RTX 4070")
+    made = replace(made, device=device, fingerprint=fingerprint)
+    assert clusters.gpu_product(device, fingerprint) == "NVIDIA-GeForce-RTX-4070"
+    assert (clusters.sky_gpu(device), clusters.slurm_gpu(device)) == ("RTX4070", "rtx_4070")
+
+
+def test_the_limit_is_the_upper_end_and_more() -> None:
+    made = recipe(TrainConfig())
+    for hours, limit in ((0.2, 1), (0.6, 2), (30.5, 31), (30.6, 32)):
+        cost = replace(made.winner.cost, interval_hours=(0.1, hours))
+        longer = replace(made, winner=replace(made.winner, cost=cost))
+        assert f"#SBATCH --time={limit}:00:00" in clusters.slurm(longer)["train.sbatch"]
+        assert f"activeDeadlineSeconds: {3600 * limit}\n" in clusters.kubernetes(longer)["job.yaml"]
+
+
+def test_what_is_not_there_is_said() -> None:
+    local = demo(TrainConfig())
+    for make in (clusters.kubernetes, clusters.skypilot, clusters.slurm):
+        (text,) = make(local).values()
+        assert "# There are no published weights of this shape" in text
+        (text,) = make(replace(local, model=replace(local.model, weights=f"/w\n{HOSTILE}"))).values()
+        assert "# The weights are a local directory, to be had there too: /w a'; touch CANARY" in text
+
+
+@each_name
+def test_names_are_sanitised_and_told_as_they_are(name: str) -> None:
+    base = recipe(TrainConfig())
+    made = replace(base, study=name, model=replace(base.model, name=name))
+    job, task = loaded(clusters.kubernetes(made)["job.yaml"]), loaded(clusters.skypilot(made)["sky.yaml"])
+    label = job["metadata"]["name"]
+    assert re.fullmatch(r"[a-z][a-z0-9-]{0,50}[a-z0-9]", label)
+    assert task["name"] == label
+    assert f"\n#SBATCH --job-name={label}\n" in clusters.slurm(made)["train.sbatch"]
+    assert job["metadata"]["annotations"]["autotune-study"] == name
+    assert job["metadata"]["annotations"]["autotune-model"] == name
+    (plain,) = clusters.slurm(base).values()
+    (script,) = clusters.slurm(made).values()
+    body = [[line for line in text.splitlines() if not line.startswith("# ")] for text in (script, plain)]
+    assert [line for line in body[0] if "job-name" not in line] == [line for line in body[1] if "job-name" not in line]
+
+
+def stub(directory: Path, name: str, body: str) -> None:
+    path = directory / name
+    path.write_text(f'#!/bin/bash\nprintf \'%s\\n\' {name} "$@" >>"$STUB_LOG"\n{body}\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def shell(tmp_path: Path, script: str, *arguments: str, **environment: str) -> tuple[int, list[str]]:
+    """(exit code, what the stubs were called with) of a bash script in a hostile folder."""
+    log = tmp_path / "log"
+    log.write_text("")
+    environment |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "STUB_LOG": str(log)}
+    command = ["bash", "-c", script, "script", *arguments]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    return done.returncode, log.read_bytes().decode().split("\n")[:-1]
+
+
+@pytest.mark.parametrize(("code", "restarts", "requeued"), [(0, 0, 0), (2, 0, 0), (4, 0, 0), (75, 0, 1), (75, 3, 0)])
+@each_name
+def test_scripts_run_launch_sh_and_nothing_else(
+    name: str, code: int, restarts: int, requeued: bool, tmp_path: Path
+) -> None:
+    base = recipe(TrainConfig())
+    packages = base.fingerprint.packages | {"peft": name.replace("\0", "")}
+    made = replace(base, study=name, trainer=name, model=replace(base.model, name=name, weights=name))
+    made = replace(made, fingerprint=replace(base.fingerprint, device=name, packages=packages))
+    folder = write(script.export(made) | clusters.slurm(made), tmp_path / "out; touch CANARY $(touch CANARY)")
+    task = loaded(clusters.skypilot(made)["sky.yaml"])
+    (tmp_path / "bin").mkdir()
+    for command, body in (("srun", '"$@"'), ("scontrol", ""), ("pip", ""), ("python", f"exit {code}")):
+        stub(tmp_path / "bin", command, body)
+    for text in ((folder / "train.sbatch").read_text(), (folder / "launch.sh").read_text(), *task.values()):
+        if isinstance(text, str):
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    data = "$(touch CANARY)'; touch CANARY"
+    environment = {"DATASET": data, "OUTPUT": "-out", "PYTHON": "python"}
+    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    ended, called = shell(tmp_path, (folder / "train.sbatch").read_text(), "--max-steps", "2", **environment, **slurm)
+    assert ended == code
+    always = ["--dataset", data, "--output-dir", "-out", "--resume"]
+    asked = [*always, "--max-steps", "2"]
+    expected = ["srun", "bash", "launch.sh", *asked, "python", "./train.py", *asked]
+    assert called == expected + ["scontrol", "requeue", "7"] * requeued
+
+    ended, called = shell(tmp_path, f'cd "$FOLDER"\n{task["run"]}', FOLDER=str(folder), **environment)
+    assert (ended, called) == (code, ["python", "./train.py", *always])
+    ended, called = shell(tmp_path, task["setup"])
+    wanted = [f"{package}=={version.partition('+')[0]}" for package, version in packages.items()]
+    assert "\n".join(called) == "\n".join(["pip", "install", "--", *wanted])
+    pod = loaded(clusters.kubernetes(made)["job.yaml"])["spec"]["template"]["spec"]
+    assert pod["containers"][0]["command"][0] == "bash"  # called without a shell: no name is among its arguments
+    assert pod["containers"] == loaded(clusters.kubernetes(base)["job.yaml"])["spec"]["template"]["spec"]["containers"]
+    assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
+
+
+def test_missing_data_is_said(tmp_path: Path) -> None:
+    script = clusters.slurm(recipe(TrainConfig(), device=resolve_device("a10")))["train.sbatch"]
+    (tmp_path / "bin").mkdir()
+    stub(tmp_path / "bin", "srun", "")
+    ended, called = shell(tmp_path, script, SLURM_SUBMIT_DIR=str(tmp_path))
+    assert ended != 0 and called == []

@@ -1,0 +1,279 @@
+"""Exporters: every knob arrives, names that bite do not, TRL accepts the YAML, and train.py trains what was probed."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.catalog import resolve_model
+from autotune.core.errors import UsageError
+from autotune.core.train_config import TrainConfig
+from autotune.export import FORMATS, USUAL, export_all, header, inexpressible
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.workload import Workload
+from autotune.study.summary import Recipe
+from tests.helpers.factories import summary
+
+CONFIGS = [
+    TrainConfig(),
+    TrainConfig(precision="bf16_pure", checkpointing="every_3", compile="per_layer", attention="flex_attention"),
+    TrainConfig(quantization="nf4", double_quant=True, checkpointing="none", optimizer="paged_adamw_8bit"),
+    TrainConfig(quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"),
+    TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
+    TrainConfig(method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1),
+    TrainConfig(quantization="nf4", compile="per_layer", packing=True, dora=True, rslora=True, loss="chunked"),
+    TrainConfig(loader_workers=2, kernels="liger"),
+    TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload"),
+]
+each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
+
+_SAID_ELSEWHERE = ("checkpointing", "lora_rank", "double_quant", "method", "dora", "rslora")
+
+# Canary commands in every syntax that an exported file is read as: bash, Python, YAML, and our own placeholders.
+HOSTILE = (
+    "a'; touch CANARY; echo '\n\"\"\"; open('CANARY', 'w')\n$(touch CANARY) `touch CANARY` \"$(touch CANARY)\""
+    "\r\n- !!python/object/apply:os.system ['touch CANARY']\n@SETTINGS@ @HEADER@ {x} %s %(prog)s \\N{BELL} \u2028"
+    "open('CANARY', 'w')\x85touch CANARY\x00 \u202e é #: 'b' \\"
+)
+
+
+def recipe(config: TrainConfig, *, transformers: str = "5.23.0", **changes: Any) -> Recipe:
+    base = summary().recipe
+    assert base is not None
+    packages = {**base.fingerprint.packages, "transformers": transformers}
+    winner, fingerprint = replace(base.winner, config=config), replace(base.fingerprint, packages=packages)
+    return replace(base, **{"winner": winner, "fingerprint": fingerprint, **changes})
+
+
+def demo(config: TrainConfig) -> Recipe:
+    """Two micro batches a step, of a model that a CPU trains in seconds."""
+    workload = Workload(examples=16, lengths=Lengths.constant(32), global_batch=2 * config.micro_batch_size)
+    return recipe(config, model=resolve_model("demo-3m"), workload=workload)
+
+
+def write(files: dict[str, str], directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    return directory
+
+
+def settings_of(script: str) -> dict[str, Any]:
+    import ast
+
+    tree = ast.parse(script)
+    assign = next(node for node in tree.body if isinstance(node, ast.Assign))
+    assert isinstance(assign.value, ast.Call)
+    values: dict[str, Any] = ast.literal_eval(assign.value.keywords[0].value)
+    return values
+
+
+def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """launch.sh with this interpreter, from another directory, without network."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+    environment |= {"OMP_WAIT_POLICY": "passive", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        ["bash", str(directory / "launch.sh"), *arguments],
+        cwd=directory.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@each_config
+def test_recipe_yaml_holds_every_knob_and_what_it_rests_on(config: TrainConfig) -> None:
+    data = yaml.safe_load(export_all(recipe(config), ["recipe"])["recipe.yaml"])
+    assert data["config"] == config.as_dict()
+    batch = data["workload"]["global_batch"]
+    assert batch["sequences"] == batch["micro_batch_size"] * batch["accumulation"] == 32
+    assert data["environment"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert data["fingerprint"]["packages"]["transformers"] == "5.23.0"
+    assert data["model"]["config"]["model_type"] == "mistral"
+    assert data["baseline"]["config"]
+    assert data["cost"]["evidence"] == "measured"
+    assert data["reason"]
+
+
+@each_config
+@pytest.mark.parametrize("transformers", ["5.17.0", "5.23.0", "6.0.0"])
+def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers: str) -> None:
+    made = recipe(config, transformers=transformers)
+    text = export_all(made, ["trl"])["trl_sft.yaml"]
+    data = yaml.safe_load(text)
+    every = config.checkpoint_every
+    kwargs = data.get("gradient_checkpointing_kwargs", {})
+    said = {
+        "method": data["use_peft"] is (config.method == "lora"),
+        "micro_batch_size": data["per_device_train_batch_size"] == config.micro_batch_size,
+        "seq_len": data["max_length"] == config.seq_len,
+        "lora_rank": data.get("lora_r") == config.lora_rank and data.get("lora_alpha") == config.lora_alpha,
+        "optimizer": data["optim"] == config.optimizer,
+        "precision": data["dtype"] == header.base_dtype(config)
+        and data["bf16"] is (config.precision == "bf16_mixed")
+        and data["fp16"] is (config.precision == "fp16_mixed"),
+        "quantization": data.get("load_in_4bit", False) is (config.quantization == "nf4")
+        and data.get("load_in_8bit", False) is (config.quantization == "int8")
+        and config.quantization != "fp8",
+        "double_quant": data.get("use_bnb_nested_quant", False) is config.double_quant,
+        "checkpointing": data["gradient_checkpointing"] is (every is not None)
+        and (every in (None, 1) or kwargs.get("every_n_layers") == every)
+        and kwargs.get("offload", False) is config.offloads,
+        "attention": data["attn_implementation"] == config.attention,
+        "compile": data["torch_compile"] is False and config.compile == "none",
+        "loss": config.loss == "chunked",
+        "kernels": data.get("use_liger_kernel", False) is (config.kernels == "liger"),
+        "loader_workers": data["dataloader_num_workers"] == config.loader_workers,
+        "packing": data["packing"] is False and not config.packing,
+        "dora": data.get("use_dora", False) is config.dora,
+        "rslora": data.get("use_rslora", False) is config.rslora,
+    }
+    named = {item.split()[0].rstrip(":") for item in inexpressible(made)}
+    assert set(config.as_dict()) <= {knob for knob, is_said in said.items() if is_said} | named
+    assert ("checkpointing" in named) is (transformers == "5.17.0" and ((every or 1) > 1 or config.offloads))
+    assert all(f"# not expressed: {item}\n" in text for item in inexpressible(made))
+    assert data["gradient_accumulation_steps"] == 32 // config.micro_batch_size
+    assert isinstance(data["warmup_steps"], int)
+    assert data["packing"] is config.packing and data.get("packing_strategy") == ("bfd" if config.packing else None)
+    assert data["logging_nan_inf_filter"] is False
+    assert isinstance(data["learning_rate"], float)
+    assert "was not tuned" in text
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True trl sft --config trl_sft.yaml" in text
+    assert ("--dynamo_use_regional_compilation" in text) is (config.compile == "per_layer")
+
+
+@each_config
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the names before 5.23, which 5.17 needs
+def test_trl_accepts_the_yaml(config: TrainConfig, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    write(export_all(recipe(config), ["trl"]), tmp_path)
+    parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig))
+    # A machine without GPU refuses bf16 and fp16: they are all that is overridden.
+    cpu = ["--use_cpu", "true", "--bf16", "false", "--fp16", "false"]
+    script, training, model = parser.parse_args_and_config(["--config", str(tmp_path / "trl_sft.yaml"), *cpu])
+    assert script.dataset_name == "your/dataset"
+    assert training.max_length == config.seq_len
+    assert training.gradient_checkpointing is (config.checkpointing != "none")
+    assert model.use_peft is (config.method == "lora")
+    assert trl.get_peft_config(model) is None or trl.get_peft_config(model).target_modules == "all-linear"
+    assert (trl.get_quantization_config(model) is None) is (config.quantization in ("none", "fp8"))
+
+
+@each_config
+def test_train_py_holds_every_knob_and_is_short(config: TrainConfig) -> None:
+    files = export_all(recipe(config), ["train"])
+    script = files["train.py"]
+    compile(script, "train.py", "exec")
+    assert len(script.splitlines()) < 130
+    settings = settings_of(script)
+    assert config.as_dict().items() <= settings.items()
+    assert settings["accumulation"] * config.micro_batch_size == 32
+    assert settings["bitsandbytes"] is None or settings["quantization"] != "none"
+    assert json.loads(files["model_config.json"]) == resolve_model("mistral-7b").config
+    for name in settings:  # nothing is written that the script does not use
+        assert f"run.{name}" in script or name in _SAID_ELSEWHERE
+
+
+def test_formats_are_chosen_by_name() -> None:
+    made = recipe(TrainConfig())
+    usual = {
+        "recipe.yaml",
+        "trl_sft.yaml",
+        "train.py",
+        "rows.py",
+        "clock.py",
+        "lean.py",
+        "launch.sh",
+        "model_config.json",
+    }
+    usual |= {"axolotl.yaml", "llamafactory.yaml", "dataset_info.json"}
+    asked = {"accelerate.yaml", "deepspeed.json", "training_args.json", "adapter_config.json", "transformers_notes.md"}
+    assert set(export_all(made, USUAL)) == usual
+    assert set(export_all(made, FORMATS)) == usual | asked | {"job.yaml", "sky.yaml", "train.sbatch", "torchtune.yaml"}
+    assert set(export_all(made, ["trl"])) == {"trl_sft.yaml"}
+    with pytest.raises(UsageError, match="unsloth"):
+        export_all(made, ["unsloth"])
+
+
+def test_hostile_names_execute_nothing(tmp_path: Path) -> None:
+    model = replace(resolve_model("demo-3m"), name=HOSTILE)
+    made = recipe(TrainConfig(), study=HOSTILE, model=model, reason=HOSTILE, trainer=HOSTILE, caveats=(HOSTILE,))
+    files = export_all(made, FORMATS)
+    directory = write(files, tmp_path / "out; touch CANARY $(touch CANARY)")
+    for name in ("recipe.yaml", "trl_sft.yaml", "train.py", "rows.py", "clock.py", "lean.py", "launch.sh"):
+        comments = [line for line in files[name].splitlines() if "touch CANARY" in line and line.startswith("#")]
+        assert comments, f"{name} does not show the name in its head"
+    assert yaml.safe_load(files["recipe.yaml"])["study"] == HOSTILE
+    assert yaml.safe_load(files["recipe.yaml"])["caveats"] == [HOSTILE]
+    assert yaml.safe_load(files["trl_sft.yaml"])["model_name_or_path"] == HOSTILE
+    assert settings_of(files["train.py"])["model"] == HOSTILE
+    subprocess.run(["bash", "-n", str(directory / "launch.sh")], check=True)
+    done = run(directory, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--random-weights" in done.stdout
+    assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
+    assert not Path("CANARY").exists()
+
+
+def test_a_published_model_needs_data_or_random_weights(tmp_path: Path) -> None:
+    directory = write(export_all(recipe(TrainConfig()), ["train"]), tmp_path / "out")
+    for arguments in ([], ["--dataset", "rows.jsonl", "--random-weights"]):
+        done = run(directory, *arguments)
+        assert done.returncode == 2
+        assert "give either --dataset FILE.jsonl to train, or --random-weights" in done.stderr
+    directory = write(export_all(demo(TrainConfig()), ["train"]), tmp_path / "demo")
+    done = run(directory, "--dataset", "rows.jsonl")
+    assert done.returncode == 2
+    assert "no published weights" in done.stderr
+
+
+def test_exported_rows_are_those_of_the_projection(tmp_path: Path) -> None:
+    """The script's own packing, and batches in which each token is in its place."""
+    torch = pytest.importorskip("torch")
+    text = export_all(recipe(TrainConfig()), ["train"])["rows.py"]
+    rows: dict[str, Any] = {}
+    exec(compile(text, "rows.py", "exec"), rows)
+    lengths = [3, 60, 100, 7, 7, 41, 12, 99, 1, 64] * 30
+    packed = rows["pack"]([torch.full((length,), length) for length in lengths], 100)
+    planned = [row.examples for row in Lengths.of(lengths, "counted").packed(100) for _ in range(row.number)]
+    assert sorted(tuple(map(len, row)) for row in packed) == sorted(planned)
+
+    batch = rows["collate"]([[torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [torch.arange(1, 7)]], 6, True)
+    assert {key: value.tolist() for key, value in batch.items()} == {
+        "input_ids": [[5, 6, 7, 8, 9, 0], [1, 2, 3, 4, 5, 6]],
+        "labels": [[-100, 6, 7, -100, 9, -100], [-100, 2, 3, 4, 5, 6]],
+        "position_ids": [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]],
+    }
+    (tmp_path / "lengths").write_text("7\n\n300\n")
+    assert rows["read_lengths"](tmp_path / "lengths", 100) == [7, 100]
+    for wrong in ("", "5\nx\n", "0\n"):
+        (tmp_path / "lengths").write_text(wrong)
+        with pytest.raises(SystemExit, match="lengths: "):
+            rows["read_lengths"](tmp_path / "lengths", 100)
+    alone = rows["collate"]([[torch.tensor([5, 6])]], 4, False)
+    assert {key: value.tolist() for key, value in alone.items()} == {
+        "input_ids": [[5, 6, 0, 0]],
+        "labels": [[-100, 6, -100, -100]],
+    }
+
+
+def test_base_dtype_is_that_of_the_probe() -> None:
+    from autotune.probe.runtime.model_builder import base_dtype
+
+    for method in ("lora", "full"):
+        for precision in ("bf16_mixed", "bf16_pure", "fp16_mixed", "fp32"):
+            config = TrainConfig(method=method, precision=precision)
+            assert str(base_dtype(config)) == f"torch.{header.base_dtype(config)}"
+
+
+def test_exporters_need_no_torch() -> None:
+    code = "import sys, autotune.export; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,151 @@
+"""The JSON files load by the libraries' own parsers, every knob is in them or named, and the notes' code runs."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.core.train_config import TrainConfig
+from autotune.export import header
+from autotune.export import transformers as exporter
+from tests.probe.test_train_script import _save_demo
+from tests.unit.export.test_script import HOSTILE, demo, each_config, recipe, write
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the names before transformers 5.23, that 5.3 needs
+
+# Gone or new somewhere between transformers 5.3 and 5.23: a file with one of them loads in some versions only.
+NOT_EVERYWHERE = {"warmup_ratio", "activation_checkpointing", "activation_checkpointing_kwargs", "group_by_length"}
+
+
+def data(files: dict[str, str], name: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(files[name])
+    return values
+
+
+def code_of(notes: str) -> str:
+    return re.search(r"^```python\n(.*?)^```$", notes, re.DOTALL | re.MULTILINE)[1]  # type: ignore[index]
+
+
+@each_config
+@pytest.mark.parametrize("transformers", ["5.17.0", "5.23.0"])
+def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> None:
+    made = recipe(config, transformers=transformers)
+    files = exporter.export(made)
+    said = data(files, "training_args.json")
+    adapter = data(files, "adapter_config.json") if config.method == "lora" else {}
+    stored = config.quantization in ("nf4", "int8")
+    assert ("adapter_config.json" in files) is (config.method == "lora")
+    assert ("quantization_config.json" in files) is stored
+    quantization = data(files, "quantization_config.json") if stored else {}
+    every, kwargs = config.checkpoint_every, said.get("gradient_checkpointing_kwargs", {})
+    code = code_of(files["transformers_notes.md"])
+    holds = {
+        "method": True,
+        "micro_batch_size": said["per_device_train_batch_size"] == config.micro_batch_size,
+        "lora_rank": (adapter.get("r"), adapter.get("lora_alpha")) == (config.lora_rank, config.lora_alpha),
+        "optimizer": said["optim"] == config.optimizer,
+        "precision": said["bf16"] is (config.precision == "bf16_mixed")
+        and said["fp16"] is (config.precision == "fp16_mixed")
+        and f'dtype="{header.base_dtype(config)}"' in code,
+        "quantization": (quantization.get("load_in_4bit", False), quantization.get("load_in_8bit", False))
+        == (config.quantization == "nf4", config.quantization == "int8")
+        and config.quantization != "fp8",
+        "double_quant": quantization.get("bnb_4bit_use_double_quant", False) is config.double_quant,
+        "checkpointing": said["gradient_checkpointing"] is (every is not None)
+        and (every in (None, 1) or kwargs.get("every_n_layers") == every)
+        and not config.offloads,
+        "compile": config.compile == "none" and said["torch_compile"] is False,
+        "loss": config.loss == "full",
+        "kernels": said.get("use_liger_kernel", False) is (config.kernels == "liger"),
+        "packing": not config.packing,
+        "dora": adapter.get("use_dora", False) is config.dora,
+        "rslora": adapter.get("use_rslora", False) is config.rslora,
+        "loader_workers": said["dataloader_num_workers"] == config.loader_workers,
+    }
+    named = {item.split()[0].rstrip(":") for item in transformers.inexpressible(made)}
+    assert set(config.as_dict()) <= {knob for knob, is_held in holds.items() if is_held} | named
+    assert all(f"\n- {item}\n" in files["transformers_notes.md"] for item in transformers.inexpressible(made))
+    assert ("autocast_adapter_dtype=False" in code) is (config.method == "lora" and config.precision == "bf16_pure")
+    assert isinstance(said["warmup_steps"], int)
+    assert not NOT_EVERYWHERE & set(said)
+    assert f"Fingerprint {made.fingerprint.digest}" in files["transformers_notes.md"]
+    compile(code, "notes", "exec")
+
+
+@each_config
+def test_the_libraries_load_the_files(config: TrainConfig, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftConfig
+    from transformers import BitsAndBytesConfig, HfArgumentParser, TrainingArguments
+
+    made = recipe(config)
+    files = exporter.export(made)
+    # A machine without GPU refuses bf16 and fp16: they are all that is overridden.
+    said = data(files, "training_args.json")
+    files["training_args.json"] = json.dumps(said | {"use_cpu": True, "bf16": False, "fp16": False})
+    write(files, tmp_path)
+    parser = HfArgumentParser(TrainingArguments)
+    (arguments,) = parser.parse_json_file(str(tmp_path / "training_args.json"), allow_extra_keys=False)
+    assert arguments.get_warmup_steps(1000) == header.warmup_steps(made)
+    assert arguments.gradient_checkpointing is (config.checkpointing != "none")
+    assert arguments.gradient_accumulation_steps == made.accumulation
+    assert str(arguments.optim.value) == config.optimizer
+    assert arguments.tf32 in (None, False)
+    if config.method == "lora":
+        for kind in (LoraConfig, PeftConfig):
+            adapter = kind.from_pretrained(str(tmp_path))
+            assert isinstance(adapter, LoraConfig)
+            assert (adapter.r, adapter.target_modules) == (config.lora_rank, "all-linear")
+            assert (adapter.use_dora, adapter.use_rslora) == (config.dora, config.rslora)
+            assert adapter.base_model_name_or_path == header.model_source(made)
+            assert adapter.inference_mode is False
+    if "quantization_config.json" in files:
+        quantization = BitsAndBytesConfig.from_dict(data(files, "quantization_config.json"))
+        assert str(quantization.bnb_4bit_compute_dtype) == f"torch.{header.base_dtype(config)}"
+        assert quantization.bnb_4bit_use_double_quant is config.double_quant
+        assert quantization.quantization_method() == {"nf4": "nf4", "int8": "llm_int8"}[config.quantization]
+
+
+def test_another_trainer_has_another_speed() -> None:
+    notes = exporter.export(recipe(TrainConfig(), trainer="trl"))["transformers_notes.md"]
+    assert "the speed is that of another trainer" in notes.lower()
+    assert "name your model" in exporter.export(demo(TrainConfig()))["transformers_notes.md"]
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "-rf $(touch CANARY)", "模型 é", "a\n```\nb"])
+def test_hostile_names_are_the_same_string_again(name: str) -> None:
+    base = recipe(TrainConfig(quantization="nf4"))
+    made = replace(base, study=name, trainer=name, model=replace(base.model, name=name))
+    files = exporter.export(made)
+    assert data(files, "adapter_config.json")["base_model_name_or_path"] == name
+    notes = files["transformers_notes.md"]
+    assert notes.count("\n```") == 2
+    assert not [line for line in notes.splitlines() if "touch CANARY" in line and line[:4] not in ("    ", "name")]
+    assigned = [node for node in ast.parse(code_of(notes)).body if isinstance(node, ast.Assign)]
+    assert any(isinstance(node.value, ast.Constant) and node.value.value == name for node in assigned)
+
+
+@pytest.mark.probe
+def test_the_code_of_the_notes_trains(tmp_path: Path) -> None:
+    config = TrainConfig(micro_batch_size=2, seq_len=16, precision="fp32", optimizer="adamw_torch", dora=True)
+    made = demo(config)
+    made = replace(made, model=replace(made.model, weights=str(_save_demo(tmp_path / "weights"))))
+    files = exporter.export(made)
+    files["training_args.json"] = json.dumps(data(files, "training_args.json") | {"use_cpu": True, "max_steps": 1})
+    script = code_of(files["transformers_notes.md"]) + (
+        "\nfrom transformers import Trainer\n"
+        "rows = [{'input_ids': [1] * 16, 'labels': [1] * 16}] * 8\n"
+        "assert Trainer(model, arguments, train_dataset=rows).train().global_step == 1\n"
+    )
+    write(files | {"script.py": script}, tmp_path)
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

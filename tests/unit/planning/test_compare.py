@@ -1,0 +1,410 @@
+"""Comparing cards: who is named, what a budget allows, when an own card pays, each form of output, and the command."""
+
+import csv
+import html
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from datetime import date
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autotune.catalog import Price, list_devices, resolve_device
+from autotune.cli.app import app
+from autotune.cli.commands.plan import subject_of
+from autotune.core.errors import NothingFits, UsageError
+from autotune.core.units import DASH
+from autotune.planning import compare as rules
+from autotune.planning.compare import Budget, Comparison, Entry, Group, Owned, advise, enter, least, own_run, unmet
+from autotune.planning.plan import FITS, OOM, Plan, limit_of, make_plan, planned
+from autotune.problem.performance import Performance
+from autotune.problem.run_cost import project
+from autotune.problem.study_spec import StudySpec
+from autotune.report.comparison import (
+    COLUMNS,
+    FORMATS,
+    NUMBERS,
+    as_csv,
+    as_html,
+    as_markdown,
+    data,
+    facts,
+    shown,
+    verdicts,
+)
+
+TODAY = date(2026, 11, 22)
+SMALL = {"model": "smollm2-135m", "pins": {"seq_len": 512, "lora_rank": 16, "packing": False}}
+PINNED = ("--seq-len", "512", "--rank", "16", "--set", "packing=false")
+HOSTILE = "<script>|=cmd`*[x](y)$1$"
+
+
+def task(gpu: str = "a10", **spec: Any) -> Any:
+    return subject_of(StudySpec(**SMALL | spec), resolve_device(gpu))
+
+
+@cache
+def plan() -> Plan:
+    return make_plan(task())
+
+
+def entry(gpu: str, hours: float = 1.0, usd: float | None = 1.0, **changes: Any) -> Entry:
+    """A card that takes so long, at so many USD an hour, each give or take a tenth."""
+    device = resolve_device(gpu)
+    price = None if usd is None else Price(provider="test", device=device.name, usd_per_hour=usd, source="test")
+    speed, best = 10_000 / hours, plan().best
+    assert best is not None
+    speeds = {"samples_per_second": speed / 3600, "tokens_per_second": speed, "step_time_s": hours * 3600 / 313}
+    took = Performance(**speeds, spread=(-0.1, 0.1), mfu=None)
+    cost = project(plan().task.workload, best.config, took, price, power_w=200.0)
+    best = replace(best, tokens_per_s=speed, interval=(0.9 * speed, 1.1 * speed), cost=cost)
+    values = {"device": device, "price": price, "plan": replace(plan(), best=best), "least": best}
+    return Entry(**values | changes)
+
+
+def too_large(gpu: str) -> Entry:
+    held = plan().baseline
+    large = replace(held, fits=OOM, footprint=replace(held.footprint, weights=30.0))
+    made = replace(plan(), best=None, baseline=large, limit_gib=10.0)
+    return Entry(device=resolve_device(gpu), plan=made, least=large)
+
+
+def group(*entries: Entry, **names: Any) -> Group:
+    return Group(**{"model": "m", "method": "lora"} | names, entries=entries)
+
+
+def comparison(*entries: Entry, **changes: Any) -> Comparison:
+    return Comparison(groups=(group(*entries),), how_sure="tried", **changes)
+
+
+def said(*entries: Entry, **changes: Any) -> list[str]:
+    made = comparison(*entries, **changes)
+    return verdicts(made, made.groups[0])
+
+
+# Who is named
+
+
+def test_the_cheapest_and_the_fastest() -> None:
+    held = group(entry("a10", 4, 0.5), entry("h100", 1, 3.0), entry("l4", 6, None), too_large("t4"))
+    assert held.cheapest is held.entries[0] and held.fastest is held.entries[1]
+    assert [held.relative(one) for one in held.entries] == [0.25, 1.0, pytest.approx(1 / 6), None]
+    assert held.smallest_here == resolve_device("a10")  # by 6 MiB
+
+
+def test_of_equals_the_faster_is_the_cheapest() -> None:
+    held = group(entry("a10", 4, 0.5), entry("h100", 1, 2.0))
+    chosen = advise(held, Budget(max_usd=3)).chosen
+    assert held.cheapest is held.entries[1] and chosen and chosen.name == "h100-sxm"
+
+
+def test_what_overlaps_cannot_be_told_apart() -> None:
+    held = group(entry("a10", 1, 1.00), entry("l4", 1, 1.15), entry("h100", 1, 1.30), entry("t4", 1, None))
+    assert rules.rivals(held.cheapest, held, rules.usd_interval) == ("l4",)
+    assert "cheapest: a10, $1.00; but l4 cannot be told from it" in said(*held.entries)
+    assert rules.rivals(None, held, rules.usd_interval) == ()
+
+
+def test_an_unknown_price_is_a_dash_and_never_nothing() -> None:
+    held = group(entry("l4", 1, None))
+    cells = shown(held, held.entries[0], TODAY)
+    assert [cells[name] for name in ("USD (80 %)", "USD at spot", "USD/1,000 samples")] == [DASH] * 3
+    assert (
+        facts(held, held.entries[0])["usd"] is None
+        and cells["price"] == "– (no price is known)"
+        and held.cheapest is None
+    )
+    assert f"cheapest: {DASH} (no price is known)" in said(*held.entries)
+
+
+def test_a_part_of_an_instance_is_said_with_provider_and_age() -> None:
+    price = Price(provider="aws", device="x", usd_per_hour=4.1, count=8, as_of="2024", source="x", quotable=False)
+    one = entry("a100-40gb", price=price)
+    assert (
+        shown(group(one), one, TODAY)["price"]
+        == "$4.10/h, aws, 2 years old, 1/8 of an instance of 8, a reference and not a quote"
+    )
+
+
+def test_what_does_not_fit_says_what_it_needs() -> None:
+    one = too_large("t4")
+    cells = shown(group(one), one, TODAY)
+    assert re.fullmatch(r"out of memory: at least 3\d\.\d of 10\.0 \(guides: 3\d\.\d\)", cells["GiB of limit"])
+    assert {cells[name] for name in NUMBERS} == {DASH}
+
+
+def test_measurements_on_the_card_are_said() -> None:
+    one = entry("a10")
+    assert one.best is not None and one.best.carried is not None
+    assert shown(group(one), one, TODAY)["evidence"] == "estimated"
+    one = replace(one, plan=replace(plan(), best=replace(one.best, carried=replace(one.best.carried, basis=2))))
+    assert shown(group(one), one, TODAY)["evidence"] == "estimated, tightened by 2 measured on this card"
+
+
+def test_cards_that_train_otherwise_are_named() -> None:
+    one, other = entry("a10", 2), entry("h100", 1)
+    assert one.best is not None
+    one = replace(one, plan=replace(plan(), best=replace(one.best, config=replace(one.best.config, lora_rank=8))))
+    assert "not the same training on a10 as on the fastest: lora_rank 8 instead of 16" in said(one, other)
+
+
+# The budget
+
+
+def test_the_cheapest_within_the_budget_and_why_not_the_others() -> None:
+    rented = [entry("a10", 4, 0.5), entry("h100", 1, 3.0), entry("l40s", 2, 1.2), entry("l4", 1, None)]
+    held = group(*rented, too_large("t4"))
+    advice = advise(held, Budget(max_usd=2.5, max_hours=3))
+    assert advice.chosen is not None and advice.chosen.name == "l40s"
+    assert advice.breaks == ("$2.64 is over $2.50",)
+    assert dict(advice.excluded) == {
+        "a10": "4 h is over 3 h",
+        "h100-sxm": "$3.00 is over $2.50",
+        "l4": "no price is known",
+        "t4": OOM,
+    }
+    assert advise(held, Budget(max_usd=2.7, max_hours=3)).breaks == ()
+
+
+def test_without_a_limit_in_usd_an_unknown_price_comes_last() -> None:
+    free, priced = entry("l4", 1, None), entry("a10", 2, 9.0)
+    chosen = [advise(group(*held), Budget(max_hours=3)).chosen for held in ([free, priced], [free])]
+    assert [one and one.name for one in chosen] == ["a10", "l4"]
+
+
+def test_nothing_within_the_budget_says_what_would_be_needed() -> None:
+    held = comparison(entry("a10", 4, 0.5), entry("h100", 1, 3.0), budget=Budget(max_usd=1, max_hours=0.5))
+    text = unmet(held)
+    assert text is not None and text.splitlines() == [
+        "nothing is within $1.00 and 30 min",
+        "m, lora: cheapest is a10 ($2.00, 4 h), fastest is h100-sxm ($3.00, 1 h)",
+    ]
+    assert unmet(replace(held, budget=Budget(max_usd=3))) is unmet(replace(held, budget=Budget())) is None
+
+
+def test_nothing_that_fits_names_the_smallest_card() -> None:
+    held = Comparison(groups=(group(too_large("t4"), smallest=resolve_device("h100")),), how_sure="tried")
+    assert unmet(held) == "nothing surely fits any of these cards\nm, lora: the smallest card that holds it is h100-sxm"
+
+
+@pytest.mark.parametrize("wrong", [0, -1, math.nan, math.inf])
+def test_a_budget_is_a_positive_number(wrong: float) -> None:
+    with pytest.raises(ValueError, match="max_usd cannot be"):
+        Budget(max_usd=wrong)
+    with pytest.raises(ValueError, match="owned_hours cannot be"):
+        Owned(device=resolve_device("a10"), usd=1, hours=wrong)
+
+
+# The own card
+
+RTX = resolve_device("rtx-4090")
+OWNED = Owned(device=RTX, usd=1800, usd_per_kwh=0.5)
+
+
+def test_an_own_card_pays_after_so_many_runs() -> None:
+    cards = (entry("rtx-4090", 2, None), entry("h100", 1, 3.0))
+    own = own_run(OWNED, group(*cards))
+    assert own is not None and own.electricity_usd == pytest.approx(0.4 * 0.5)
+    assert own.usd == pytest.approx(2 * 1800 / 10_000 + 0.2) and own.runs == pytest.approx(1800 / (3.0 - 0.2))
+    text = said(*cards, owned=OWNED)[-1]
+    assert "over 10,000 h, $0.50 a kWh at its power limit" in text and "it pays after 643 such runs" in text
+    assert "more than its" not in text and "more than its 100 h)" in said(*cards, owned=replace(OWNED, hours=100))[-1]
+
+
+def test_an_own_card_never_pays_where_electricity_costs_more() -> None:
+    made = comparison(entry("rtx-4090", 2, None), entry("h100", 1, 0.1), owned=OWNED)
+    assert "it never pays against h100-sxm rented at $0.1" in verdicts(made, made.groups[0])[-1]
+    assert data(made)["groups"][0]["own_run"]["never_pays"] is True
+
+
+def test_an_own_card_of_which_too_little_is_known() -> None:
+    unpriced, large = entry("rtx-4090", 2, None), too_large("rtx-4090")
+    alone = own_run(OWNED, group(unpriced))
+    assert alone is not None and alone.runs is None and own_run(OWNED, group(large)) is None
+    assert said(large, entry("h100"), owned=OWNED)[-1].startswith("your own rtx-4090: –")
+    assert "whether that pays is not known" in said(unpriced, owned=OWNED)[-1]
+
+
+def test_an_own_card_is_a_way_within_the_budget() -> None:
+    held = group(entry("rtx-4090", 2, None), entry("h100", 1, 3.0))
+    advice = advise(held, Budget(max_usd=1), own_run(OWNED, held))
+    assert advice.chosen is not None and advice.chosen.name == "your own rtx-4090"
+    assert dict(advice.excluded) == {"rtx-4090": "no price is known", "h100-sxm": "$3.00 is over $1.00"}
+
+
+# By the formulas
+
+
+@pytest.mark.parametrize("space", ["full", "qlora"])
+def test_least_is_the_least_of_the_whole_space(space: str) -> None:
+    case = task(space=space)
+    one, all_ = least(case, 20.0), [planned(case, case.space.config(knobs), 20.0) for knobs in case.space.enumerate()]
+    assert one and one.footprint.peak_gib == min(other.footprint.peak_gib for other in all_ if other)
+
+
+def test_the_smallest_card_holds_it_and_none_below_does() -> None:
+    need = least(task("h100", model="mistral-7b", space="qlora"), 80.0)
+    assert need is not None
+    found = rules.smallest({True: need, False: need}, list_devices(), 0.05)
+    assert found == resolve_device("t4") and need.footprint.peak_reserved_gib < limit_of(found, 0.05)
+    with_bf16 = rules.smallest({True: need}, list_devices(), 0.05)
+    assert with_bf16 is not None and with_bf16.supports_bf16
+    large = {True: replace(need, footprint=replace(need.footprint, weights=1e6))}
+    assert rules.smallest(large, list_devices(), 0.05) is rules.smallest({}, list_devices(), 0.05) is None
+
+
+def test_a_limit_never_makes_a_card_larger() -> None:
+    limits = [one.limit_gib for size in (None, 1000.0, 10.0) if (one := enter(task(), memory_gib=size).plan)]
+    assert limits[0] == limits[1] > limits[2]
+
+
+def test_a_reserve_is_opened_where_nothing_else_fits() -> None:
+    case, quantised = task(model="llama-2-13b"), task(model="llama-2-13b", space="qlora")
+    assert enter(case).state == OOM and not enter(case).opened
+    held = enter(case, quantised)
+    assert held.state == FITS and held.opened
+    assert "nothing fits on a10 but a quantised base or leaner state" in said(held)
+
+
+# Each form
+
+
+def hostile() -> Comparison:
+    price = Price(provider="=1+1|<b>", device="a10", usd_per_hour=1.0, source="x")
+    return Comparison(groups=(group(entry("a10", price=price), model=HOSTILE),), how_sure="tried")
+
+
+def test_a_hostile_name_is_text_on_a_page() -> None:
+    page = as_html(hostile(), TODAY)
+    assert "<script" not in page and "<b>" not in page
+    assert HOSTILE in html.unescape(page) and "=1+1|<b>" in html.unescape(page)
+    assert "http" not in page.replace("http-equiv", "")  # nothing is fetched
+
+
+def test_a_hostile_name_is_text_in_a_document() -> None:
+    text = as_markdown(hostile(), TODAY)
+    assert "<script>" not in text and "<b>" not in text
+    assert "## &lt;script&gt;\\|=cmd\\`\\*\\[x\\](y)\\$1\\$: lora" in text
+    rows = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
+    assert [line.count("|") for line in rows] == [len(COLUMNS) + 1] * 3
+
+
+def test_a_spreadsheet_calculates_nothing() -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv(hostile(), TODAY))))
+    assert rows[0]["model"] == HOSTILE and rows[0]["provider"] == "'=1+1|<b>"
+    for start in "=+-@":
+        held = replace(hostile(), groups=(group(entry("a10"), model=f"{start}1"),))
+        assert next(csv.DictReader(io.StringIO(as_csv(held, TODAY))))["model"] == f"'{start}1"
+    assert float(rows[0]["usd"]) == 1.0 and rows[0]["usd_spot"] == ""
+    below = as_csv(comparison(entry("a10", -1.0)), TODAY)
+    assert next(csv.DictReader(io.StringIO(below)))["hours"] == "-1.0"
+
+
+def test_a_hostile_name_is_text_to_a_program_and_on_a_terminal() -> None:
+    assert json.loads(FORMATS["json"](hostile(), TODAY))["groups"][0]["model"] == HOSTILE
+    assert rules.printable("a\x1b[31m\nb") == "a?[31m?b"
+
+
+def test_json_has_it_all() -> None:
+    cards = (entry("rtx-4090", 4, None), entry("h100", 1, 3.0), too_large("t4"))
+    made = comparison(*cards, budget=Budget(max_usd=9), owned=Owned(device=RTX, usd=1800))
+    told = json.loads(FORMATS["json"](made, TODAY))
+    first = told["groups"][0]
+    assert told["owned"] == {"device": "rtx-4090", "usd": 1800, "hours": 10_000.0, "usd_per_kwh": 0.3}
+    assert first["cheapest"] == first["fastest"] == first["own_run"]["rented"] == "h100-sxm"
+    assert [one["state"] for one in first["cards"]] == [FITS, FITS, OOM] and first["advice"]["chosen"]["usd"] < 3
+    assert first["cards"][2]["need_gib"] > first["cards"][2]["limit_gib"] and first["cards"][2]["hours"] is None
+
+
+# The command
+
+
+def run(*args: str, model: str = "smollm2-135m") -> Any:
+    return CliRunner().invoke(app, ["compare", "--model", model, *PINNED, *args])
+
+
+def test_a_table_with_every_cell_whole() -> None:
+    result = run("--gpus", "a10,l4", "--gpus", "a100-40gb", "--max-hours", "100")
+    assert result.exit_code == 0, result.output
+    assert "Nothing was measured here" in result.stdout and "…" not in result.stdout
+    assert "1/8 of an instance of 8" in result.stdout and "within 100 h: " in result.stdout
+    assert "tightened by 2 measured on this card" in result.stdout
+
+
+def test_an_own_card_joins_the_comparison() -> None:
+    result = run("--gpus", "l4", "--owned", "rtx-4090", "--owned-usd", "1800", "--format", "json")
+    first = json.loads(result.stdout)["groups"][0]
+    assert [one["card"] for one in first["cards"]] == ["l4", "rtx-4090"] and first["own_run"]["usd"] > 0
+
+
+def test_a_family_without_a_formula_leaves_the_others(tmp_path: Path) -> None:
+    out = tmp_path / "cards.csv"
+    result = run("--model", "mixtral-8x7b", "--gpus", "l4,h100", "--methods", "lora", "--out", str(out))
+    rows = list(csv.DictReader(io.StringIO(out.read_text())))
+    assert [one["state"] for one in rows] == [FITS, FITS, *["there is no formula for mixtral models"] * 2]
+    assert result.exit_code == 0 and result.stdout == ""
+
+
+def test_where_nothing_is_known_that_is_an_error() -> None:
+    result = run("--gpus", "a10,cpu", model="mixtral-8x7b")
+    assert isinstance(result.exception, UsageError) and result.exception.remedy
+    assert str(result.exception).splitlines()[0] == "there is no formula for mixtral models"
+
+
+def test_methods_that_a_card_cannot_do_are_cells() -> None:
+    result = run("--gpus", "t4,a10", "--methods", "full,qlora", "--format", "json")
+    full, qlora = json.loads(result.stdout)["groups"]
+    assert (full["method"], qlora["method"]) == ("full", "qlora") and "nf4" in qlora["cards"][0]["configuration"]
+    assert "t4 has no bf16" in full["cards"][0]["state"] and full["cards"][1]["state"] == FITS
+
+
+def test_nothing_within_the_budget_is_an_exit_code_of_its_own() -> None:
+    result = run("--gpus", "h100", "--max-usd", "0.0001")
+    assert isinstance(result.exception, NothingFits) and "within $0.0001: none" in result.stdout
+    result = run("--gpus", "t4", model="llama-3.1-70b")
+    assert isinstance(result.exception, NothingFits) and "the smallest card that holds it is" in str(result.exception)
+
+
+def test_a_hostile_directory_through_the_command(tmp_path: Path) -> None:
+    name = tmp_path / "[bold]<script>|=cmd"
+    name.mkdir()
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    (name / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100, **sizes}))
+    for form in ("table", "markdown", "csv", "html", "json"):
+        result = run("--gpus", "l4", "--format", form, model=str(name))
+        assert result.exit_code == 0, result.output
+        assert ("<script>" in result.stdout) is (form in ("table", "csv", "json"))
+        assert form != "table" or "[bold]<script>|=cmd: default" in result.stdout
+
+
+def test_an_own_price_file_is_heeded(tmp_path: Path) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("- {provider: mine, device: l4, usd: 8.0, count: 8, as_of: 2026-11-01}\n")
+    cell = json.loads(run("--gpus", "l4", "--prices", str(prices), "--format", "json").stdout)["groups"][0]["cards"][0]
+    assert (cell["usd_per_hour"], cell["price_of_instance_of"], cell["provider"]) == (1.0, 8, "mine")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--gpus", " , "], "which GPUs?"),
+        (["--gpus", "a10x"], "unknown gpu 'a10x'"),
+        (["--gpus", "a10", "--format", "pdf"], "there is no format 'pdf'"),
+        (["--gpus", "a10", "--methods", "qlorra"], "unknown search space 'qlorra'; did you mean 'qlora'"),
+        (["--gpus", "a10", "--methods", "lora", "--space", "full"], "--methods and a space of one's own"),
+        (["--gpus", "a10", "--owned", "a10"], "--owned and --owned-usd go together"),
+        (["--gpus", "a10", "--max-usd", "nan"], "max_usd cannot be nan"),
+        (["--gpus", "a10", "--model", "no-such"], "unknown model 'no-such'"),
+        (["--gpus", "a10,h100", "--prices", "no.yaml"], "cannot read no.yaml"),
+    ],
+)
+def test_what_cannot_be(args: list[str], message: str) -> None:
+    result = run(*args)
+    assert isinstance(result.exception, UsageError) and str(result.exception).startswith(message)
+    assert result.exception.remedy and "\n" not in str(result.exception) and result.stdout == ""

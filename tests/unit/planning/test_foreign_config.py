@@ -1,0 +1,399 @@
+"""Files of TRL, Axolotl and LLaMA-Factory: what they ask for, their defaults and traps, and what is refused."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from autotune.core.errors import UsageError
+from autotune.core.train_config import TrainConfig
+from autotune.export import trl
+from autotune.planning.foreign_config import FP32_BASE, MAX_BYTES, ForeignConfig, read_foreign
+from tests.helpers.factories import summary
+
+TRL = "model_name_or_path: org/m\ndataset_name: org/d\n"
+AXOLOTL = "base_model: org/m\nmicro_batch_size: 2\n"
+FACTORY = "model_name_or_path: org/m\nstage: sft\ndo_train: true\n"
+LORA = {"trl": f"{TRL}use_peft: true\n", "axolotl": f"{AXOLOTL}adapter: lora\nlora_r: 16\n", "llamafactory": FACTORY}
+SHARDED = "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
+CROSSED = "Examples that share a row attend to one another; they are counted as kept apart, which may be slower."
+FUSED = "A cross-entropy that is fused with the head is counted as autotune's loss in chunks."
+CHUNKS = "The loss is counted in chunks, as TRL computes it since 1.7; older ones hold all logits."
+KERNELS = "Axolotl's fused LoRA kernels, its default, are not counted: they take less time and memory."
+BF16 = "With bf16 Axolotl loads the weights themselves in bf16: counted as bf16_pure."
+ELSEWHERE = "Adapters are counted on every linear layer; the file has them on "
+PEFT = f"{ELSEWHERE}what PEFT chooses, mostly q_proj and v_proj."
+
+
+@pytest.fixture
+def read(tmp_path):
+    def run(text: str | bytes) -> ForeignConfig:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_foreign(path)
+
+    return run
+
+
+@pytest.fixture
+def failure(read, tmp_path):
+    def run(text: str | bytes) -> str:
+        with pytest.raises(UsageError) as caught:
+            read(text)
+        assert caught.value.remedy
+        assert str(caught.value).isprintable()
+        return str(caught.value).replace(str(tmp_path / "run.yaml"), "FILE")
+
+    return run
+
+
+def with_lines(text: str, lines: str) -> str:
+    """`lines` is one key with its value, or a mapping of them; they take the place of those in `text`."""
+    return yaml.safe_dump(yaml.safe_load(text) | yaml.safe_load(lines))
+
+
+# --- what the projects themselves publish, reduced to the keys that matter
+
+
+def test_trl_example(read):
+    """huggingface/trl, trl/skills/trl-training/SKILL.md: sft_config.yaml."""
+    run = read(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: trl-lib/Capybara\nlearning_rate: 2.0e-5\n"
+        "num_train_epochs: 1\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 2\n"
+        "output_dir: ./sft_output\nuse_peft: true\nlora_r: 16\nlora_alpha: 16\nreport_to: trackio\n"
+    )
+    assert run.config == TrainConfig(lora_rank=16, micro_batch_size=8, seq_len=1024, loss="chunked")
+    assert (run.format, run.model, run.dataset) == ("trl", "Qwen/Qwen2.5-0.5B", "trl-lib/Capybara")
+    assert (run.accumulation, run.epochs, run.num_gpus, run.max_steps, run.max_examples) == (2, 1.0, None, None, None)
+    assert run.notes == (FP32_BASE, CHUNKS, PEFT)
+
+
+def test_axolotl_qlora_example(read):
+    """axolotl-ai-cloud/axolotl, examples/llama-3/qlora.yml."""
+    run = read(
+        "base_model: NousResearch/Meta-Llama-3-8B\nload_in_8bit: false\nload_in_4bit: true\n"
+        "datasets:\n  - path: aaditya/alpaca_subset_1\n    type: alpaca\nval_set_size: 0\nadapter: qlora\n"
+        "lora_model_dir:\nsequence_len: 4096\nsample_packing: true\nlora_r: 32\nlora_alpha: 16\n"
+        "lora_target_linear: true\ngradient_accumulation_steps: 4\nmicro_batch_size: 2\nnum_epochs: 4\n"
+        "optimizer: paged_adamw_32bit\nbf16: auto\ntf32: false\ngradient_checkpointing: true\n"
+        "attn_implementation: flash_attention_2\nspecial_tokens:\n  pad_token: <|end_of_text|>\n"
+    )
+    label = "lora r32 nf4-double 2x4096 bf16_mixed ckpt-full adamw_torch flash_attention_2 packed"
+    assert (run.config.label(), run.format, run.model) == (label, "axolotl", "NousResearch/Meta-Llama-3-8B")
+    assert (run.accumulation, run.epochs, run.dataset) == (4, 4.0, "aaditya/alpaca_subset_1")
+    assert run.notes == (KERNELS, "The optimizer 'paged_adamw_32bit' is counted as adamw_torch.")
+
+
+def test_axolotl_full_example(read):
+    """axolotl-ai-cloud/axolotl, examples/llama-3/fft-8b-liger-fsdp.yaml."""
+    run = read(
+        "base_model: NousResearch/Meta-Llama-3.1-8B\nplugins:\n  - axolotl.integrations.liger.LigerPlugin\n"
+        "liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\nliger_fused_linear_cross_entropy: true\n"
+        "datasets:\n  - path: mlabonne/FineTome-100k\n    split: train[:20%]\nsequence_len: 4096\n"
+        "sample_packing: true\ngradient_accumulation_steps: 4\nmicro_batch_size: 2\nnum_epochs: 1\n"
+        "bf16: auto\ngradient_checkpointing: true\nattn_implementation: flash_attention_2\n"
+        "fsdp:\n  - full_shard\n  - auto_wrap\nfsdp_config:\n  fsdp_offload_params: true\n"
+    )
+    label = "full 2x4096 bf16_pure ckpt-full adamw_torch_fused flash_attention_2 liger chunked-loss packed"
+    assert run.config.label() == label
+    assert run.notes == (BF16, FUSED, SHARDED)  # once, of two keys
+
+
+def test_axolotl_offload_example(read):
+    """axolotl-ai-cloud/axolotl, examples/qwen3/32b-qlora.yaml."""
+    run = read(
+        "base_model: Qwen/Qwen3-32B\nplugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin\n"
+        "sequence_len: 2048\nload_in_4bit: true\nadapter: qlora\nlora_r: 16\nlora_target_modules:\n  - q_proj\n"
+        "  - down_proj\nmicro_batch_size: 1\noptimizer: adamw_torch_4bit\ngradient_checkpointing: offload\n"
+    )
+    assert run.config.label() == "lora r16 nf4-double 1x2048 bf16_mixed ckpt-offload lion_8bit chunked-loss"
+    assert run.notes[0] == "What is offloaded is counted as checkpoints that wait in the host's memory."
+    assert run.notes[1:4] == (KERNELS, FUSED, f"{ELSEWHERE}'down_proj, q_proj'.")
+
+
+def test_factory_lora_example(read):
+    """hiyouga/LLaMA-Factory, examples/train_lora/qwen3_lora_sft.yaml."""
+    run = read(
+        "model_name_or_path: Qwen/Qwen3-4B-Instruct-2507\ntrust_remote_code: true\nstage: sft\ndo_train: true\n"
+        "finetuning_type: lora\nlora_rank: 8\nlora_target: all\ndataset: identity,alpaca_en_demo\n"
+        "template: qwen3_nothink\ncutoff_len: 2048\nmax_samples: 1000\ndataloader_num_workers: 4\n"
+        "per_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nlearning_rate: 1.0e-4\n"
+        "num_train_epochs: 3.0\nwarmup_ratio: 0.1\nbf16: true\nresume_from_checkpoint: null\n"
+    )
+    assert run.config.label() == "lora r8 1x2048 bf16_mixed ckpt-full adamw_torch_fused loader-4"
+    assert (run.format, run.accumulation, run.epochs, run.notes) == ("llamafactory", 8, 3.0, ())
+    assert (run.dataset, run.max_examples) == ("identity,alpaca_en_demo", 2000)  # a thousand of each
+
+
+def test_other_factory_examples(read):
+    """Its examples/train_full/qwen3_full_sft, train_qlora/qwen3_lora_sft_otfq and extras/galore/llama3_full_sft."""
+    run = read(f"{FACTORY}finetuning_type: full\ndeepspeed: examples/deepspeed/ds_z3_config.json\nbf16: true\n")
+    assert run.config.label() == "full 8x2048 bf16_mixed ckpt-full adamw_torch_fused"
+    assert run.notes == (SHARDED,)
+    run = read(f"{FACTORY}quantization_bit: 4\nquantization_method: bnb\nbf16: true\n")
+    assert (run.config.quantization, run.config.double_quant, run.notes) == ("nf4", True, ())
+    run = read(f"{FACTORY}finetuning_type: full\nuse_galore: true\ngalore_rank: 128\npure_bf16: true\n")
+    assert run.config.precision == "bf16_pure"
+    assert run.notes == ("use_galore is not counted: it takes less memory than told.",)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainConfig(precision="bf16_pure", checkpointing="every_3", compile="per_layer", attention="flex_attention"),
+        TrainConfig(quantization="nf4", double_quant=True, checkpointing="none", optimizer="paged_adamw_8bit"),
+        TrainConfig(quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"),
+        TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
+        TrainConfig(method="full", precision="fp32", checkpointing="every_2", seq_len=4096, micro_batch_size=1),
+        TrainConfig(quantization="nf4", packing=True, dora=True, rslora=True, lora_rank=64, checkpointing="offload"),
+        TrainConfig(loader_workers=2, kernels="liger", attention="eager"),
+    ],
+    ids=TrainConfig.label,
+)
+def test_what_autotune_exports_comes_back(config, read):
+    recipe = summary().recipe
+    fingerprint = replace(recipe.fingerprint, packages={"transformers": "5.23.0"})
+    recipe = replace(recipe, winner=replace(recipe.winner, config=config), fingerprint=fingerprint)
+    run = read(trl.export(recipe)["trl_sft.yaml"])
+    assert run.config == replace(config, loss="chunked")
+    assert (run.accumulation, run.epochs) == (recipe.accumulation, recipe.workload.epochs)
+    assert FP32_BASE not in run.notes
+
+
+# --- defaults, many keys at once, then one or a few that belong together
+
+
+def test_defaults(read):
+    runs = read(TRL), read("base_model: m\n"), read(f"{FACTORY}bf16: true\n")
+    assert runs[0].config.label() == "full 8x1024 bf16_mixed ckpt-full adamw_torch_fused chunked-loss"
+    assert runs[1].config.label() == "full 1x512 bf16_pure ckpt-none adamw_torch_fused"
+    assert runs[2].config.label() == "lora r8 8x2048 bf16_mixed ckpt-full adamw_torch_fused"
+    assert [(run.accumulation, run.epochs) for run in runs] == [(1, 3.0), (1, 1.0), (1, 3.0)]
+    assert [run.notes for run in runs] == [(CHUNKS,), (BF16,), ()]
+
+
+@pytest.mark.parametrize(
+    ("tool", "lines", "label"),
+    [
+        ("trl", "{load_in_4bit: 1, use_bnb_nested_quant: true, lora_r: '6.4e1', use_dora: true, use_rslora: yes, "
+         "max_seq_length: 1e3, packing: true, torch_compile: true, dataloader_num_workers: 3, optim: adamw_bnb_8bit}",
+         "rsdora r64 nf4-double 8x1000 bf16_mixed ckpt-full adamw_8bit compiled chunked-loss packed loader-4"),
+        ("axolotl", "{load_in_8bit: 'True', lora_r: 8, peft_use_dora: 1, peft_use_rslora: on, flash_attention: true, "
+         "torch_compile: auto, optimizer: ao_adamw_fp8, micro_batch_size: '4', gradient_checkpointing: 'true'}",
+         "rsdora r8 int8 4x512 bf16_mixed ckpt-full adamw_8bit compiled flash_attention_2"),
+        ("llamafactory", "{quantization_bit: 8, pure_bf16: true, use_unsloth_gc: true, flash_attn: fa2, "
+         "enable_liger_kernel: true, neat_packing: true, use_dora: true, optim: adafactor}",
+         "dora r8 int8 8x2048 bf16_pure ckpt-offload adafactor flash_attention_2 liger chunked-loss packed"),
+    ],
+)  # fmt: skip
+def test_many_keys(tool, lines, label, read):
+    assert read(with_lines(LORA[tool], lines)).config.label() == label
+
+
+# tool, knob, and what the knob then is: lines of the file with a slash between
+ONE_KEY = """
+trl quantization int8: load_in_8bit: true
+trl double_quant False: {load_in_4bit: true}
+trl precision fp32: bf16: false
+trl precision fp16_mixed: fp16: true / {bf16: false, dtype: float16}
+trl precision bf16_mixed: dtype: bfloat16 / {dtype: bfloat16, bf16: true} / dtype: auto
+trl precision bf16_pure: {bf16: false, dtype: bfloat16} / {use_peft: false, dtype: bfloat16, bf16: true}
+trl precision bf16_pure: {use_peft: false, model_init_kwargs: {dtype: torch.bfloat16}} / {use_peft: no, dtype: auto}
+trl checkpointing none: gradient_checkpointing: false / activation_checkpointing: false
+trl checkpointing full: {gradient_checkpointing: false, activation_checkpointing: true}
+trl checkpointing offload: activation_checkpointing_kwargs: {offload: true} / activation_offloading: true
+trl attention sdpa: attn_implementation: flash_attention_3
+trl attention flash_attention_2: model_init_kwargs: {attn_implementation: flash_attention_2}
+trl compile per_layer: torch_compile_backend: inductor
+trl loader_workers 8: dataloader_num_workers: 99
+trl optimizer adamw_8bit: optim: adamw_bnb_8bit / optim: ademamix_8bit
+trl optimizer lion_8bit: optim: paged_lion_8bit / optim: adamw_torch_4bit
+trl optimizer adafactor: optim: sgd
+trl optimizer adamw_torch: optim: lion_32bit / optim: muon
+axolotl precision fp32: bf16: / bf16: false
+axolotl precision bf16_pure: bf16: full
+axolotl precision fp16_mixed: {bf16: auto, fp16: true} / {bf16: false, fp16: true} / fp16: true
+axolotl precision bf16_mixed: {bf16: true, fp16: true} / {bf16: false, bfloat16: true} / bf16: auto
+axolotl method full: adapter: / adapter: ""
+axolotl quantization none: load_in_4bit: true
+axolotl double_quant False: {adapter: qlora, load_in_4bit: 1, bnb_config_kwargs: {bnb_4bit_use_double_quant: false}}
+axolotl attention flex_attention: {sdp_attention: on, flex_attention: on}
+axolotl attention sdpa: xformers_attention: true / sdp_attention: true
+axolotl checkpointing offload: gradient_checkpointing: unsloth / {activation_offloading: legacy}
+axolotl compile none: torch_compile_backend: inductor
+axolotl kernels torch: liger_rope: true
+axolotl kernels liger: {plugins: [a.LigerPlugin], liger_swiglu: true}
+axolotl loss full: liger_fused_linear_cross_entropy: true / chunked_cross_entropy: true
+axolotl loss full: {plugins: [a.cut_cross_entropy.B], cut_cross_entropy: false}
+llamafactory double_quant False: {quantization_bit: 4, double_quantization: false}
+llamafactory precision fp16_mixed: fp16: true
+llamafactory precision fp32: finetuning_type: full
+llamafactory checkpointing none: disable_gradient_checkpointing: true
+llamafactory checkpointing full: gradient_checkpointing: false
+llamafactory attention eager: flash_attn: disabled
+llamafactory attention sdpa: flash_attn: auto
+llamafactory kernels liger: use_liger_kernel: true
+llamafactory packing True: packing: true / stage: pt
+llamafactory packing False: {stage: pt, packing: false}
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("case", ONE_KEY)
+def test_one_key(case, read):
+    what, _, files = case.partition(": ")
+    tool, knob, value = what.split()
+    for lines in files.split(" / "):
+        assert str(getattr(read(with_lines(LORA[tool], lines)).config, knob)) == value, lines
+
+
+def test_how_much_is_trained(read):
+    run = read(f"{TRL}max_steps: 500\nnum_train_epochs: 3\nnum_processes: 8\ndatasets:\n- path: a\n- path: b/c\n")
+    assert (run.epochs, run.max_steps, run.num_gpus, run.dataset) == (None, 500, 8, "a,b/c")
+    run = read(f"{TRL}max_steps: -1\nnum_train_epochs: '0.5'\n")
+    assert (run.epochs, run.max_steps, run.num_gpus) == (0.5, None, None)
+    run = read("base_model: m\nbatch_size: 32\nmicro_batch_size: 4\nmax_steps:\npretraining_dataset: org/web\n")
+    assert (run.accumulation, run.epochs, run.dataset) == (8, 1.0, "org/web")
+    assert read(f"{AXOLOTL}dp_shard_size: 4\ntensor_parallel_size: 2\n").num_gpus == 8
+    assert read(f"{FACTORY}max_samples: 100000000\ndataset: a\n").max_examples == 10**8
+
+
+ONE_NOTE = {
+    ("trl", "dtype: auto"): "dtype is auto: that of most checkpoints, bfloat16, is assumed.",
+    ("trl", "{use_peft: no, lora_r: 8}"): "Without use_peft: true, TRL trains all parameters; lora_* says nothing.",
+    ("trl", "gradient_accumulation_steps: auto"): "gradient_accumulation_steps is auto: 1 is assumed.",
+    ("trl", "attn_implementation: flash_attention_3"): "Attention by 'flash_attention_3' is counted as sdpa.",
+    ("trl", "{packing: true, packing_strategy: wrapped}"): CROSSED,
+    ("trl", "packing: true"): "TRL packs a micro batch into one row, whose mask takes more memory than told",
+    ("trl", "accelerate_config: zero3"): SHARDED,
+    ("trl", "lora_alpha: 1"): "lora_alpha 1 is far from twice the rank.",
+    ("trl", "gradient_checkpointing_kwargs: {selective: true}"): "selective is not counted: it takes more memory",
+    ("trl", "{gradient_checkpointing: no, activation_offloading: 1}"): "activation_offloading is not counted: ",
+    ("trl", "torch_compile: true"): "torch_compile takes the whole model; its layers are counted, compiled one by one.",
+    ("axolotl", "lora_modules_to_save: [lm_head]"): "lora_modules_to_save trains whole modules beside the adapters",
+    ("axolotl", "load_in_4bit: true"): "With adapter: lora Axolotl does not quantise to 4 bits, with qlora alone.",
+    ("axolotl", "liger_rope: true"): "liger_* does nothing without Liger's plugin under plugins.",
+    ("axolotl", "tensor_parallel_size: 2"): SHARDED,
+    ("axolotl", "fp8: true"): "fp8 is not counted: it takes less time than told, on a GPU that has it.",
+    ("llamafactory", "packing: true"): CROSSED,
+    ("llamafactory", "enable_liger_kernel: true"): FUSED,
+    ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base, quantised by 'hqq', is counted as",
+    ("llamafactory", "bf16: false"): "Without bf16, fp16 or pure_bf16 there is no autocast: it may be slower.",
+    ("llamafactory", 'lora_target: "q_proj,v_proj"'): f"{ELSEWHERE}'q_proj, v_proj'.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tool", "lines"), ONE_NOTE)
+def test_one_note(tool, lines, read):
+    for text, noted in ((f"{LORA[tool]}bf16: true\n", False), (with_lines(LORA[tool], lines), True)):
+        assert any(note.startswith(ONE_NOTE[tool, lines]) for note in read(text).notes) is noted
+
+
+def test_what_needs_no_note(read):
+    for tool, note, line in (
+        ("trl", FP32_BASE, "dtype: bfloat16"),
+        ("trl", PEFT, "lora_target_modules: all-linear"),
+        ("trl", PEFT, "lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head]"),
+        ("trl", PEFT, "lora_target_modules: [qkv_proj, o_proj, gate_up_proj, down_proj]"),
+        ("axolotl", PEFT, "lora_target_linear: true"),
+        *(("axolotl", KERNELS, line) for line in ("load_in_8bit: 1", "trust_remote_code: 1", "lora_o_kernel: false")),
+    ):
+        assert note in read(LORA[tool]).notes
+        assert note not in read(with_lines(LORA[tool], line)).notes
+
+
+# --- what is refused
+
+
+PREFERENCES = "supervised fine-tuning alone is known; here pairs, rewards or reference models would not be counted"
+QUANTISED = "a quantised base is trained by adapters alone"
+REFUSED = {
+    ("llamafactory", "stage: dpo"): f"'dpo': {PREFERENCES}",
+    ("llamafactory", "finetuning_type: freeze"): "lora or full is known, not 'freeze'",
+    ("llamafactory", "quantization_bit: 3"): "4 or 8 is known, not 3",
+    ("llamafactory", "do_train: false"): "is not true, so that LLaMA-Factory trains nothing",
+    ("axolotl", "rl: dpo"): PREFERENCES,
+    ("axolotl", "adapter: llama-adapter"): "lora, qlora or none is known, not 'llama-adapter'",
+    ("axolotl", "adapter: qlora"): "Axolotl refuses qlora without load_in_4bit: true",
+    ("axolotl", "lora_r:"): "is missing, and has no default",
+    ("axolotl", "gptq: true"): "nothing is known of it",
+    ("trl", "beta: 0.1"): PREFERENCES,
+    ("trl", "loss_type: sigmoid"): PREFERENCES,
+    ("trl", "max_length: null"): "nothing is cut off then",
+    ("trl", "dtype: int8"): "auto, bfloat16, float16 or float32 is needed, not 'int8'",
+    ("trl", "model_name_or_path:"): "is missing",
+    ("trl", "num_train_epochs: 0"): "a number from 0.001 to 1,000,000,000,000,000 is needed, not 0",
+    ("trl", "max_length: 1.5"): "a whole number is needed, not 1.5",
+}
+WRONG = {  # by what is needed
+    "true or false": {"packing": {"maybe": "'maybe'", "[1]": "[1]", "2": "2"}, "'fp16'": {"{a: 1}": "{'a': 1}"}},
+    "a name": {"optim": {"8": "8", "{a: b}": "{'a': 'b'}", '"\\e[31m"': "'\\x1b[31m'"}, "dtype": {"[m]": "['m']"}},
+    "names": {"datasets": {"3": "3", "[3]": "[3]", "[{path: [a]}]": "[{'path': ['a']}]", '["\\0"]': "['\\x00']"}},
+    "keys with values": {"model_init_kwargs": {"text": "'text'"}, "gradient_checkpointing_kwargs": {"[1]": "[1]"}},
+    "a number from 1 to 16,777,216": {
+        "max_length": {"-1": "-1", "0": "0", "true": "True", "[1]": "[1]", "{a: 1}": "{'a': 1}", ".nan": "nan"}
+        | {".inf": "inf", "few": "'few'", "1e9": "'1e9'", "2024-01-02": "datetime.date(2024, 1, 2)"}
+        | {f"0x{'f' * 5000}": "a number as large as that"}
+    },
+}
+REFUSED |= {
+    ("trl", f"{key}: {value}"): f"{needed} is needed, not {shown}".replace("s is needed", "s are needed")
+    for needed, keys in WRONG.items()
+    for key, values in keys.items()
+    for value, shown in values.items()
+}
+
+
+@pytest.mark.parametrize(("tool", "line"), REFUSED)
+def test_what_is_refused(tool, line, failure):
+    key = line.partition(":")[0].strip("'")
+    kept = [old for old in LORA[tool].splitlines() if not old.startswith(f"{key}:")]
+    told = failure("\n".join([*kept, line, ""]))
+    assert told == f"FILE:{len(kept) + 1}: {key}: {REFUSED[tool, line]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{AXOLOTL}load_in_8bit: true\n", f"FILE:3: load_in_8bit: {QUANTISED}"),
+        (f"{TRL}load_in_4bit: true\n", f"FILE:3: load_in_4bit: {QUANTISED}"),
+        (f"{FACTORY}finetuning_type: full\nquantization_bit: 4\n", f"FILE:5: quantization_bit: {QUANTISED}"),
+        ("template: qwen\nexport_dir: out\n", "FILE: model_name_or_path: is missing"),
+        ("{base_model: m, sequence_len: no}", "FILE: sequence_len: a number from 1 to 16,777,216 is needed, not False"),
+        ("", "FILE holds no keys with values"),
+        ("- base_model\n", "FILE holds no keys with values"),
+        ("model_name_or_path: m\n", "FILE: cannot tell which tool it is for: it has none of dataset_name, use_peft"),
+        # LLaMA-Factory's own next format, examples/v1/train_lora/train_lora_sft.yaml
+        ("model: m\nmicro_batch_size: 1\ncutoff_len: 2048\n",
+         "FILE: cannot tell which tool it is for: it has both micro_batch_size of axolotl; cutoff_len of llamafactory"),
+        ("base_model: !!python/object/apply:os.system [touch CANARY]\n", "FILE:1: not valid YAML: could not determine"),
+        ("base_model: m\nsequence_len: !!bool maybe\n", "FILE: not valid YAML: a value is not of its tag"),
+        (f"base_model: m\nsequence_len: {'9' * 5000}\n", "FILE: not valid YAML: Exceeds the limit"),
+        ("base_model: m\nbase_model: n\n", "FILE:2: not valid YAML: 'base_model' stands twice"),
+        ("base_model: m\n--- \nbase_model: n\n", "FILE:2: not valid YAML: but found another document"),
+        ("a: &a [*a]\n", "FILE: not valid YAML: more than 10,000 values, with its aliases written out"),
+        ("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
+         "FILE: not valid YAML: more than 10,000 values, with its aliases written out"),
+        ("[" * 100_000, "FILE: not valid YAML: nested too deeply"),
+        (b"base_model: caf\xe9\n", "cannot read FILE: it is not UTF-8 text"),
+        (b"base_model: \x00\n", "FILE:1: not valid YAML: special characters are not allowed"),
+        ("#" * (MAX_BYTES + 1), f"'FILE' has {MAX_BYTES + 1:,} bytes, which no configuration has"),
+    ],
+)  # fmt: skip
+def test_whole_files_are_refused(text, message, failure, tmp_path):
+    assert failure(text).startswith(message)
+    assert not (tmp_path / "CANARY").exists()
+
+
+def test_what_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "absent", tmp_path / "pipe", Path("/dev/zero"), Path("a\0b"), Path("x" * 5000)):
+        with pytest.raises(UsageError, match="is not a file that can be read") as caught:
+            read_foreign(path)
+        assert caught.value.remedy
+
+
+def test_a_byte_order_mark_and_long_values(read, failure):
+    assert read("\ufeffbase_model: m\r\nsequence_len: 64\r\n").config.seq_len == 64
+    assert len(failure(f"{TRL}packing: {'x' * 10_000}\n")) < 200

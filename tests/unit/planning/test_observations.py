@@ -1,0 +1,400 @@
+"""Submissions: nothing private goes out, and nothing but checked numbers comes in."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_device
+from autotune.cli.commands import share
+from autotune.cli.commands.session import StoredStudy, facts_of
+from autotune.core.errors import NothingFits, UsageError
+from autotune.core.probe_types import Evidence
+from autotune.core.train_config import TrainConfig
+from autotune.planning.observations import load_evidence, read_submission, store_submission, submission_of
+from autotune.study.storage.probe_store import ProbeStore
+from autotune.study.summary import Recipe
+from tests.helpers.factories import FINGERPRINT, result, summary
+
+CANARY = "c4n4ry"
+DAY = "2026-11-22"
+
+
+def recipe_of(**names: str) -> Recipe:
+    recipe = summary(**names).recipe
+    assert recipe is not None
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def good() -> dict[str, Any]:
+    return dict(json.loads(submission_of(recipe_of(), DAY).text))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[Any], Path]:
+    def write(data: Any) -> Path:
+        path = tmp_path / "theirs.json"
+        path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+        return path
+
+    return write
+
+
+# --- what goes out
+
+
+def test_what_is_submitted_is_what_was_measured(write: Callable[[Any], Path]) -> None:
+    recipe = recipe_of()
+    submission = submission_of(recipe, DAY)
+    winner, baseline = read_submission(write(submission.text.encode()))
+    assert (winner.device, winner.model, winner.model_digest) == ("h200-sxm", recipe.model.name, recipe.model.digest)
+    assert winner.config == recipe.winner.config and recipe.baseline and baseline.config == recipe.baseline.config
+    assert winner.accumulation == 8 and winner.step_time_s == recipe.winner.performance.step_time_s
+    assert winner.tokens_per_s == pytest.approx(32 * 1024 / recipe.winner.performance.step_time_s)
+    assert winner.peak_reserved_gib == recipe.winner.measurement.peak_reserved_gib
+    assert (winner.as_of, winner.evidence, winner.trainer) == (DAY, Evidence.MEASURED, "transformers")
+    assert submission.digest in winner.source
+    data = json.loads(submission.text)
+    assert data["versions"]["driver"] == "580.159.04" and data["versions"]["packages"]["torch"] == "2.11.0"
+    assert data["winner"]["power_w"] == 650.0 and data["winner"]["limit_gib"] == 132.0
+
+
+def private(recipe: Recipe) -> Recipe:
+    """The same study with a canary wherever a user's own words can stand."""
+    words = {"name": f"{CANARY}-model", "weights": f"/home/{CANARY}/model", "tokenizer": f"/home/{CANARY}/model"}
+    config = recipe.model.config | {"vocab_size": 32_769}
+    return replace(
+        recipe,
+        study=f"{CANARY}-study",
+        model=replace(recipe.model, **words, source=CANARY, config=config, params=None, aliases=(CANARY,)),
+        price=replace(recipe.price, provider=CANARY, source=CANARY) if recipe.price else None,
+        reason=CANARY,
+        caveats=(f"/data/{CANARY}.jsonl could not be read",),
+        numerics=CANARY,
+        fingerprint=replace(
+            FINGERPRINT, allocator=CANARY, packages={"torch": "2.11.0+cu130", "trl": f"1.16.0+{CANARY}.host"}
+        ),
+    )
+
+
+def test_nothing_private_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tables: Path) -> None:
+    """Through the command: study, model directory, dataset, database, log and report all have the canary."""
+    from tests.helpers.sessions import subject_of
+
+    database = tmp_path / f"{CANARY}.db"
+    shutil.copy(tables, database)
+    url = f"sqlite:///{database}"
+    store = ProbeStore(url)
+    probe = result(TrainConfig(), started_at="2026-10-31T23:59:59Z", log=f"{CANARY}.log", reason=CANARY)
+    store.add(f"{CANARY}-study", 0, probe, FINGERPRINT)
+    store.close()
+    whole = summary(study=f"{CANARY}-study")
+    assert whole.recipe is not None
+    whole = replace(whole, recipe=private(whole.recipe), notes=(CANARY,))
+    task = subject_of(study=f"{CANARY}-study")
+    facts = facts_of(task, FINGERPRINT, memory_gib=80.0, headroom=0.05) | {"dataset": f"/data/{CANARY}.jsonl"}
+    found = StoredStudy(summary=whole, task=task, facts=facts, out=tmp_path / f"{CANARY}-out")
+    monkeypatch.setattr(share, "open_study", lambda name, storage: found)
+    out = tmp_path / "out.json"
+    share.submit(None, url, out)
+    text = out.read_text()
+    assert CANARY not in text and "/" not in text and os.uname().nodename not in text
+    data = json.loads(text)
+    assert data["model"] == {
+        "name": None,
+        "model_type": "mistral",
+        "params": 7_289_966_592 - 41_943_040,
+        "digest": whole.recipe.model.digest if whole.recipe else "",
+    }
+    assert data["versions"]["packages"] == {"torch": "2.11.0+cu130", "trl": "1.16.0"}
+    assert data["date"] == "2026-10-31"
+    assert [one.model for one in read_submission(out)] == [None, None]
+
+
+@pytest.mark.parametrize("change", [{"name": "gpt2"}, {"config": {"vocab_size": 5}}])
+def test_only_a_model_of_the_catalogue_is_named(change: dict[str, Any]) -> None:
+    """A directory may be called as a model of the catalogue is; or a model have been changed."""
+    recipe = recipe_of(model="demo-3m")
+    assert submission_of(recipe, DAY).model.name == "demo-3m"
+    if "config" in change:
+        change = {"config": recipe.model.config | change["config"]}
+    assert submission_of(replace(recipe, model=replace(recipe.model, **change)), DAY).model.name is None
+
+
+def test_what_was_projected_is_not_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = summary().recipe
+    recipe = replace(made, winner=replace(made.winner, evidence=Evidence.PROJECTED))
+    found = SimpleNamespace(summary=replace(summary(), recipe=recipe))
+    monkeypatch.setattr(share, "open_study", lambda name, storage: found)
+    with pytest.raises(UsageError, match="nothing was measured on"):
+        share.submit(None, None, None)
+
+
+def test_a_card_that_nobody_knows_is_not_submitted() -> None:
+    recipe = recipe_of()
+    with pytest.raises(UsageError, match="h300 is not in the catalogue"):
+        submission_of(replace(recipe, device=replace(recipe.device, name="h300")), DAY)
+    with pytest.raises(UsageError, match="is no a10"):  # an H200 by its driver
+        submission_of(replace(recipe, device=resolve_device("a10")), DAY)
+
+
+def test_a_study_on_a_processor_and_without_a_baseline(write: Callable[[Any], Path]) -> None:
+    recipe = replace(recipe_of(model="demo-3m"), device=resolve_device("cpu"), baseline=None)
+    fingerprint = replace(FINGERPRINT, device="Intel(R) Xeon(R) CPU @ 2.20GHz", driver=None, cuda=None)
+    submission = submission_of(replace(recipe, fingerprint=fingerprint), DAY)
+    (sighting,) = read_submission(write(submission.text.encode()))
+    assert (sighting.device, sighting.model) == ("cpu", "demo-3m")
+
+
+def test_a_study_without_a_winner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tests.helpers.sessions import subject_of
+
+    found = StoredStudy(summary=replace(summary(), recipe=None), task=subject_of(), facts={}, out=tmp_path)
+    monkeypatch.setattr(share, "open_study", lambda name, storage: found)
+    with pytest.raises(NothingFits):
+        share.submit(None, None, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what comes in
+
+
+def changed(data: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
+    """A copy with another value at 'winner.config.dora'."""
+    data = copy.deepcopy(data)
+    *path, last = where.split(".")
+    inner = data
+    for key in path:
+        inner = inner[key]
+    inner[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ("schema_version", 2),
+        ("schema_version", "1"),
+        ("schema_version", True),
+        ("extra", 1),
+        ("\x1b[31mred\x1b[0m", 1),
+        ("date", "2026-02-30"),
+        ("date", "yesterday"),
+        ("date", None),
+        ("trainer", "eval"),
+        ("global_batch", 0),
+        ("global_batch", 10**30),
+        ("gpu.name", "../../x"),
+        ("gpu.name", "h200"),  # an alias: one card has one name
+        ("gpu.name", "a10g"),
+        ("gpu.product", "NVIDIA H200\x1b[2J"),
+        ("gpu.product", "<script>alert(1)</script>"),
+        ("gpu.product", "NVIDIA A10"),
+        ("gpu.memory_gib", float("nan")),
+        ("gpu.memory_gib", -1),
+        ("gpu.extra", 1),
+        ("model.name", "../../x"),
+        ("model.name", "openai-community/gpt2"),  # of another shape
+        ("model.model_type", "llama\n"),
+        ("model.params", 0),
+        ("model.params", 1.5),
+        ("model.digest", "../../../../x"),
+        ("model.digest", "x" * 12),
+        ("versions.python", "3.12\n"),
+        ("versions.driver", 580),
+        ("versions.packages", {"../x": "1"}),
+        ("versions.packages", {"torch": "1; rm -rf /"}),
+        ("versions.packages", {f"p{number}": "1" for number in range(51)}),
+        ("winner", None),
+        ("winner", []),
+        ("winner.extra", 1),
+        ("winner.config.extra", 1),
+        ("winner.config.method", "qlora"),
+        ("winner.config.micro_batch_size", True),
+        ("winner.config.micro_batch_size", 4.0),
+        ("winner.config.micro_batch_size", -4),
+        ("winner.config.dora", 1),
+        ("winner.config.lora_rank", None),
+        ("winner.config.checkpointing", "every_0"),
+        ("winner.accumulation", 0),
+        ("winner.accumulation", 1),  # other than batch and step time say
+        ("winner.step_time_s", 1e-300),
+        ("winner.step_time_s", True),
+        ("winner.step_time_s", "1.98"),
+        ("winner.raw_tokens_per_s", float("inf")),
+        ("winner.raw_tokens_per_s", 1e6),
+        ("winner.useful_tokens_per_s", 17_000),  # of 16,549
+        ("winner.useful_tokens_per_s", -1),
+        ("winner.peak_reserved_gib", 0),
+        ("winner.peak_reserved_gib", 150),  # on a card of 140
+        ("winner.power_w", float("-inf")),
+        ("winner.evidence", "believed"),
+        ("baseline.step_time_s", float("nan")),
+    ],
+)
+def test_a_submission_with_one_thing_wrong(
+    good: dict[str, Any], write: Callable[[Any], Path], tmp_path: Path, where: str, value: Any
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        store_submission(write(changed(good, where, value)), tmp_path / "evidence")
+    assert str(caught.value).replace("\n", "").isprintable() and len(str(caught.value)) < 5000
+    assert [one.name for one in tmp_path.iterdir()] == ["theirs.json"]
+
+
+def deep(levels: int) -> bytes:
+    return b'{"schema_version": ' + b"[" * levels + b"]" * levels + b"}"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "Invalid JSON"),
+        (b"not JSON", "Invalid JSON"),
+        (b"\xff\xfe\x00", "Invalid JSON"),
+        (b"null", "Input should be"),
+        (b"[]", "Input should be"),
+        (b"1e999", "Input should be"),
+        (deep(100), "schema_version"),
+        (deep(400_000), "Invalid JSON"),
+        (b'{"winner": ' * 80_000, "Invalid JSON"),
+        (b" " * 5 * 2**20, "more than 1 MiB"),
+        (b"__import__('os').system('touch pwned')", "Invalid JSON"),
+        (b"!!python/object/apply:os.system ['touch pwned']", "Invalid JSON"),
+        (json.dumps({f"key{number}": number for number in range(40_000)}).encode(), "Field required"),
+    ],
+    ids=lambda value: repr(value[:20]),
+)
+def test_a_file_that_is_no_submission(
+    write: Callable[[Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(data)
+    with pytest.raises(UsageError, match=said):
+        share.import_(path, None)
+    assert [one.name for one in tmp_path.iterdir()] == ["theirs.json"]
+
+
+def test_numbers_as_they_stand_in_a_file(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
+    text = json.dumps(good)
+    whole = ('"global_batch": 32', '"schema_version": 1', '"micro_batch_size": 4', '"params": 7248023552')
+    long = ("9" * 400, "9" * 4000, "9" * 5000, "1." + "0" * 5000 + "9")
+    for key in ('"step_time_s": 1.98', '"memory_gib": 139.8', *whole):
+        assert text.count(key) == 1
+        for number in ("1e999", "-1e999", "NaN", "Infinity", "0x1p3", "1_0", *long):
+            with pytest.raises(UsageError):
+                read_submission(write(text.replace(key, f"{key.partition(' ')[0]} {number}").encode()))
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "device", "loop"])
+def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "loop":
+        path.symlink_to(path)
+    with pytest.raises(UsageError, match="cannot read"):
+        read_submission(path)
+
+
+# --- what is kept
+
+
+def test_importing_twice_is_said_and_harmless(
+    good: dict[str, Any],
+    write: Callable[[Any], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    share.import_(write(good), None)
+    (kept,) = Path("runs/evidence").iterdir()
+    first = capsys.readouterr().out
+    assert str(kept) in first and "16,549 tokens/s" in first and "already" not in first
+    before = kept.stat()
+    share.import_(write(dict(reversed(good.items()))), None)  # the same, written otherwise
+    assert f"{kept} was here already" in capsys.readouterr().out
+    assert kept.stat() == before and list(Path("runs/evidence").iterdir()) == [kept]
+    assert len(kept.stem) == 12 and int(kept.stem, 16) >= 0
+    assert load_evidence(Path("runs/evidence")) == (read_submission(kept), ())
+
+
+def test_what_stands_in_the_way_is_replaced_and_not_followed(
+    good: dict[str, Any], write: Callable[[Any], Path], tmp_path: Path
+) -> None:
+    path, evidence, elsewhere = write(good), tmp_path / "evidence", tmp_path / "elsewhere"
+    target, _ = store_submission(path, evidence)
+    target.unlink()
+    elsewhere.write_text("mine")
+    target.symlink_to(elsewhere)
+    assert store_submission(path, evidence) == (target, False)
+    assert elsewhere.read_text() == "mine" and not target.is_symlink()
+    target.write_text("{}")
+    assert store_submission(path, evidence) == (target, False)
+    assert len(read_submission(target)) == 2
+
+
+def test_broken_evidence_is_named_and_the_rest_is_read(good: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "good.json").write_text(json.dumps(good))
+    (tmp_path / "again.json").write_text(json.dumps(good, indent=4))  # counts once
+    (tmp_path / "other.json").write_text(json.dumps(changed(good, "date", "2026-01-01")))
+    (tmp_path / "bad\x1b[2J.json").write_text("{}")
+    (tmp_path / "worse.json").write_bytes(deep(100_000))
+    (tmp_path / "notes.txt").write_text("{}")
+    os.mkfifo(tmp_path / "pipe.json")
+    sightings, problems = load_evidence(tmp_path)
+    assert sorted(one.as_of or "" for one in sightings) == ["2026-01-01"] * 2 + [DAY] * 2
+    assert len(problems) == 3
+    for problem, name in zip(problems, ("bad?[2J.json", "pipe.json", "worse.json"), strict=True):
+        assert name in problem and problem.replace("\n", "").isprintable()
+
+
+def test_no_evidence(tmp_path: Path) -> None:
+    assert load_evidence(tmp_path / "nowhere") == ((), ())
+    (tmp_path / "file").write_text("")
+    sightings, problems = load_evidence(tmp_path / "file")
+    assert sightings == () and "Not a directory" in problems[0]
+
+
+def test_extrapolated_rows_say_so(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
+    winner, baseline = read_submission(write(changed(good, "winner.evidence", "extrapolated")))
+    assert (winner.evidence, baseline.evidence) == (Evidence.EXTRAPOLATED, Evidence.MEASURED)
+
+
+def test_the_shape_of_a_submission_is_fixed(good: dict[str, Any]) -> None:
+    """What goes out is listed here: a field more is looked at before it goes."""
+    assert list(good) == [
+        "schema_version", "date", "gpu", "model", "trainer", "global_batch", "versions", "winner", "baseline"
+    ]  # fmt: skip
+    assert set(good["gpu"]) == {"name", "product", "memory_gib"}
+    assert set(good["model"]) == {"name", "model_type", "params", "digest"}
+    assert set(good["versions"]) == {"autotune", "python", "driver", "cuda", "packages"}
+    assert set(good["winner"]["config"]) == set(asdict(TrainConfig()))
+    measured = {"accumulation", "useful_tokens_per_s", "raw_tokens_per_s", "step_time_s", "peak_reserved_gib"}
+    assert set(good["winner"]) == {"config", "limit_gib", "context_gib", "power_w", "evidence"} | measured
+
+
+def test_light_import() -> None:
+    code = "import sys, autotune.planning.observations; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "optuna", "sqlalchemy", "pydantic", "yaml"} & set(loaded)
+
+
+def test_the_day_of_a_study_without_times(tmp_path: Path, tables: Path) -> None:
+    shutil.copy(tables, tmp_path / "a.db")
+    assert share._measured_on("nobody", f"sqlite:///{tmp_path / 'a.db'}") == date.today().isoformat()

@@ -1,0 +1,99 @@
+"""The winner's run on other cards: where it fits, by what was measured; at what speed and cost, as a projection."""
+
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.core.probe_types import Evidence
+from autotune.core.train_config import TrainConfig
+from autotune.planning.other_devices import elsewhere
+from autotune.planning.plan import FITS, OOM
+from autotune.prediction.transfer import carry
+from autotune.problem.run_cost import project
+from autotune.problem.task import Task
+from autotune.problem.workload import Workload
+from autotune.report import figures, render
+from autotune.report.comparison import price_text
+from autotune.study.summary import Candidate, OnCard, on_card_data
+from tests.helpers.factories import measurement, summary
+from tests.helpers.sessions import subject_of
+
+CONFIG = TrainConfig(micro_batch_size=4, checkpointing="none")
+MEASURED = replace(measurement(0.25, 30.0), peak_reserved_gib=31.0, limit_gib=132.0)
+
+
+def task(**changes: Any) -> Task:
+    values = {"model": resolve_model("mistral-7b"), "workload": Workload(examples=10_000)} | changes
+    return subject_of(**values)
+
+
+def found(task: Task, config: TrainConfig = CONFIG) -> dict[str, OnCard]:
+    speed = task.performance(config, [MEASURED])
+    told = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
+    cost = replace(project(task.workload, config, speed, task.price), evidence=told)
+    winner = Candidate(config=config, performance=speed, measurement=MEASURED, cost=cost, evidence=told)
+    return {one.device.name: one for one in elsewhere(task, winner, [MEASURED], 0.05)}
+
+
+def test_the_studys_own_card_is_as_measured_and_others_are_projected() -> None:
+    cards = found(task())
+    own, other = cards["h200-sxm"], cards["h100-sxm"]
+    assert own.own and own.cost is not None and own.cost.evidence is Evidence.MEASURED and own.limit_gib == 132.0
+    assert not other.own and other.cost is not None and other.cost.evidence is Evidence.PROJECTED
+    carried = carry(resolve_device("h200"), resolve_device("h100"))
+    assert carried is not None and own.tokens_per_s is not None and own.cost is not None
+    assert other.tokens_per_s == pytest.approx(own.tokens_per_s * carried.ratio)
+    low, high = other.cost.interval_hours
+    assert low < other.cost.full_run_hours < high
+    assert other.price is not None and other.cost.full_run_usd == pytest.approx(
+        other.cost.full_run_hours * other.price.usd_per_hour
+    )
+
+
+def test_what_does_not_fit_or_cannot_compute_has_no_cost() -> None:
+    cards = found(task())
+    assert (
+        cards["a10"].state == OOM and cards["a10"].cost is None and on_card_data(cards["a10"])["full_run_usd"] is None
+    )
+    assert cards["v100-sxm2-32gb"].state == "has no bf16" and cards["v100-sxm2-32gb"].cost is None
+    assert "mi300x" not in cards and "cpu" not in cards
+    assert found(task(), replace(CONFIG, quantization="fp8"))["a100-80gb-sxm"].state == "has no fp8"
+
+
+def test_the_cheapest_comes_first_and_what_does_not_fit_last() -> None:
+    cards = list(found(task()).values())
+    usd = [one.cost.full_run_usd for one in cards if one.cost and one.cost.full_run_usd is not None]
+    assert len(usd) > 3 and usd == sorted(usd)
+    states = [one.state == FITS for one in cards]
+    assert states == sorted(states, reverse=True) and not states[-1]
+
+
+def test_a_card_that_stood_in_was_measured_itself() -> None:
+    h200, a100 = resolve_device("h200"), resolve_device("a100-80gb-sxm")
+    carried = carry(h200, a100, [0.4])
+    cards = found(task(device=a100, measured_on=h200, carried=carried))
+    assert cards["a100-80gb-sxm"].basis == 1 and cards["h200-sxm"].basis == 0
+    there = cards["h200-sxm"]
+    assert there.cost is not None and there.cost.evidence is Evidence.MEASURED
+    assert there.tokens_per_s == pytest.approx(task().performance(CONFIG, [MEASURED]).tokens_per_second)
+    assert cards["a100-80gb-sxm"].own and cards["a100-80gb-sxm"].cost is not None
+    assert cards["a100-80gb-sxm"].cost.evidence is Evidence.PROJECTED
+
+
+def test_a_processor_says_nothing_of_cards() -> None:
+    assert found(task(device=resolve_device("cpu"), price=None)) == {}
+
+
+def test_the_report_shows_them() -> None:
+    cards = tuple(found(task()).values())
+    drawn = figures.cards(cards)
+    priced = [one for one in cards if one.cost and one.cost.full_run_usd is not None]
+    assert drawn is not None and drawn["data"][0]["y"] == [one.device.name for one in priced]
+    assert figures.cards(cards[-2:]) is None
+    page = render(replace(summary(), cards=cards), "out")
+    assert "The same run on other cards" in page and ">has no bf16</td>" in page and ">out of memory</td>" in page
+    assert price_text(priced[0].price, date.today()) in page
+    assert "What was measured on a processor says nothing of cards." in render(summary(), "out")

@@ -1,0 +1,345 @@
+"""What a run needs and takes by formula, and which changes make it fit."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.catalog import list_devices, resolve_model
+from autotune.cli.commands.check import Answer, answer_of, lines, shown, verdict
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import GIB
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
+from autotune.planning.plan import FITS, TIGHT, limit_of
+from autotune.planning.run_check import edited, longest_of, need_of
+from autotune.prediction.memory_formula import Sizes
+from autotune.problem.length_distribution import Lengths
+from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL, TRL_7B, changed
+
+
+@pytest.fixture
+def answer(tmp_path: Path) -> Callable[..., Answer]:
+    def run(text: str, gpu: str = "a10", **flags: Any) -> Answer:
+        path = tmp_path / "run.yml"
+        path.write_text(text)
+        return answer_of(path, {"gpu": gpu, **flags}, tmp_path / "none")
+
+    return run
+
+
+def printed(found: Answer) -> str:
+    return "\n".join(text for _, text in lines(found))
+
+
+# --- what to change
+
+
+OOMS = [
+    *((TRL_7B, gpu) for gpu in ("a10", "t4")),
+    (changed(TRL_7B, model_init_kwargs={"dtype": "float32"}, gradient_checkpointing=False), "rtx-4080"),
+    (changed(TRL_7B, activation_checkpointing=False, dtype="bfloat16", max_seq_length=4096), "a10"),
+    (changed(TRL_7B, load_in_8bit=True, dtype="bfloat16", max_length=8192), "t4"),
+    (changed(TRL_7B, use_peft=None, lora_r=None), "a100-40gb-sxm"),
+    (changed(TRL_7B, use_dora=True), "a10"),
+    *((AXOLOTL, gpu) for gpu in ("a10", "t4")),
+    (changed(AXOLOTL, gradient_checkpointing=False, plugins="axolotl.integrations.liger.LigerPlugin"), "a10"),
+    (changed(AXOLOTL, gradient_checkpointing=False, load_in_4bit=False, load_in_8bit=True, adapter="lora"), "a10"),
+    (changed(AXOLOTL, base_model="google/gemma-2-9b-it", micro_batch_size=6, gradient_accumulation_steps=2), "l4"),
+    (changed(AXOLOTL, batch_size=8, gradient_accumulation_steps=None), "a10"),
+    *((AXOLOTL_FULL, gpu) for gpu in ("a10", "a100-40gb-sxm")),
+    *((FACTORY_FULL, gpu) for gpu in ("a10", "a100-40gb-sxm", "h100-sxm")),
+    (changed(FACTORY, disable_gradient_checkpointing=True, per_device_train_batch_size=16), "a10"),
+    (changed(FACTORY, model_name_or_path="meta-llama/Llama-3.1-70B"), "a100-80gb-sxm"),
+]
+
+
+@pytest.mark.parametrize(("text", "gpu"), OOMS)
+def test_what_is_advised_makes_it_fit(text: str, gpu: str, answer: Callable[..., Answer]) -> None:
+    """Written into the file and checked again."""
+    found = answer(text, gpu)
+    assert found.checked.fits != FITS and found.first is not None
+    assert found.first.checked.fits == FITS
+    values = yaml.safe_load(text)
+    for change in (found.first, *(change for change, _ in found.alone)):
+        again = answer(yaml.safe_dump(edited(values, change.edits)), gpu)
+        assert again.checked.fits == change.checked.fits, change.edits
+        assert again.checked.need == change.checked.need, change.edits
+        before, after = found.checked.run, again.checked.run
+        rows = [run.accumulation * run.config.micro_batch_size for run in (before, after)]
+        assert rows[0] == rows[1], "the global batch stays as it is"
+    for change, saves in found.alone:
+        told = change.checked.need.told.peak_reserved_gib
+        assert saves == pytest.approx(found.checked.need.told.peak_reserved_gib - told)
+        assert saves > 0 or change.checked.fits == FITS
+
+
+def test_what_is_learned_changes_last(answer: Callable[..., Answer]) -> None:
+    """Nothing that is learned with changes where micro batch, checkpoints or the loss suffice; then the least."""
+
+    def keys(text: str, gpu: str, **flags: Any) -> set[str]:
+        found = answer(text, gpu, **flags)
+        assert found.first is not None
+        return set(found.first.edits)
+
+    assert keys(TRL_7B, "a10") == {"dtype"}
+    assert keys(AXOLOTL, "a10") == {"plugins", "cut_cross_entropy"}
+    off = {"gradient_checkpointing": False, "plugins": ["axolotl.integrations.liger.LigerPlugin"]}
+    assert keys(changed(AXOLOTL, **off), "a10") >= {"liger_fused_linear_cross_entropy"}
+    assert keys(TRL_7B, "t4") >= {"load_in_4bit"}
+    assert keys(AXOLOTL_FULL, "h100-sxm", memory_gib=62) == {"optimizer"}
+    assert keys(AXOLOTL_FULL, "a10") >= {"adapter"}
+    assert keys(FACTORY_FULL, "h100-sxm", memory_gib=40) >= {"pure_bf16"}
+    fast = changed(FACTORY, disable_gradient_checkpointing=True)
+    assert keys(fast, "a10") <= {"disable_gradient_checkpointing", "enable_liger_kernel"}
+
+
+def test_nothing_helps(answer: Callable[..., Answer]) -> None:
+    text = changed(AXOLOTL, base_model="meta-llama/Llama-3.1-70B")
+    found = answer(text, "t4")
+    assert found.first is None and found.faster is None and found.timed is None
+    assert "nothing that was tried surely makes it fit" in printed(found) and "useful tokens/s" not in printed(found)
+
+
+def test_edits_reach_what_counts() -> None:
+    values = {"dtype": "float32", "model_init_kwargs": {"dtype": "float32"}, "a": 1}
+    new = edited(values, {"dtype": "bfloat16", "a": 2})
+    assert new == {"dtype": "float32", "model_init_kwargs": {"dtype": "bfloat16"}, "a": 2}
+    assert values["a"] == 1 and values["model_init_kwargs"] == {"dtype": "float32"}
+    assert shown({"optim": "adamw_bnb_8bit", "packing": True, "b": [1, "x"]}) == (
+        'optim: adamw_bnb_8bit, packing: true, b: [1, "x"]'
+    )
+
+
+# --- what no formula knows, and a base in fp32
+
+
+def test_bounds(answer: Callable[..., Answer]) -> None:
+    eight = changed(AXOLOTL, load_in_4bit=False, load_in_8bit=True, adapter="lora")
+    found = answer(eight, "a100-40gb-sxm")
+    need = found.checked.need
+    assert need.most is not None and need.least.weights < need.most.weights / 2
+    assert found.checked.duration is None and "A base in 8 bits has no formula" in " ".join(found.notes)
+    middle = (need.least.peak_reserved_gib + need.most.peak_reserved_gib) / 2
+    unsure = answer(eight, "a100-40gb-sxm", memory_gib=middle)
+    assert unsure.checked.fits == TIGHT
+    low, high = f"{need.least.peak_reserved_gib:.1f}", f"{need.most.peak_reserved_gib:.1f}"
+    assert verdict(unsure).startswith(f"too close to tell: needs {low} to {high} of ") and "spare" not in verdict(
+        unsure
+    )
+
+    offloaded = changed(AXOLOTL, gradient_checkpointing="offload")
+    plain, other = answer(AXOLOTL, "h100-sxm").checked, answer(offloaded, "h100-sxm").checked
+    assert other.need.most == plain.need.most and plain.need.least == plain.need.most
+    assert other.need.least.activations < plain.need.least.activations
+    assert plain.duration is not None and other.duration is not None
+    assert 0.9 < other.duration.tokens_per_s / plain.duration.tokens_per_s < 1
+
+    dora = answer(changed(AXOLOTL, peft_use_dora=True), "h100-sxm")
+    assert dora.checked.fits == TIGHT and dora.checked.need.most is None
+    assert verdict(dora).startswith("too close to tell: needs at least ")
+    assert dora.first is not None and dora.first.edits == {"peft_use_dora": False}
+
+
+def test_a_base_in_fp32(answer: Callable[..., Answer]) -> None:
+    whole, half = answer(TRL_7B, "h200-sxm").checked, answer(changed(TRL_7B, dtype="bfloat16"), "h200-sxm").checked
+    assert FP32_BASE in whole.run.notes and FP32_BASE not in half.run.notes
+    sizes = Sizes.of(resolve_model("mistral-7b"))
+    assert sizes is not None
+    more = {
+        name: (value - half.need.told.terms().get(name, 0)) * GIB for name, value in whole.need.told.terms().items()
+    }
+    assert more["weights"] == pytest.approx(2 * sizes.params)
+    layer = sizes.linear_params / sizes.layers  # one is recomputed at a time
+    assert more["activations"] == pytest.approx(2 * (layer + 8 * 1024 * sizes.layers * sizes.hidden))
+    assert whole.duration is not None and half.duration is not None
+    assert 0.9 < whole.duration.tokens_per_s / half.duration.tokens_per_s < 1
+
+    def kept(**keys: Any) -> float:
+        return answer(changed(TRL_7B, gradient_checkpointing=False, **keys), "h200-sxm").checked.need.told.activations
+
+    assert (kept() - kept(dtype="bfloat16")) * GIB == pytest.approx(2 * sizes.linear_params)
+    four = answer(changed(TRL_7B, load_in_4bit=True), "h200-sxm").checked.need.told.weights
+    less = answer(changed(TRL_7B, load_in_4bit=True, dtype="bfloat16"), "h200-sxm").checked.need.told.weights
+    assert (four - less) * GIB == pytest.approx(2 * (sizes.params - sizes.linear_params))
+
+
+@pytest.mark.probe  # torch is loaded, which takes seconds
+@pytest.mark.filterwarnings("ignore")
+def test_the_graph_keeps_each_cast_of_a_frozen_weight() -> None:
+    """2 bytes a weight until the backward pass, of layers that are not recomputed; their inputs in 4 bytes."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def saved(dtype: torch.dtype, layers: int, tokens: int, recompute: bool) -> int:
+        config = LlamaConfig(
+            hidden_size=64,
+            intermediate_size=160,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=97,
+        )
+        model = LlamaForCausalLM(config).to(dtype).train()
+        adapted = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        adapted.enable_input_require_grads()
+        if recompute:
+            adapted.gradient_checkpointing_enable({"use_reentrant": False})
+        own = {parameter.untyped_storage().data_ptr() for parameter in adapted.parameters()}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in own:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        rows = torch.randint(0, 97, (1, tokens))
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            output = adapted.model.model(input_ids=rows).last_hidden_state
+        bytes_ = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        del output
+        return bytes_
+
+    def of_a_layer(dtype: torch.dtype, tokens: int, recompute: bool) -> float:
+        return (saved(dtype, 3, tokens, recompute) - saved(dtype, 1, tokens, recompute)) / 2
+
+    weights = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160
+    for tokens in (64, 128):
+        plain = of_a_layer(torch.float32, tokens, False) - of_a_layer(torch.bfloat16, tokens, False)
+        assert plain == 2 * weights
+        assert of_a_layer(torch.float32, tokens, True) - of_a_layer(torch.bfloat16, tokens, True) == 2 * tokens * 64
+
+
+# --- how long it takes
+
+
+def test_steps_and_hours(answer: Callable[..., Answer]) -> None:
+    def steps(text: str, **flags: Any) -> int:
+        found = answer(text, "h100-sxm", **flags).checked.duration
+        assert found is not None
+        assert found.hours == pytest.approx(found.num_steps * found.hours / found.num_steps)
+        low, high = found.interval_hours
+        assert low < found.hours < high
+        return found.num_steps
+
+    assert steps(TRL) == math.ceil(10_000 / 16)  # assumed
+    assert steps(TRL, examples=3200) == 200
+    assert steps(changed(TRL, num_train_epochs=0.5), examples=3200) == 100
+    assert steps(changed(TRL, max_steps=77), examples=3200) == 77
+    assert steps(changed(TRL, num_processes=4), examples=3200) == 50
+    assert steps(FACTORY) == 3 * 2000 // 8
+    assert steps(FACTORY, examples=80) == 30
+    assert steps(FACTORY, tokens=80 * 1024) == 30
+    packed = steps(AXOLOTL, examples=3200)  # four examples of 1,024 tokens to a row of 4,096, assumed
+    assert packed == 4 * 100
+    assert steps(AXOLOTL, examples=3200, tokens_per_example=4096) == 4 * 400
+
+
+def test_assumptions_are_told(answer: Callable[..., Answer]) -> None:
+    out = printed(answer(TRL))
+    assert "for 10,000 examples (assumed) x 1, 625 steps" in out
+    assert "How long the examples are was not given: 1,024 tokens each (assumed)" in out
+    out = printed(answer(changed(TRL, max_steps=77), mean_tokens=300.0, p99_tokens=2000.0, price=2.0))
+    assert "for 77 steps, estimated" in out and "(assumed)" not in out
+    assert "at $2.00/h, given by --price" in out
+    assert "told for one, and sharding is not modelled" in out
+
+
+def test_a_dataset_is_counted(answer: Callable[..., Answer], tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("100\n" * 900 + "5000\n" * 100)
+    lengths = str(tmp_path / "lengths.txt")
+    found = answer(FACTORY, lengths=lengths)
+    assert found.setting.workload.examples == 1000  # fewer than max_samples of two datasets
+    assert any("of the tokens will be cut off" in note for note in found.notes)
+    assert found.checked.duration is not None and found.checked.duration.num_steps == 375
+    assert found.faster is not None and f"--lengths {lengths}" in found.faster.command
+    capped = answer(changed(FACTORY, max_samples=40), lengths=lengths).setting.workload
+    assert (capped.examples, capped.examples_assumed) == (80, False)
+
+
+def test_several_gpus(answer: Callable[..., Answer]) -> None:
+    text = changed(FACTORY, deepspeed="ds_z3_config.json")
+    one, four = answer(text), answer(changed(text, num_processes=4))
+    assert one.checked.need == four.checked.need
+    a, b = one.checked.duration, four.checked.duration
+    assert a is not None and b is not None and a.usd is not None and b.usd is not None
+    assert b.tokens_per_s == a.tokens_per_s
+    assert b.hours == pytest.approx(a.hours / 4, rel=0.01) and b.usd == pytest.approx(a.usd, rel=0.01)
+    out = printed(four)
+    assert "GiB on each of 4 a10, " in out and "useful tokens/s a GPU (" in out
+    assert "as data parallel: each holds all of it, sharding is not modelled" in out
+    assert any(note.startswith("Sharding and offloading") for note in four.notes)
+
+
+def test_rows_are_padded_to_the_longest_of_a_micro_batch(answer: Callable[..., Answer]) -> None:
+    lengths = Lengths(counts=((100, 9), (1000, 1)), source="given")
+    for micro, share in ((1, 0.1), (2, 0.19), (8, 1 - 0.9**8)):
+        config = TrainConfig(micro_batch_size=micro, seq_len=1024)
+        assert longest_of(lengths, config) == math.ceil(round(100 + 900 * share, 6))
+    assert longest_of(lengths, TrainConfig(micro_batch_size=2**24, seq_len=512)) == 512
+    text = changed(AXOLOTL, sample_packing=False)
+    loose, padded = (
+        answer(changed(text, pad_to_sequence_len=padded), "h100-sxm", tokens_per_example=256)
+        for padded in (False, True)
+    )
+    assert loose.checked.need == padded.checked.need
+    assert loose.checked.duration is not None and padded.checked.duration is not None
+    assert loose.checked.duration.tokens_per_s > 2 * padded.checked.duration.tokens_per_s
+
+
+def test_faster(answer: Callable[..., Answer]) -> None:
+    found = answer(FACTORY)
+    assert found.faster is not None
+    own, other = found.checked.run.config, found.faster.config
+    for knob in ("lora_rank", "seq_len", "quantization", "precision", "optimizer", "method"):
+        assert getattr(own, knob) == getattr(other, knob)
+    assert found.faster.command == (
+        "autotune run --model Qwen/Qwen3-4B --gpu a10 --rank 8 --seq-len 2048 --global-batch 8"
+        " --tokens-per-example 2048 --examples 2000 --set precision=bf16_mixed --set optimizer=adamw_torch_fused"
+    )
+    assert f"to prove it: {found.faster.command}" in printed(found)
+    full = answer(changed(FACTORY_FULL, pure_bf16=True, optim="adamw_bnb_8bit"), "h100-sxm").faster
+    assert full is not None and "--space full" in full.command and "optimizer=adamw_8bit" in full.command
+    one = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    best = changed(TRL, dtype="bfloat16", gradient_checkpointing=False, torch_compile=True, **one)
+    assert answer(best, "h100-sxm", tokens_per_example=1024).faster is None
+
+
+def test_needs_grow_with_what_is_asked() -> None:
+    run = ForeignConfig(
+        format="trl",
+        model="m",
+        config=TrainConfig(),
+        accumulation=2,
+        num_gpus=None,
+        epochs=1.0,
+        max_steps=None,
+        max_examples=None,
+        dataset=None,
+        notes=(),
+    )
+    model = resolve_model("mistral-7b")
+
+    def peak(**knobs: Any) -> float:
+        need = need_of(model, replace(run, config=replace(run.config, **knobs)))
+        assert need is not None
+        return need.least.peak_reserved_gib
+
+    for size in (1, 2, 4, 8, 16):  # what the search for the largest micro batch rests on
+        assert peak(micro_batch_size=size) < peak(micro_batch_size=2 * size)
+    assert need_of(resolve_model("gpt2"), run) is None
+
+
+@pytest.mark.parametrize("text", [TRL_7B, AXOLOTL, AXOLOTL_FULL, FACTORY_FULL])
+def test_the_smallest_card(text: str, answer: Callable[..., Answer]) -> None:
+    found = answer(text, "t4")
+    assert found.card is not None
+    assert answer(text, found.card.name).checked.fits == FITS
+    for card in list_devices():
+        if card.memory_gib and card.supports_bf16 and limit_of(card, 0.05) < limit_of(found.card, 0.05):
+            assert answer(text, card.name).checked.fits != FITS, card.name

@@ -1,0 +1,402 @@
+"""What a few layers foretell of all: exact where depth is a line, segment by segment, and honest about the rest."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotune.core.probe_types import Measurement, ModelShape, Phase
+from autotune.prediction.depth_extrapolation import (
+    DEVICE_BOUND,
+    HOST_BOUND,
+    ON_CPU,
+    SEEN,
+    Extrapolation,
+    depths,
+    extrapolate,
+    repetition,
+)
+from tests.helpers.factories import measurement
+
+LAYERS = 32
+
+# How layers repeat
+
+
+@pytest.mark.parametrize(
+    ("kinds", "prefix", "period"),
+    [
+        ("AAAAAAAA", 0, 1),
+        ("AA", 0, 1),
+        ("ABABABAB", 0, 2),
+        ("ABABABABA", 0, 2),  # the last period is cut short
+        ("SSSSSFSSSSSFSSSSSFSSSSSFSS", 0, 6),
+        ("DDDSSSSSSSS", 3, 1),
+        ("DABABABAB", 1, 2),
+        ("AABAABAAB", 0, 3),
+        ("ABCDEFGH", 0, None),
+        ("SSSSSFSS", 0, None),  # the pattern is not seen twice
+        ("AAAAAAAB", 0, None),
+        ("A", 0, None),
+        ("", 0, None),
+    ],
+)
+def test_a_sequence_is_told_by_its_fewest_items(kinds: str, prefix: int, period: int | None) -> None:
+    assert repetition(kinds) == (prefix, period)
+
+
+# Which depths are probed
+
+
+def shape(num_layers: int = LAYERS, prefix: int = 0, period: int | None = 1) -> ModelShape:
+    return ModelShape(num_layers=num_layers, prefix=prefix, period=period)
+
+
+@pytest.mark.parametrize(
+    ("model", "every", "pair"),
+    [
+        (shape(), None, (2, 8)),
+        (shape(), 1, (2, 8)),
+        (shape(), 2, (2, 8)),
+        (shape(), 4, (4, 8)),
+        (shape(period=2), 3, (8, 14)),  # each third layer of an alternating pattern repeats after six
+        (shape(34, period=6), None, (10, 16)),
+        (shape(80), None, (2, 20)),
+        (shape(12), None, (2, 6)),
+        (shape(6), None, (2, 3)),
+    ],
+)
+def test_the_two_depths(model: ModelShape, every: int | None, pair: tuple[int, int]) -> None:
+    assert depths(model, every) == pair
+
+
+@pytest.mark.parametrize(
+    ("model", "every"),
+    [
+        (shape(period=None), None),
+        (shape(1), None),
+        (shape(4), None),
+        (shape(5), None),
+        (shape(9, period=2), None),
+        (shape(14, period=6), None),
+        (shape(26, period=6), None),  # the fewest layers that have every kind are too many
+        (shape(12), 8),
+        (shape(32), 16),
+    ],
+)
+def test_a_model_of_too_few_layers_is_not_truncated(model: ModelShape, every: int | None) -> None:
+    assert depths(model, every) is None
+
+
+MODELS = [
+    shape(num_layers, prefix, period)
+    for num_layers in range(1, 97)
+    for prefix in (0, 1, 3)
+    for period in (1, 2, 6)
+    if num_layers - prefix >= 2 * period
+]
+
+
+@pytest.mark.parametrize("every", [None, 1, 2, 3, 4])
+def test_whole_periods_are_left_out_of_either_depth(every: int | None) -> None:
+    pairs = [(model, depths(model, every)) for model in MODELS]
+    assert sum(pair is not None for _, pair in pairs) > len(pairs) / 3
+    for model, pair in pairs:
+        if pair is None:
+            continue
+        shallow, wide = pair
+        assert 2 <= shallow < wide, model
+        assert model.num_layers / 4 <= wide <= model.num_layers / 2, model
+        assert model.period is not None
+        for depth in pair:
+            assert (model.num_layers - depth) % model.period == 0, model
+            assert (model.num_layers - depth) % (every or 1) == 0, model
+
+
+def test_the_shallow_probe_has_a_layer_that_repeats() -> None:
+    """Recomputing one may take more than any layer of the prefix: no line leads there from none of them."""
+    for model in MODELS:
+        pair = depths(model, 1)
+        assert pair is None or pair[0] > model.prefix, model
+
+
+# What two depths foretell
+
+
+def affine(depth: int, *, segments: Mapping[str, tuple[float, float]] | None = None, **changes: Any) -> Measurement:
+    """A measurement of so many layers of a model in which everything is a line in depth: (at 0 layers, a layer)."""
+    segments = segments or {"forward": (3.0, 0.5), "backward": (6.0, 0.5), "optimizer": (1.0, 0.6)}
+    peaks = {name: start + slope * depth for name, (start, slope) in segments.items()}
+    micro, rest = 0.04 + 0.01 * depth, 0.002 + 0.001 * depth
+    peak = max(peaks.values())
+    phases = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+    values: dict[str, Any] = {
+        "micro_steps": 2,
+        "micro_step_s": (micro,) * 3,
+        "rest_s": (rest,) * 3,
+        "step_s": (2 * micro + rest,) * 3,
+        "phase_s": {Phase.FORWARD: 0.3 * micro, Phase.BACKWARD: 0.7 * micro, Phase.OPTIMIZER: rest},
+        "segment_peak_gib": peaks,
+        "phase_peak_gib": {
+            phase: max(peak for name, peak in peaks.items() if name.startswith(phase)) for phase in phases
+        },
+        "host_micro_s": 0.5 * micro,
+        "model_gib": 0.5 + 0.4 * depth,
+        "adapters_gib": 0.005 * depth,
+        "gradients_gib": 0.005 * depth,
+        "optimizer_gib": 0.01 * depth,
+        "peak_allocated_gib": peak,
+        "peak_reserved_gib": peak + 0.1 + 0.01 * depth,
+        "context_gib": 0.5,
+        "managed_gib": 0.125 * depth,
+        "limit_gib": 132.0 - 0.125 * depth,
+        "trainable_params": 1_000_000 * depth,
+        "total_params": 262_000_000 + 218_000_000 * depth,
+    }
+    return measurement(**(values | changes))
+
+
+def foretold(low: Measurement, high: Measurement, shallow: int = 2, wide: int = 8) -> Extrapolation:
+    return extrapolate([(shallow, low), (wide, high)], LAYERS)
+
+
+EXACT = (
+    *("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib", "managed_gib", "limit_gib", "context_gib"),
+    *("peak_allocated_gib", "peak_reserved_gib", "segment_peak_gib", "phase_peak_gib", "phase_s", "host_micro_s"),
+    *("trainable_params", "total_params", "micro_steps", "step_s"),
+)
+
+
+@pytest.mark.parametrize(("shallow", "wide"), [(2, 8), (4, 8), (2, 3), (8, 16)])
+def test_lines_are_recovered_exactly(shallow: int, wide: int) -> None:
+    whole = affine(LAYERS)
+    told = foretold(affine(shallow), affine(wide), shallow, wide).measurement
+    for name in EXACT:
+        assert getattr(told, name) == pytest.approx(getattr(whole, name)), name
+    assert told.micro_step_s == pytest.approx(whole.micro_step_s[:1])
+    assert told.rest_s == pytest.approx(whole.rest_s[:1])
+    assert told.telemetry is None  # nobody read the card's power with all layers
+
+
+def test_a_step_of_one_micro_batch_has_no_rest() -> None:
+    def single(depth: int) -> Measurement:
+        micro = 0.04 + 0.01 * depth
+        return affine(depth, micro_steps=1, micro_step_s=(micro,) * 3, rest_s=(), step_s=(micro,) * 3)
+
+    told = foretold(single(2), single(8)).measurement
+    assert told.rest_s == ()
+    assert told.step_s == pytest.approx(single(LAYERS).step_s)
+
+
+# Full fine-tuning, all layers recomputed: the logits are above the rest of few layers, and below the optimizer of many.
+FULL_FINE_TUNING = {
+    "forward": (2.0, 0.7),
+    "backward": (20.0, 0.7),
+    "backward_layers": (3.0, 1.2),
+    "backward_inputs": (2.5, 1.3),
+    "optimizer": (2.0, 1.6),
+}
+
+
+def test_the_peak_moves_from_the_logits_to_the_optimizer_as_depth_grows() -> None:
+    low, high, whole = (affine(depth, segments=FULL_FINE_TUNING) for depth in (2, 8, LAYERS))
+    for probe in (low, high):
+        assert max(probe.segment_peak_gib, key=lambda name: probe.segment_peak_gib[name]) == "backward"
+    told = foretold(low, high).measurement
+    assert told.segment_peak_gib == pytest.approx(whole.segment_peak_gib)
+    assert max(told.segment_peak_gib, key=lambda name: told.segment_peak_gib[name]) == "optimizer"
+    assert told.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib)
+    assert told.peak_reserved_gib == pytest.approx(whole.peak_reserved_gib)
+
+    one_line = low.peak_allocated_gib + (high.peak_allocated_gib - low.peak_allocated_gib) * (LAYERS - 2) / (8 - 2)
+    assert abs(one_line / whole.peak_allocated_gib - 1) > 0.05
+
+
+def test_the_peak_may_move_within_the_backward_pass() -> None:
+    """The phase's own peak is its highest part, and no line through what was highest at either depth."""
+    inside = {"forward": (2.0, 0.5), "backward": (12.0, 0.5), "backward_layers": (1.0, 1.0), "optimizer": (1.0, 0.4)}
+    told = foretold(affine(2, segments=inside), affine(8, segments=inside)).measurement
+    assert told.phase_peak_gib[Phase.BACKWARD] == pytest.approx(1.0 + LAYERS)
+    assert told.peak_allocated_gib == pytest.approx(1.0 + LAYERS)
+
+
+def test_what_the_timed_steps_held_beyond_the_first_is_kept() -> None:
+    plain, extra = affine(8), 0.25
+    grown = replace(
+        plain,
+        peak_allocated_gib=plain.peak_allocated_gib + extra,
+        peak_reserved_gib=plain.peak_reserved_gib + extra,
+    )
+    told = foretold(affine(2), grown).measurement
+    assert told.peak_allocated_gib == pytest.approx(affine(LAYERS).peak_allocated_gib + extra)
+
+
+def test_reserved_memory_is_never_below_allocated() -> None:
+    shrinking = replace(affine(8), peak_reserved_gib=affine(8).peak_allocated_gib)
+    told = foretold(affine(2), shrinking).measurement
+    assert told.peak_reserved_gib >= told.peak_allocated_gib
+
+
+# Times
+
+
+def test_a_host_that_needs_longer_than_the_device_decides() -> None:
+    """With few layers it hides behind the head's arithmetic: 30 ms a layer come to light on all of them."""
+    low, high = (affine(depth, host_micro_s=0.01 + 0.03 * depth) for depth in (2, 8))
+    low, high = replace(low, micro_step_s=(0.3,) * 3), replace(high, micro_step_s=(0.33,) * 3)
+    told = foretold(low, high)
+    assert told.host_bound
+    assert told.measurement.micro_step_s == pytest.approx((0.01 + 0.03 * LAYERS,))
+    step = statistics.median(told.measurement.step_s)
+    assert step == pytest.approx(2 * told.measurement.micro_step_s[0] + told.measurement.rest_s[0])
+    assert told.time_error == pytest.approx(HOST_BOUND)
+
+
+def test_a_host_that_was_the_bottleneck_already_is_one_of_the_whole_model() -> None:
+    low, high = (affine(depth, host_micro_s=0.96 * (0.04 + 0.01 * depth)) for depth in (2, 8))
+    told = foretold(low, high)
+    assert told.host_bound
+    assert told.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
+
+
+def test_a_host_that_waits_for_a_full_queue_is_not_taken_for_a_slow_one() -> None:
+    """Eight layers fill the queue: issuing them takes as long as they do. Two do not, and tell what a layer costs."""
+    told = foretold(affine(2, host_micro_s=0.01), affine(8, host_micro_s=0.118))
+    assert told.measurement.host_micro_s == pytest.approx(0.01 * LAYERS / 2)
+    assert told.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
+    assert not told.host_bound
+
+
+def test_a_host_that_is_quick_enough_changes_nothing() -> None:
+    told = foretold(affine(2), affine(8))
+    assert not told.host_bound
+    assert told.time_error == pytest.approx(DEVICE_BOUND)
+
+
+@pytest.mark.parametrize(("share", "unseen"), [(0.3, 0.02), (0.5, 0.02), (0.65, 0.085), (0.81, 0.15), (1.0, 0.15)])
+def test_the_less_the_host_is_hidden_the_more_error_is_allowed(share: float, unseen: float) -> None:
+    """Other work on a shared machine's host shows where it is the bottleneck, and nearly is."""
+    low, high = (affine(depth, host_micro_s=share * (0.04 + 0.01 * depth)) for depth in (2, 8))
+    told = foretold(low, high)
+    assert told.unseen == pytest.approx(unseen, abs=0.001)
+    assert told.host_bound is (share >= 0.8)
+    assert told.time_error >= told.unseen
+
+
+def test_nothing_is_known_of_the_host_of_a_cpu() -> None:
+    told = foretold(affine(2, host_micro_s=None), affine(8, host_micro_s=None))
+    assert told.measurement.host_micro_s is None and not told.host_bound
+    assert told.time_error == pytest.approx(ON_CPU)
+
+
+def noisy(depth: int, spread: float) -> Measurement:
+    micro = 0.04 + 0.01 * depth
+    return affine(depth, micro_step_s=(micro * (1 - spread), micro, micro * (1 + spread)))
+
+
+def test_doubt_grows_with_the_spread() -> None:
+    errors = [foretold(noisy(2, spread), noisy(8, spread)).time_error for spread in (0.0, 0.001, 0.01, 0.1)]
+    assert errors == sorted(errors) and errors[0] == pytest.approx(DEVICE_BOUND)
+    assert errors[-1] > 3 * DEVICE_BOUND
+
+
+def test_doubt_grows_with_the_layers_that_were_left_out() -> None:
+    probes = [(2, noisy(2, 0.05)), (8, noisy(8, 0.05))]
+    errors = [extrapolate(probes, num_layers).time_error for num_layers in (16, 32, 64)]
+    assert errors == sorted(set(errors))
+    near, far = (foretold(noisy(2, 0.05), noisy(wide, 0.05), wide=wide).time_error for wide in (16, 4))
+    assert near < far
+
+
+def test_a_single_timed_step_leaves_doubt() -> None:
+    single = {depth: replace(affine(depth), micro_step_s=affine(depth).micro_step_s[:1]) for depth in (2, 8)}
+    assert foretold(single[2], single[8]).time_error > 1.5 * DEVICE_BOUND
+
+
+def test_the_whole_model_never_takes_less_than_its_part() -> None:
+    """A disturbed shallow probe may have been the slower one: a line through the two leads to less than nothing."""
+    slow = affine(2, micro_step_s=(0.5,) * 3, rest_s=(0.02,) * 3, host_micro_s=None)
+    part = affine(8, micro_step_s=(0.1,) * 3, rest_s=(0.01,) * 3, host_micro_s=None)
+    told = foretold(slow, part)
+    assert told.measurement.micro_step_s[0] >= 0.1
+    assert min(told.measurement.step_s) >= 0.2
+
+
+def test_a_correction_multiplies_times_and_nothing_else() -> None:
+    plain = foretold(affine(2), affine(8))
+    longer = plain.corrected([1.1])
+    for name in ("step_s", "micro_step_s"):
+        ratios = [
+            now / then
+            for now, then in zip(getattr(longer.measurement, name), getattr(plain.measurement, name), strict=True)
+        ]
+        assert ratios == pytest.approx([1.1] * len(ratios)), name
+    assert longer.measurement.phase_s[Phase.BACKWARD] == pytest.approx(1.1 * plain.measurement.phase_s[Phase.BACKWARD])
+    assert (longer.time_error, longer.host_bound) == (plain.time_error, plain.host_bound)
+    assert longer.measurement.peak_reserved_gib == plain.measurement.peak_reserved_gib
+    assert longer.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
+
+
+def test_beside_a_whole_model_only_what_follows_its_micro_batches_is_in_doubt() -> None:
+    plain = foretold(affine(2), affine(8))
+    rest, steps = plain.measurement.rest_s[0], (0.5, 0.51, 0.49, 0.5)
+    told = plain.beside(affine(LAYERS, micro_step_s=steps))
+    assert told.measurement.micro_step_s == (0.5,)
+    assert told.measurement.rest_s == (rest,)
+    assert statistics.median(told.measurement.step_s) == pytest.approx(1.0 + rest)
+    sure = plain.beside(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
+    assert sure == pytest.approx(math.hypot(SEEN, DEVICE_BOUND * rest / (1.0 + rest)))
+    scattered = affine(8, rest_s=(0.001, 0.019, 0.01))  # what follows is in doubt as much as it was
+    doubt = foretold(affine(2), scattered).beside(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
+    assert doubt > sure + 0.02
+    assert sure < told.time_error < plain.beside(affine(LAYERS, micro_step_s=(0.5,))).time_error
+    assert told.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
+
+
+def test_what_whole_models_took_tells_the_error_once_there_are_enough() -> None:
+    plain = foretold(affine(2), affine(8))
+    assert plain.corrected([1.0, 1.002, 0.998, 1.0]).time_error == plain.time_error
+    assert plain.corrected([1.0, 1.002, 0.998, 1.0] * 2).time_error == pytest.approx(SEEN)
+    assert plain.corrected([1.0, 1.1, 0.9, 1.2] * 2).time_error == plain.time_error  # never more than is allowed unseen
+    noise = foretold(noisy(2, 0.01), noisy(8, 0.01))
+    assert SEEN < noise.corrected([1.0] * 8).time_error < noise.time_error
+
+
+def test_the_mean_of_swinging_times_counts() -> None:
+    """A card at its power limit swings: the whole model takes the mean, and no middle value."""
+    swinging = {
+        depth: affine(depth, micro_step_s=(0.9 * micro, 1.3 * micro, 0.8 * micro), host_micro_s=0.3 * micro)
+        for depth, micro in ((2, 0.06), (8, 0.12))
+    }
+    assert foretold(swinging[2], swinging[8]).measurement.micro_step_s == pytest.approx((0.04 + 0.01 * LAYERS,))
+
+
+def test_a_host_that_stumbled_is_not_extended() -> None:
+    """Others on its machine slow it down at any depth alike, which a line through the means would multiply."""
+    low = affine(2, host_micro_s=0.057, micro_step_s=(0.06, 0.06, 0.09))
+    high = affine(8, host_micro_s=0.114, micro_step_s=(0.18, 0.17, 0.12))
+    told = foretold(low, high)
+    assert told.host_bound
+    assert told.measurement.micro_step_s == pytest.approx((0.04 + 0.01 * LAYERS,))
+    assert told.time_error > HOST_BOUND  # the stumbling itself is told
+
+
+@pytest.mark.parametrize("disturbed", [2, 8])
+def test_a_step_whose_micro_batches_stood_apart_does_not_shorten_the_rest(disturbed: int) -> None:
+    """What passes between two micro batches is taken from what is left of their step."""
+    depths = {
+        depth: affine(
+            depth, host_micro_s=0.04 + 0.01 * depth, rest_s=(0.02, 0.02, 0.005 if depth == disturbed else 0.02)
+        )
+        for depth in (2, 8)
+    }
+    assert foretold(depths[2], depths[8]).measurement.rest_s == pytest.approx((0.02,))
+
+
+@pytest.mark.parametrize("found", [(), (2,), (8, 8), (8, 2), (2, 4, 8)], ids=str)
+def test_two_depths_are_needed_the_smaller_first(found: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"depths|unpack"):
+        extrapolate([(depth, affine(depth)) for depth in found], LAYERS)

@@ -1,0 +1,347 @@
+"""What the memory model foretells of a machine that keeps to its law: what stays, and a line in tokens beside it."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+
+from autotune.core.probe_types import Measurement, Phase
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.memory_predictor import MemoryEstimate, MemoryPredictor
+from tests.helpers.factories import measurement
+
+OFFERED = 130.0
+CONTEXT = 0.5
+PARAMS = 7.0  # GiB of a byte for each parameter
+BYTES_OF_STATE = {"adamw_torch_fused": 8, "adamw_8bit": 2, "paged_adamw_8bit": 0, "lion_8bit": 1}
+KEPT = {"none": 1.0, "every_2": 0.55, "full": 0.1}
+
+GRID = [
+    TrainConfig(
+        micro_batch_size=size, seq_len=seq_len, lora_rank=rank, checkpointing=checkpointing, optimizer=optimizer
+    )
+    for size, seq_len, rank, checkpointing, optimizer in itertools.product(
+        (1, 4, 16),
+        (512, 2048),
+        (8, 64),
+        ("none", "every_2", "full"),
+        ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"),
+    )
+]
+
+
+def machine(config: TrainConfig, micro_steps: int = 2) -> Measurement:
+    """A 7B model on a card: what stays, and in each segment so much beside it and so much a token (GiB).
+
+    Gradients are there all the time where two micro batches add up to one; else they come with the backward pass.
+    """
+    full = config.method == "full"
+    trained = PARAMS if full else 0.005 * (config.lora_rank or 0)
+    weights = PARAMS * {"none": 4 if full else 2, "int8": 1, "nf4": 0.5}[config.quantization]
+    adapters, gradients = (0.0 if full else 4 * trained), 4 * trained
+    state = BYTES_OF_STATE[config.optimizer] * trained
+    kept = KEPT[config.checkpointing] * config.tokens / 1024
+    scores = 0.02 * config.seq_len / 1024 if config.attention == "eager" else 0.0
+    held = weights + adapters + gradients + state
+    late = gradients if micro_steps == 1 else 0.0
+    segments = {
+        "forward": held - late + 0.02 + (1.8 + scores) * kept,
+        "backward": held - late + 0.05 + (1.8 + scores) * kept + 0.5 * config.tokens / 1024,
+        "backward_layers": held + 0.1 + 0.3 * config.tokens / 1024,
+        "optimizer": held + 0.3,
+    }
+    peak = max(segments.values())
+    managed = 2 * trained if config.optimizer == "paged_adamw_8bit" else 0.0
+    return measurement(
+        micro_steps=micro_steps,
+        segment_peak_gib=segments,
+        phase_peak_gib={
+            Phase.FORWARD: segments["forward"],
+            Phase.BACKWARD: max(segments["backward"], segments["backward_layers"]),
+            Phase.OPTIMIZER: segments["optimizer"],
+        },
+        model_gib=weights,
+        adapters_gib=adapters,
+        gradients_gib=gradients,
+        optimizer_gib=state,
+        peak_allocated_gib=peak,
+        peak_reserved_gib=1.01 * peak,
+        context_gib=CONTEXT,
+        managed_gib=managed,
+        limit_gib=OFFERED - CONTEXT - managed,
+    )
+
+
+def need(config: TrainConfig, micro_steps: int = 2) -> float:
+    return machine(config, micro_steps).peak_reserved_gib
+
+
+def learned(
+    configs: Iterable[TrainConfig], micro_steps: int = 2, of: Callable[[TrainConfig, int], Measurement] = machine
+) -> MemoryPredictor:
+    model = MemoryPredictor()
+    for config in configs:
+        model.learn(config, of(config, micro_steps))
+    return model
+
+
+def told(model: MemoryPredictor, config: TrainConfig, micro_steps: int = 2) -> MemoryEstimate:
+    estimate = model.predict(config, micro_steps, OFFERED)
+    assert estimate is not None
+    return estimate
+
+
+def alike(config: TrainConfig, **changes: int | str) -> list[TrainConfig]:
+    """The grid's configurations that compute as this one does, at the given values."""
+    return [
+        one
+        for one in GRID
+        if one.checkpointing == config.checkpointing
+        and all(getattr(one, name) == value for name, value in changes.items())
+    ]
+
+
+# The law, in whatever order it is learned
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_need_is_always_between_the_bounds(seed: int) -> None:
+    """After each of 30 configurations in any order, for every one of the grid that anything can be told of."""
+    model, told_of = MemoryPredictor(), 0
+    for config in random.Random(seed).sample(GRID, 30):
+        model.learn(config, machine(config))
+        for other in GRID:
+            estimate = model.predict(other, 2, OFFERED)
+            if estimate is not None:
+                told_of += 1
+                assert estimate.low_gib * 0.999 <= need(other) <= estimate.high_gib * 1.001, (config, other)
+                assert estimate.low_gib <= estimate.gib <= estimate.high_gib
+    assert told_of > len(GRID) * 20
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_from_two_numbers_of_tokens_on_it_is_exact(seed: int) -> None:
+    shuffled = random.Random(seed)
+    for checkpointing in KEPT:
+        for optimizer in ("adamw_torch_fused", "adamw_8bit"):
+            grid = [one for one in GRID if (one.checkpointing, one.optimizer) == (checkpointing, optimizer)]
+            basis = shuffled.sample(grid, 2)
+            while basis[0].tokens == basis[1].tokens:
+                basis = shuffled.sample(grid, 2)
+            model = learned(basis)
+            for config in grid:
+                assert told(model, config).gib == pytest.approx(need(config), rel=0.01), (basis, config)
+                assert told(model, config).basis == 2
+
+
+@pytest.mark.parametrize("known", [512, 4096, 32768])
+def test_one_number_of_tokens_bounds_the_need_on_either_side(known: int) -> None:
+    """By what all of it would be if it were a line through nothing, and if it were always there."""
+    for config in GRID:
+        basis = replace(config, micro_batch_size=known // 512, seq_len=512)
+        estimate = told(learned([basis]), config)
+        assert estimate.low_gib * 0.999 <= need(config) <= estimate.high_gib * 1.001
+        largest = max(need(basis), need(config))
+        assert estimate.high_gib <= largest * max(1.0, config.tokens / known) * 1.001  # no bound by saying nothing
+        assert estimate.basis == 1
+
+
+def test_nothing_that_fits_is_told_to_be_too_large() -> None:
+    """Whatever is learned first and last, of whichever way to compute."""
+    for first, last in itertools.product(GRID[::5], GRID[::7]):
+        model = learned([first, last])
+        for config in GRID[::3]:
+            estimate = model.predict(config, 2, OFFERED)
+            assert estimate is None or estimate.low_gib <= 1.03 * need(config), (first, last, config)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_nothing_that_fits_is_refused_where_gradients_come_late(method: str) -> None:
+    """A whole batch at once: in the forward pass, and at the logits, there are no gradients yet."""
+    configs = [
+        TrainConfig(method=method, micro_batch_size=size, seq_len=seq_len, checkpointing=checkpointing)
+        for size, seq_len, checkpointing in itertools.product((1, 4, 16), (512, 1024, 2048), KEPT)
+    ]
+    for basis, config in itertools.product(configs, configs):
+        estimate = learned([basis], micro_steps=1).predict(config, 1, OFFERED)
+        assert estimate is None or estimate.low_gib <= 1.03 * need(config, 1), (basis, config)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_in_what_was_measured_hardly_moves_it(seed: int) -> None:
+    drawn = random.Random(seed)
+
+    def unsteady(config: TrainConfig, micro_steps: int) -> Measurement:
+        exact, factor = machine(config, micro_steps), drawn.uniform(0.997, 1.003)
+        return replace(
+            exact,
+            segment_peak_gib={name: peak * factor for name, peak in exact.segment_peak_gib.items()},
+            peak_allocated_gib=exact.peak_allocated_gib * factor,
+            peak_reserved_gib=exact.peak_reserved_gib * factor,
+        )
+
+    model = learned(drawn.sample(GRID, 40), of=unsteady)
+    for config in GRID:
+        estimate = told(model, config)
+        assert estimate.gib == pytest.approx(need(config), rel=0.02)
+        assert estimate.low_gib <= 1.02 * need(config)
+
+
+# What one configuration says of another
+
+ONE = TrainConfig(micro_batch_size=4, seq_len=1024, lora_rank=16, checkpointing="none")
+
+
+def test_what_was_measured_is_told_as_it_was() -> None:
+    estimate = told(learned([ONE]), ONE)
+    assert (estimate.low_gib, estimate.gib, estimate.high_gib) == pytest.approx((need(ONE),) * 3)
+
+
+def test_the_rank_is_known_from_another_rank() -> None:
+    model = learned([ONE])
+    for rank in (1, 8, 64, 256):
+        config = replace(ONE, lora_rank=rank)
+        assert told(model, config).gib == pytest.approx(need(config), rel=1e-6)
+
+
+def test_an_optimizer_is_known_from_any_way_to_compute() -> None:
+    """Its state is the same with every layer recomputed; what is kept of a token is not."""
+    other = replace(ONE, optimizer="adamw_8bit", checkpointing="full", micro_batch_size=1)
+    wanted = replace(ONE, optimizer="adamw_8bit")
+    assert learned([ONE]).predict(wanted, 2, OFFERED) is None
+    assert told(learned([ONE, other]), wanted).gib == pytest.approx(need(wanted), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        {"optimizer": "lion_8bit"},
+        {"method": "full"},
+        {"precision": "bf16_pure"},
+        {"quantization": "nf4"},
+        {"quantization": "nf4", "double_quant": True},
+        {"attention": "flash_attention_2"},
+        {"compile": "per_layer"},
+        {"loss": "chunked"},
+        {"checkpointing": "full"},
+        {"checkpointing": "every_2"},
+    ],
+    ids=str,
+)
+def test_what_nothing_was_learned_of_is_not_told(unknown: dict[str, str]) -> None:
+    model = learned([ONE, replace(ONE, micro_batch_size=8)])
+    assert model.predict(replace(ONE, **unknown), 2, OFFERED) is None
+
+
+def test_nothing_is_told_before_anything_is_learned() -> None:
+    assert MemoryPredictor().predict(ONE, 2, OFFERED) is None
+
+
+def test_a_single_micro_batch_is_told_from_two_where_only_adapters_are_trained() -> None:
+    whole = TrainConfig(method="full", micro_batch_size=1, checkpointing="full")
+    assert learned([whole]).predict(whole, 1, OFFERED) is None  # its gradients are as large as its weights
+    estimate, truth = told(learned([ONE]), ONE, 1), need(ONE, 1)
+    assert truth - 0.5 < estimate.low_gib <= truth and not estimate.bounded
+    assert learned([ONE], micro_steps=1).predict(ONE, 2, OFFERED) is None
+    assert told(learned([ONE], micro_steps=4), ONE, 2).gib == pytest.approx(need(ONE))
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("tokens", [(256, 2048), (512, 1536)])
+def test_points_of_both_kinds_are_not_put_on_one_line(rank: int, tokens: tuple[int, int]) -> None:
+    """A line through what a single micro batch needs and what two need is steeper than either."""
+    model, few = MemoryPredictor(), replace(ONE, micro_batch_size=8, lora_rank=rank, checkpointing="full")
+    for (length, steps), size in zip(zip(tokens, (1, 2), strict=True), (8, 4), strict=True):
+        config = replace(few, micro_batch_size=size, seq_len=length)
+        model.learn(config, machine(config, steps))
+    for steps in (1, 2):
+        large = replace(few, micro_batch_size=4, seq_len=8192)
+        assert told(model, large, steps).low_gib <= need(large, steps)
+
+
+def test_the_optimizer_of_full_fine_tuning_is_its_own_way() -> None:
+    whole = TrainConfig(method="full", micro_batch_size=1, checkpointing="full")
+    model = learned([whole])
+    assert model.predict(replace(whole, optimizer="adamw_8bit"), 2, OFFERED) is None
+    assert told(model, replace(whole, micro_batch_size=2)).low_gib <= need(replace(whole, micro_batch_size=2))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flex_attention"])
+def test_tokens_count_and_not_how_rows_part_them(attention: str) -> None:
+    basis = replace(ONE, attention=attention)
+    other = replace(basis, micro_batch_size=2, seq_len=2048)
+    assert told(learned([basis]), other).gib == pytest.approx(need(other), rel=1e-6)
+
+
+def test_eager_attention_is_known_at_its_own_length_alone() -> None:
+    """It keeps the scores of a row against itself, which are no line in tokens."""
+    basis = [replace(ONE, attention="eager", micro_batch_size=size) for size in (2, 4)]
+    model = learned(basis)
+    assert model.predict(replace(basis[0], seq_len=2048), 2, OFFERED) is None
+    larger = replace(basis[0], micro_batch_size=16)
+    assert told(model, larger).gib == pytest.approx(need(larger), rel=0.01)
+
+
+def test_what_was_learned_last_of_a_configuration_counts() -> None:
+    model = learned([ONE])
+    grown = machine(ONE)
+    segments = {name: peak + 1.0 for name, peak in grown.segment_peak_gib.items()}
+    model.learn(ONE, replace(grown, segment_peak_gib=segments))
+    estimate = told(model, ONE)
+    assert estimate.basis == 1 and estimate.gib > need(ONE) + 0.9
+
+
+def test_phases_do_where_there_are_no_segments() -> None:
+    model = learned([ONE], of=lambda config, steps: replace(machine(config, steps), segment_peak_gib={}))
+    assert told(model, ONE).gib == pytest.approx(need(ONE))
+
+
+# What it must fit into
+
+
+def test_the_limit_is_what_is_offered_less_the_context() -> None:
+    estimate = told(learned([ONE]), ONE)
+    assert estimate.limit_gib == pytest.approx(OFFERED - CONTEXT)
+    assert estimate.margin == pytest.approx(need(ONE) / (OFFERED - CONTEXT) - 1)
+    small = learned([ONE]).predict(ONE, 2, 20.0)
+    assert small is not None and small.limit_gib == pytest.approx(20.0 - CONTEXT)
+    assert small.gib == estimate.gib
+
+
+def test_managed_memory_is_taken_off_the_limit_by_rank() -> None:
+    """Paged state is proportional to the rank, and only those that page it have less."""
+    paged = replace(ONE, optimizer="paged_adamw_8bit")
+    model = learned([ONE, paged])
+    for rank in (16, 64):
+        config = replace(paged, lora_rank=rank)
+        assert told(model, config).limit_gib == pytest.approx(machine(config).limit_gib)
+    assert told(model, ONE).limit_gib == pytest.approx(OFFERED - CONTEXT)
+
+
+def test_the_smallest_context_is_believed() -> None:
+    """Refusing is for good: a context that was larger once does not lower the limit."""
+    model = learned([ONE])
+    large = replace(ONE, micro_batch_size=8)
+    model.learn(large, replace(machine(large), context_gib=2.0))
+    assert told(model, ONE).limit_gib == pytest.approx(OFFERED - CONTEXT)
+
+
+def test_the_head_of_a_loss_in_chunks_grows_no_further() -> None:
+    """From 512 and 1,024 tokens on a line would need 12 GiB of logits at 4,096 tokens, where there are 1.5."""
+    from autotune.prediction.memory_predictor import HEAD_CHUNK
+
+    def needs(config: TrainConfig) -> Measurement:
+        peak = 16.0 + config.tokens / 1024 * 0.2 + min(config.tokens, HEAD_CHUNK) / HEAD_CHUNK * 3.0
+        return measurement(
+            segment_peak_gib={"backward": peak}, peak_allocated_gib=peak, peak_reserved_gib=peak, model_gib=16.0
+        )
+
+    model, config = MemoryPredictor(), TrainConfig(seq_len=256, loss="chunked")
+    for size in (2, 4):
+        small = replace(config, micro_batch_size=size)
+        model.learn(small, needs(small))
+    large = replace(config, micro_batch_size=16)
+    estimate, truth = model.predict(large, 2, 22.0), needs(large).peak_reserved_gib
+    assert estimate is None or estimate.low_gib <= truth

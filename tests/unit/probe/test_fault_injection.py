@@ -1,0 +1,56 @@
+"""`autotune dev inject`: what it tells of studies that were struck. The faults themselves are tried in tests/faults."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.cli.commands import inject as command
+from autotune.core.errors import TooManyFailures, UsageError
+from autotune.probe.fault_injection import FAULTS
+
+
+def study(outcome: str = "oom", code: int = 0, trials: int = command.TRIALS) -> Any:
+    """In the place of a real one: its trials, and its exit code."""
+
+    def run(folder: Path, gpu: str, struck: str = "", **around: Any) -> int:
+        if around:
+            return 6
+        (folder / "out").mkdir(exist_ok=True)
+        rows = [{"number": n, "outcome": outcome if n == command.STRUCK else "ok"} for n in range(trials)]
+        (folder / "out" / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return code
+
+    return run
+
+
+def test_every_fault_of_a_probe_is_one_that_it_knows() -> None:
+    assert set(command.OUTCOMES) <= set(FAULTS)
+
+
+def test_what_came_of_each_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "_study", study())
+    command.inject(["oom", "db-gone", "disk-full"], "cpu", as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert [(row["fault"], row["survived"], row["lost"], row["orphans"]) for row in told] == [
+        ("oom", True, 0, 0),
+        ("db-gone", True, 0, 0),
+        ("disk-full", True, 0, 0),
+    ]
+    assert told[0]["happened"] == "trial 1: oom" and told[1]["happened"] == "exit 6, then continued: exit 0"
+
+
+@pytest.mark.parametrize("wrong", [{"outcome": "ok"}, {"code": 1}, {"trials": 3}], ids=str)
+def test_what_is_not_survived_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(command, "_study", study(**wrong))
+    with pytest.raises(TooManyFailures, match="not survived: oom"):
+        command.inject(["oom"], "cpu")
+    assert "oom" in capsys.readouterr().out
+
+
+def test_a_fault_that_nobody_knows() -> None:
+    with pytest.raises(UsageError, match="no fault 'omm'; did you mean 'oom'"):
+        command.inject(["omm"], "cpu")

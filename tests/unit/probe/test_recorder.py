@@ -1,0 +1,118 @@
+"""The plan of how many steps are timed, and what their marks say, against a clock that the test turns."""
+
+from typing import Any
+
+import pytest
+
+from autotune.core.probe_types import Phase, ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.probe.recorder import Recorder
+
+
+class Clock:
+    """A device whose time passes when the test says so. Peaks cost nothing to read, as on a GPU."""
+
+    peaks_are_free = True
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def reset_peak(self) -> None: ...
+
+    def peak_gib(self) -> tuple[float, float]:
+        return 1.0, 2.0
+
+    def alloc_retries(self) -> int:
+        return 0
+
+
+def recorded(
+    micros: list[float], gap: float = 0.0, optimizer: float = 0.0, fetch: float = 0.0, steps_of: int = 2, **wanted: Any
+) -> Recorder:
+    """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first."""
+    clock: Any = Clock()
+    request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=steps_of, **wanted)
+    recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0)
+    count, done = 0, False
+    while not done:
+        recorder.begin_fetch()
+        clock.now += fetch
+        recorder.end_fetch()
+        for _ in range(request.micro_steps):
+            recorder.begin_micro_batch()
+            clock.now += micros[count % len(micros)] / 3
+            recorder.enter(Phase.BACKWARD)
+            clock.now += micros[count % len(micros)] * 2 / 3
+            recorder.end_micro_batch()
+            count += 1
+            clock.now += gap
+        clock.now += optimizer
+        done = recorder.end_step()
+    return recorder
+
+
+def test_every_micro_batch_counts_not_the_first_of_each_step_alone() -> None:
+    """A card at its power limit runs ahead after each pause: the first of two is the faster one."""
+    steps, micros, rests, _ = recorded([0.9, 1.1], gap=0.01, optimizer=0.2).times()
+    assert steps == pytest.approx([2.22])
+    assert micros == pytest.approx([0.91, 1.11])
+    assert rests == pytest.approx([0.2])
+
+
+def test_what_making_batches_takes_counts_to_the_micro_batches() -> None:
+    """A full run makes more of them for each step than a probe does."""
+    recorder = recorded([0.1], gap=0.01, optimizer=0.05, fetch=0.04, min_timed_s=2.0)
+    steps, micros, rests, _ = recorder.times()
+    assert micros == pytest.approx([0.13] * len(micros))
+    assert rests == pytest.approx([0.05] * len(rests))
+    assert steps[:-1] == pytest.approx([0.31] * (len(steps) - 1))  # the last ends before the next one's batches
+
+
+def test_a_single_micro_batch_a_step_has_its_batch_made_too() -> None:
+    for wanted in (0.0, 5.0):
+        recorder = recorded([1.0], optimizer=0.2, fetch=0.5, steps_of=1, min_timed_s=wanted, min_timed_micros=1)
+        assert recorder.times()[1] == pytest.approx([1.7] * len(recorder.times()[1]))
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.05])
+def test_a_step_is_its_micro_batches_and_the_rest(gap: float) -> None:
+    recorder = recorded([0.1, 0.12, 0.11], gap=gap, optimizer=0.03, min_timed_s=2.0)
+    steps, micros, rests, phases = recorder.times()
+    assert sum(micros) + sum(rests) == pytest.approx(sum(steps))
+    assert len(micros) == 2 * len(steps) == 2 * len(rests)
+    assert sum(phases[phase] for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)) * len(
+        steps
+    ) == pytest.approx(sum(steps))
+
+
+@pytest.mark.parametrize(
+    ("micro_s", "wanted", "num_steps"),
+    [
+        (1.0, {}, 1),  # a step is long enough, and has two micro batches
+        (1.0, {"min_timed_micros": 3}, 2),
+        (1.0, {"min_timed_micros": 4}, 2),
+        (0.3, {}, 2),
+        (0.1, {}, 2),  # five would be timed, but two agree
+        (0.02, {}, 8),  # as many as last 0.3 s: two short steps agree by chance
+    ],
+)
+def test_no_more_steps_are_timed_than_say_something_new(micro_s: float, wanted: dict[str, int], num_steps: int) -> None:
+    assert len(recorded([micro_s], **wanted).times()[0]) == num_steps
+
+
+def test_steps_that_disagree_are_followed_by_more() -> None:
+    swinging = [0.45, 0.45, 0.55, 0.55]
+    assert len(recorded(swinging, min_timed_s=1.8).times()[0]) == 4
+    assert len(recorded(swinging, min_timed_s=1.8, max_timed_steps=3).times()[0]) == 3
+    assert len(recorded(swinging, min_timed_s=1.8, depth=2).times()[0]) == 2  # its error is foretold with it

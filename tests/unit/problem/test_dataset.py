@@ -1,0 +1,154 @@
+"""The user's own file, in each of its forms, counted as the exported script counts it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_device
+from autotune.core.errors import UsageError
+from autotune.problem.dataset import dataset_lengths
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.setup import set_up
+from autotune.problem.study_spec import StudySpec
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}"
+FORMS: list[tuple[dict[str, Any], int, int]] = [  # a row, its words with what ends it, its characters
+    ({"text": "one two three"}, 4, 13),
+    ({"prompt": "one two ", "completion": "three four five"}, 6, 23),
+    ({"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]}, 7, 25),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with a tokenizer that makes a token of each word, as transformers saves it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", eos_token="</s>")
+    fast.chat_template = CHAT
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast.save_pretrained(str(folder))
+    return str(folder)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        import pandas
+
+        frame = pandas.DataFrame(rows)
+        frame.to_csv(path, index=False) if path.suffix == ".csv" else frame.to_parquet(path)
+    return path
+
+
+IN_EACH_KIND = [(kind, *form) for kind in (".jsonl", ".parquet", ".csv") for form in FORMS]
+
+
+@pytest.mark.parametrize(("kind", "row", "words", "characters"), IN_EACH_KIND[:-1])  # a cell of CSV holds no list
+def test_each_form_in_each_kind_of_file(
+    tmp_path: Path, tokenizer: str, kind: str, row: dict[str, Any], words: int, characters: int
+) -> None:
+    file = written(tmp_path / f"data{kind}", [row] * 3)
+    assert dataset_lengths(file, tokenizer) == Lengths(counts=((words, 3),), source="counted")
+    estimated = dataset_lengths(file, None)
+    assert estimated == Lengths(counts=((round(characters / 4), 3),), source="characters")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "fine"}\n{"text": null}\n', "row 2.*its columns: text"),
+        ('{"question": "what?"}\n', "row 1.*its columns: question"),
+        ('{"messages": [{"role": "user"}]}\n', "row 1"),
+        ('{"text": "fine"}\n\n{"text": \n', "line 3 is no JSON"),
+        ("null\n", "line 1 is no JSON object"),
+        ("\n\n", "no rows"),
+        ("", "no rows"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        dataset_lengths(file, None)
+
+
+def test_messages_in_a_table_of_text_are_refused(tmp_path: Path, tokenizer: str) -> None:
+    kind, row, _, _ = IN_EACH_KIND[-1]
+    file = written(tmp_path / f"data{kind}", [row])
+    for given in (tokenizer, None):
+        with pytest.raises(UsageError, match="row 1"):
+            dataset_lengths(file, given)
+
+
+def test_half_a_character_is_refused_by_its_row(tmp_path: Path, tokenizer: str) -> None:
+    """JSON can escape one half of a surrogate pair; no tokenizer takes it."""
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "fine"}\n{"text": "\\ud83d"}\n')
+    for given in (tokenizer, None):
+        with pytest.raises(UsageError, match="row 2: half of a surrogate pair"):
+            dataset_lengths(file, given)
+
+
+def test_lines_of_several_forms_as_other_tools_write_them(tmp_path: Path, tokenizer: str) -> None:
+    """A byte order mark, blank lines, columns that are null in some rows; and a name that is a pattern."""
+    rows = [row | dict.fromkeys({"text", "prompt", "completion", "messages"} - set(row)) for row, _, _ in FORMS]
+    file = tmp_path / "a[1].jsonl"
+    file.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    assert dataset_lengths(file, tokenizer) == Lengths.of([4, 6, 7], "counted")
+    csv = written(tmp_path / "b[1].csv", [{"text": "one two three"}])
+    assert dataset_lengths(csv, tokenizer) == Lengths.of([4], "counted")
+
+
+def test_files_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
+    broken, latin = tmp_path / "data.parquet", tmp_path / "latin.jsonl"
+    broken.write_text("no parquet")
+    latin.write_bytes('{"text": "é"}\n'.encode("latin-1"))
+    for file, message in (
+        (broken, "cannot read"),
+        (latin, "is no UTF-8"),
+        (tmp_path / "none.jsonl", "no file"),
+        (tmp_path / "data.xlsx", "none of .jsonl"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            dataset_lengths(file, None)
+
+
+def test_tokenizers_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
+    fine = written(tmp_path / "fine.jsonl", [FORMS[2][0]])
+    for content in (None, "{}", "no JSON"):
+        folder = tmp_path / str(content)
+        folder.mkdir()
+        if content is not None:
+            (folder / "tokenizer.json").write_text(content)
+        with pytest.raises(UsageError, match="cannot be loaded"):
+            dataset_lengths(fine, str(folder))
+    mute = shutil.copytree(tokenizer, tmp_path / "mute")
+    (mute / "chat_template.jinja").unlink()
+    with pytest.raises(UsageError, match="row 1: the tokenizer's chat template refuses it"):
+        dataset_lengths(fine, str(mute))
+    (mute / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UsageError, match="roles must alternate"):
+        dataset_lengths(fine, str(mute))
+
+
+def test_a_study_takes_its_examples_from_the_file(tmp_path: Path, tokenizer: str) -> None:
+    rows = [{"text": "word " * length} for length in (100, 200, 900)]
+    file = str(written(tmp_path / "data.jsonl", rows))
+    spec = StudySpec(model="mistral-7b", dataset=file, tokenizer=tokenizer, max_truncated=0.2)
+    setup = set_up(spec, resolve_device("h200"))
+    workload = setup.task.workload
+    assert (workload.examples, workload.examples_assumed) == (3, False)
+    assert workload.lengths == Lengths.of([101, 201, 901], "counted")
+    # 512 keep all but 389 of 1,203 tokens, which is too few; no example needs more than 1,024.
+    assert setup.task.space.knob("seq_len").choices() == (1024,)
+    fewer = set_up(StudySpec(model="mistral-7b", dataset=file, examples=50), resolve_device("h200"))
+    assert fewer.task.workload.examples == 50
+    assert fewer.task.workload.lengths.source == "characters"

@@ -1,0 +1,93 @@
+"""How long examples are: by hand, from a file, from two numbers, and what of it is useful at a sequence length."""
+
+import pytest
+
+from autotune.core.errors import UsageError
+from autotune.core.probe_types import from_data, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.problem.length_distribution import Lengths, read_lengths
+from autotune.problem.workload import Workload
+
+# 10 examples, 6,400 tokens: 4 of 100, 3 of 500, 2 of 1,000, 1 of 2,500.
+SKEWED = Lengths.of([100] * 4 + [500] * 3 + [1000] * 2 + [2500], "counted")
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "kept", "longer"),
+    [(50, 500, 1.0), (100, 1000, 0.6), (512, 400 + 1500 + 3 * 512, 0.3), (1024, 4924, 0.1), (4096, 6400, 0.0)],
+)
+def test_what_is_cut_by_hand(seq_len: int, kept: int, longer: float) -> None:
+    assert SKEWED.kept(seq_len) == kept
+    assert SKEWED.longer(seq_len) == longer
+    workload = Workload(lengths=SKEWED)
+    assert workload.useful_tokens(TrainConfig(seq_len=seq_len)) == kept / 10
+    assert workload.truncated(seq_len) == pytest.approx(1 - kept / 6400)
+    assert workload.fill(TrainConfig(seq_len=seq_len)) == pytest.approx(kept / 10 / seq_len)
+
+
+def test_the_figures_of_a_distribution() -> None:
+    assert (SKEWED.number, SKEWED.total, SKEWED.mean, SKEWED.longest) == (10, 6400, 640.0, 2500)
+    assert [SKEWED.quantile(share) for share in (0.0, 0.4, 0.41, 0.7, 0.9, 0.99, 1.0)] == [
+        100,
+        100,
+        500,
+        500,
+        1000,
+        2500,
+        2500,
+    ]
+    assert str(SKEWED) == "640 tokens on average, 2,500 at the 99th percentile, 2,500 the longest (counted)"
+    assert str(Lengths.constant(1024, "assumed")) == "1,024 tokens each (assumed)"
+    assert str(Lengths.constant(1024)) == "1,024 tokens each"
+
+
+def test_it_comes_back_from_a_database() -> None:
+    assert from_data(Lengths, to_data(SKEWED)) == SKEWED
+
+
+def test_facts_tell_one_from_another() -> None:
+    same = Lengths.of([2500] + [1000] * 2 + [500] * 3 + [100] * 4, "counted")
+    assert SKEWED.facts() == same.facts()
+    assert (
+        SKEWED.facts()["digest"] != Lengths.of([100] * 4 + [500] * 3 + [1000] * 2 + [2501], "counted").facts()["digest"]
+    )
+    assert "tokens_per_example" in Workload(lengths=SKEWED).facts()
+
+
+@pytest.mark.parametrize(("mean", "p99"), [(300.0, 2000.0), (1000.0, 1500.0), (512.0, 512.0), (100.0, 1000.0)])
+def test_two_numbers_describe_a_distribution(mean: float, p99: float) -> None:
+    described = Lengths.described(mean, p99)
+    assert described.mean == pytest.approx(mean, rel=0.03)  # the last thousandth of the tail is one point
+    assert described.quantile(0.99) == pytest.approx(p99, rel=0.03)
+    assert described.source == "summary"
+
+
+@pytest.mark.parametrize(("mean", "p99"), [(300.0, 299.0), (100.0, 1600.0), (0.5, 10.0)])
+def test_numbers_that_describe_nothing(mean: float, p99: float) -> None:
+    with pytest.raises(ValueError, match="99th percentile"):
+        Lengths.described(mean, p99)
+
+
+def test_a_file_of_lengths(tmp_path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("100\n\n 500 \n100\n")
+    assert read_lengths(file) == Lengths(counts=((100, 2), (500, 1)), source="counted")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("100\n12.5\n", "line 2: '12.5'"),
+        ("0\n", "line 1: '0'"),
+        ("-3", "line 1"),
+        ("tokens\n100", "line 1"),
+        ("", "empty"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_by_its_line(tmp_path, text: str, message: str) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_lengths(file)
+    with pytest.raises(UsageError, match="cannot read"):
+        read_lengths(tmp_path / "nothing.txt")

@@ -1,0 +1,313 @@
+"""Search spaces: every typo has its line, narrowing tells what it took, and counting agrees with enumerating."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from autotune.core.errors import UsageError
+from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.problem.search_space import Knob, Removal, SearchSpace, load_space, shipped_spaces
+
+HEAD = "version: 1\nknobs:\n"
+
+
+def load(tmp_path: Path, text: str) -> SearchSpace:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return load_space(str(path))
+
+
+def failure(tmp_path: Path, text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path, text)
+    return str(caught.value).replace(f"{tmp_path}/mine.yaml", "FILE")
+
+
+def space(**knobs) -> SearchSpace:
+    return SearchSpace(name="test", knobs=tuple(Knob(name=name, values=values) for name, values in knobs.items()))
+
+
+# --- shipped
+
+
+def test_every_shipped_space_loads_and_makes_configurations():
+    assert sorted(shipped_spaces()) == ["cpu", "default", "everything", "full", "lora", "qlora"]
+    for name in shipped_spaces():
+        shipped = load_space(name)
+        assert shipped.name == name
+        for chosen in islice(shipped.enumerate(), 200):
+            assert shipped.clip(shipped.config(chosen)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("cpu", 6 * 3 * 3 * 2 * 2 * 3 * 2),
+        ("lora", 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2),
+        ("qlora", 2 * 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2),
+        ("full", 6 * 4 * 2 * 5 * 3 * 2 * 2),
+        ("default", 5 * 6 * 4 * 4 * 3 * 3 * 3 * 2 * 2 * 2),  # none, fp8, int8, nf4 with and without double_quant
+    ],
+)
+def test_size_is_the_number_of_distinct_configurations(name, size):
+    shipped = load_space(name)
+    assert shipped.size() == 2 * size  # packed or not
+    assert len({shipped.config(chosen) for chosen in shipped.enumerate()}) == 2 * size
+
+
+def test_kinds():
+    lora = load_space("lora")
+    assert [knob.name for knob in lora.knobs if knob.kind == "learning"] == [
+        "seq_len",
+        "lora_rank",
+        "precision",
+        "optimizer",
+    ]
+    assert lora.kind("quantization") == "system"  # not in the space
+
+
+def test_an_unknown_space():
+    with pytest.raises(UsageError, match="unknown search space 'qlra'; did you mean 'qlora' or 'lora'") as caught:
+        load_space("qlra")
+    assert caught.value.remedy == "use one of cpu, default, everything, full, lora, qlora, or the path of a YAML file"
+    for hostile in ("", ".", "..", "/", "a\0b", "a\nb", "lora.yaml", "../lora", "x" * 300, "x/" * 5000):
+        with pytest.raises(UsageError, match="unknown search space"):
+            load_space(hostile)
+
+
+# --- files
+
+
+def test_a_file(tmp_path):
+    mine = load(
+        tmp_path,
+        HEAD + "  double_quant: {values: [true, false], kind: learning}\n"
+        "  quantization: {values: [none, nf4]}\n"
+        "  seq_len: 128\n"
+        "  compile: {values: [none, per_layer], when: {micro_batch_size: [1, 2]}}\n"
+        "  lora_rank: {min: 4, max: 7, log: true}\n"
+        "  micro_batch_size: {values: [1, 2, 4]}\n",
+    )
+    assert mine.name == "mine"
+    # What a condition names comes first.
+    assert [knob.name for knob in mine.knobs] == [
+        "quantization",
+        "double_quant",
+        "seq_len",
+        "lora_rank",
+        "micro_batch_size",
+        "compile",
+    ]
+    rank = mine.knob("lora_rank")
+    assert (rank.is_range, rank.log, rank.choices()) == (True, True, (4, 5, 6, 7))
+    assert mine.knob("seq_len").choices() == (128,)
+    assert mine.knob("attention") is None
+    assert mine.size() == 3 * 4 * (2 + 2 + 1) == sum(1 for _ in mine.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEAD + "  method: lora\n  lora_rnk: 8\n", "FILE:4: knobs.lora_rnk: there is no knob 'lora_rnk'; did you mean "
+         "'lora_rank'?"),
+        (HEAD + "  lora_rank: {values: [8], kid: x}\n", "FILE:3: knobs.lora_rank.kid: Extra inputs are not permitted"),
+        (HEAD + "  lora_rank: {values: [8], kind: hard}\n",
+         "FILE:3: knobs.lora_rank.kind: Input should be 'system' or 'learning'"),
+        (HEAD + "  precision:\n    values:\n      - fp32\n      - bf16_mixd\n", "FILE:6: knobs.precision.values.1: "
+         "precision is one of bf16_mixed, bf16_pure, fp16_mixed, fp32, not 'bf16_mixd'"),
+        (HEAD + "  method: null\n", "FILE:3: knobs.method.values.0: method is one of full, lora, not None"),
+        (HEAD + "  seq_len: {values: [.nan]}\n",
+         "FILE:3: knobs.seq_len.values.0: seq_len is a positive integer, not nan"),
+        (HEAD + "  seq_len: [1, 2]\n", "FILE:3: knobs.seq_len.values.0: seq_len is a positive integer, not [1, 2]"),
+        (HEAD + "  seq_len:\n    min: 1\n    max: 99999999999999999999\n",
+         "FILE:5: knobs.seq_len.max: at most 1,024 values are searched from min to max: list some as values: [..]"),
+        (HEAD + "  seq_len: {min: -5, max: 3}\n", "FILE:3: knobs.seq_len: min must be at least 1 and at most max"),
+        (HEAD + "  seq_len: {min: 5, max: 3}\n", "FILE:3: knobs.seq_len: min must be at least 1 and at most max"),
+        (HEAD + "  seq_len: {min: 5}\n", "FILE:3: knobs.seq_len: give either values: [..] or min: and max:"),
+        (HEAD + "  seq_len: {}\n", "FILE:3: knobs.seq_len: give either values: [..] or min: and max:"),
+        (HEAD + "  seq_len: {values: [1], min: 5, max: 9}\n",
+         "FILE:3: knobs.seq_len: give either values: [..] or min: and max:"),
+        (HEAD + "  seq_len: {min: 1, max: 1025}\n",
+         "FILE:3: knobs.seq_len.max: at most 1,024 values are searched from min to max: list some as values: [..]"),
+        (HEAD + "  seq_len: {values: [8, 8]}\n", "FILE:3: knobs.seq_len: a value stands twice"),
+        (HEAD + "  seq_len: {values: [8], log: true}\n", "FILE:3: knobs.seq_len: log: true goes with min: and max:"),
+        (HEAD + "  seq_len: 8\n  seq_len: 9\n", "FILE:4: not valid YAML: 'seq_len' stands twice"),
+        (HEAD + "  double_quant: {values: [true, 1]}\n",
+         "FILE:3: knobs.double_quant.values.1: double_quant is true or false, not 1"),
+        (HEAD + "  method: {min: 1, max: 1}\n", "FILE:3: knobs.method.min: method is one of full, lora, not 1\n"
+         "FILE:3: knobs.method.max: method is one of full, lora, not 1"),
+        (HEAD + "  compile:\n    values: [none]\n    when:\n      metod: lora\n",
+         "FILE:6: knobs.compile.when.metod: 'metod' is no other knob; did you mean 'method'?"),
+        (HEAD + "  compile: {values: [none], when: {compile: none}}\n",
+         "FILE:3: knobs.compile.when.compile: 'compile' is no other knob"),
+        (HEAD + "  compile: {values: [none], when: {method: [lora, {a: b}]}}\n",
+         "FILE:3: knobs.compile.when.method: method is one of full, lora, not {'a': 'b'}"),
+        (HEAD + "  1: 8\n", "FILE:3: knobs.1.[key]: Input should be a valid string"),
+        ("version: 1\nknobs: {}\n", "FILE:2: knobs: Dictionary should have at least 1 item after validation, not 0"),
+        ("version: 1\nknobs: [method]\n", "FILE:2: knobs: Input should be a valid dictionary"),
+        ("version: 2\nknobs: {method: lora}\n", "FILE:1: version: Input should be 1"),
+        ("knobs: {method: lora}\n", "FILE:1: version: Field required"),
+        ("version: 1\nknob: {method: lora}\n", "FILE:1: knobs: Field required\n"
+         "FILE:2: knob: Extra inputs are not permitted"),
+        ("", "FILE:1: the file: Input should be a valid dictionary or instance of SpaceFile"),
+        ("- 1", "FILE:1: the file: Input should be a valid dictionary or instance of SpaceFile"),
+    ],
+)  # fmt: skip
+def test_a_typo_is_named_with_its_line(tmp_path, text, message):
+    assert failure(tmp_path, text) == message
+
+
+def test_a_circle_of_conditions_keeps_the_order_of_the_file(tmp_path):
+    circle = load(
+        tmp_path,
+        HEAD + "  seq_len: {values: [8], when: {micro_batch_size: 8}}\n"
+        "  micro_batch_size: {values: [8], when: {seq_len: 1024}}\n",
+    )
+    assert [knob.name for knob in circle.knobs] == ["seq_len", "micro_batch_size"]
+    assert list(circle.enumerate()) == [{"seq_len": 8}]  # the default micro batch of 8 lets the first be
+
+
+def test_what_nobody_wrote_counts_with_its_default():
+    rank_only = space(lora_rank=(8, 16))
+    assert rank_only.config({"lora_rank": 8}) == TrainConfig(lora_rank=8)
+    assert space(double_quant=(True, False)).size() == 1  # quantization is none by default
+
+
+# --- ranges
+
+
+def test_a_wide_space_is_never_written_out():
+    wide = SearchSpace(
+        name="wide",
+        knobs=tuple(
+            Knob(name=name, low=1, high=5000, kind="learning") for name in ("micro_batch_size", "seq_len", "lora_rank")
+        ),
+    )
+    assert wide.size() == 5000**3
+    assert list(islice(wide.enumerate(), 2)) == [
+        {"micro_batch_size": 1, "seq_len": 1, "lora_rank": 1},
+        {"micro_batch_size": 1, "seq_len": 1, "lora_rank": 2},
+    ]
+
+
+def test_a_range_stays_one_while_it_is_whole():
+    knob = Knob(name="seq_len", low=1, high=100, log=True)
+    cut = knob.keep(lambda value: 10 <= value <= 20)
+    assert (cut.low, cut.high, cut.log, cut.values) == (10, 20, True, ())
+    even = knob.keep(lambda value: value % 50 == 0)
+    assert (even.low, even.high, even.log, even.values) == (None, None, False, (50, 100))
+    assert knob.keep(lambda value: False).choices() == ()
+
+
+def test_many_values_are_told_in_short():
+    wide = SearchSpace(name="wide", knobs=(Knob(name="seq_len", low=1, high=20_000),))
+    narrow, removals = wide.narrow("seq_len", lambda value: value <= 4096, "too long")
+    assert narrow.knob("seq_len").high == 4096
+    assert [str(removal) for removal in removals] == ["seq_len 4097 to 20000 (15,904 values): too long"]
+
+
+# --- narrowing and pinning
+
+
+def test_narrow_tells_what_it_took():
+    lora = load_space("lora")
+    narrow, removals = lora.narrow("seq_len", lambda value: value < 2048, "because")
+    assert narrow.knob("seq_len").values == (512, 1024)
+    assert narrow.knob("seq_len").kind == "learning"
+    assert removals == [Removal(knob="seq_len", values=(2048, 4096), reason="because")]
+    assert str(removals[0]) == "seq_len 2048, 4096: because"
+    assert lora.knob("seq_len").values == (512, 1024, 2048, 4096)
+    assert lora.narrow("seq_len", lambda value: True, "") == (lora, [])
+    assert lora.narrow("quantization", lambda value: False, "") == (lora, [])  # not in the space
+
+
+def test_narrow_leaves_at_least_one():
+    with pytest.raises(UsageError) as caught:
+        load_space("lora").narrow("checkpointing", lambda value: False, "never")
+    assert (
+        str(caught.value) == "no value of checkpointing is left in the space 'lora': none, every_2, full: never"
+        and "--set checkpointing=VALUE" in caught.value.remedy
+    )
+
+
+def test_pin():
+    lora = load_space("lora")
+    pinned = lora.pin("seq_len", 777)  # a value that the file does not list
+    assert pinned.knob("seq_len") == Knob(name="seq_len", values=(777,), kind="learning")
+    assert [knob.name for knob in pinned.knobs] == [knob.name for knob in lora.knobs]
+
+
+def test_a_pin_stands_after_what_it_depends_on():
+    for first, second in (
+        (("quantization", "nf4"), ("double_quant", True)),
+        (("double_quant", True), ("quantization", "nf4")),
+    ):
+        pinned = load_space("lora").pin(*first).pin(*second)
+        configs = [pinned.config(chosen) for chosen in islice(pinned.enumerate(), 50)]
+        assert {(config.quantization, config.double_quant) for config in configs} == {("nf4", True)}
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "message"),
+    [
+        ("lora_rnk", 8, "there is no knob 'lora_rnk'; did you mean 'lora_rank'?"),
+        ("zzz", 8, "there is no knob 'zzz'"),
+        ("lora_rank", 0, "--set lora_rank: lora_rank is a positive integer, not 0"),
+        ("lora_rank", True, "--set lora_rank: lora_rank is a positive integer, not True"),
+        ("seq_len", "1024", "--set seq_len: seq_len is a positive integer, not '1024'"),
+        ("method", None, "--set method: method is one of full, lora, not None"),
+        ("checkpointing", "every_1", "--set checkpointing: checkpointing is none, full, offload or every_K with K of 2 "
+         "or more, not 'every_1'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_pinned(knob, value, message):
+    with pytest.raises(UsageError) as caught:
+        load_space("lora").pin(knob, value)
+    assert str(caught.value) == message
+    assert caught.value.remedy
+    if knob not in KNOBS:
+        assert caught.value.remedy == "the knobs are " + ", ".join(KNOBS)
+
+
+# --- clip and digest
+
+
+@pytest.mark.parametrize(
+    ("knobs", "wanted", "chosen"),
+    [
+        ({"seq_len": (512, 2048)}, {"seq_len": 1024}, {"seq_len": 512}),
+        ({"seq_len": (512, 2048)}, {"seq_len": 1280}, {"seq_len": 512}),  # as near to both: the smaller
+        ({"seq_len": (512, 2048)}, {"seq_len": 1281}, {"seq_len": 2048}),
+        ({"checkpointing": ("none", "full")}, {"checkpointing": "every_2"}, {"checkpointing": "none"}),
+        ({"method": ("full",), "lora_rank": (8, 16)}, {}, {"method": "full"}),
+        ({"lora_rank": (32, 64)}, {"method": "full"}, {"lora_rank": 32}),
+        ({"quantization": ("nf4",), "double_quant": (True,)}, {}, {"quantization": "nf4", "double_quant": True}),
+    ],
+)
+def test_clip_takes_the_nearest(knobs, wanted, chosen):
+    assert space(**knobs).clip(TrainConfig(**wanted)) == chosen
+
+
+def test_the_digest_follows_what_can_be_chosen():
+    one = space(seq_len=(512, 1024))
+    assert one.digest == SearchSpace(name="other", knobs=one.knobs).digest
+    assert one.digest != space(seq_len=(512, 1024, 2048)).digest
+    assert one.digest != one.pin("seq_len", 512).digest
+    assert one.describe() == {"seq_len": {"values": [512, 1024], "range": [None, None, False], "when": None}}
+
+
+def test_the_size_of_a_space_is_known_at_once_and_a_sample_is_of_it():
+    knobs = {name: {"min": 1, "max": 1024} for name in ("micro_batch_size", "seq_len", "lora_rank")}
+    knobs["seq_len"]["when"], knobs["lora_rank"]["when"] = {"micro_batch_size": [1, 2]}, {"seq_len": 7}
+    large = SearchSpace(
+        name="large",
+        knobs=tuple(
+            Knob(name=name, low=entry["min"], high=entry["max"], when=entry.get("when"))
+            for name, entry in knobs.items()
+        ),
+    )
+    assert large.size() == 1022 + 2 * (1023 + 1024)
+    drawn = list(large.sample(50))
+    assert drawn == list(large.sample(50)) and len({str(one) for one in drawn}) > 40
+    assert all(set(one) <= set(knobs) and ("seq_len" in one) is (one["micro_batch_size"] in (1, 2)) for one in drawn)

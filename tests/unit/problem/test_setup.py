@@ -1,0 +1,281 @@
+"""From a spec to a subject: the device that is here, the space narrowed to what can be, and names that are no paths."""
+
+import importlib.util
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autotune.catalog import resolve_device
+from autotune.core.errors import UsageError
+from autotune.core.probe_types import ModelShape
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.setup import open_reserve, set_up, slug, suit
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.task import BASELINE
+
+CPU = resolve_device("cpu")
+H200 = resolve_device("h200")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretends that these packages are installed, and the others that are asked for are not."""
+    real = importlib.util.find_spec
+
+    def pretend(*names):
+        def find(name, package=None):
+            if name in ("flash_attn", "bitsandbytes", "torchao"):
+                return object() if name in names else None
+            return real(name, package)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find)
+
+    pretend("bitsandbytes")
+    return pretend
+
+
+# --- the subject
+
+
+def test_a_subject(installed):
+    setup = set_up(StudySpec(model="mistral-7b"), H200)
+    task = setup.task
+    assert task.study == "h200-sxm-mistral-7b-v0.3-default"
+    assert (task.model.short, task.device, task.space.name) == ("Mistral-7B-v0.3", H200, "default")
+    assert (task.price.provider, task.price.usd_per_hour) == ("verda", 3.39)
+    assert task.workload.lengths.source == "assumed" and task.workload.examples_assumed
+    assert {removal.knob for removal in setup.removals} == {
+        "attention",
+        "precision",
+        "seq_len",
+        "lora_rank",
+        "quantization",
+        "packing",
+    }
+    assert "attention flash_attention_2: flash-attn is not installed" in map(str, setup.removals)
+    assert task.space.knob("quantization").values == ("none",)
+    assert setup.reserve.knob("quantization").values == ("none", "int8", "nf4")
+    assert setup.reserve.knob("lora_rank").values == (16, 32, 64)  # a floor, not a reserve
+    opened = open_reserve(setup)
+    assert opened.task.space == setup.reserve
+    assert replace(opened.task, space=task.space) == task
+    assert task.baselines()[0] == BASELINE
+    assert [config.micro_batch_size for config in task.baselines()] == [8, 4, 2, 1]
+
+
+def test_what_a_processor_cannot_do(installed):
+    setup = set_up(StudySpec(model="demo-3m"), CPU)
+    assert (setup.task.study, setup.task.price) == ("cpu-demo-3m-cpu", None)
+    assert setup.task.workload.lengths == Lengths.constant(256, "assumed")  # the longest of its space
+    with pytest.raises(UsageError, match="no value of precision is left in the space 'cpu': fp16_mixed: fp16 does not"):
+        set_up(StudySpec(model="demo-3m", pins={"precision": "fp16_mixed"}), CPU)
+
+
+@pytest.mark.parametrize(
+    ("packages", "attention", "quantization"),
+    [
+        ((), ("sdpa",), ("none",)),
+        (("bitsandbytes",), ("sdpa",), ("none", "int8", "nf4")),
+        (("flash_attn", "bitsandbytes"), ("sdpa", "flash_attention_2"), ("none", "int8", "nf4")),
+        (("bitsandbytes", "torchao"), ("sdpa",), ("none", "int8", "nf4")),  # fp8 saves no memory
+    ],
+)
+def test_packages_that_are_not_here(installed, packages, attention, quantization):
+    installed(*packages)
+    reserve = set_up(StudySpec(model="mistral-7b"), H200).reserve
+    assert reserve.knob("attention").values == attention
+    assert reserve.knob("quantization").values == quantization
+    allowed = set_up(StudySpec(model="mistral-7b", allow_quantized=True), H200)
+    assert ("fp8" in allowed.task.space.knob("quantization").values) == ("torchao" in packages)
+    assert allowed.reserve.knob("quantization") == allowed.task.space.knob("quantization")
+
+
+def test_bf16(installed):
+    t4, spec = resolve_device("t4"), StudySpec(model="mistral-7b", space="lora")
+    assert set_up(spec, t4).task.space.knob("precision").values == ("fp16_mixed",)
+    assert set_up(spec, H200).task.space.knob("precision").values == ("bf16_mixed", "bf16_pure")
+    with pytest.raises(UsageError, match=r"no value of precision is left in the space 'full': .*: t4 has no bf16"):
+        set_up(replace(spec, space="full"), t4)
+
+
+def test_the_global_batch_and_the_context_bound_the_space(installed):
+    space = set_up(StudySpec(model="llama-2-7b", space="lora", global_batch=12, tokens_per_example=9000), H200).task
+    assert space.space.knob("micro_batch_size").values == (1, 2, 4)
+    assert space.space.knob("seq_len").values == (4096,)
+    with pytest.raises(UsageError, match=r"micro_batch_size is left .*: 8: does not divide the global batch of 12"):
+        set_up(StudySpec(model="mistral-7b", global_batch=12, pins={"micro_batch_size": 8}), H200)
+    with pytest.raises(UsageError, match=r"seq_len is left .*: 8192: longer than the model's context of 4096"):
+        set_up(StudySpec(model="llama-2-7b", pins={"seq_len": 8192}), H200)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "batch"),
+    [
+        (32 * 1024, 1024, 32),
+        (65_536, 300, 224),  # 218.5 examples: seven times as large a micro batch as there is, 2.5 % more
+        (10_000, 1024, 10),  # 9.8: 8 would be over a tenth off
+        (100, 1024, 1),
+        (10**15, 1024, 976_562_500_000),
+    ],
+)
+def test_a_global_batch_in_tokens(installed, tokens, length, batch):
+    asked = StudySpec(model="mistral-7b", space="lora", global_batch_tokens=tokens, tokens_per_example=length)
+    workload = set_up(asked, H200).task.workload
+    assert workload.global_batch == batch
+
+
+def test_a_space_that_leaves_the_micro_batch_out_must_suit_too(installed, tmp_path):
+    file = tmp_path / "odd.yaml"
+    file.write_text("version: 1\ndescription: odd\nknobs: {method: lora}\n")
+    with pytest.raises(UsageError, match="no value of micro_batch_size is left"):
+        set_up(StudySpec(model="mistral-7b", space=str(file), global_batch=12), H200)
+    assert set_up(StudySpec(model="mistral-7b", space=str(file), global_batch=16), H200).task.baselines()
+
+
+def test_a_global_batch_in_tokens_fits_what_there_is(installed):
+    asked = StudySpec(model="llama-2-7b", space="lora", global_batch_tokens=65_536, tokens_per_example=9000)
+    assert set_up(asked, H200).task.workload.global_batch == 16  # cut at the context of 4,096
+    pinned = replace(asked, pins={"micro_batch_size": 12})
+    assert set_up(pinned, H200).task.workload.global_batch == 12
+
+
+@pytest.mark.parametrize(
+    ("asked", "examples", "length", "assumed"),
+    [
+        ({}, 10_000, 1024, (True, True)),
+        ({"examples": 7}, 7, 1024, (True, False)),
+        ({"tokens": 1025}, 2, 1024, (True, False)),
+        ({"tokens": 1000, "tokens_per_example": 300}, 4, 300, (False, False)),
+        ({"pins": {"seq_len": 512}}, 10_000, 1024, (True, True)),  # pinning cuts examples, not the workload
+    ],
+)
+def test_the_workload(installed, asked, examples, length, assumed):
+    workload = set_up(StudySpec(model="mistral-7b", **asked), H200).task.workload
+    assert (workload.examples, workload.lengths.mean) == (examples, length)
+    assert (workload.lengths.source == "assumed", workload.examples_assumed) == assumed
+
+
+def test_examples_that_are_too_long_are_told(installed):
+    setup = set_up(StudySpec(model="mistral-7b", tokens_per_example=16_384), H200)
+    assert setup.warnings == (
+        "100% of the examples are longer than every seq_len of the space (4096): 75% of the tokens will be cut off",
+    )
+
+
+def test_a_pin_that_has_no_effect_is_told(installed):
+    told = set_up(StudySpec(model="mistral-7b", space="lora", pins={"method": "full", "dora": True}), H200).warnings
+    assert told == ("dora has no effect: it needs method lora",)
+    told = set_up(StudySpec(model="mistral-7b", space="lora", pins={"double_quant": True}), H200).warnings
+    assert told == ("double_quant has no effect: it needs quantization nf4",)
+    assert set_up(StudySpec(model="mistral-7b", space="default", pins={"double_quant": True}), H200).warnings == ()
+
+
+def test_a_price_of_ones_own(installed):
+    price = set_up(StudySpec(model="mistral-7b", price=0.0), H200).task.price
+    assert (price.usd_per_hour, price.provider, price.spot_usd_per_hour) == (0.0, "given by --price", None)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (StudySpec(model="mistral-7b", pins={"lora_rnk": 8}), "there is no knob 'lora_rnk'; did you mean 'lora_rank'"),
+        (StudySpec(model="mistral-7b", pins={"seq_len": {"a": 1}}), "seq_len is a positive integer, not {'a': 1}"),
+        (StudySpec(model="mistral-7b", space="qlra"), "unknown search space 'qlra'"),
+        (StudySpec(model="mistrl-7b"), "catalogue nor a directory; did you mean 'mistral-7b' or"),
+    ],
+)
+def test_names_that_cannot_be(installed, spec, message):
+    with pytest.raises(UsageError) as caught:
+        set_up(spec, H200)
+    assert message in str(caught.value)
+
+
+# --- slug
+
+HOSTILE = ["", ".", "..", "...", "/", "//", "../x", "/etc/passwd", "a/b", "a\\b", "a/../b", "~", "~root", "$HOME"]
+HOSTILE += ["a b", "a\nb", "a\tb", "a\0b", "\x1b[31m", "\x7f", "\udcff", "\ud800", "-rf", "--out", "*", "a;b", "a'b"]
+HOSTILE += ["H200", "h200-H", "ä", "日本", "a" * 81, "a" * 80 + "b", "A" * 5000, "a.", ".a", "-", "con.", "\u202eb"]
+FINE = ["h200-mistral-7b", "a", "a.b", "a_b", "a..b", "0", "a" * 80]
+
+
+@pytest.mark.parametrize("study", HOSTILE + FINE)
+def test_a_slug_is_one_plain_file_name(tmp_path, study):
+    name = slug(study)
+    assert 0 < len(name) <= 90
+    assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789._-")
+    assert name[0] not in ".-"
+    assert os.path.normpath(tmp_path / name) == str(tmp_path / name)
+    assert (tmp_path / name).parent == tmp_path == Path(os.path.dirname(tmp_path / name))
+    assert (slug(name) == name) is (study in FINE)
+
+
+def test_fine_names_are_kept():
+    assert [slug(name) for name in FINE] == FINE
+
+
+def test_no_two_names_share_a_slug():
+    names = [*HOSTILE, *FINE, "a-b", "a b", "a  b", "a\tb", "A-b", "h200"]
+    names += [slug(name) for name in HOSTILE]  # a study called like another one's directory
+    names = list(dict.fromkeys(names))
+    assert len({slug(name) for name in names}) == len(names)
+
+
+def test_a_model_without_sdpa_is_probed_with_eager_attention_and_that_is_told(installed):
+    for space in ("lora", "default"):
+        setup = set_up(StudySpec(model="gemma-2-9b", space=space), H200)
+        assert setup.task.space.knob("attention").choices() == ("eager",)
+        assert setup.task.baselines()[0].attention == "eager"
+        assert any(removal.knob == "attention" and "SDPA" in removal.reason for removal in setup.removals)
+
+
+def test_where_another_attention_is_left_it_is_kept(installed):
+    installed("bitsandbytes", "flash_attn")
+    setup = set_up(StudySpec(model="gemma-2-9b", space="default"), H200)
+    assert setup.task.space.knob("attention").choices() == ("flash_attention_2",)
+
+
+MIXTURE = ModelShape(num_layers=32, prefix=0, period=1, unquantized=0.9, parametrized=True, plain_head=True)
+
+
+def test_adapters_on_fused_experts_are_not_compiled(installed):
+    setup = suit(set_up(StudySpec(model="mixtral-8x7b", gpu="h200"), H200), MIXTURE)
+    for space in (setup.task.space, setup.reserve):
+        assert space.knob("compile").choices() == ("none",)
+    assert [removal.values for removal in setup.removals if removal.knob == "compile"] == [("per_layer",)]
+    with pytest.raises(UsageError, match="does not compile"):
+        suit(set_up(StudySpec(model="mixtral-8x7b", gpu="h200", pins={"compile": "per_layer"}), H200), MIXTURE)
+
+
+@pytest.mark.parametrize("space", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("shape", "losses"),
+    [
+        (ModelShape(num_layers=32, prefix=0, period=1, plain_head=True), ("full", "chunked")),
+        (ModelShape(num_layers=32, prefix=0, period=1), ("full",)),
+        (None, ("full",)),
+    ],
+)
+def test_a_loss_in_chunks_is_for_plain_heads(installed, space, shape, losses):
+    setup = suit(set_up(StudySpec(model="mistral-7b", gpu="h200", space=space), H200), shape)
+    assert setup.task.space.knob("loss").choices() == setup.reserve.knob("loss").choices() == losses
+    assert any(removal.knob == "loss" for removal in setup.removals) is (losses == ("full",))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "told"),
+    [
+        ({}, MIXTURE, []),
+        ({}, replace(MIXTURE, untrained=0.9), ["do not train them"]),
+        ({"allow_quantized": True}, MIXTURE, ["never quantised"]),
+        ({"space": "full", "allow_pure_bf16": True}, replace(MIXTURE, untrained=0.9), []),
+    ],
+)
+def test_what_adapters_and_quantisation_do_not_reach_is_told(installed, spec, shape, told):
+    setup = set_up(StudySpec(model="mixtral-8x7b", gpu="h200", **spec), H200)
+    warnings = [text for text in suit(setup, shape).warnings if text not in setup.warnings]
+    assert len(warnings) == len(told)
+    assert all(part in text for part, text in zip(told, warnings, strict=True))
+    if spec.get("space") == "full":
+        assert suit(setup, shape) == setup

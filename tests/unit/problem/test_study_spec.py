@@ -1,0 +1,137 @@
+"""A study spec from flags and files: flags go first, and what cannot be is refused with its line."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from autotune.core.errors import UsageError
+from autotune.problem.study_spec import SPEC_FIELDS, StudySpec, make_spec
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    return path
+
+
+def failure(path: Path | None, flags: dict) -> str:
+    with pytest.raises(UsageError) as caught:
+        make_spec(path, flags)
+    assert caught.value.remedy
+    return str(caught.value) if path is None else str(caught.value).replace(str(path), "FILE")
+
+
+def test_flags_alone():
+    spec = make_spec(None, {"model": "demo-3m", "epochs": 2, "price": None, "pins": None})
+    assert spec == StudySpec(model="demo-3m", epochs=2)
+    assert (spec.gpu, spec.budget, spec.global_batch, spec.min_rank, spec.pins) == ("auto", "15m", None, 16, {})
+
+
+def test_flags_go_before_the_file(tmp_path):
+    path = write(tmp_path, "model: demo-3m\nepochs: 3\nseed: 7\npins: {seq_len: 64, compile: none}\n")
+    assert make_spec(path, {}) == StudySpec(model="demo-3m", epochs=3, seed=7, pins={"seq_len": 64, "compile": "none"})
+    spec = make_spec(path, {"epochs": 1, "model": "other", "seed": None, "pins": {"seq_len": 128}})
+    assert (spec.model, spec.epochs, spec.seed) == ("other", 1, 7)
+    assert spec.pins == {"seq_len": 128, "compile": "none"}
+
+
+def test_one_way_to_give_the_size(tmp_path):
+    path = write(tmp_path, "model: demo-3m\nexamples: 5\n")
+    assert make_spec(path, {"tokens": 100}) == StudySpec(model="demo-3m", tokens=100)
+    assert make_spec(path, {"examples": 6}).examples == 6
+    assert failure(path, {"tokens": 1, "examples": 1}) == "give examples or tokens, not both"
+    assert failure(None, {"model": "m", "tokens": 1, "examples": 1}) == "give examples or tokens, not both"
+
+
+def test_one_way_to_give_the_lengths(tmp_path):
+    path = write(tmp_path, "model: demo-3m\nmean_tokens: 300\np99_tokens: 2000\n")
+    assert make_spec(path, {"dataset": "d.jsonl"}) == StudySpec(model="demo-3m", dataset="d.jsonl")
+    assert make_spec(path, {"tokens_per_example": 6}) == StudySpec(model="demo-3m", tokens_per_example=6)
+    assert make_spec(path, {}).mean_tokens == 300
+    assert failure(None, {"model": "m", "mean_tokens": 3.0}) == "give mean_tokens and p99_tokens together"
+    both = failure(None, {"model": "m", "lengths": "l.txt", "dataset": "d.jsonl"})
+    assert both == "the lengths of the examples are given in more than one way: lengths, dataset"
+
+
+def test_no_model():
+    assert failure(None, {}) == "which model?"
+    assert failure(None, {"gpu": "h200", "model": None}) == "which model?"
+
+
+COUNTS = (
+    "examples",
+    "epochs",
+    "tokens_per_example",
+    "tokens",
+    "global_batch",
+    "global_batch_tokens",
+    "trials",
+    "patience",
+    "min_rank",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in COUNTS for value in (0, -1, 10**16)]
+    + [("memory_gib", value) for value in (0.0, -1.0, math.nan, math.inf)]
+    + [("price", value) for value in (-0.01, math.nan, math.inf)]
+    + [("headroom", value) for value in (-0.01, 0.9, math.nan)]
+    + [(name, value) for name in ("slack", "max_truncated") for value in (-0.01, 1.01, math.nan)]
+    + [("seed", value) for value in (-1, 2**31)]
+    + [("study", value) for value in ("a\nb", "a\0", "\x1b[31m", "\udcff")],
+)
+def test_what_cannot_be(name, value):
+    assert failure(None, {"model": "m", name: value}) == f"{name} cannot be {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("headroom", 0.0), ("price", 0.0), ("slack", 1.0), ("max_truncated", 1.0), ("seed", 0), ("study", "a'; echo ä")],
+)
+def test_what_can_be(name, value):
+    assert getattr(make_spec(None, {"model": "m", name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: m\nepoch: 3\n", "FILE:2: epoch: Unexpected keyword argument"),
+        ("model: m\n\nepochs: three\n",
+         "FILE:3: epochs: Input should be a valid integer, unable to parse string as an integer"),
+        ("model: m\nepochs: 1.5\n", "FILE:2: epochs: Input should be a valid integer, got a number with a fractional "
+         "part"),
+        ("model: m\nepochs: -1\n", "FILE:2: the file: epochs cannot be -1"),
+        ("model: m\nseed: 1\nprice: .nan\n", "FILE:3: the file: price cannot be nan"),
+        ('model: m\nstudy: "a\\e[31m"\n', "FILE:2: the file: study cannot be 'a\\x1b[31m'"),
+        ("model: m\nexamples: 1\ntokens: 1\n", "FILE:1: the file: give examples or tokens, not both"),
+        ("model: m\nglobal_batch: 8\nglobal_batch_tokens: 9\n",
+         "FILE:1: the file: give global_batch or global_batch_tokens, not both"),
+        ("model: 3\n", "FILE:1: model: Input should be a valid string"),
+        ("model: null\n", "FILE:1: model: Input should be a valid string"),
+        ("gpu: h200\n", "FILE:1: model: Field required"),
+        ("model: m\npins: [a]\n", "FILE:2: pins: Input should be a valid dictionary"),
+        ("model: m\npins: &p {a: *p}\n", "FILE: not valid YAML: more than 10,000 values, with its aliases written out"),
+        ("model: m\nmodel: n\n", "FILE:2: not valid YAML: 'model' stands twice"),
+        ("model: m\nbudget: 900\n", "FILE:2: budget: Input should be a valid string"),
+        ("", "FILE:1: the file: Input should be a dictionary or an instance of StudySpec"),
+        ("- model", "FILE:1: the file: Input should be a dictionary or an instance of StudySpec"),
+    ],
+)  # fmt: skip
+def test_a_typo_in_a_file_is_named_with_its_line(tmp_path, text, message):
+    assert failure(write(tmp_path, text), {}) == message
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    assert failure(tmp_path / "no.yaml", {}) == "cannot read FILE: No such file or directory"
+
+
+def test_every_field_is_a_flag():
+    import inspect
+
+    from autotune.cli.app import run
+
+    flags = set(inspect.signature(run).parameters)
+    assert set(SPEC_FIELDS) - flags == {"pins", "configs"}  # --set, --seq-len and --rank
+    assert flags - set(SPEC_FIELDS) == {"spec", "set_", "seq_len", "rank", "json_", "events", "quiet"}

@@ -1,0 +1,232 @@
+"""What is tuned for: what is here, or another card that the one here stands in for under a cap."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.catalog import resolve_device
+from autotune.cli.commands import run
+from autotune.cli.commands.session import facts_of
+from autotune.cli.console import Display
+from autotune.core import nvml
+from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.nvml import GpuInfo
+from autotune.core.probe_types import Evidence, from_data, to_data
+from autotune.planning.plan import published, tightened
+from autotune.prediction.transfer import carry
+from autotune.problem.setup import set_up
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.target import Target, find_target
+from autotune.problem.task import BASELINE
+from autotune.study.selection import Selection
+from tests.helpers.factories import FINGERPRINT, measurement
+from tests.helpers.sessions import subject_of
+
+CPU, H200, A10, T4 = map(resolve_device, ("cpu", "h200", "a10", "t4"))
+
+
+def card(index: int = 0, name: str = "NVIDIA H200", memory_gib: float = 140.4, uuid: str = "GPU-0") -> GpuInfo:
+    return GpuInfo(
+        index=index,
+        uuid=uuid,
+        name=name,
+        memory_gib=memory_gib,
+        used_gib=0.5,
+        compute_capability="9.0",
+        driver="580",
+        processes=(),
+    )
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Sets the cards of this machine."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda *found: monkeypatch.setattr(nvml, "list_gpus", lambda: list(found))
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPU", " cpu "])
+def test_the_processor_needs_no_card(cards, name):
+    cards(card())
+    assert find_target(name) == Target(device=CPU)
+
+
+@pytest.mark.parametrize("name", ["auto", "Auto", "h200", "H200-SXM", "NVIDIA H200"])
+def test_the_card_here(cards, name):
+    cards(card())
+    assert find_target(name) == Target(device=H200, card=card())
+
+
+def test_no_card(cards):
+    cards()
+    with pytest.raises(EnvironmentProblem, match="an NVIDIA GPU was asked for, but there is no NVIDIA GPU here"):
+        find_target("auto")
+    with pytest.raises(EnvironmentProblem, match=r"^h200-sxm was asked for, but there is no NVIDIA GPU") as caught:
+        find_target("h200")
+    assert "autotune plan --gpu h200-sxm" in caught.value.remedy and caught.value.exit_code == 3
+
+
+def test_another_card(cards):
+    cards(card(name="NVIDIA A10", memory_gib=22.5))
+    with pytest.raises(EnvironmentProblem) as caught:
+        find_target("h200")
+    assert str(caught.value).startswith("h200-sxm was asked for, but the GPU here is NVIDIA A10 (a10, 22.5 GiB), which")
+    assert "it would need 137.6 GiB" in str(caught.value)
+    assert caught.value.remedy.startswith("give --gpu a10 (or auto)") and "--shallow-only" in caught.value.remedy
+
+
+def test_an_unknown_name_is_told_before_the_machine_is_looked_at(cards):
+    cards()
+    with pytest.raises(UsageError, match="unknown gpu 'a10x'; did you mean 'a10"):
+        find_target("a10x")
+
+
+@pytest.mark.parametrize(
+    ("visible", "index"), [("1", 1), ("1,0", 1), (" 0 ", 0), ("GPU-b", 1), ("", None), ("-1", None), ("7", None)]
+)
+def test_only_the_visible_card_counts(cards, monkeypatch, visible, index):
+    cards(card(0, uuid="GPU-a"), card(1, uuid="GPU-b"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if index is None:
+        with pytest.raises(EnvironmentProblem):
+            find_target("auto")
+    else:
+        assert find_target("auto").card.index == index
+
+
+def test_a_card_that_nobody_catalogued_has_no_guessed_rates(cards):
+    cards(card(name="NVIDIA H999 (Super) 1TB", memory_gib=1000.0))
+    device = find_target("auto").device
+    assert (device.name, device.memory_gib, device.kind) == ("nvidia-h999-super-1tb", 1000.0, "cuda")
+    assert (device.bf16_tflops, device.tdp_w, device.bandwidth_gb_s) == (None, None, None)
+    assert device.supports_bf16
+
+
+# --- another card than the one here
+
+
+@pytest.mark.parametrize("name", ["a10", "l4", "rtx-4090", "a100-80gb", "h100", "t4"])
+def test_a_larger_card_stands_in_for_a_smaller_one(cards, name):
+    cards(card())
+    target, device = find_target(name), resolve_device(name)
+    assert (target.device, target.here, target.card) == (device, H200, card())
+    assert target.carried == carry(H200, device) and target.carried.ratio < 1
+    assert 0.95 * device.memory_gib < target.cap_gib < device.memory_gib
+
+
+def test_the_card_itself_is_not_capped(cards):
+    cards(card())
+    assert find_target("h200").cap_gib is None and find_target("h200").carried is None
+
+
+@pytest.mark.parametrize(
+    ("here", "wanted", "why"),
+    [
+        ({"name": "NVIDIA A10", "memory_gib": 22.5}, "h100", "it would need 78"),
+        ({"name": "NVIDIA H200"}, "mi300x", "amd has other kernels"),
+        ({"name": "Tesla T4", "memory_gib": 15.0}, "rtx-4080", "it would need"),
+        ({"name": "Quadro RTX 8000", "memory_gib": 48.0}, "a10", "whose rates are not known"),
+    ],
+)
+def test_what_cannot_stand_in_is_told(cards, here, wanted, why):
+    cards(card(**here))
+    with pytest.raises(EnvironmentProblem, match=why) as caught:
+        find_target(wanted)
+    assert caught.value.exit_code == 3 and f"autotune plan --gpu {resolve_device(wanted).name}" in caught.value.remedy
+
+
+def emulated(name="a10"):
+    device = resolve_device(name)
+    return Target(device=device, card=card(), here=H200, carried=carry(H200, device))
+
+
+def test_what_the_target_cannot_do_is_taken_out_of_the_space():
+    spec = StudySpec(model="mistral-7b", allow_quantized=True)
+    a10, t4 = set_up(spec, emulated()), set_up(replace(spec, space="lora"), emulated("t4"))
+    assert "fp8" not in a10.task.space.knob("quantization").choices()
+    assert t4.task.space.knob("precision").choices() == ("fp16_mixed",)
+    assert a10.task.study == "a10-by-h200-sxm-mistral-7b-v0.3-default"
+    assert (a10.task.device, a10.task.measured_on) == (A10, H200)
+    assert a10.task.price.device == "a10"
+
+
+def test_what_the_card_here_cannot_try_is_taken_out_too(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: object())
+    l4, a100 = resolve_device("l4"), resolve_device("a100")
+    target = Target(device=l4, card=card(), here=a100, carried=carry(a100, l4))
+    setup = set_up(StudySpec(model="mistral-7b", allow_quantized=True), target)
+    assert "fp8" not in setup.task.space.knob("quantization").choices()
+    assert any("a100-80gb-sxm cannot try it" in str(removal) for removal in setup.removals)
+
+
+def test_speeds_are_projected_and_memory_is_measured():
+    """The same measurement, for the card that made it and for the one it stands in for."""
+    own = subject_of()
+    other = replace(own, device=A10, measured_on=H200, carried=carry(H200, A10))
+    found = {}
+    for task in (own, other):
+        selection = Selection(task)
+        selection.add(BASELINE, measurement())
+        found[task.device.name] = selection.recipe(FINGERPRINT)
+    here, there = found[own.device.name].winner, found["a10"].winner
+    assert there.performance.tokens_per_second == pytest.approx(
+        here.performance.tokens_per_second * other.carried.ratio
+    )
+    assert there.cost.full_run_hours == pytest.approx(here.cost.full_run_hours / other.carried.ratio)
+    low, high = other.carried.interval
+    assert there.performance.spread[0] <= other.carried.ratio / high - 1
+    assert there.performance.spread[1] >= other.carried.ratio / low - 1
+    assert (there.evidence, there.cost.evidence, there.memory_evidence) == (
+        Evidence.PROJECTED,
+        Evidence.PROJECTED,
+        Evidence.MEASURED,
+    )
+    assert {cost.evidence for cost in found["a10"].by_examples} == {Evidence.PROJECTED}
+    assert (here.evidence, here.memory_evidence) == (Evidence.MEASURED, Evidence.MEASURED)
+    assert there.measurement.peak_reserved_gib == here.measurement.peak_reserved_gib
+    assert there.performance.mfu is None and there.cost.kwh is None
+    assert any("probed on h200-sxm with its memory capped" in one for one in found["a10"].caveats)
+    assert not any("probed on" in one for one in found[own.device.name].caveats)
+
+
+def test_an_emulated_study_is_kept_and_is_not_continued_on_the_card_itself():
+    other = replace(subject_of(), device=A10, measured_on=H200, carried=carry(H200, A10))
+    assert from_data(type(other), to_data(other)) == other
+    facts = [
+        facts_of(task, FINGERPRINT, memory_gib=22.0, headroom=0.05)
+        for task in (other, replace(other, measured_on=None, carried=None))
+    ]
+    assert [one["measured on"] for one in facts] == ["h200-sxm", "a10"]
+
+
+def test_what_was_measured_on_the_target_tightens_the_projection():
+    task = set_up(StudySpec(model="mistral-7b"), emulated()).task
+    tight = tightened(task, published())
+    assert tight.carried.basis == 2 and tight.carried.error < task.carried.error
+    assert replace(tight, carried=task.carried) == task
+    own = replace(task, measured_on=None, carried=None)
+    assert tightened(own, published()) == own
+
+
+@pytest.mark.parametrize(
+    ("target", "memory_gib", "offered"),
+    [
+        (Target(device=H200, card=card()), None, 139.8),
+        (Target(device=H200, card=card()), 22.0, 22.0),
+        (emulated(), None, round(22.488 * 0.98, 2)),
+        (emulated(), 16.0, 16.0),
+    ],
+)
+def test_what_a_probe_may_take(target, memory_gib, offered):
+    display = Display(budget_s=60.0, quiet=True)
+    spec = StudySpec(model="mistral-7b", memory_gib=memory_gib)
+    assert run._memory(spec, target, 139.8, display) == pytest.approx(offered, abs=0.01)
+
+
+def test_a_cap_that_is_not_free_is_told():
+    busy = replace(emulated(), card=replace(card(), used_gib=130.0))
+    display = Display(budget_s=60.0, quiet=True)
+    with pytest.raises(EnvironmentProblem, match=r"a10 offers 22.0 GiB, and 9.80 GiB are free here"):
+        run._memory(StudySpec(model="mistral-7b"), busy, 139.8, display)
+    with pytest.raises(UsageError, match=r"--memory-gib 30 is more than the 22.0 GiB"):
+        run._memory(StudySpec(model="mistral-7b", memory_gib=30.0), emulated(), 139.8, display)

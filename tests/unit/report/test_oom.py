@@ -1,0 +1,174 @@
+"""The OOM report: what it counts, what it advises, and that no text of a user is interpreted as Markdown."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from autotune.core.probe_types import Outcome, Rung
+from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.report import oom_report
+from autotune.report.oom import WEIGHTS, Term, advise, code, distance
+from autotune.study.summary import StudySummary, TrialRecord
+from tests.helpers.factories import oom_detail, summary
+
+HOSTILE = "`a` | <script>alert(1)</script>\n# title [x](http://x.invalid)"
+
+
+def row(number: int, outcome: Outcome, **changes: object) -> TrialRecord:
+    values = {"number": number, "config": TrainConfig(), "outcome": outcome, "rung": Rung.FULL} | changes
+    return TrialRecord(**values)  # type: ignore[arg-type]
+
+
+def study(*rows: TrialRecord) -> StudySummary:
+    return StudySummary(study="s", recipe=None, trials=rows, wall_seconds=2.0, search_usd=None)
+
+
+def test_counts_every_oom_and_refusal() -> None:
+    # Trials 0 to 11; number % 5 == 2 is an OOM (2, 7), == 4 a refusal (4, 9).
+    report = oom_report(summary())
+    assert [(entry.number, entry.outcome) for entry in report.entries] == [
+        (2, "oom"),
+        (4, "refused"),
+        (7, "oom"),
+        (9, "refused"),
+    ]
+    assert report.headline() == "2 of 12 trials ran out of memory, 2 were refused before launch."
+
+
+def test_oom_numbers_come_from_the_detail() -> None:
+    entry = oom_report(summary()).entries[0]
+    assert (entry.phase, entry.requested_gib, entry.allocated_gib) == ("backward", 2.0, 131.0)
+    # 131 allocated and 2 asked for, under 132.
+    assert entry.margin == pytest.approx(133 / 132 - 1)
+    assert entry.missed_gib == pytest.approx(1.0)
+    assert (entry.terms[0].name, entry.terms[0].share) == ("activations", pytest.approx(108.8 / 131.0))
+    assert sum(term.share for term in entry.terms) == pytest.approx(1.0)
+
+
+def test_a_refusal_without_detail_keeps_the_unknown_unknown() -> None:
+    entry = oom_report(study(row(0, Outcome.REFUSED, margin=0.5, limit_gib=100.0))).entries[0]
+    assert (entry.phase, entry.allocated_gib, entry.terms) == (None, None, ())
+    assert entry.missed_gib == pytest.approx(50.0)
+    assert entry.changes
+    assert oom_report(study(row(0, Outcome.OOM))).entries[0].missed_gib is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0.0),
+        ({"micro_batch_size": 32}, 2.0),  # two doublings from 8
+        ({"seq_len": 512}, 2.0),  # one halving, weight 2
+        ({"checkpointing": "none"}, 1.0),
+        ({"quantization": "nf4", "double_quant": True}, 3.5),
+        ({"method": "full"}, 4.0),  # the rank goes with the method
+    ],
+)
+def test_distance(changes: dict[str, object], expected: float) -> None:
+    other = replace(TrainConfig(), **changes)  # type: ignore[arg-type]
+    assert distance(TrainConfig(), other) == pytest.approx(expected)
+    assert distance(other, TrainConfig()) == pytest.approx(expected)
+
+
+def test_nearest_are_fitting_distinct_and_sorted() -> None:
+    near, far = TrainConfig(micro_batch_size=4), TrainConfig(micro_batch_size=1)
+    rows = [row(0, Outcome.OOM), row(1, Outcome.OK, config=far), row(2, Outcome.OK, config=near)]
+    rows += [row(3, Outcome.OK, config=near), row(4, Outcome.CRASH, config=TrainConfig(compile="per_layer"))]
+    nearest = oom_report(study(*rows)).entries[0].nearest
+    assert [one.number for one in nearest] == [2, 1]
+    assert nearest[0].differs == {"micro_batch_size": [8, 4]}
+
+
+FULL = TrainConfig(method="full", optimizer="adamw_torch")
+
+
+@pytest.mark.parametrize(
+    ("term", "config", "knobs"),
+    [
+        ("activations", TrainConfig(checkpointing="none"), ["checkpointing", "micro_batch_size", "seq_len"]),
+        ("activations", TrainConfig(attention="eager"), ["attention", "micro_batch_size", "seq_len"]),
+        ("logits", TrainConfig(), ["loss", "micro_batch_size", "seq_len"]),
+        ("logits", TrainConfig(loss="chunked"), ["micro_batch_size", "seq_len"]),
+        ("optimizer", FULL, ["optimizer", "method"]),
+        ("optimizer", TrainConfig(optimizer="adamw_8bit"), ["optimizer", "lora_rank"]),
+        ("weights", TrainConfig(), ["quantization"]),
+        ("weights", TrainConfig(quantization="nf4"), ["double_quant"]),
+        ("weights", FULL, ["method", "precision"]),
+        ("gradients", FULL, ["method"]),
+        ("gradients", TrainConfig(), ["lora_rank"]),
+        ("weights", TrainConfig(quantization="nf4", double_quant=True), [None]),
+        ("activations", TrainConfig(micro_batch_size=1), ["checkpointing", "seq_len"]),
+        ("something new", TrainConfig(micro_batch_size=1, seq_len=1, checkpointing="offload"), [None]),
+    ],
+)
+def test_advice_follows_the_dominant_term(term: str, config: TrainConfig, knobs: list[str | None]) -> None:
+    terms = (Term(name="small", gib=1.0, share=0.1), Term(name=term, gib=9.0, share=0.9))
+    changes = advise(config, terms)
+    assert [change.knob for change in changes] == knobs
+    for change in changes:
+        if change.knob:
+            assert change.current == getattr(config, change.knob)
+            replace(config, **{change.knob: change.suggested} | ({"lora_rank": 16} if change.knob == "method" else {}))
+
+
+def test_advice_is_not_repeated_for_two_large_terms() -> None:
+    terms = (Term(name="activations", gib=5.0, share=0.5), Term(name="logits", gib=4.0, share=0.4))
+    assert [change.knob for change in advise(TrainConfig(), terms)] == ["micro_batch_size", "seq_len", "loss"]
+
+
+def test_markdown_says_what_happened() -> None:
+    text = oom_report(summary()).markdown()
+    assert "# Out of memory: `h200-mistral-7b`" in text
+    assert "## Trial 2: oom" in text
+    assert "Requested 2.00 GiB on top of 131.0 GiB allocated, 131.9 GiB reserved" in text
+    assert "`activations` 108.8 GiB (83%)" in text
+    assert "| 4 | `lora r16 16x1024 bf16_mixed ckpt-every_2 adamw_torch_fused` | refused | – |" in text
+
+
+def test_markdown_without_any() -> None:
+    text = oom_report(study(row(0, Outcome.OK))).markdown()
+    assert text == "# Out of memory: `s`\n\nNo trial of 1 ran out of memory and none was refused.\n"
+
+
+def test_markdown_when_nothing_fits() -> None:
+    assert "nothing of this study fitted" in oom_report(study(row(0, Outcome.OOM, oom=oom_detail()))).markdown()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain", "`plain`"),
+        ("a\n# b\x1b[0m", "`a # b [0m`"),
+        ("`x`", "`` `x` ``"),
+        ("a ``` b", "````a ``` b````"),
+        ("", "`–`"),
+    ],
+)
+def test_code_span(text: str, expected: str) -> None:
+    assert code(text) == expected
+
+
+def test_hostile_text_stays_in_code_spans() -> None:
+    hostile = replace(study(row(0, Outcome.OOM, reason=HOSTILE, log=HOSTILE, oom=oom_detail())), study=HOSTILE)
+    detail = replace(oom_detail(), terms_gib={HOSTILE: 9.0, "weights": 1.0})
+    hostile = replace(hostile, trials=(replace(hostile.trials[0], oom=detail),))
+    span = code(HOSTILE)
+    assert "\n" not in span
+    text = oom_report(hostile).markdown()
+    assert text.count(span) == 4
+    assert "<script>" not in text.replace(span, "")
+
+
+def test_data_is_json_and_complete() -> None:
+    data = json.loads(json.dumps(oom_report(summary()).data()))
+    assert (data["schema_version"], data["oom"], data["refused"], data["trials"]) == (1, 2, 2, 12)
+    first = data["entries"][0]
+    assert first["config"]["micro_batch_size"] == 4
+    assert first["terms"][0]["name"] == "activations"
+    assert first["nearest"] and first["changes"]
+
+
+def test_every_knob_has_its_distance() -> None:
+    """A knob without one would make two configurations that differ in it the same."""
+    assert set(WEIGHTS) == set(KNOBS)

@@ -1,0 +1,127 @@
+"""Why the winner won: which knobs are set back, what is said of each, and that it stays with the study."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotune.cli.commands.session import explanation_of
+from autotune.core.errors import EnvironmentProblem
+from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, to_data
+from autotune.core.train_config import TrainConfig
+from autotune.report import render
+from autotune.study.ablation import explain, set_back
+from autotune.study.ablation import told as read
+from autotune.study.explanation import AblatedKnob, Ablation
+from autotune.study.summary import summary_data
+from tests.helpers.factories import summary
+from tests.helpers.replay import machine
+from tests.helpers.sessions import Start, by_tokens
+
+BASELINE = TrainConfig(micro_batch_size=4, seq_len=256, lora_rank=32)
+WINNER = replace(BASELINE, micro_batch_size=8, checkpointing="none", lora_rank=16)
+
+
+def test_each_knob_that_differs_is_set_back_alone() -> None:
+    found = dict(set_back(WINNER, BASELINE))
+    assert found == {
+        "micro_batch_size": replace(WINNER, micro_batch_size=4),
+        "lora_rank": replace(WINNER, lora_rank=32),
+        "checkpointing": replace(WINNER, checkpointing="full"),
+    }
+    assert dict(set_back(WINNER, WINNER)) == {}
+
+
+@pytest.mark.parametrize("quantised_wins", [True, False])
+def test_a_second_quantisation_goes_with_its_base(quantised_wins: bool) -> None:
+    nf4 = replace(WINNER, quantization="nf4", double_quant=True)
+    pair = (nf4, WINNER) if quantised_wins else (WINNER, nf4)
+    assert [name for name, _ in set_back(*pair)] == ["quantization"]
+    assert dict(set_back(*pair))["quantization"] == pair[1]
+    assert [name for name, _ in set_back(nf4, replace(nf4, double_quant=False))] == ["double_quant"]
+
+
+def test_what_each_is_worth_is_found_out_by_probes(start: Start) -> None:
+    session = start(machine(limit_gib=60.0, rate=by_tokens))
+    done = explain(session.study.task, session.evaluator, WINNER, BASELINE)
+    by_knob = {one.knob: one for one in done.undone}
+    assert by_knob.keys() == {"micro_batch_size", "lora_rank", "checkpointing"}
+    assert done.winner.tokens_per_s and done.winner.config == WINNER
+    slower = by_knob["checkpointing"]
+    assert slower.tokens_per_s == pytest.approx(0.7 * done.winner.tokens_per_s)
+    assert done.ranked()[0] is slower
+    assert done.said()[0].startswith("checkpointing none instead of full: 1.43 times as fast")
+    probes = session.prober.num_probes
+    again = explain(session.study.task, session.evaluator, WINNER, BASELINE)
+    assert again.undone and session.prober.num_probes == probes  # all of it was known
+
+
+def test_a_winner_that_does_not_come_through_again_is_an_error(start: Start) -> None:
+    session = start(machine(limit_gib=0.01, rate=by_tokens))
+    with pytest.raises(EnvironmentProblem, match="did not come through"):
+        explain(session.study.task, session.evaluator, WINNER, BASELINE)
+
+
+def test_a_stop_leaves_what_there_is(start: Start) -> None:
+    session = start(machine(rate=by_tokens))
+    done = explain(session.study.task, session.evaluator, WINNER, BASELINE, should_stop=lambda: True)
+    assert done.undone == () and done.winner.config == WINNER
+
+
+def one(knob: str, config: TrainConfig, **changes: Any) -> AblatedKnob:
+    return AblatedKnob(
+        **({"knob": knob, "config": config, "outcome": Outcome.OK, "evidence": Evidence.MEASURED} | changes)
+    )
+
+
+def told(**changes: Any) -> Ablation:
+    winner = one("", WINNER, tokens_per_s=1000.0, error=0.01, peak_gib=20.0)
+    undone = one("checkpointing", replace(WINNER, checkpointing="full"), **changes)
+    return Ablation(winner=winner, baseline=BASELINE, undone=(undone,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens_per_s": 500.0, "peak_gib": 12.0}, "2.00 times as fast, 8.00 GiB more"),
+        ({"tokens_per_s": 1010.0, "error": 0.02, "peak_gib": 21.0}, "no clear difference in speed, 1.00 GiB less"),
+        ({"tokens_per_s": 1250.0}, "0.80 times as fast"),
+        (
+            {"outcome": Outcome.OOM, "peak_gib": 30.0, "limit_gib": 22.0},
+            "does not fit without it: at least 30.0 GiB of 22.0 GiB",
+        ),
+        ({"outcome": Outcome.CRASH}, "without it: crash"),
+    ],
+)
+def test_the_words(changes: dict[str, Any], words: str) -> None:
+    assert told(**changes).said() == [f"checkpointing none instead of full: {words} [measured]"]
+
+
+def test_what_did_not_fit_says_what_it_needed(start: Start) -> None:
+    """Which is more than what was reserved when it ran out."""
+    oom = OomDetail(phase=Phase.FORWARD, requested_gib=3.0, allocated_gib=19.5, reserved_gib=20.0, limit_gib=21.5)
+    result = replace(
+        machine(rate=by_tokens)(ProbeRequest(config=WINNER, model={}, memory_gib=80.0)), outcome=Outcome.OOM, oom=oom
+    )
+    assert read(start().study.task, "checkpointing", result).peak_gib == 22.5
+
+
+def test_what_failed_by_chance_helped_nobody() -> None:
+    made = told(tokens_per_s=500.0)
+    crashed = one("compile", replace(WINNER, compile="per_layer"), outcome=Outcome.CRASH)
+    too_large = one("micro_batch_size", replace(WINNER, micro_batch_size=4), outcome=Outcome.OOM, peak_gib=30.0)
+    ranked = replace(made, undone=(crashed, *made.undone, too_large)).ranked()
+    assert [each.knob for each in ranked] == ["micro_batch_size", "checkpointing", "compile"]
+
+
+def test_it_is_kept_with_the_study_and_shown() -> None:
+    made = summary()
+    assert made.recipe is not None
+    mine = told(tokens_per_s=500.0)
+    mine = replace(mine, winner=replace(mine.winner, config=made.recipe.winner.config))
+    assert explanation_of({"explanation": to_data(mine)}) == mine
+    assert explanation_of({}) is None
+    shown = replace(made, explanation=mine)
+    assert summary_data(shown, "out")["explanation"]["undone"][0]["knob"] == "checkpointing"
+    assert "2.00 times as fast" in render(shown, "out")
+    assert "autotune explain" in render(made, "out")

@@ -1,0 +1,108 @@
+"""The climb: one knob at a time from the best so far, only where it may pay, nothing tried twice."""
+
+from dataclasses import replace
+
+from autotune.core.probe_types import Outcome
+from autotune.core.train_config import TrainConfig
+from autotune.problem.search_space import Knob, SearchSpace, load_space, shipped_spaces
+from autotune.study.coordinate_search import ORDER, move
+from tests.helpers.replay import machine
+from tests.helpers.sessions import Start, subject_of
+
+SPACE = SearchSpace(
+    name="small",
+    knobs=(
+        Knob(name="compile", values=("none", "per_layer")),
+        Knob(name="micro_batch_size", values=(1, 2, 4, 8, 16)),
+        Knob(name="checkpointing", values=("none", "every_2", "full")),
+        Knob(name="lora_rank", low=8, high=64, log=True, kind="learning"),
+    ),
+)
+MIDDLE = TrainConfig(micro_batch_size=4, checkpointing="full", lora_rank=16)
+
+
+def first_moves(here: TrainConfig, name: str, outcome: Outcome) -> list[TrainConfig]:
+    """What is tried by one knob while every try ends in `outcome`."""
+    tried: dict[str, Outcome] = {here.digest: Outcome.OK}
+    found = []
+    while (chosen := move(SPACE, here, name, tried)) is not None:
+        config = SPACE.config(chosen)
+        tried[config.digest] = outcome
+        found.append(config)
+    return found
+
+
+def test_a_micro_batch_is_tried_larger_then_smaller() -> None:
+    sizes = [config.micro_batch_size for config in first_moves(MIDDLE, "micro_batch_size", Outcome.SLOW)]
+    assert sizes == [8, 2]
+
+
+def test_less_recomputation_is_tried_once_where_it_fits() -> None:
+    assert [one.checkpointing for one in first_moves(MIDDLE, "checkpointing", Outcome.OK)] == ["none"]
+
+
+def test_less_recomputation_that_does_not_fit_is_tried_with_smaller_micro_batches_then_with_more() -> None:
+    found = first_moves(MIDDLE, "checkpointing", Outcome.OOM)
+    assert [(one.checkpointing, one.micro_batch_size) for one in found] == [
+        ("none", 4),
+        ("none", 2),
+        ("none", 1),
+        ("every_2", 4),
+        ("every_2", 2),
+        ("every_2", 1),
+    ]
+
+
+def test_recomputing_some_layers_is_tried_where_none_took_too_small_a_micro_batch() -> None:
+    """Nothing recomputed in rows too few for the device says little of half of it in more of them."""
+    tried = {MIDDLE.digest: Outcome.OK}
+    for size, outcome in ((4, Outcome.OOM), (2, Outcome.REFUSED), (1, Outcome.SLOW)):
+        tried[replace(MIDDLE, checkpointing="none", micro_batch_size=size).digest] = outcome
+    chosen = move(SPACE, MIDDLE, "checkpointing", tried)
+    assert chosen is not None and chosen["checkpointing"] == "every_2" and chosen["micro_batch_size"] == 4
+
+
+def test_nobody_climbs_towards_what_is_slower() -> None:
+    fast = replace(MIDDLE, checkpointing="none", compile="per_layer")
+    for name in ("checkpointing", "compile"):
+        assert first_moves(fast, name, Outcome.OK) == []
+
+
+def test_learning_knobs_are_not_climbed() -> None:
+    assert "lora_rank" not in ORDER and "seq_len" not in ORDER
+    for name in ORDER:
+        assert all(one.lora_rank == MIDDLE.lora_rank for one in first_moves(MIDDLE, name, Outcome.OOM))
+
+
+def test_nobody_climbs_from_one_quantised_base_to_another() -> None:
+    space = load_space("everything")
+    nf4 = TrainConfig(quantization="nf4", compile="per_layer")
+    assert move(space, nf4, "quantization", {}) is None
+    plain = replace(nf4, quantization="none")
+    assert space.config(move(space, plain, "quantization", {}) or {}).quantization == "fp8"
+
+
+def test_every_shipped_space_can_be_climbed() -> None:
+    for name in shipped_spaces():
+        space = load_space(name)
+        start = space.config(space.clip(TrainConfig(checkpointing="full")))
+        for knob in ORDER:
+            chosen = move(space, start, knob, {})
+            assert chosen is None or space.config(chosen) != start
+
+
+def test_a_study_climbs_from_its_baseline_to_the_top_of_a_smooth_hill(start: Start) -> None:
+    def rate(config: TrainConfig) -> float:
+        return (
+            1000.0
+            * {"none": 1.4, "every_2": 1.2, "full": 1.0}[config.checkpointing]
+            * {1: 0.7, 2: 0.9, 4: 1.0, 8: 0.98, 16: 0.9}[config.micro_batch_size]
+            * (1.5 if config.compile == "per_layer" else 1.0)
+            / (1 + (config.lora_rank or 0) / 1000)
+        )
+
+    session = start(machine(limit_gib=60.0, rate=rate), task=subject_of(SPACE), begin=[MIDDLE], trials=14)
+    session.study.run()
+    best = session.study.best()
+    assert best is not None
+    assert (best.config.checkpointing, best.config.micro_batch_size, best.config.compile) == ("none", 4, "per_layer")

@@ -1,0 +1,237 @@
+"""Several workers on one study, in threads, on recorded answers: nothing twice, nothing lost, the total kept."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
+from autotune.study.evaluator import Evaluator
+from autotune.study.loop import Limits, Study
+from autotune.study.optimizer import Optimizer
+from autotune.study.storage.leases import Leases, Worker
+from autotune.study.storage.probe_store import ProbeStore
+from tests.helpers.replay import ReplayProber, machine
+from tests.helpers.sessions import BASELINE, by_tokens, space, subject_of
+
+WIDE = space(
+    micro_batch_size=(1, 2, 4, 8),
+    seq_len=(128, 256),
+    lora_rank=(16,),
+    checkpointing=("none", "every_2", "full"),
+    optimizer=("adamw_torch_fused", "adamw_8bit"),
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    study: Study
+    prober: ReplayProber
+    search: Optimizer
+    store: ProbeStore
+    coordinator: Leases
+
+
+Join = Callable[..., Member]
+
+
+def slowly(request: ProbeRequest) -> ProbeResult:
+    time.sleep(0.01)
+    return machine(rate=by_tokens, limit_gib=100.0)(request)
+
+
+@pytest.fixture
+def join(database: str, tmp_path: Path) -> Iterator[Join]:
+    """A worker of the study; the first begins it. All are of one process, so that names tell them apart."""
+    task, members = subject_of(WIDE), list[Member]()
+
+    def start(answers: Any = slowly, **limits: Any) -> Member:
+        number = len(members)
+        me = replace(Worker.here("replay"), realm=f"machine {number}", pid=number + 1)
+        prober, store = ReplayProber(answers), ProbeStore(database)
+        search = Optimizer.create(database, "one", WIDE, seed=number, facts={})
+
+        def request(config: Any) -> ProbeRequest:
+            return ProbeRequest(config=config, model=task.model.config, memory_gib=100.0)
+
+        evaluator = Evaluator(prober, store, study="one", logs=tmp_path, request=request)
+        coordinator = Leases(database, "one", me)
+        coordinator._beat()
+        study = Study(
+            task,
+            search,
+            evaluator,
+            Limits(**({"budget_s": 1e6, "patience": 1000} | limits)),
+            time.monotonic(),
+            coordinator=coordinator,
+        )
+        study.news = lambda: store.news("one")
+        study.resume(store.of_study("one"))
+        if not number:
+            study.begin([BASELINE])
+        members.append(Member(study, prober, search, store, coordinator))
+        return members[-1]
+
+    yield start
+    for one in members:
+        one.search.close()
+        one.store.close()
+        one.coordinator._engine.dispose()
+
+
+def together(members: list[Member]) -> None:
+    """The first leads, the others help; each in a thread of its own."""
+    errors: list[BaseException] = []
+
+    def run(place: int, member: Member) -> None:
+        try:
+            if place:
+                member.study.work(lambda: False)
+            else:
+                member.study.run()
+                member.study.hear(look=True)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=one) for one in enumerate(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+
+
+def states(database: str) -> Counter[TrialState]:
+    storage = optuna.storages.RDBStorage(database)
+    found = Counter(one.state for one in optuna.load_study(storage=storage, study_name="one").trials)
+    storage.engine.dispose()
+    return found
+
+
+def test_together_they_try_as_many_as_one_would_and_nothing_twice(join: Join, database: str) -> None:
+    coordinator = [join(trials=24) for _ in range(4)]
+    together(coordinator)
+    told = states(database)
+    assert told[TrialState.COMPLETE] + told[TrialState.PRUNED] == 24 and not told[TrialState.RUNNING]
+    probed = Counter(config.digest for one in coordinator for config in one.prober.configs)
+    assert set(probed.values()) == {1} and sum(bool(one.prober.num_probes) for one in coordinator) > 1
+    assert coordinator[0].coordinator.taken() == set()
+    # Whoever leads knows all of them, each once, and what the others measured can win.
+    numbers = [row.number for row in coordinator[0].study.rows]
+    assert len(numbers) == len(set(numbers)) == 24
+    best = max(row.tokens_per_second or 0.0 for row in coordinator[0].study.rows)
+    assert max(one.score for one in coordinator[0].study.selection.pool()) == pytest.approx(best)
+
+
+def test_what_one_ran_out_with_is_refused_to_the_other(join: Join) -> None:
+    narrow = machine(rate=by_tokens, limit_gib=2.2)
+    first, second = join(narrow), join(narrow)
+    large = {"micro_batch_size": 8, "seq_len": 256, "lora_rank": 16, "checkpointing": "none"}
+    first.study._step(None, large | {"optimizer": "adamw_8bit"})
+    assert first.study.rows[-1].outcome is Outcome.OOM
+    row = second.study._step(None, large | {"optimizer": "adamw_torch_fused"})
+    assert row is not None and row.outcome is Outcome.REFUSED and second.prober.num_probes == 0
+
+
+def test_what_another_is_at_is_left_to_it(join: Join) -> None:
+    first, second = join(), join()
+    wanted = WIDE.clip(BASELINE)
+    asked = first.study._ask(wanted)
+    assert asked is not None and second.study._ask(wanted) is None
+    assert second.study._step(None) is not None  # the queue holds it too, and something else is taken
+    assert asked.config.digest not in {row.config.digest for row in second.study.rows}
+
+
+def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
+    join: Join, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = join(trials=6), join(trials=6)
+    asked = second.study._ask()
+    told = second.study._ask()
+    assert asked is not None and told is not None
+    second.study.evaluator.evaluate(told.config, told.number)  # stored, and not told
+    first.coordinator.forget(second.coordinator.name)
+    monkeypatch.setattr(first.coordinator, "workers", lambda: {first.coordinator.name})
+    first.study.hear(look=True)
+    after = states(database)
+    assert after[TrialState.RUNNING] == 0 and after[TrialState.FAIL] == 1
+    assert after[TrialState.COMPLETE] == 1  # what it had stored counts, and is not probed again
+    first.study.run()
+    assert {asked.config.digest, told.config.digest} <= {row.config.digest for row in first.study.rows}
+    assert told.config.digest not in {config.digest for config in first.prober.configs}
+    # It had only been stopped: what it found out late is kept, and its trial is not told twice.
+    second.study._close(asked, second.study.evaluator.evaluate(asked.config, asked.number))
+    assert states(database)[TrialState.RUNNING] == 0
+    assert asked.number not in {row.number for row in second.study.rows}  # another has done it since
+    assert asked.config.digest in second.study.selection.measured
+
+
+def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> None:
+    leader, helper = join(), join()
+    leader.study._step(None)
+    helper.study.work(lambda: states(database)[TrialState.COMPLETE] > 150)
+    tried = states(database)[TrialState.COMPLETE]
+    assert tried < 100 and len({row.config.digest for row in helper.study.rows}) == 48
+
+
+def test_at_the_limit_nobody_begins_what_would_be_too_much(join: Join, database: str) -> None:
+    first, second = join(trials=1), join(trials=1)
+    asked = first.study._ask()
+    assert asked is not None
+    second.search.enqueue(WIDE.clip(BASELINE))
+    for _ in range(3):
+        assert second.study._ask() is None
+    assert second.search.is_waiting() and states(database)[TrialState.FAIL] == 0
+    first.study._close(asked, first.study.evaluator.evaluate(asked.config, asked.number))
+    second.study.hear()
+    assert second.study._done() and [row.number for row in second.study.rows] == [asked.number]
+
+
+def test_a_result_whose_trial_was_given_back_is_no_trial(join: Join) -> None:
+    first, second = join(), join()
+    asked = second.study._ask()
+    assert asked is not None
+    assert first.search.give_back(asked.number)
+    second.study._close(asked, second.study.evaluator.evaluate(asked.config, asked.number))
+    first.study.hear()
+    assert asked.number not in {row.number for row in first.study.rows}
+    first.study._step(None)  # the queue holds it again, and what was found out late answers it
+    assert first.study.rows[-1].config == asked.config and first.study.rows[-1].reused
+
+
+def test_who_helps_ends_when_the_study_does(join: Join) -> None:
+    leader, helper = join(), join()
+    leader.study._step(None)
+    over = iter([False, False, True])
+    helper.study.work(lambda: next(over))
+    assert len(helper.study.rows) == 3  # one was heard of
+
+
+def test_what_is_queued_is_handed_to_one(database: str) -> None:
+    coordinator = [Optimizer.create(database, "one", WIDE, seed=number, facts={}) for number in range(4)]
+    handed: list[int] = []
+    for size in (1, 2, 4, 8):
+        for seq_len in (128, 256):
+            coordinator[0].enqueue(WIDE.clip(replace(BASELINE, micro_batch_size=size, seq_len=seq_len)))
+    start = threading.Barrier(len(coordinator))
+
+    def ask(search: Optimizer) -> None:
+        for _ in range(2):
+            start.wait(timeout=60)
+            handed.append(search.ask().number)
+
+    threads = [threading.Thread(target=ask, args=(one,)) for one in coordinator]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for one in coordinator:
+        one.close()
+    assert sorted(handed) == list(range(8))

@@ -1,0 +1,374 @@
+"""The shallow rung: what two truncated depths decide, what they leave to the whole model, and what is learned of it."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.core.probe_types import Evidence, Measurement, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult, Rung
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.depth_extrapolation import SEEN, Extrapolation
+from autotune.study.evaluator import GATE_BAND, Evaluation, Evaluator
+from autotune.study.storage.probe_store import ProbeStore
+from tests.helpers.factories import result
+from tests.helpers.layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
+from tests.helpers.replay import ReplayProber
+
+MIDDLE = TrainConfig(micro_batch_size=4, seq_len=512, checkpointing="none")  # needs 3 GiB
+HALF, TWICE = replace(MIDDLE, micro_batch_size=2), replace(MIDDLE, micro_batch_size=8)  # 2 GiB and 5
+
+Start = Callable[..., tuple[Evaluator, ReplayProber]]
+
+
+def failing(depth: int, outcome: Outcome) -> Answer:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        return result(outcome=outcome, reason="no") if request.depth == depth else layered()(request)
+
+    return answer
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Any]]:
+    found: list[Any] = []
+    yield found
+    for one in found:
+        one.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path, opened: list[Any]) -> ProbeStore:
+    opened.append(ProbeStore(f"sqlite:///{tmp_path / 'autotune.db'}"))
+    return opened[-1]
+
+
+@pytest.fixture
+def session(store: ProbeStore, tmp_path: Path) -> Start:
+    def start(
+        answers: Answer | None = None,
+        *,
+        limit_gib: float = 100.0,
+        study: str = "one",
+        shape: ModelShape | None = SHAPE,
+        shallow_only: bool = False,
+        micro_steps: Callable[[TrainConfig], int] = lambda config: 2,
+        store: ProbeStore = store,
+    ) -> tuple[Evaluator, ReplayProber]:
+        prober = ReplayProber(answers or layered(), shape=shape)
+
+        def request(config: TrainConfig) -> ProbeRequest:
+            memory_gib = limit_gib / 0.95
+            return ProbeRequest(config=config, model={}, memory_gib=memory_gib, micro_steps=micro_steps(config))
+
+        logs = tmp_path / "logs"
+        shape = prober.describe({})
+        more: dict[str, Any] = {"model": "m", "shape": shape, "shallow_only": shallow_only}
+        return Evaluator(prober, store, study=study, logs=logs, request=request, **more), prober
+
+    return start
+
+
+def never(config: TrainConfig, foretold: Extrapolation) -> str:
+    return "it cannot win"
+
+
+def hopeful(config: TrainConfig, foretold: Extrapolation) -> None:
+    """Whatever is foretold may win."""
+
+
+def how(verdict: Evaluation) -> tuple[Outcome, Rung, Evidence]:
+    return verdict.result.outcome, verdict.result.rung, verdict.result.evidence
+
+
+def foretold_of(evaluator: Evaluator, config: TrainConfig) -> Measurement:
+    looked = evaluator.look(config, 99)
+    assert isinstance(looked, Extrapolation)
+    return looked.measurement
+
+
+# The order of things
+
+
+def test_two_depths_come_before_the_whole_model_and_all_of_it_is_stored(session: Start, store: ProbeStore) -> None:
+    evaluator, prober = session()
+    verdict = evaluator.evaluate(MIDDLE, 3)
+    assert asked(prober) == [2, 8, None]
+    assert [request.rung for request in prober.requests] == [Rung.SHALLOW, Rung.SHALLOW, Rung.FULL]
+    assert prober.logs == ["trial-0003-depth2.log", "trial-0003-depth8.log", "trial-0003.log"]
+    assert all(request.min_timed_s < 1 and request.min_timed_micros >= 3 for request in prober.requests[:2])
+    assert how(verdict) == (Outcome.OK, Rung.FULL, Evidence.MEASURED)
+    assert (verdict.reused, verdict.seconds) == (False, FULL_S + 2 * SHORT_S)
+    rows = store.of_study("one")
+    assert [(row.trial, row.result.depth) for row in rows] == [(3, 2), (3, 8), (3, None)]
+    assert rows[-1].result == verdict.result
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "shape", "depths"),
+    [
+        ("every_4", SHAPE, [4, 8, None]),
+        ("every_16", SHAPE, [None]),
+        ("full", replace(SHAPE, num_layers=4), [None]),
+        ("full", replace(SHAPE, period=None), [None]),
+        ("full", None, [None]),
+    ],
+)
+def test_only_whole_periods_are_left_out(
+    session: Start, checkpointing: str, shape: ModelShape | None, depths: list[int | None]
+) -> None:
+    evaluator, prober = session(shape=shape)
+    assert evaluator.evaluate(replace(MIDDLE, checkpointing=checkpointing), 0).result.rung is Rung.FULL
+    assert asked(prober) == depths
+
+
+# Memory
+
+
+@pytest.mark.parametrize(("limit_gib", "depths"), [(0.4, [2]), (0.8, [2, 8])])
+def test_what_a_few_layers_run_out_of_is_not_enough(
+    session: Start, store: ProbeStore, limit_gib: float, depths: list[int]
+) -> None:
+    evaluator, prober = session(limit_gib=limit_gib)
+    verdict = evaluator.evaluate(MIDDLE, 3)
+    assert asked(prober) == depths
+    assert how(verdict) == (Outcome.OOM, Rung.SHALLOW, Evidence.EXTRAPOLATED)
+    assert f"{depths[-1]} of 32 layers alone" in (verdict.result.reason or "")
+    assert verdict.result.depth is None and verdict.result.phase is Phase.FORWARD
+    *truncated, last = [row.result for row in store.of_study("one")]
+    assert [row.depth for row in truncated] == depths and last == verdict.result
+    assert verdict.result.oom == truncated[-1].oom
+    refused = evaluator.evaluate(TWICE, 4).result
+    assert refused.outcome is Outcome.REFUSED and "trial 3" in (refused.reason or "")
+    assert asked(prober) == depths
+
+
+def test_what_is_foretold_to_need_more_is_not_tried(session: Start, store: ProbeStore) -> None:
+    evaluator, prober = session(limit_gib=2.9)
+    verdict = evaluator.evaluate(MIDDLE, 3)
+    assert asked(prober) == [2, 8]
+    assert how(verdict) == (Outcome.OOM, Rung.SHALLOW, Evidence.EXTRAPOLATED)
+    oom, measured = verdict.result.oom, verdict.result.measurement
+    assert oom is not None and measured is not None
+    assert (oom.reserved_gib, oom.limit_gib) == pytest.approx((3.0, 2.9))
+    assert oom.margin == pytest.approx(3.0 / 2.9 - 1)
+    assert sum(oom.terms_gib.values()) == pytest.approx(oom.allocated_gib)
+    assert oom.phase is verdict.result.phase is Phase.BACKWARD
+    assert measured.peak_reserved_gib == pytest.approx(3.0)
+    assert "extrapolated from 2 and 8 layers" in (verdict.result.reason or "")
+    assert store.of_study("one")[-1].result == verdict.result
+    assert evaluator.evaluate(TWICE, 4).result.outcome is Outcome.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("need", "outcome", "rung"),
+    [
+        (1.005, Outcome.OOM, Rung.SHALLOW),
+        (0.995, Outcome.OK, Rung.FULL),
+        (0.9, Outcome.OK, Rung.FULL),
+    ],
+)
+def test_close_to_the_limit_truncated_depths_decide(session: Start, need: float, outcome: Outcome, rung: Rung) -> None:
+    verdict = session(limit_gib=3.0 / need)[0].evaluate(MIDDLE, 0)
+    assert (verdict.result.outcome, verdict.result.rung) == (outcome, rung)
+
+
+@pytest.mark.parametrize(
+    ("need", "outcome", "depths"),
+    [
+        (1 + GATE_BAND + 0.005, Outcome.REFUSED, []),
+        (1 + GATE_BAND - 0.005, Outcome.OOM, [2, 8]),
+        (1.005, Outcome.OOM, [2, 8]),
+        (0.98, Outcome.OK, [2, 8, None]),
+        (0.96, Outcome.OK, [None]),  # surely fits, and there is no promise to hold it to
+    ],
+)
+def test_the_gate_refuses_what_is_foretold_to_be_far_beyond_the_limit(
+    session: Start, need: float, outcome: Outcome, depths: list[int | None]
+) -> None:
+    for config in (HALF, TWICE):
+        session(study="another")[0].evaluate(config, None)
+    evaluator, prober = session(limit_gib=3.0 / need)
+    evaluator.learn_from_others()
+    found = evaluator.evaluate(MIDDLE, 0).result
+    assert found.outcome is outcome and asked(prober) == depths
+    if outcome is Outcome.REFUSED:
+        assert found.rung is Rung.GATE and "learned from 2 configurations" in (found.reason or "")
+        assert found.oom is not None and found.oom.margin == pytest.approx(need - 1)
+
+
+def test_the_gate_learns_from_truncated_depths_too(session: Start) -> None:
+    evaluator, prober = session(limit_gib=6.0)
+    for config in (HALF, MIDDLE):
+        assert evaluator.evaluate(config, 0, never).result.outcome is Outcome.SLOW
+    assert evaluator.evaluate(replace(MIDDLE, micro_batch_size=16), 1).result.rung is Rung.GATE  # 9 GiB
+    assert None not in asked(prober)
+
+
+def test_what_was_foretold_to_need_more_than_another_limit_is_not_refused_under_this_one(session: Start) -> None:
+    assert session(study="small", limit_gib=2.0)[0].evaluate(MIDDLE, 0).result.outcome is Outcome.OOM
+    evaluator, _ = session(limit_gib=100.0)
+    evaluator.learn_from_others()
+    assert evaluator.evaluate(TWICE, 0).result.outcome is Outcome.OK
+
+
+def test_depths_of_steps_of_one_micro_batch_and_of_two_are_not_mixed(session: Start) -> None:
+    """`twice` is a whole batch here, and was half of one in a study before; MIDDLE needs 3.5 GiB of 3.6."""
+    gradients, twice = layered(gradients_gib=0.5), replace(TWICE, method="full", lora_rank=None)
+    session(gradients, study="larger batch")[0].evaluate(twice, 0, never)
+    evaluator, _ = session(gradients, limit_gib=3.6, micro_steps=lambda config: 8 // config.micro_batch_size)
+    evaluator.learn_from_others()
+    assert evaluator.evaluate(twice, 0).result.outcome is Outcome.OOM
+    assert evaluator.evaluate(MIDDLE, 1).result.outcome is Outcome.OK
+
+
+# Time
+
+
+def test_what_cannot_win_is_slow(session: Start, store: ProbeStore) -> None:
+    evaluator, prober = session()
+    heard: list[tuple[TrainConfig, float]] = []
+
+    def promise(config: TrainConfig, foretold: Extrapolation) -> str | None:
+        heard.append((config, foretold.measurement.micro_step_s[0]))
+        return "too slow" if config == MIDDLE else None
+
+    verdict = evaluator.evaluate(MIDDLE, 5, promise)
+    assert how(verdict) == (Outcome.SLOW, Rung.SHALLOW, Evidence.EXTRAPOLATED)
+    assert (verdict.result.reason, verdict.reused, verdict.seconds) == ("too slow", False, 2 * SHORT_S)
+    assert verdict.result.measurement is not None
+    assert store.of_study("one")[-1].result == verdict.result
+    assert evaluator.evaluate(HALF, 6, promise).result.rung is Rung.FULL
+    assert asked(prober) == [2, 8, 2, 8, None]
+    assert [config for config, _ in heard] == [MIDDLE, HALF]
+    assert [micro for _, micro in heard] == pytest.approx([2.048, 1.024])
+
+
+def test_what_takes_longer_than_foretold_corrects_what_is_foretold_next(session: Start) -> None:
+    evaluator, _ = session(layered(slower=1.1))
+    assert foretold_of(evaluator, HALF).micro_step_s == pytest.approx((1.024,))
+    evaluator.evaluate(MIDDLE, 0, hopeful)
+    assert foretold_of(evaluator, HALF).micro_step_s == pytest.approx((1.1 * 1.024,))
+    assert foretold_of(evaluator, HALF).step_s == pytest.approx((1.1 * 2.048,) * 3)
+    another_kind = replace(HALF, checkpointing="full")
+    assert foretold_of(evaluator, another_kind).micro_step_s == pytest.approx((1.024,))
+
+
+def test_another_optimizer_is_foretold_the_micro_batches_that_were_measured(session: Start) -> None:
+    evaluator, _ = session(layered(slower=1.1))
+    evaluator.evaluate(MIDDLE, 0)
+    told = foretold_of(evaluator, replace(MIDDLE, optimizer="adamw_8bit"))
+    assert told.micro_step_s == pytest.approx((1.1 * 2.048,))
+    assert told.step_s == pytest.approx((1.1 * 4.096,) * 3)
+    assert told.time_error == pytest.approx(SEEN)
+    assert foretold_of(evaluator, replace(MIDDLE, lora_rank=64)).time_error > 0.015
+
+
+def test_where_a_step_has_a_single_micro_batch_it_is_not_timed_apart_from_the_optimizer(session: Start) -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        found = layered(slower=1.1)(request)
+        assert found.measurement is not None
+        return replace(found, measurement=replace(found.measurement, rest_s=()))
+
+    evaluator, _ = session(answer, micro_steps=lambda config: 1)
+    evaluator.evaluate(MIDDLE, 0)
+    assert foretold_of(evaluator, replace(MIDDLE, optimizer="adamw_8bit")).time_error > 0.015
+
+
+def test_a_disturbed_shallow_probe_does_not_end_the_session(session: Start) -> None:
+    """On a CPU the first probe may take longer than a wider one: the line through both leads below nothing."""
+    plain = layered()
+
+    def disturbed(request: ProbeRequest) -> ProbeResult:
+        answer = plain(request)
+        assert answer.measurement is not None
+        micro_s = 9.0 if request.depth == 2 else answer.measurement.micro_step_s[0]
+        return replace(answer, measurement=replace(answer.measurement, host_micro_s=None, micro_step_s=(micro_s,) * 3))
+
+    evaluator, _ = session(disturbed)
+    assert evaluator.evaluate(MIDDLE, 0).result.outcome is Outcome.OK
+    assert evaluator.evaluate(HALF, 1, hopeful).result.outcome is Outcome.OK
+
+
+# Where it is the last rung, and where it fails
+
+
+def test_with_shallow_only_nobody_asks_for_the_whole_model(session: Start) -> None:
+    session(study="another")[0].evaluate(MIDDLE, 0)  # not even if it is known
+    evaluator, prober = session(shallow_only=True, study="two", limit_gib=4.0)
+    fits, too_large = evaluator.evaluate(MIDDLE, 0, never), evaluator.evaluate(TWICE, 1)
+    assert how(fits) == (Outcome.OK, Rung.SHALLOW, Evidence.EXTRAPOLATED)
+    assert fits.result.measurement is not None
+    assert fits.result.measurement.micro_step_s == pytest.approx((2.048,))
+    assert too_large.result.outcome in (Outcome.OOM, Outcome.REFUSED)
+    assert asked(prober)[:2] == [2, 8] and None not in asked(prober)
+
+
+def test_with_shallow_only_a_crash_does_not_lead_to_the_whole_model_either(session: Start) -> None:
+    evaluator, prober = session(failing(8, Outcome.CRASH), shallow_only=True)
+    assert evaluator.evaluate(MIDDLE, 0).result.outcome is not Outcome.OK
+    assert None not in asked(prober)
+
+
+def test_with_shallow_only_layers_that_cannot_be_left_out_do_not_either(session: Start) -> None:
+    evaluator, prober = session(shallow_only=True)
+    evaluator.evaluate(replace(MIDDLE, checkpointing="every_16"), 0)
+    assert None not in asked(prober)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CRASH, Outcome.TIMEOUT, Outcome.NUMERICS])
+@pytest.mark.parametrize(("depth", "depths"), [(2, [2, None]), (8, [2, 8, None])])
+def test_a_truncated_model_that_fails_leaves_it_to_the_whole_one(
+    session: Start, outcome: Outcome, depth: int, depths: list[int | None]
+) -> None:
+    evaluator, prober = session(failing(depth, outcome))
+    assert how(evaluator.evaluate(MIDDLE, 0, never)) == (Outcome.OK, Rung.FULL, Evidence.MEASURED)
+    assert asked(prober) == depths
+
+
+@pytest.mark.parametrize("answers", [layered(), failing(2, Outcome.CRASH)], ids=["fine", "crash"])
+def test_looking_again_costs_nothing(session: Start, answers: Answer) -> None:
+    evaluator, prober = session(answers)
+    evaluator.look(MIDDLE, 0)
+    before = prober.num_probes
+    evaluator.look(MIDDLE, 0)
+    assert prober.num_probes == before
+
+
+# What is stored
+
+
+def test_truncated_probes_of_another_study_are_not_made_again(session: Start) -> None:
+    session(study="another")[0].evaluate(MIDDLE, 0, never)
+    evaluator, prober = session()
+    slow = evaluator.evaluate(MIDDLE, 0, never)
+    assert (slow.result.outcome, slow.reused, slow.seconds) == (Outcome.SLOW, True, 0.0)
+    assert prober.num_probes == 0
+    assert evaluator.evaluate(MIDDLE, 1).result.rung is Rung.FULL  # what was slow then may win now
+    assert asked(prober) == [None]
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_what_was_stored_leads_to_the_same_decisions(
+    session: Start, store: ProbeStore, tmp_path: Path, opened: list[Any], others: bool
+) -> None:
+    """After a restart, of everything that came up before and of what is new: memory, times, and who is named."""
+    answers = layered(slower=1.1)
+    first, _ = session(answers, limit_gib=4.0)
+    first.evaluate(HALF, 0)
+    first.evaluate(replace(MIDDLE, lora_rank=64), 1, never)
+    first.evaluate(replace(TWICE, seq_len=500), 2)
+    shutil.copy(tmp_path / "autotune.db", tmp_path / "killed.db")
+    rest = ProbeStore(f"sqlite:///{tmp_path / 'killed.db'}")
+    opened.append(rest)
+    second, _ = session(answers, limit_gib=4.0, store=rest)
+    if others:
+        second.learn_from_others()
+    for row in rest.of_study("one"):
+        second.learn(row.trial, row.result)
+    wanted = [HALF, MIDDLE, TWICE, replace(TWICE, lora_rank=32), replace(HALF, checkpointing="full")]
+    for config in wanted:
+        then, now = first.look(config, 9), second.look(config, 9)
+        assert now == then, config
+    assert {type(first.look(config, 9)) for config in wanted} == {Evaluation, Extrapolation}

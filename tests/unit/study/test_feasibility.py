@@ -1,0 +1,187 @@
+"""What fails for reasons other than the device's memory: when a study gives up, and what it keeps of its numbers."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.core.errors import TooManyFailures
+from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
+from autotune.core.train_config import TrainConfig
+from autotune.study.evaluator import Evaluator
+from autotune.study.feasibility import find_footing
+from autotune.study.selection import Selection
+from autotune.study.storage.probe_store import ProbeStore
+from tests.helpers.factories import FINGERPRINT, measurement, oom_detail, result
+from tests.helpers.layered import SHAPE, layered
+from tests.helpers.replay import ReplayProber, machine
+from tests.helpers.sessions import BASELINE, SPACE, Start, by_tokens, subject_of
+
+BASE = TrainConfig(seq_len=256, checkpointing="none")
+Session = Callable[..., tuple[Evaluator, ReplayProber]]
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    opened = []
+
+    def start(
+        answers: Callable[[ProbeRequest], ProbeResult],
+        rows: Callable[[TrainConfig], tuple[tuple[int, ...], ...]] = lambda config: (),
+    ) -> tuple[Evaluator, ReplayProber]:
+        prober, store = ReplayProber(answers, shape=SHAPE), ProbeStore(f"sqlite:///{tmp_path / 'autotune.db'}")
+        opened.append(store)
+
+        def request(config: TrainConfig) -> ProbeRequest:
+            return ProbeRequest(config=config, model={}, memory_gib=100.0, rows=rows(config))
+
+        return Evaluator(
+            prober, store, study="one", logs=tmp_path / "logs", request=request, model="m", shape=SHAPE
+        ), prober
+
+    yield start
+    for store in opened:
+        store.close()
+
+
+def of_rank(rank: int) -> TrainConfig:
+    return replace(BASE, lora_rank=rank)
+
+
+def never(config: TrainConfig, foretold: Any) -> str:
+    return "it cannot win"
+
+
+def test_failures_with_others_between_them_are_not_in_a_row(session: Session) -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        crashes = (request.config.lora_rank or 0) % 2 == 0
+        return result(outcome=Outcome.CRASH, reason="no kernel") if crashes else layered()(request)
+
+    evaluator, _ = session(answer)
+    for rank in range(2, 12):
+        expected = Outcome.CRASH if rank % 2 == 0 else Outcome.SLOW
+        assert evaluator.evaluate(of_rank(rank), rank, never).result.outcome is expected
+    for rank in (12, 14):
+        evaluator.evaluate(of_rank(rank), rank, never)
+    with pytest.raises(TooManyFailures, match="3 probes in a row"):
+        evaluator.evaluate(of_rank(16), 16, never)
+
+
+def test_probes_that_are_fine_while_truncated_do_not_hide_that_whole_models_fail(session: Session) -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        return result(outcome=Outcome.CRASH, reason="disk") if request.depth is None else layered()(request)
+
+    evaluator, _ = session(answer)
+    for rank in (1, 2):
+        evaluator.evaluate(of_rank(rank), rank, lambda config, foretold: None)
+    with pytest.raises(TooManyFailures):
+        evaluator.evaluate(of_rank(3), 3, lambda config, foretold: None)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_rows_of_other_data_tell_nothing_of_time(session: Session, packed: bool) -> None:
+    """They took half as long for as many tokens: everything like them would be foretold that much faster."""
+    asked = replace(BASE, packing=packed)
+    others, _ = session(layered(lambda config: 2000.0), lambda config: ((256,),))
+    others.evaluate(asked, 0)
+    evaluator, prober = session(layered(), lambda config: ((100, 156) if packed else (100,),))
+    evaluator.learn_from_others()
+    verdict = evaluator.evaluate(asked, 1, never)
+    assert [request.depth for request in prober.requests] == [2, 8]  # nothing was known
+    assert verdict.result.measurement is not None
+    micro_s = asked.tokens / 1000.0
+    assert verdict.result.measurement.micro_step_s[0] == pytest.approx(micro_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("held_gib", "refused"), [(20.0, False), (99.0, True)])
+def test_when_the_host_runs_out_of_memory_the_device_does_not(session: Session, held_gib: float, refused: bool) -> None:
+    detail = replace(oom_detail(), allocated_gib=held_gib, requested_gib=None, limit_gib=95.0)
+    evaluator, _ = session(lambda request: result(outcome=Outcome.OOM, oom=detail))
+    evaluator.evaluate(replace(BASE, checkpointing="offload"), 0)
+    verdict = evaluator.evaluate(replace(BASE, checkpointing="full"), 1)
+    assert (verdict.result.outcome is Outcome.REFUSED) is refused
+
+
+@pytest.mark.parametrize("outcome", [Outcome.TIMEOUT, Outcome.CRASH, Outcome.OOM])
+def test_a_baseline_that_failed_once_does_not_make_the_winner_look_better(outcome: Outcome) -> None:
+    """One that ran out of memory is no baseline: the next smaller one is."""
+    selection = Selection(subject_of())
+    smaller = replace(BASELINE, micro_batch_size=4)
+    for config, micro_s in ((BASELINE, 1.0), (smaller, 0.75), (replace(BASELINE, checkpointing="none"), 0.7)):
+        selection.add(config, measurement(micro_s))
+    selection.drop(BASELINE, "it took too long", fits=outcome is not Outcome.OOM)
+    assert selection.baseline() == (smaller if outcome is Outcome.OOM else BASELINE)
+    assert BASELINE not in selection.finalists(10)
+    assert BASELINE not in [one.config for one in selection.pool()]
+
+
+def flaky(times: int) -> Callable[[ProbeRequest], ProbeResult]:
+    """A device on which the baseline times out so often at first."""
+    left, fine = [times], machine(rate=by_tokens, limit_gib=100.0)
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        if request.config == BASELINE and left[0]:
+            left[0] -= 1
+            return result(outcome=Outcome.TIMEOUT, reason="a neighbour")
+        return fine(request)
+
+    return answer
+
+
+def test_a_baseline_that_fails_is_tried_once_more(start: Start) -> None:
+    session = start(flaky(1))
+    assert find_footing(subject_of(), SPACE, session.evaluator, session.said.append) == (False, [BASELINE])
+    assert session.prober.configs == [BASELINE, BASELINE]
+
+
+def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> None:
+    session = start(flaky(99), trials=8)
+    tried = find_footing(subject_of(), SPACE, session.evaluator, session.said.append)[1]
+    session.study.begin(tried)
+    session.study.run()
+    assert len(session.study.rows) == 8 and session.study.best() is not None
+
+
+def test_a_baseline_that_comes_through_after_all_may_win() -> None:
+    selection = Selection(subject_of())
+    selection.add(BASELINE, measurement(0.5))
+    selection.drop(BASELINE, "a neighbour", fits=True)
+    assert selection.finalists(1) == []
+    selection.confirm(BASELINE, measurement(0.5))
+    assert selection.finalists(1) == [BASELINE] == [selection.leader()]
+
+
+def test_probes_of_another_global_batch_are_no_question_of_this_study(tmp_path: Path) -> None:
+    """Eight rows do not divide a batch of four: what asks for them here raises, and nobody does."""
+    store = ProbeStore(f"sqlite:///{tmp_path / 'autotune.db'}")
+    made = machine()(ProbeRequest(config=BASE, model={}, memory_gib=100.0))
+    store.add("other", 0, made, FINGERPRINT, model="m")
+
+    def refuse(config: TrainConfig) -> ProbeRequest:
+        raise ValueError("micro batch 8 does not divide the global batch 4")
+
+    Evaluator(ReplayProber(machine()), store, study="one", logs=tmp_path, request=refuse, model="m").learn_from_others()
+    store.close()
+
+
+def test_the_climb_begins_once_anything_came_through(start: Start) -> None:
+    session = start(flaky(5), begin=[BASELINE], trials=12)
+    session.study.run()
+    assert session.study._climbed
+
+
+def test_smaller_baselines_are_left_out_once_time_is_up(start: Start) -> None:
+    session = start(machine(limit_gib=1.3, rate=by_tokens))
+    find_footing(subject_of(), SPACE, session.evaluator, session.said.append, lambda: True)
+    sizes = [config.micro_batch_size for config in session.prober.configs]
+    assert sizes == [8, 1]  # the first baseline, and the leanest there is
+
+
+def test_what_was_climbed_does_not_count_as_patience_when_continued(start: Start) -> None:
+    first = start(machine(rate=by_tokens, limit_gib=100.0), begin=[BASELINE], trials=6)
+    first.study.run()
+    second = start(machine(rate=by_tokens, limit_gib=100.0))
+    assert second.study._climbed == first.study._climbed != set()
+    assert second.study._stale() == first.study._stale()

@@ -1,0 +1,280 @@
+"""Who wins, what confirms it, and every doubt that a reader should have."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.catalog import find_price, resolve_device, resolve_model
+from autotune.core.probe_types import ProbeResult, Rung, Telemetry
+from autotune.core.train_config import TrainConfig
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.performance import Floors
+from autotune.problem.search_space import load_space
+from autotune.problem.task import BASELINE, Task
+from autotune.problem.workload import Workload
+from autotune.study.selection import Selection
+from tests.helpers.factories import FINGERPRINT, measurement, result
+
+GIVEN = Workload(examples=3200, lengths=Lengths.constant(1024), examples_assumed=False)
+SUBJECT = Task(
+    study="s",
+    model=resolve_model("mistral-7b"),
+    device=resolve_device("h200"),
+    price=find_price("h200-sxm"),
+    workload=GIVEN,
+    floors=Floors(),
+    space=load_space("lora"),
+)
+FAST = TrainConfig(micro_batch_size=8, checkpointing="none")
+SLOW = BASELINE
+
+
+def steady(micro_s: float, micro_steps: int = 2, **changes):
+    """Steps that agree with one another, without noise."""
+    values = {"step_s": (micro_steps * micro_s,) * 3, "micro_step_s": (micro_s,), "rest_s": ()}
+    return measurement(**(values | {"micro_steps": micro_steps} | changes))
+
+
+def selection(workload: Workload = GIVEN, **seconds: float) -> Selection:
+    """FAST and SLOW measured once each, at 0.5 and 1 s a micro batch."""
+    made = Selection(replace(SUBJECT, workload=workload))
+    made.add(FAST, steady(0.5))
+    made.add(SLOW, steady(1.0))
+    return made
+
+
+def confirmed(again_s: float = 0.5) -> Selection:
+    made = selection()
+    for _ in range(2):
+        made.confirm(FAST, steady(again_s))
+        made.confirm(SLOW, steady(1.0))
+    return made
+
+
+# --- baselines
+
+
+@pytest.mark.parametrize(
+    ("space", "method", "rank", "length", "sizes"),
+    [
+        (load_space("lora"), "lora", 16, 1024, [8, 4, 2, 1]),
+        (load_space("full"), "full", None, 1024, [8, 4, 2, 1]),
+        (load_space("cpu"), "lora", 16, 256, [8, 4, 2, 1]),
+        (load_space("lora").pin("micro_batch_size", 32), "lora", 16, 1024, [32]),
+        (load_space("lora").pin("micro_batch_size", 3).pin("lora_rank", 64), "lora", 64, 1024, [3]),
+    ],
+)
+def test_baselines_are_clipped_to_the_space_and_halved(space, method, rank, length, sizes):
+    found = replace(SUBJECT, space=space).baselines()
+    assert [config.micro_batch_size for config in found] == sizes
+    assert {(config.method, config.lora_rank, config.seq_len) for config in found} == {(method, rank, length)}
+
+
+def test_the_baseline_is_the_largest_that_was_measured():
+    empty = Selection(SUBJECT)
+    assert empty.baseline() is None
+    empty.add(replace(BASELINE, micro_batch_size=1), steady(1.0))
+    empty.add(replace(BASELINE, micro_batch_size=4), steady(1.0))
+    assert empty.baseline() == replace(BASELINE, micro_batch_size=4)
+
+
+# --- finalists
+
+
+def test_finalists_are_the_likely_winner_and_the_fastest():
+    made = Selection(replace(SUBJECT, floors=Floors(slack=0.05)))
+    able = TrainConfig(lora_rank=64)
+    for config, micro_s in ((SLOW, 1.0), (FAST, 0.5), (able, 0.51), (replace(FAST, compile="per_layer"), 0.505)):
+        made.add(config, steady(micro_s))
+    assert made.finalists(2) == [able, FAST]
+    assert made.finalists(9) == [able, FAST, replace(FAST, compile="per_layer"), SLOW]
+    assert Selection(SUBJECT).finalists(3) == []
+
+
+# --- the recipe
+
+
+def test_nothing_measured_is_no_recipe():
+    assert Selection(SUBJECT).recipe(FINGERPRINT) is None
+
+
+def test_the_recipe():
+    recipe = confirmed().recipe(FINGERPRINT)
+    assert (recipe.winner.config, recipe.baseline.config) == (FAST, SLOW)
+    assert recipe.speedup == pytest.approx(2.0)
+    assert recipe.accumulation == 4
+    assert recipe.winner.performance.step_time_s == pytest.approx(2.0)
+    assert recipe.winner.cost.full_run_hours == pytest.approx(100 * 2.0 / 3600)
+    assert recipe.winner.cost.full_run_usd == pytest.approx(100 * 2.0 / 3600 * 3.39)
+    assert recipe.winner.cost.kwh == pytest.approx(0.65 * 100 * 2.0 / 3600)
+    assert [cost.examples for cost in recipe.by_examples] == [10_000, 50_000, 100_000]
+    assert recipe.caveats == ()
+    assert (recipe.study, recipe.trainer, recipe.fingerprint) == ("s", "transformers", FINGERPRINT)
+
+
+def test_mfu_is_over_the_catalogued_peak():
+    best = confirmed().recipe(FINGERPRINT).winner
+    flops = resolve_model("mistral-7b").flops_per_token("lora", 1024)
+    assert best.performance.mfu == pytest.approx(flops * 32 * 1024 / 2.0 / 989.4e12)
+
+
+def test_the_confirmation_outranks_the_search():
+    made = selection()
+    made.confirm(FAST, steady(1.2))  # not as fast as it seemed
+    made.confirm(SLOW, steady(1.0))
+    recipe = made.recipe(FINGERPRINT)
+    assert recipe.winner.config == SLOW
+    assert recipe.baseline.config == SLOW
+    assert recipe.speedup == 1.0
+
+
+def test_the_largest_peak_and_the_median_time_of_the_confirmations_are_kept():
+    made = selection()
+    for micro_s, peak in ((0.5, 30.0), (0.6, 50.0), (0.7, 40.0)):
+        made.confirm(FAST, steady(micro_s, peak_reserved_gib=peak))
+    best = made.candidate(FAST)
+    assert best.measurement.peak_reserved_gib == 50.0
+    assert best.performance.step_time_s == pytest.approx(2.4)
+
+
+def test_unknown_power_is_no_energy():
+    made = Selection(SUBJECT)
+    made.add(FAST, steady(0.5, telemetry=None))
+    assert made.candidate(FAST).cost.kwh is None
+    made.add(FAST, steady(0.5, telemetry=Telemetry()))
+    recipe = made.recipe(FINGERPRINT)
+    assert recipe.winner.cost.kwh is None
+    assert {cost.kwh for cost in recipe.by_examples} == {None}
+
+
+def test_the_best_of_each_learning_cell():
+    made = selection()
+    long = replace(FAST, seq_len=2048)
+    made.add(replace(FAST, compile="per_layer"), steady(0.4))
+    made.add(long, steady(0.9))
+    recipe = made.recipe(FINGERPRINT)
+    assert {cell.config for cell in recipe.cells} == {replace(FAST, compile="per_layer"), long}
+
+
+def test_a_dropped_configuration_is_out_and_named():
+    made = confirmed()
+    made.drop(FAST, "out of memory in save")
+    recipe = made.recipe(FINGERPRINT)
+    assert recipe.winner.config == SLOW
+    assert recipe.caveats == (
+        "lora r16 8x1024 bf16_mixed ckpt-none adamw_torch_fused came through the search but not its confirmation: "
+        "out of memory in save",
+    )
+    made.drop(SLOW, "x")
+    made.drop(SLOW, "again")  # nothing left to take out
+    assert made.recipe(FINGERPRINT) is None
+    assert made.baseline() is None
+
+
+# --- caveats
+
+
+def test_times_on_a_cpu_are_upper_bounds_and_that_is_said():
+    made = confirmed()
+    made.task = replace(made.task, device=resolve_device("cpu"), price=None)
+    (caveat,) = made.recipe(FINGERPRINT).caveats
+    assert "can be twice as fast" in caveat
+
+
+def test_a_study_that_was_cut_short():
+    assert selection().recipe(FINGERPRINT).caveats == (
+        "the winner was not measured a second time: the study was cut short",
+    )
+
+
+@pytest.mark.parametrize(
+    ("again_s", "caveats"),
+    [
+        (0.5, ()),
+        (0.51, ()),  # 2 % is within what is normal
+        (0.55, ("the search's step time was -9.1% off the confirmed one, which counts",)),
+        (0.45, ("the search's step time was +11.1% off the confirmed one, which counts",)),
+    ],
+)
+def test_a_search_that_was_off(again_s, caveats):
+    assert confirmed(again_s).recipe(FINGERPRINT).caveats == caveats
+
+
+def test_what_is_within_the_noise_is_not_told_apart():
+    made = selection()
+    rival = replace(FAST, compile="per_layer")
+    noisy = steady(0.5, step_s=(0.9, 1.0, 1.1))
+    made.add(FAST, noisy)
+    made.confirm(FAST, noisy)
+    made.confirm(rival, steady(0.51))
+    made.confirm(SLOW, steady(1.0))
+    assert made.noise(FAST) == pytest.approx(0.1 * (2 / 3) ** 0.5)
+    assert made.noise(rival) == 0.0
+    assert made.recipe(FINGERPRINT).caveats == (f"not distinguishable in speed from {rival.label()}",)
+
+
+def test_noise_of_what_was_never_measured():
+    assert Selection(SUBJECT).noise(FAST) == 0.0
+    single = Selection(SUBJECT)
+    single.add(FAST, steady(0.5, step_s=(1.0,)))
+    assert single.noise(FAST) == 0.0
+
+
+def test_assumptions_are_told():
+    workload = Workload(examples=12_345, lengths=Lengths.constant(2048, "assumed"))
+    made = selection(workload)
+    made.confirm(FAST, steady(0.5))
+    assert made.recipe(FINGERPRINT).caveats == (
+        "the length of an example was not given: 2,048 tokens are assumed "
+        "(--dataset, --lengths or --tokens-per-example)",
+        "the number of examples was not given: 12,345 are assumed (--examples)",
+        "50.0% of the tokens are cut off at seq_len 1024, from 100.0% of the examples",
+    )
+
+
+def test_whoever_leads_may_win():
+    """Micro batches of 16, 8 and 4: each step down costs a little speed, and the first leaves memory tight."""
+    made = Selection(SUBJECT)
+    for size, speed, free in ((16, 1000.0, 0.02), (8, 990.0, 0.5), (4, 970.0, 0.67)):
+        config = replace(FAST, micro_batch_size=size)
+        made.confirm(config, steady(size * 1024 / speed, limit_gib=100.0, peak_reserved_gib=100.0 * (1 - free)))
+    leader = made.leader()
+    assert leader is not None and leader.micro_batch_size == 8
+    assert made.may_win(leader)
+
+
+# --- how long the full run takes to start
+
+PLAIN = TrainConfig()
+
+
+def begun(config: TrainConfig, **seconds: float) -> ProbeResult:
+    """Its steps take 1.02 s each."""
+    return result(config, seconds={"total": 60.0} | seconds)
+
+
+def test_the_start_is_what_worker_model_and_first_step_took_the_first_time() -> None:
+    selection, slow = Selection(SUBJECT), TrainConfig(compile="per_layer")
+    selection.take(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
+    selection.take(begun(slow, load=0.5, first_step=22.04))
+    selection.take(begun(slow, load=0.5, first_step=5.04))  # by then compiled code lay on disk
+    assert selection.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
+    assert selection.startup_s(slow) == pytest.approx(14 + 6 + 20)
+    assert selection.startup_s(TrainConfig(seq_len=64)) is None
+    assert selection.candidate(slow).cost.startup_s == selection.startup_s(slow)
+
+
+def test_what_a_confirmation_needed_to_start_counts_as_well() -> None:
+    selection = Selection(SUBJECT)
+    first = begun(PLAIN, start=14.0, load=6.0, first_step=4.04)
+    selection.begun(replace(first, rung=Rung.CONFIRM))
+    assert selection.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
+
+
+def test_a_start_that_was_not_seen_or_was_another_cards_is_not_told() -> None:
+    selection = Selection(SUBJECT)
+    selection.take(begun(PLAIN, load=6.0, first_step=4.04))
+    assert selection.startup_s(PLAIN) is None
+    elsewhere = Selection(replace(SUBJECT, measured_on=resolve_device("h200")))
+    elsewhere.take(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
+    assert elsewhere.startup_s(PLAIN) is None

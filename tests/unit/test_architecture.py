@@ -1,0 +1,286 @@
+"""The layers hold: who imports whom, where the heavy libraries live, and what the quick commands load."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "autotune"
+
+# A package imports only from packages before it, and from itself.
+PACKAGES = [
+    "core",
+    "catalog",
+    "prediction",
+    "problem",
+    "probe",
+    "study",
+    "export",
+    "planning",
+    "report",
+    "cli",
+    "api",
+    "__main__",
+]
+
+# What runs in the worker's process.
+CHILD = ("accounting", "fault_injection", "harness", "health", "meters", "recorder", "trl_trainer", "worker")
+CHILD_MAY = {"core", "prediction.depth_extrapolation"}
+
+TORCH = frozenset(
+    {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "torchao", "safetensors", "trl", "datasets"}
+)
+HEAVY = TORCH | {"optuna", "sqlalchemy", "plotly", "numpy", "pandas", "pydantic", "jinja2"}
+STORAGE = {f"study.storage.{name}" for name in ("database", "probe_store", "leases")}
+HOMES = {
+    "optuna": {"study.importance", "study.optimizer", "report.dashboard"},
+    "optuna_dashboard": {"report.dashboard"},
+    "sqlalchemy": STORAGE,
+    "plotly": {"report.style", "report.dashboard", "api"},
+    "gpuhunt": {"catalog.live_prices"},
+    "ray": {"cli.commands.on_ray"},
+    "jinja2": {"report.html", "report.comparison"},
+    "pynvml": {"core.nvml"},
+    "numpy": set[str](),
+    "pandas": set[str](),
+}
+
+
+def runs_in_child(module: str) -> bool:
+    return module.startswith("probe.runtime") or module in {f"probe.{name}" for name in CHILD}
+
+
+def home_of(library: str) -> set[str] | None:
+    """The modules that may import a library; None for any."""
+    if library in TORCH:
+        child = {module for module in modules() if runs_in_child(module)}
+        return child | ({"problem.dataset"} if library in {"transformers", "datasets"} else set())
+    return HOMES.get(library)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """One imported name: `module` as it stands, `name` for `from module import name`, else None."""
+
+    module: str
+    name: str | None
+    at_module_level: bool
+    for_types_only: bool
+
+
+def imports(text: str) -> Iterator[Import]:
+    """Every import of a source text, inside functions too."""
+
+    def walk(node: ast.AST, top: bool, types: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(module=alias.name, name=None, at_module_level=top, for_types_only=types)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"line {child.lineno}: a relative import"
+                for alias in child.names:
+                    yield Import(module=child.module, name=alias.name, at_module_level=top, for_types_only=types)
+            elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                yield from walk(ast.Module(child.body, []), top, True)
+                yield from walk(ast.Module(child.orelse, []), top, types)
+            else:
+                function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                yield from walk(child, top and not function, types)
+
+    return walk(ast.parse(text), True, False)
+
+
+def module_name(path: Path) -> str:
+    """'probe.model' for autotune/probe/model.py, 'report' for autotune/report/__init__.py, '' for the package."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+@cache
+def modules() -> dict[str, tuple[Import, ...]]:
+    return {module_name(path): tuple(imports(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def ours(found: Import) -> str | None:
+    """The module of ours that an import means, '' for the package itself; None for anybody else's."""
+    if found.module != "autotune" and not found.module.startswith("autotune."):
+        return None
+    module = found.module.removeprefix("autotune").removeprefix(".")
+    inner = f"{module}.{found.name}".removeprefix(".")
+    return inner if inner in modules() else module
+
+
+def layer(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def edges() -> Iterator[tuple[str, str, Import]]:
+    """(importer, imported, how) among our own modules."""
+    for module, found in modules().items():
+        for one in found:
+            target = ours(one)
+            if target:
+                yield module, target, one
+
+
+# --- the reader itself
+
+
+def test_the_reader_sees_every_form_of_import():
+    text = (
+        "import os, torch.nn as nn\n"
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from pydantic import BaseModel\nelse:\n    import one\n"
+        "try:\n    import two\nexcept ImportError:\n    import three\n"
+        "class A:\n    import four\n    def f(self):\n        if True:\n            from five import x, y\n"
+        "async def g():\n    import six\n"
+    )
+    found = [(one.module, one.name, one.at_module_level, one.for_types_only) for one in imports(text)]
+    assert found == [
+        ("os", None, True, False),
+        ("torch.nn", None, True, False),
+        ("typing", "TYPE_CHECKING", True, False),
+        ("pydantic", "BaseModel", True, True),
+        ("one", None, True, False),
+        ("two", None, True, False),
+        ("three", None, True, False),
+        ("four", None, True, False),
+        ("five", "x", False, False),
+        ("five", "y", False, False),
+        ("six", None, False, False),
+    ]
+    with pytest.raises(AssertionError, match="line 2: a relative import"):
+        list(imports("import os\nfrom . import config\n"))
+
+
+def test_our_own_modules_are_recognised():
+    def one(module: str, name: str | None = None) -> str | None:
+        return ours(Import(module=module, name=name, at_module_level=True, for_types_only=False))
+
+    assert one("autotune", "core") == "core"
+    assert one("autotune", "__version__") == ""
+    assert one("autotune.catalog", "Price") == "catalog"
+    assert one("autotune.catalog.models") == "catalog.models"
+    assert one("autotune.probe", "worker") == "probe.worker"
+    assert one("autotuner") is None
+    assert len(list(edges())) > 100
+
+
+# --- who imports whom
+
+
+def test_every_module_has_a_package():
+    assert {layer(module) for module in modules() if module} == set(PACKAGES)
+
+
+def test_imports_follow_the_order_of_packages():
+    wrong = [
+        f"{module} imports {target}"
+        for module, target, how in edges()
+        if layer(module) != layer(target)
+        and (PACKAGES.index(layer(target)) > PACKAGES.index(layer(module)) if module else not how.for_types_only)
+    ]
+    assert wrong == []
+
+
+def test_there_is_no_circle_among_modules():
+    waiting = {module: {target for source, target, _ in edges() if source == module} for module in modules()}
+    while free := [module for module, needs in waiting.items() if not needs & set(waiting)]:
+        for module in free:
+            del waiting[module]
+    assert waiting == {}
+
+
+def test_nothing_imports_the_worker():
+    assert [module for module, target, _ in edges() if target == "probe.worker"] == []
+
+
+def test_what_runs_in_the_child_knows_values_only():
+    wrong = [
+        f"{module} imports {target}"
+        for module, target, _ in edges()
+        if runs_in_child(module)
+        and not runs_in_child(target)
+        and not CHILD_MAY & {target, layer(target)}
+        and target != "probe.runtime"
+    ]
+    assert wrong == []
+    assert {f"probe.{name}" for name in CHILD} <= set(modules())
+
+
+# --- where the heavy libraries live
+
+
+def test_libraries_stay_in_their_homes():
+    wrong = [
+        f"{module or 'autotune'} imports {one.module}"
+        for module, found in modules().items()
+        for one in found
+        if (home := home_of(layer(one.module))) is not None and module not in home
+    ]
+    assert wrong == []
+    at_home = {layer(one.module) for found in modules().values() for one in found}
+    assert {"torch", "transformers", "peft", "optuna", "sqlalchemy", "plotly", "jinja2", "pynvml"} <= at_home
+
+
+@pytest.mark.parametrize("library", ["pydantic", "pydantic_core", "plotly", "pynvml", "yaml"])
+def test_slow_imports_wait_until_they_are_needed(library):
+    eager = {
+        module
+        for module, found in modules().items()
+        for one in found
+        if layer(one.module) == library and one.at_module_level and not one.for_types_only
+    }
+    # The exporters write YAML and are themselves loaded on use.
+    assert eager == ({"export.recipe_yaml"} if library == "yaml" else set())
+
+
+# --- what the quick commands load
+
+
+def run(code: str, directory: Path, *args: str) -> tuple[int, set[str], str]:
+    """(exit status, the top-level modules that were loaded in the end, stderr) of a fresh interpreter."""
+    code = f"import atexit, sys\natexit.register(lambda: print('LOADED', *sys.modules))\n{code}"
+    # A command may look for a Hub or a card; there is none, and no network is waited for.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=directory, env=environment, capture_output=True, text=True, check=False
+    )
+    loaded = done.stdout.rpartition("LOADED ")[2].split()
+    assert "autotune" in loaded, done.stderr
+    return done.returncode, {layer(name) for name in loaded}, done.stderr
+
+
+def test_the_command_line_is_light(tmp_path):
+    status, loaded, _ = run("import autotune.cli.app", tmp_path)
+    assert status == 0
+    assert loaded & (HEAVY | {"yaml", "rich", "pynvml", "psutil"}) <= {"rich"}  # typer brings rich
+    assert "typer" in loaded
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "says"),
+    [
+        (["--help"], 0, ""),
+        (["gpus"], 0, ""),
+        (["models", "--json"], 0, ""),
+        (["run", "--help"], 0, ""),
+        (["run", "--model", "demo-3m", "--epochs", "0"], 2, "error: epochs cannot be 0"),
+        (["run", "--model", "x", "--budget", "nonsense"], 2, "error: --budget: 'nonsense' is not a duration"),
+        (["run", "--model", "demo-3m"], 3, "error: an NVIDIA GPU was asked for"),
+    ],
+)
+def test_quick_commands_load_nothing_heavy(tmp_path, args, status, says):
+    code, loaded, errors = run("from autotune.cli.app import main; main()", tmp_path, *args)
+    assert code == status, errors
+    assert errors.startswith(says)
+    assert "Traceback" not in errors
+    assert loaded & HEAVY <= {"pydantic"}  # by typer itself, which builds a command's parameters with it
+    assert list(tmp_path.iterdir()) == []
