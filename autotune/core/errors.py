@@ -56,7 +56,7 @@ class VerificationFailed(AutotuneError):
     """The exported run did not come through, or was further from what was promised than the tolerance."""
 
     exit_code = 1
-    explained = "a-promise-that-does-not-hold"
+    explained = "verification-failed"
 
 
 class StorageError(AutotuneError):
