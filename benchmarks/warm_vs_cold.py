@@ -57,9 +57,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="mistral-7b")
     parser.add_argument("--memory-gib", type=float, default=135.0)
+    parser.add_argument("--configs", type=int, default=len(SEQUENCE), help="compare only the first so many")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = resolve_model(args.model)
+    compared = [place for place, (before, _) in enumerate(SEQUENCE) if before != "nothing"][: args.configs]
+    sequence = SEQUENCE[: compared[-1] + 1]
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
 
     def request(settings: dict[str, Any]) -> ProbeRequest:
@@ -80,7 +83,7 @@ def main() -> None:
         start = time.monotonic()
         fingerprint = prober.fingerprint
         first_start = time.monotonic() - start
-        for _, settings in SEQUENCE:
+        for _, settings in sequence:
             warm.append(probe(prober, settings))
             print(f"warm  {warm[-1][0].config.label():<70} {warm[-1][0].outcome} {warm[-1][1]:.1f} s", flush=True)
             for note in warm[-1][0].notes:
@@ -88,7 +91,7 @@ def main() -> None:
         replaced = prober.starts - 1
 
     rows = []
-    for (before, settings), (result, wall) in zip(SEQUENCE, warm, strict=True):
+    for (before, settings), (result, wall) in zip(sequence, warm, strict=True):
         if before == "nothing":
             assert (result.outcome is Outcome.OOM) is (settings == OOM[1])
             continue
@@ -124,7 +127,8 @@ def main() -> None:
 
     def wall_ratio(compiled: bool, extra_s: float = 0.0) -> float:
         counted = [row for row in rows if row["config"].endswith("compiled") is compiled]
-        return (sum(row["warm_wall_s"] for row in counted) + extra_s) / sum(row["cold_wall_s"] for row in counted)
+        warm_s = sum(row["warm_wall_s"] for row in counted) + extra_s
+        return warm_s / sum(row["cold_wall_s"] for row in counted)
 
     summary = {
         "configs": len(rows),
