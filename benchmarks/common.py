@@ -71,7 +71,7 @@ def speed(
 ) -> dict[str, Any]:
     """The whole model with this configuration, 32 full rows to an optimizer step."""
     workload = Workload(examples=10_000, lengths=Lengths.constant(config.seq_len), global_batch=32)
-    micro_steps = min(workload.accumulation(config), 2)
+    micro_steps = workload.run_shape(config).probe_micro_steps
     request = ProbeRequest(
         config=config, model=model.config, device=prober.device, memory_gib=memory_gib, micro_steps=micro_steps
     )

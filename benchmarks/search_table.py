@@ -52,7 +52,7 @@ def request_of(config: TrainConfig, model: dict[str, Any], memory_gib: float, de
         model=model,
         device=device,
         memory_gib=memory_gib,
-        micro_steps=min(WORKLOAD.accumulation(config), 2),
+        micro_steps=WORKLOAD.run_shape(config).probe_micro_steps,
     )
 
 

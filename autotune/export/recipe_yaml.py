@@ -32,7 +32,7 @@ def _data(recipe: Recipe) -> dict[str, Any]:
         | {
             "global_batch": {
                 "sequences": workload.global_batch,
-                "mean_examples": workload.examples_per_step(recipe.winner.config),
+                "mean_examples": recipe.shape.examples_per_step,
                 "micro_batch_size": recipe.winner.config.micro_batch_size,
                 "accumulation": recipe.accumulation,
             },

@@ -67,7 +67,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     lengths = recipe.workload.lengths.sample(SAMPLED, config.seq_len)  # of random examples
     lengths = lengths if len(set(lengths)) > 1 else lengths[:1]
     # Fewer examples would be no batch at all.
-    least = math.ceil(2 * recipe.workload.examples_per_step(config)) if config.packing else config.micro_batch_size
+    least = math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
     bitsandbytes: dict[str, Any] | None = None
     linear: dict[str, Any] = {}
     lora: dict[str, Any] | None = None

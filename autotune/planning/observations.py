@@ -334,7 +334,7 @@ def _adapter() -> Any:
 
 def _row(recipe: Recipe, candidate: Candidate) -> SubmittedRow:
     measured, speed = candidate.measurement, candidate.performance
-    accumulation = recipe.workload.accumulation(candidate.config)
+    accumulation = recipe.workload.run_shape(candidate.config).accumulation
     return SubmittedRow(
         config=candidate.config,
         accumulation=accumulation,

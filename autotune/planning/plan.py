@@ -91,7 +91,8 @@ def fit(need_gib: float, limit_gib: float, error: float) -> str:
 
 def planned(task: Task, config: TrainConfig, limit_gib: float, seen: Sequence[Observation] = ()) -> Planned | None:
     """One configuration; None where the formulas do not know the model or the way it computes."""
-    need = footprint(task.model, config, min(task.workload.accumulation(config), 2))
+    shape = task.workload.run_shape(config)
+    need = footprint(task.model, config, shape.probe_micro_steps)
     if need is None:
         return None
     told = Planned(
@@ -105,20 +106,11 @@ def planned(task: Task, config: TrainConfig, limit_gib: float, seen: Sequence[Ob
     carried = carry(resolve_device(REFERENCE), task.device, known, precision=precision)
     if carried is None:
         return told
-    workload = task.workload
-    accumulation = workload.accumulation(config)
-    step = (accumulation * took.micro_s + took.rest_s) / carried.ratio
+    step = shape.step_time_s(took.micro_s, took.rest_s) / carried.ratio
     error = math.hypot(took.error, carried.error)
     low, high = interval(1.0, error)
-    rows = accumulation * config.micro_batch_size / step
-    speed = Performance(
-        samples_per_second=rows * workload.examples_per_row(config),
-        tokens_per_second=rows * workload.useful_tokens(config),
-        step_time_s=step,
-        spread=(low - 1, high - 1),
-        mfu=None,
-    )
-    cost = project(workload, config, speed, task.price, task.device.tdp_w)
+    speed = Performance.of_steps(shape, step, spread=(low - 1, high - 1))
+    cost = project(task.workload, config, speed, task.price, task.device.tdp_w)
     return replace(
         told,
         tokens_per_s=speed.tokens_per_second,

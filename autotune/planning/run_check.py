@@ -162,21 +162,19 @@ def duration(setting: Setting, run: ForeignConfig) -> Duration | None:
         return None
     again = cast_s(model, run)
     micro = took.micro_s * (OFFLOADED if config.offloads else 1.0) + again
-    step = (run.accumulation * micro + took.rest_s) / carried.ratio
+    gpus = run.num_gpus or 1
+    shape = workload.run_shape(config, accumulation=run.accumulation, world_size=gpus)
+    step = shape.step_time_s(micro, took.rest_s) / carried.ratio
     error = math.hypot(took.error, carried.error, again / micro / 2)
     low, high = interval(1.0, error)
-    rows, per_row = run.accumulation * config.micro_batch_size, workload.examples_per_row(config)
-    gpus = run.num_gpus or 1
-    num_steps = run.max_steps
-    if num_steps is None:
-        num_steps = math.ceil(math.ceil(round(workload.examples / (rows * per_row * gpus), 6)) * (run.epochs or 1))
+    num_steps = replace(shape, epochs=run.epochs or 1).num_steps if run.max_steps is None else run.max_steps
     hours = num_steps * step / 3600
     usd = None if setting.price is None else hours * gpus * setting.price.usd_per_hour
-    tokens_per_s = rows * workload.useful_tokens(config) / step
+    tokens_per_s = shape.useful_tokens_per_step / gpus / step
     return Duration(
         tokens_per_s=tokens_per_s,
         interval=(tokens_per_s * low, tokens_per_s * high),
-        samples_per_s=rows * per_row / step,
+        samples_per_s=shape.examples_per_step / gpus / step,
         num_steps=num_steps,
         hours=hours,
         interval_hours=(hours * low, hours * high),

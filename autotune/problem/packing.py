@@ -70,7 +70,7 @@ def _beside(
         return "no row has room for a second example"
 
     def fits(length: int, size: int) -> bool:
-        step = workload.examples_per_step(replace(rows[length], micro_batch_size=size))
+        step = workload.run_shape(replace(rows[length], micro_batch_size=size)).examples_per_step
         return abs(step / workload.global_batch - 1) <= OFF_BATCH and step <= max(workload.examples, held[length])
 
     fitting = {length: {size for size in sizes if fits(length, size)} for length in lengths}

@@ -13,6 +13,7 @@ from typing import Any
 from autotune.core.probe_types import Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig, checkpoint_every
 from autotune.prediction.transfer import SpeedTransfer
+from autotune.problem.run_shape import RunShape
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
 
@@ -47,6 +48,19 @@ class Performance:
     step_time_s: float
     spread: tuple[float, float]
     mfu: float | None
+
+    @classmethod
+    def of_steps(
+        cls, shape: RunShape, step_time_s: float, *, spread: tuple[float, float], mfu: float | None = None
+    ) -> "Performance":
+        """The performance of a run of this shape whose optimizer steps take `step_time_s` each."""
+        return cls(
+            samples_per_second=shape.examples_per_step / step_time_s,
+            tokens_per_second=shape.useful_tokens_per_step / step_time_s,
+            step_time_s=step_time_s,
+            spread=spread,
+            mfu=mfu,
+        )
 
     def carried(self, to: SpeedTransfer) -> "Performance":
         """On another card. The spread of the steps and what is not known of the card add up; MFU is unknown."""
@@ -93,20 +107,13 @@ def performance(
     peak_tflops: float | None = None,
 ) -> Performance:
     """What the full run will do, from one or more measurements of the same configuration (their median counts)."""
-    accumulation = workload.accumulation(config)
-    step = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
-    rows_per_s = accumulation * config.micro_batch_size / step
+    shape = workload.run_shape(config)
+    step = statistics.median(step_time_s(measurement, shape.accumulation) for measurement in measurements)
     mfu = None
     if flops_per_token and peak_tflops:
         # Padding is arithmetic too: model FLOPs are counted over whole rows.
-        mfu = flops_per_token * rows_per_s * config.seq_len / (peak_tflops * 1e12)
-    return Performance(
-        samples_per_second=rows_per_s * workload.examples_per_row(config),
-        tokens_per_second=rows_per_s * workload.useful_tokens(config),
-        step_time_s=step,
-        spread=step_spread(measurements, accumulation),
-        mfu=mfu,
-    )
+        mfu = flops_per_token * shape.tokens_per_step / step / (peak_tflops * 1e12 * shape.world_size)
+    return Performance.of_steps(shape, step, spread=step_spread(measurements, shape.accumulation), mfu=mfu)
 
 
 def score(result: ProbeResult, workload: Workload) -> float | None:

@@ -1,6 +1,6 @@
 """CostProjection: hours, USD and kWh of the full run, from a measured step time. No price: no USD; no power: no kWh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.catalog import Price
 from autotune.core.probe_types import Evidence
@@ -44,7 +44,8 @@ def project(
     examples: int | None = None,
 ) -> CostProjection:
     """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance."""
-    num_steps = workload.num_steps(config, examples)
+    examples = examples or workload.examples
+    num_steps = replace(workload.run_shape(config), examples=examples).num_steps
     hours = num_steps * performance.step_time_s / 3600
     low, high = performance.spread
     interval = (hours * (1 + low), hours * (1 + high))
@@ -52,7 +53,7 @@ def project(
     spot = price.spot_usd_per_hour if price else None
     per_sample = 1 / performance.samples_per_second / 3600
     return CostProjection(
-        examples=examples or workload.examples,
+        examples=examples,
         epochs=workload.epochs,
         num_steps=num_steps,
         full_run_hours=hours,

@@ -75,7 +75,7 @@ class Task:
             weights=self.model.weights,
             device=device,
             trainer=self.trainer,
-            micro_steps=min(workload.accumulation(config), 2),
+            micro_steps=workload.run_shape(config).probe_micro_steps,
             rows=rows,
             min_timed_micros=max(2, math.ceil(len(rows) / config.micro_batch_size)) if config.packing else 2,
             memory_gib=memory_gib,

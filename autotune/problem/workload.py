@@ -2,12 +2,12 @@
 
 import bisect
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths, Rows
+from autotune.problem.run_shape import RunShape
 
 PROBED_ROWS = 8  # kinds of row that a probe trains on in turn
 GRAIN = 16  # lengths of padded rows are told in so many parts of a row, so that probes serve other data as well
@@ -35,7 +35,7 @@ class Workload:
     def examples_per_row(self, config: TrainConfig) -> float:
         """Mean number of examples in a row: 1 unless they are packed."""
         if not config.packing:
-            return 1.0
+            return 1  # an int, so that the global batch of unpacked examples is written as an int
         return self.lengths.number * self._times / sum(rows.number for rows in self._packed(config))
 
     @property
@@ -46,39 +46,45 @@ class Workload:
     def _packed(self, config: TrainConfig) -> tuple[Rows, ...]:
         return self.lengths.packed(config.seq_len, self._times)
 
-    def accumulation(self, config: TrainConfig) -> int:
-        """Micro batches an optimizer step; of packed rows, as many as hold about the examples of the global batch.
+    def run_shape(self, config: TrainConfig, *, accumulation: int | None = None, world_size: int = 1) -> RunShape:
+        """How the full run divides these examples into steps.
 
-        Raises ValueError if the micro batch does not divide the global batch.
+        Without `accumulation`, a step has as many micro batches as come to the global batch; of packed rows, as many as
+        hold about the examples of the global batch.
+
+        Raises:
+            ValueError: the micro batches of all devices do not divide the global batch.
         """
+        return RunShape(
+            micro_batch_size=config.micro_batch_size,
+            accumulation=accumulation or self._accumulation(config, world_size),
+            world_size=world_size,
+            seq_len=config.seq_len,
+            examples_per_row=self.examples_per_row(config),
+            useful_tokens_per_row=self.useful_tokens_per_row(config),
+            examples=self.examples,
+            epochs=self.epochs,
+        )
+
+    def _accumulation(self, config: TrainConfig, world_size: int) -> int:
         if config.packing:
-            return max(1, round(self.global_batch / self.examples_per_row(config) / config.micro_batch_size))
-        if self.global_batch % config.micro_batch_size:
+            rows = self.global_batch / self.examples_per_row(config)
+            return max(1, round(rows / (config.micro_batch_size * world_size)))
+        accumulation, remainder = divmod(self.global_batch, config.micro_batch_size * world_size)
+        if remainder:
+            devices = f" on each of {world_size} devices" if world_size > 1 else ""
             raise ValueError(
-                f"micro batch {config.micro_batch_size} does not divide the global batch {self.global_batch}"
+                f"micro batch {config.micro_batch_size}{devices} does not divide the global batch {self.global_batch}"
             )
-        return self.global_batch // config.micro_batch_size
+        return accumulation
 
-    def examples_per_step(self, config: TrainConfig) -> float:
-        """The global batch; packed, what it comes to on average."""
-        if not config.packing:
-            return self.global_batch
-        return self.accumulation(config) * config.micro_batch_size * self.examples_per_row(config)
-
-    def num_steps(self, config: TrainConfig, examples: int | None = None) -> int:
-        """Optimizer steps of the full run, or of one with so many examples like these.
-
-        The last batch of an epoch may be smaller and counts as a step.
-        """
-        return math.ceil(round((examples or self.examples) / self.examples_per_step(config), 6)) * self.epochs
-
-    def useful_tokens(self, config: TrainConfig) -> float:
+    def useful_tokens_per_row(self, config: TrainConfig) -> float:
         """Tokens of a mean row that are trained on: neither padding nor cut off."""
         return self.lengths.kept(config.seq_len) / self.lengths.number * self.examples_per_row(config)
 
     def fill(self, config: TrainConfig) -> float:
         """Share of the rows that is not padding."""
-        return self.useful_tokens(config) / config.seq_len
+        return self.useful_tokens_per_row(config) / config.seq_len
 
     def truncated(self, seq_len: int) -> float:
         """Share of all tokens that is cut off at `seq_len`."""

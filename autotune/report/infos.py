@@ -163,7 +163,7 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
     ]
     accumulation = [str(recipe.accumulation), DASH]
     if baseline:
-        accumulation[1] = str(recipe.workload.accumulation(baseline.config))
+        accumulation[1] = str(recipe.workload.run_shape(baseline.config).accumulation)
     rows.append(
         CompareRow(
             group="Configuration",
@@ -216,7 +216,7 @@ def in_words(recipe: Recipe) -> tuple[str, ...]:
         f"{sequences} of {config.seq_len:,} tokens at a time"
         + (f", accumulated {times} times" if times > 1 else "")
         + (
-            f": packed, a global batch of {recipe.workload.examples_per_step(config):.1f} examples on average"
+            f": packed, a global batch of {recipe.shape.examples_per_step:.1f} examples on average"
             if config.packing
             else f": a global batch of {recipe.workload.global_batch}"
         ),

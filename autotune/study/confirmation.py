@@ -70,7 +70,7 @@ class Confirmation:
 
     def _confirm_one(self, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
         """Whether the configuration came through again; None if the user asked to stop, or time ran out, meanwhile."""
-        micro_steps = min(self.task.workload.accumulation(config), 4)
+        micro_steps = self.task.workload.run_shape(config).confirmation_micro_steps
         try:
             if config.digest not in self.selection.confirmed and not self._is_sound(config):
                 return False

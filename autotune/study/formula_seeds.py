@@ -12,6 +12,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import footprint
 from autotune.prediction.step_time import REFERENCE, pace
 from autotune.prediction.transfer import carry
+from autotune.problem.run_shape import RunShape
 from autotune.problem.task import Task
 
 VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "packing")
@@ -29,20 +30,24 @@ def leads(task: Task, here: TrainConfig, limit_gib: float) -> Iterator[TrainConf
         if knob.name not in VARIED and (value := getattr(here, knob.name)) is not None:  # no rank where all is trained
             space = space.pin(knob.name, value)
     fitting: dict[TrainConfig, float] = {}
+    shapes: dict[TrainConfig, RunShape] = {}
     for config in dict.fromkeys(space.config(chosen) for chosen in space.enumerate()):
-        need = footprint(task.model, config, min(workload.accumulation(config), 2))
+        shape = workload.run_shape(config)
+        need = footprint(task.model, config, shape.probe_micro_steps)
         if need is not None and need.peak_reserved_gib <= limit_gib:
             fitting[config] = need.peak_reserved_gib
+            shapes[config] = shape
     seen = {here}
     for host in HOSTS:
 
         def promise(config: TrainConfig, host_pace: float = host * carried.ratio) -> tuple[float, float]:
             """Useful tokens/s; of equals the one that needs less."""
-            took, accumulation = pace(task.model, config, host_pace), workload.accumulation(config)
+            took = pace(task.model, config, host_pace)
             if took is None:
                 return 0.0, 0.0
-            tokens = accumulation * config.micro_batch_size * workload.useful_tokens(config)
-            return tokens / (accumulation * took.micro_s + took.rest_s), -fitting[config]
+            shape = shapes[config]
+            step_s = shape.step_time_s(took.micro_s, took.rest_s)
+            return shape.useful_tokens_per_step / step_s, -fitting[config]
 
         best = max(fitting, key=promise, default=here)
         if best not in seen:

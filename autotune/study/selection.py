@@ -273,7 +273,7 @@ class Selection:
         known = list(self.confirmed.get(config.digest, ()))
         if len(known) == 1 and config.digest in self.measured:
             known.append(self.measured[config.digest])
-        steps = [step_time_s(one, self.task.workload.accumulation(config)) for one in known]
+        steps = [step_time_s(one, self.task.workload.run_shape(config).accumulation) for one in known]
         return max(steps) / min(steps) - 1.0 if steps else 0.0
 
     def _assumptions(self, config: TrainConfig) -> list[str]:
@@ -307,9 +307,10 @@ class Selection:
                 f"{cut:.1%} of the tokens are cut off at seq_len {config.seq_len}, from {longer:.1%} of the examples"
             )
         if config.packing:
+            per_step = workload.run_shape(config).examples_per_step
             found.append(
                 f"rows are packed: {workload.examples_per_row(config):.1f} examples each on average, "
-                f"{workload.fill(config):.1%} of them filled; a step has {workload.examples_per_step(config):.1f} "
+                f"{workload.fill(config):.1%} of them filled; a step has {per_step:.1f} "
                 f"examples on average, {workload.global_batch} were asked for"
             )
         elif len(lengths.counts) > 1:

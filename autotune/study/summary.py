@@ -10,6 +10,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib
 from autotune.problem.performance import Performance, differences
 from autotune.problem.run_cost import CostProjection
+from autotune.problem.run_shape import RunShape
 from autotune.problem.workload import Workload
 from autotune.study.explanation import Ablation
 
@@ -49,8 +50,14 @@ class Recipe:
     caveats: tuple[str, ...] = ()
 
     @property
+    def shape(self) -> RunShape:
+        """How the full run of the winner divides its examples into steps."""
+        return self.workload.run_shape(self.winner.config)
+
+    @property
     def accumulation(self) -> int:
-        return self.workload.accumulation(self.winner.config)
+        """Micro batches in each optimizer step of the winner."""
+        return self.shape.accumulation
 
     @property
     def speedup(self) -> float | None:

@@ -67,19 +67,19 @@ def test_as_many_rows_as_best_fit_decreasing_and_every_example_once(seed: int) -
 def test_what_packed_rows_hold_and_how_many_a_step_takes() -> None:
     workload = Workload(examples=10, epochs=2, lengths=BY_HAND, global_batch=8)
     assert workload.examples_per_row(PACKED) == 2  # 10 examples in 5 rows
-    assert workload.useful_tokens(PACKED) == (49 - 2) / 5
+    assert workload.useful_tokens_per_row(PACKED) == (49 - 2) / 5
     assert workload.fill(PACKED) == pytest.approx(0.94)
-    assert [workload.accumulation(replace(PACKED, micro_batch_size=size)) for size in (1, 2, 4, 3, 16)] == [
+    assert [workload.run_shape(replace(PACKED, micro_batch_size=size)).accumulation for size in (1, 2, 4, 3, 16)] == [
         4,
         2,
         1,
         1,
         1,
     ]
-    assert workload.examples_per_step(replace(PACKED, micro_batch_size=3)) == 6  # as near as whole rows allow
-    assert workload.num_steps(PACKED) == 2 * 2  # 4 rows, then 1
+    assert workload.run_shape(replace(PACKED, micro_batch_size=3)).examples_per_step == 6  # as near as whole rows allow
+    assert workload.run_shape(PACKED).num_steps == 2 * 2  # 4 rows, then 1
     alone = replace(PACKED, packing=False)
-    assert (workload.fill(alone), workload.num_steps(alone)) == (pytest.approx(0.47), 2 * 2)
+    assert (workload.fill(alone), workload.run_shape(alone).num_steps) == (pytest.approx(0.47), 2 * 2)
 
 
 def test_useful_tokens_of_packed_rows_are_what_counts() -> None:
@@ -105,7 +105,7 @@ def test_other_sizes_of_the_dataset_take_steps_like_those_that_were_measured() -
     config = TrainConfig(seq_len=2048, micro_batch_size=2, packing=True)
     speed = Performance(samples_per_second=10.0, tokens_per_second=1.0, step_time_s=3.0, spread=(0, 0), mfu=None)
     small, large, _ = by_examples(workload, config, speed, None)
-    assert small.num_steps == math.ceil(10_000 / workload.examples_per_step(config))
+    assert small.num_steps == math.ceil(10_000 / workload.run_shape(config).examples_per_step)
     assert large.full_run_hours == pytest.approx(5 * small.full_run_hours, rel=1e-2)
 
 
@@ -158,7 +158,7 @@ def test_packing_is_proposed_beside_micro_batches_that_keep_the_global_batch(ske
     assert removed(setup) == [f"packing True: not beside micro_batch_size 8, 16, 32: {reason}"]
     for chosen in setup.task.space.enumerate():
         config = setup.task.space.config(chosen)
-        assert setup.task.workload.examples_per_step(config) == pytest.approx(32, rel=0.25)
+        assert setup.task.workload.run_shape(config).examples_per_step == pytest.approx(32, rel=0.25)
 
 
 @pytest.mark.parametrize(

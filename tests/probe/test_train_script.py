@@ -146,12 +146,12 @@ def test_train_py_packs_as_it_was_planned(tmp_path: Path) -> None:
     directory = write(export_all(made, ["train"]), tmp_path / "out")
     texts = [{"text": "a " * (tokens - 1 + 9 * (tokens == 16))} for tokens in lengths]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    assert workload.accumulation(config) == 2  # 43 tokens in 3 rows, 4 times: 12 examples are 4 or 5 rows
+    assert workload.run_shape(config).accumulation == 2  # 43 tokens in 3 rows, 4 times: 12 examples are 4 or 5 rows
     for source in (("--dataset", "rows.jsonl"), ("--random-weights",)):
         done = run(directory, *source, "--max-steps", "3", "--output-dir", "trained")
         assert done.returncode == 0, done.stderr[-2000:]
         result = json.loads(done.stdout.strip().splitlines()[-1])
-        tokens = 2 * 2 * workload.useful_tokens(config)
+        tokens = 2 * 2 * workload.useful_tokens_per_row(config)
         assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds_per_step"], rel=0.05)
 
 

@@ -218,7 +218,7 @@ def _faster(task: Task, spec: StudySpec, setting: Setting, run: ForeignConfig) -
     space = task.space
     for knob, value in pins.items():
         space = space if value is None else space.pin(knob, value)
-    batch = max(1, round(run.accumulation * config.micro_batch_size * workload.examples_per_row(config)))
+    batch = max(1, round(workload.run_shape(config, accumulation=run.accumulation).examples_per_step))
     space, _ = space.narrow("micro_batch_size", lambda size: batch % size == 0, "it does not divide the global batch")
     study = replace(task, model=setting.model, space=space, workload=replace(workload, global_batch=batch))
     best = make_plan(study, headroom=spec.headroom, memory_gib=spec.memory_gib, seen=setting.seen).best

@@ -46,7 +46,7 @@ def probe(
                 weights=own.model.weights,
                 device=prober.device,
                 trainer=own.trainer,
-                micro_steps=min(own.workload.accumulation(config), 4),
+                micro_steps=own.workload.run_shape(config).confirmation_micro_steps,
                 min_timed_s=2.0,
                 memory_gib=memory_gib,
                 headroom=spec.headroom,
@@ -91,7 +91,8 @@ def estimate(spec: StudySpec, task: Task, limit_gib: float, seen: tuple[Observat
                 )
             )
             continue
-        rows = None if one.samples_per_s is None else one.samples_per_s / own.workload.examples_per_row(config)
+        shape = own.workload.run_shape(config)
+        rows = None if one.samples_per_s is None else one.samples_per_s / shape.examples_per_row
         told.append(
             ConfigResult(
                 case=case,
@@ -101,7 +102,7 @@ def estimate(spec: StudySpec, task: Task, limit_gib: float, seen: tuple[Observat
                 reason="too close to tell" if one.fits == TIGHT else None,
                 tokens_per_s=None if rows is None else rows * config.seq_len,
                 samples_per_s=one.samples_per_s,
-                step_time_s=None if not rows else own.workload.accumulation(config) * config.micro_batch_size / rows,
+                step_time_s=None if not rows else shape.rows_per_step / rows,
                 peak_gib=one.footprint.peak_reserved_gib,
                 whole_gib=one.footprint.peak_reserved_gib + CONTEXT_GIB,
             )

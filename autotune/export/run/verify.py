@@ -54,7 +54,7 @@ def verify(
         Cancelled: where `should_stop` says so.
         StorageError: no room for random weights on disk, which `trl sft` reads.
     """
-    winner, accumulation = recipe.winner, recipe.workload.accumulation(recipe.winner.config)
+    winner, accumulation = recipe.winner, recipe.accumulation
     form = form or usual(recipe)
     steps = max(math.ceil(micro_steps / accumulation), 4 if soak else 2) + 1  # the first warms up
     promise = Verification(
@@ -139,7 +139,7 @@ def _trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, ru
     config, workload = recipe.winner.config, recipe.workload
     _check_room(recipe, folder)
     every = math.ceil(steps / 4) if lengths else steps  # a soak does the same in each quarter
-    batch = round(workload.examples_per_step(config))
+    batch = round(recipe.shape.examples_per_step)
     made = {
         "model": recipe.model.config,
         "device": "cpu" if recipe.device.kind == "cpu" else "cuda",

@@ -20,7 +20,7 @@ def test_what_is_cut_by_hand(seq_len: int, kept: int, longer: float) -> None:
     assert SKEWED.kept(seq_len) == kept
     assert SKEWED.longer(seq_len) == longer
     workload = Workload(lengths=SKEWED)
-    assert workload.useful_tokens(TrainConfig(seq_len=seq_len)) == kept / 10
+    assert workload.useful_tokens_per_row(TrainConfig(seq_len=seq_len)) == kept / 10
     assert workload.truncated(seq_len) == pytest.approx(1 - kept / 6400)
     assert workload.fill(TrainConfig(seq_len=seq_len)) == pytest.approx(kept / 10 / seq_len)
 

@@ -14,17 +14,18 @@ from autotune.problem.workload import Workload
     [(10_000, 1, 32, 313), (10_000, 3, 32, 939), (64, 1, 32, 2), (65, 2, 32, 6), (1, 1, 32, 1), (33, 1, 1, 33)],
 )
 def test_a_smaller_last_batch_is_a_step(examples, epochs, batch, steps):
-    assert Workload(examples=examples, epochs=epochs, global_batch=batch).num_steps(TrainConfig()) == steps
+    workload = Workload(examples=examples, epochs=epochs, global_batch=batch)
+    assert workload.run_shape(TrainConfig(micro_batch_size=1)).num_steps == steps
 
 
 def test_the_global_batch_is_kept():
     workload = Workload(global_batch=24)
-    assert [workload.accumulation(TrainConfig(micro_batch_size=size)) for size in (1, 2, 3, 4, 6, 8, 12, 24)] == [
-        *(24, 12, 8, 6, 4, 3, 2, 1)
-    ]
+    assert [
+        workload.run_shape(TrainConfig(micro_batch_size=size)).accumulation for size in (1, 2, 3, 4, 6, 8, 12, 24)
+    ] == [*(24, 12, 8, 6, 4, 3, 2, 1)]
     for size in (5, 7, 16, 48):
         with pytest.raises(ValueError, match=f"micro batch {size} does not divide the global batch 24"):
-            workload.accumulation(TrainConfig(micro_batch_size=size))
+            workload.run_shape(TrainConfig(micro_batch_size=size))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_the_global_batch_is_kept():
 )
 def test_padding_and_truncation(length, seq_len, useful, cut, fill):
     workload = Workload(lengths=Lengths.constant(length))
-    assert workload.useful_tokens(TrainConfig(seq_len=seq_len)) == useful
+    assert workload.useful_tokens_per_row(TrainConfig(seq_len=seq_len)) == useful
     assert workload.truncated(seq_len) == pytest.approx(cut)
     assert workload.fill(TrainConfig(seq_len=seq_len)) == pytest.approx(fill)
 
