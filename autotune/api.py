@@ -10,12 +10,12 @@ from autotune.cli.commands.session import StoredStudy, open_study
 from autotune.core.errors import NothingFits
 from autotune.core.files import write_atomic
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import slug
 from autotune.problem.study_spec import StudySpec
+from autotune.report.describe import candidate_line
 from autotune.report.study_directory import write_exports, write_study
-from autotune.study.summary import Candidate, Recipe, StudySummary, summary_data
+from autotune.study.summary import Recipe, StudySummary, summary_data
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -128,12 +128,6 @@ class Result:
         else:
             rows += [("model", recipe.model.name), ("device", recipe.device.name)]
             pair = {"winner": recipe.winner, "baseline": recipe.baseline}
-            rows += [(name, one.config.label() + "; " + _told(one)) for name, one in pair.items() if one is not None]
+            rows += [(name, f"{one.config.label()}; {candidate_line(one)}") for name, one in pair.items() if one]
         cells = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in rows)
         return f"<table>{cells}</table>"
-
-
-def _told(one: Candidate) -> str:
-    speed, memory, cost = one.performance.tokens_per_second, one.measurement.peak_reserved_gib, one.cost
-    run = f"full run {fmt_seconds(3600 * cost.full_run_hours)}, {fmt_usd(cost.full_run_usd)}"
-    return f"{fmt_count(speed)} tokens/s, {fmt_gib(memory)}, {run} [{one.evidence.value}]"

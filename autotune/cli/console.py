@@ -13,22 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import age
 from autotune.core.probe_types import Evidence, Outcome, Rung, to_data
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
-from autotune.problem.run_cost import CostProjection
+from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.setup import Setup
+from autotune.report import describe
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord, summary_data
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 PLAIN_S = 30.0
+_COLUMNS = {  # of the table of results: the heading, and the number's name in `describe`
+    "tokens/s": "useful tokens/s",
+    "step": "optimizer step",
+    "peak": "peak reserved",
+    "limit": "limit",
+    "MFU": "MFU",
+    "full run": "time",
+    "USD": "USD",
+}
 _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", Outcome.SLOW: "dim"}
-
-
-def _evidence(one: Candidate) -> str:
-    if one.evidence is one.memory_evidence:
-        return one.evidence
-    return f"speed {one.evidence}, memory {one.memory_evidence}"
 
 
 class Display(AbstractContextManager["Display"]):
@@ -133,10 +136,7 @@ class Display(AbstractContextManager["Display"]):
             self._headed = True
             self._print(f"\n{'trial':>5}  {'tok/s':>7}  {'GiB':>5}  outcome  configuration", "dim")
         verdict = "best" if row is self._best else row.outcome.value
-        need = row.peak_reserved_gib
-        if need is None and row.margin is not None and row.limit_gib is not None:
-            need = row.limit_gib * (1 + row.margin)
-        gib = fmt_gib(need).removesuffix(" GiB")
+        gib = fmt_gib(describe.memory_gib(row)).removesuffix(" GiB")
         start = f"{row.number:>5}  {fmt_count(row.tokens_per_second):>7}  {gib:>5}  {verdict:<7}  "
         told = "; ".join(_details(row))
         self._hang(start, row.config.label() + (f": {told}" if told else ""), _STYLES.get(row.outcome, "red"))
@@ -154,22 +154,22 @@ class Display(AbstractContextManager["Display"]):
         self._fact("winner", winner.config.label(), "bold green")
         self._fact("", recipe.reason)
         self._print("")
-        for line in _side_by_side([("winner", winner), *([("baseline", baseline)] if baseline else [])]):
+        for line in _side_by_side({"winner": winner, "baseline": baseline}):
             self._print(line)
         self._print("")
         if baseline is None:
             self._fact("baseline", "none was measured: it did not fit, or failed")
         if recipe.speedup is not None:
             self._fact("speed-up", f"{recipe.speedup:.2f} times the baseline", "bold")
-        self._fact("evidence", _evidence(winner))
-        self._fact("full run", _cost(winner.cost))
+        self._fact("evidence", describe.evidence(winner))
+        self._fact("full run", describe.full_run(winner.cost))
         self._fact("numerics", recipe.numerics)
-        for place, price in enumerate(recipe.prices()):
+        for place, price in enumerate(describe.trade_offs(recipe)):
             self._fact("" if place else "trade", price)
-        for text in summary.verification.said() if summary.verification else ():
+        for text in describe.verification(summary.verification) if summary.verification else ():
             self._fact("verified", text)
         for each in summary.quality.ranked() if summary.quality else ():
-            self._fact("learned", f"{each.config.label()}: {each.told()}")
+            self._fact("learned", f"{each.config.label()}: {describe.learned(each)}")
         for caveat in (*recipe.caveats, *summary.notes):
             self._fact("note", caveat, "yellow")
         self._fact("files", out_dir)
@@ -259,33 +259,12 @@ def _details(row: TrialRecord) -> list[str]:
     return told + ["known"] * row.reused
 
 
-def _side_by_side(rows: list[tuple[str, Candidate]]) -> list[str]:
-    """A table of what was found, one candidate a line."""
-    table = [("", "tokens/s", "step", "peak", "limit", "MFU", "full run", "USD")]
-    for name, one in rows:
-        speed, memory, cost = one.performance, one.measurement, one.cost
-        table.append(
-            (
-                name,
-                fmt_count(speed.tokens_per_second),
-                fmt_seconds(speed.step_time_s),
-                fmt_gib(memory.peak_reserved_gib),
-                fmt_gib(memory.limit_gib),
-                DASH if speed.mfu is None else f"{speed.mfu:.0%}",
-                fmt_seconds(cost.full_run_hours * 3600),
-                fmt_usd(cost.full_run_usd),
-            )
-        )
+def _side_by_side(candidates: dict[str, Candidate | None]) -> list[str]:
+    """A table with a line for each candidate."""
+    table = [["", *_COLUMNS]]
+    for name, candidate in candidates.items():
+        if candidate is not None:
+            numbers = describe.numbers(candidate)
+            table.append([name, *(numbers[column].text for column in _COLUMNS.values())])
     widths = [max(9 if not place else 0, *map(len, column)) for place, column in enumerate(zip(*table, strict=True))]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
-
-
-def _cost(cost: CostProjection) -> str:
-    """The winner's full run: within what it lies, and what it takes beside time."""
-    low, high = cost.interval_hours
-    text = f"{fmt_seconds(low * 3600)} to {fmt_seconds(high * 3600)}"
-    text += "" if cost.startup_s is None else f" after about {fmt_seconds(cost.startup_s)} to start"
-    if cost.interval_usd is not None:
-        text += f", {' to '.join(map(fmt_usd, cost.interval_usd))}"
-        text += f", {fmt_usd(cost.cost_per_1000_samples_usd)} per 1,000 samples"
-    return text + ("" if cost.kwh is None else f", {cost.kwh:.3g} kWh")

@@ -22,8 +22,9 @@ import optuna
 import optuna_dashboard
 from optuna.trial import FrozenTrial
 
-from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.core.units import fmt_count, fmt_gib
 from autotune.report import draw, oom_report, render
+from autotune.report.describe import candidate_line
 from autotune.report.oom import code
 from autotune.report.style import OUTCOMES
 from autotune.study.optimizer import METRIC
@@ -189,8 +190,7 @@ def _note(summary: StudySummary) -> str:
     return "\n\n".join(
         (
             f"**Winner**{number}: {code(best.config.label())}",
-            f"{fmt_count(best.performance.tokens_per_second)} tokens/s [{best.evidence}]; full run "
-            f"{fmt_usd(best.cost.full_run_usd)}, {fmt_seconds(best.cost.full_run_hours * 3600)}",
+            candidate_line(best),
             code(recipe.reason),
             *(f"- {code(caveat)}" for caveat in recipe.caveats),
         )

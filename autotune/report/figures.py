@@ -5,6 +5,7 @@ from typing import Any
 from autotune.core.probe_types import Outcome, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.report.describe import ablation_effect
 from autotune.report.infos import TERMS, HistoryInfo, MemoryBar, Point, ScatterInfo
 from autotune.report.parallel import ParallelInfo
 from autotune.report.style import ACCENT, OUTCOMES, empty, escape, finish
@@ -267,7 +268,9 @@ def explanation(found: Ablation | None) -> dict[str, Any] | None:
         error_x={"array": [one.error * (one.tokens_per_s or 0.0) for one in rows], "thickness": 1},
         text=["" if one.tokens_per_s else "does not come through" for one in rows],
         textposition="outside",
-        hovertext=[f"{escape(one.config.label())}<br><b>{found.effect(one)}</b> [{one.evidence}]" for one in rows],
+        hovertext=[
+            f"{escape(one.config.label())}<br><b>{ablation_effect(found, one)}</b> [{one.evidence}]" for one in rows
+        ],
         hoverinfo="text",
     )
     figure.add_vline(x=found.winner.tokens_per_s, line={"color": ACCENT, "width": 1.5})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.catalog import age
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
-from autotune.report import figures, infos, parallel, tradeoffs
+from autotune.report import describe, figures, infos, parallel, tradeoffs
 from autotune.report.comparison import price_text
 from autotune.report.oom import OomReport, missed, oom_report
 from autotune.report.style import OUTCOMES, plotly_js
@@ -71,6 +71,7 @@ def render(summary: StudySummary, out_dir_name: str) -> str:
         "text": infos.value_text,
         "breaks": breaks,
         "missed": missed,
+        "learned": describe.learned,
     }
     environment.filters |= filters
     return environment.get_template("report.html.j2").render(_view(summary, out_dir_name))
@@ -237,12 +238,14 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
         "headline": _headline(summary),
         "subject": _subject(recipe),
         "breakdown": _breakdown(summary),
-        "words": infos.in_words(recipe) if recipe else (),
+        "words": describe.configuration(recipe) if recipe else (),
         "stats": stats(recipe, summary) if recipe else (),
         "price": _price(recipe) if recipe else None,
         "commands": _commands(recipe, out_dir_name),
         "compare": infos.compare(recipe) if recipe else (),
         "spent": timeline(summary).said(),
+        "verified": describe.verification(summary.verification) if summary.verification else (),
+        "effect": lambda knob: describe.ablation_effect(summary.explanation, knob) if summary.explanation else "",
         "map": infos.feasibility(summary),
         "costs": infos.costs(recipe) if recipe else (),
         "cells": cells,

@@ -11,8 +11,9 @@ from typing import Any
 
 from autotune.core.probe_types import Outcome, to_data
 from autotune.core.train_config import KNOBS
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.core.units import DASH
 from autotune.problem.run_cost import CostProjection
+from autotune.report import describe
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 
 # More distinct values than this on one axis of the map are grouped by powers of two.
@@ -173,11 +174,12 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
             changed=baseline is not None and accumulation[0] != accumulation[1],
         )
     )
-    others = _numbers(baseline) if baseline else {}
-    for (group, name), (value, text) in _numbers(winner).items():
-        other, other_text = others.get((group, name), (None, DASH))
-        ratio = value / other if value is not None and other else None
-        rows.append(CompareRow(group=group, name=name, winner=text, baseline=other_text, ratio=ratio))
+    others = describe.numbers(baseline) if baseline else {}
+    for name, number in describe.numbers(winner).items():
+        other = others.get(name)
+        ratio = number.value / other.value if number.value is not None and other and other.value else None
+        text = other.text if other else DASH
+        rows.append(CompareRow(group=number.group, name=name, winner=number.text, baseline=text, ratio=ratio))
     return tuple(rows)
 
 
@@ -194,61 +196,6 @@ def fingerprint(recipe: Recipe) -> tuple[tuple[str, str], ...]:
     return tuple((name, value_text(value)) for name, value in (data | packages).items())
 
 
-def in_words(recipe: Recipe) -> tuple[str, ...]:
-    """The winner in plain words, one phrase a decision."""
-    config, times = recipe.winner.config, recipe.accumulation
-    kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
-    method = {
-        "none": f"{kind} of rank {config.lora_rank}",
-        "fp8": f"{kind} of rank {config.lora_rank} on a base that multiplies in 8-bit floats",
-        "int8": f"{kind} of rank {config.lora_rank} on an 8-bit base",
-        "nf4": f"Q{kind} of rank {config.lora_rank} on a 4-bit (NF4) base"
-        + (", double quantised" * config.double_quant),
-    }[config.quantization]
-    every = config.checkpoint_every
-    recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
-    if config.offloads:
-        recomputed[1] += ", whose inputs wait in the host's memory"
-    row = "row" if config.packing else "sequence"
-    sequences = f"1 {row}" if config.micro_batch_size == 1 else f"{config.micro_batch_size} {row}s"
-    return (
-        "full fine-tuning" if config.method == "full" else method,
-        f"{sequences} of {config.seq_len:,} tokens at a time"
-        + (f", accumulated {times} times" if times > 1 else "")
-        + (
-            f": packed, a global batch of {recipe.shape.examples_per_step:.1f} examples on average"
-            if config.packing
-            else f": a global batch of {recipe.workload.global_batch}"
-        ),
-        recomputed.get(every, f"activation checkpointing in one layer of {every}"),
-        {
-            "bf16_mixed": "bf16 mixed precision, trained parameters kept in fp32",
-            "bf16_pure": "everything in bf16, without fp32 master weights",
-            "fp16_mixed": "fp16 mixed precision",
-            "fp32": "fp32 throughout",
-        }[config.precision],
-        {
-            "adamw_torch_fused": "fused AdamW",
-            "adamw_torch": "AdamW",
-            "adamw_8bit": "8-bit AdamW",
-            "paged_adamw_8bit": "paged 8-bit AdamW",
-            "adafactor": "Adafactor",
-            "lion_8bit": "8-bit Lion",
-        }[config.optimizer],
-        {
-            "sdpa": "PyTorch's fused attention (SDPA)",
-            "sdpa_cudnn": "cuDNN's fused attention (SDPA)",
-            "eager": "unfused (eager) attention",
-            "flash_attention_2": "FlashAttention 2",
-            "flex_attention": "FlexAttention",
-        }[config.attention],
-        "not compiled" if config.compile == "none" else "compiled layer by layer (torch.compile)",
-        *(["head and cross-entropy in chunks of tokens"] if config.loss == "chunked" else []),
-        *(["Liger's kernels for norms, rotary positions and MLPs"] if config.kernels == "liger" else []),
-        *([f"batches made by {config.loader_workers} other processes"] if config.loader_workers else []),
-    )
-
-
 def value_text(value: Any) -> str:
     """A knob's or a field's value in a table."""
     if value is None:
@@ -257,15 +204,12 @@ def value_text(value: Any) -> str:
 
 
 def _point(row: TrialRecord) -> Point:
-    peak = row.peak_reserved_gib
-    if peak is None and row.margin is not None and row.limit_gib is not None:
-        peak = row.limit_gib * (1.0 + row.margin)
     return Point(
         number=row.number,
         label=row.config.label(),
         outcome=row.outcome,
         tokens_per_second=row.tokens_per_second,
-        peak_gib=peak,
+        peak_gib=describe.memory_gib(row),
         reason=row.reason,
     )
 
@@ -327,28 +271,3 @@ def _bar(name: str, candidate: Candidate) -> MemoryBar:
         reserved_gib=peak.peak_reserved_gib,
         limit_gib=peak.limit_gib,
     )
-
-
-def _numbers(candidate: Candidate) -> dict[tuple[str, str], tuple[float | None, str]]:
-    """(group, name) -> (value, text)."""
-    speed, peak, cost = candidate.performance, candidate.measurement, candidate.cost
-    speed_group, memory_group, cost_group = "Performance", "Memory", "Cost of the full run"
-    margin = peak.peak_reserved_gib / peak.limit_gib - 1.0
-    return {
-        (speed_group, "useful tokens/s"): (speed.tokens_per_second, fmt_count(speed.tokens_per_second)),
-        (speed_group, "samples/s"): (speed.samples_per_second, fmt_count(speed.samples_per_second)),
-        (speed_group, "optimizer step"): (speed.step_time_s, fmt_seconds(speed.step_time_s)),
-        (speed_group, "MFU"): (speed.mfu, DASH if speed.mfu is None else f"{speed.mfu:.1%}"),
-        (memory_group, "peak reserved"): (peak.peak_reserved_gib, fmt_gib(peak.peak_reserved_gib)),
-        (memory_group, "peak allocated"): (peak.peak_allocated_gib, fmt_gib(peak.peak_allocated_gib)),
-        (memory_group, "base weights"): (None, fmt_gib(peak.model_gib)),
-        (memory_group, "free below the limit"): (None, f"{-margin:.0%} of {fmt_gib(peak.limit_gib)}"),
-        (cost_group, "time"): (cost.full_run_hours, fmt_seconds(cost.full_run_hours * 3600)),
-        (cost_group, "USD"): (cost.full_run_usd, fmt_usd(cost.full_run_usd)),
-        (cost_group, "USD at the spot price"): (cost.spot_usd, fmt_usd(cost.spot_usd)),
-        (cost_group, "USD for 1,000 samples"): (
-            cost.cost_per_1000_samples_usd,
-            fmt_usd(cost.cost_per_1000_samples_usd),
-        ),
-        (cost_group, "energy"): (cost.kwh, DASH if cost.kwh is None else f"{fmt_count(cost.kwh)} kWh"),
-    }

@@ -7,15 +7,13 @@ from typing import Any
 from autotune.catalog import DeviceSpec, ModelSpec, Price
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung, to_data
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import fmt_count, fmt_gib
-from autotune.problem.performance import Performance, differences
+from autotune.problem.performance import Performance
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.run_shape import RunShape
 from autotune.problem.workload import Workload
 from autotune.study.explanation import Ablation
 
 CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: relative, and at least
-UNTOLD = "whether memory creeps is not known: the run does not tell its peaks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +62,6 @@ class Recipe:
         if self.baseline is None:
             return None
         return self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
-
-    def prices(self) -> list[str]:
-        """What the best of each other learning cell would cost against the winner, the cheapest first."""
-        told = []
-        for cell in self.cells:
-            changes = differences(cell.config, self.winner.config)
-            if not changes:
-                continue
-            extra = self.winner.performance.tokens_per_second / cell.performance.tokens_per_second - 1.0
-            text = f"{changes}: {extra:+.1%} cost"
-            before, after = (self.workload.truncated(one.config.seq_len) for one in (self.winner, cell))
-            if before != after:
-                text += f", {after:.1%} instead of {before:.1%} of the tokens cut off"
-            told.append((extra, f"{text} [{cell.evidence}]"))
-        return [text for _, text in sorted(told)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +117,6 @@ class Learned:
     loss_before: float | None = None
     loss_after: float | None = None
     reason: str | None = None
-
-    def told(self) -> str:
-        if self.loss_before is None or self.loss_after is None:
-            return f"failed: {self.reason}"
-        return f"held-out loss {self.loss_before:.4f} to {self.loss_after:.4f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,52 +200,22 @@ class Verification:
         return None if self.reserved_gib is None else self.promised_gib / self.reserved_gib - 1
 
     @property
-    def creep(self) -> str | None:
-        """How memory grows while the same work is done; None where it does not, or nobody knows."""
+    def memory_growth_gib(self) -> tuple[float, float] | None:
+        """The peaks in the second and last quarter of a soak, if memory grew from one to the other."""
         if not self.soak or len(self.peaks_gib) != 4:
             return None
         _, before, _, after = self.peaks_gib
-        if after - before <= max(CREEP * before, CREEP_GIB):
-            return None
-        grown = f"from {fmt_gib(before)} in the second quarter of the steps to {fmt_gib(after)} in the last"
-        return f"memory creeps {grown} ({after / before - 1:+.1%})"
-
-    @property
-    def broken(self) -> str | None:
-        """Why the promise does not hold: the run died, memory creeps, or a number is off. None where it holds."""
-        if self.speed_error is None:
-            return f"the exported run failed: {self.reason}"
-        errors = [] if self.soak else [abs(self.speed_error)]
-        if self.memory_error is not None:
-            errors.append(-self.memory_error if self.soak else abs(self.memory_error))
-        if self.creep is None and self.probed and max(errors, default=0.0) > self.tolerance:
-            return f"the promise does not hold within {self.tolerance:.0%}"
-        return self.creep
+        return (before, after) if after - before > max(CREEP * before, CREEP_GIB) else None
 
     @property
     def holds(self) -> bool:
-        return self.broken is None
-
-    def said(self) -> list[str]:
-        """What came of it, a line each."""
-        if self.tokens_per_s is None:
-            return [f"the exported run failed: {self.reason}"]
-        run = f"{self.micro_steps} micro batches of {self.file}"
-        if self.soak:
-            lines = [f"{run}, {self.config.seq_len:,} tokens among short rows: it came through"]
-        else:
-            done = f"{fmt_count(self.tokens_per_s)} in {run} ({self.speed_error:+.1%})"
-            lines = [f"{fmt_count(self.promised_tokens_per_s)} tokens/s promised, {done}"]
-        theirs = "not told by this device"
-        if self.reserved_gib is not None:
-            theirs = f"{fmt_gib(self.reserved_gib)} reserved ({self.memory_error:+.1%})"
-        lines.append(f"{fmt_gib(self.promised_gib)} promised, {theirs}")
-        if not self.probed:
-            lines.append(f"{self.file} is not what was probed: nothing was promised of its speed and memory")
-        if self.soak:
-            peaks = " GiB, ".join(f"{peak:.2f}" for peak in self.peaks_gib)
-            lines.append(self.creep or (f"no memory creeps: {peaks} GiB by quarters" if peaks else UNTOLD))
-        return lines
+        """Whether the run succeeded, its memory does not grow, and its numbers are within the tolerance."""
+        if self.speed_error is None or self.memory_growth_gib is not None:
+            return False
+        errors = [] if self.soak else [abs(self.speed_error)]
+        if self.memory_error is not None:
+            errors.append(-self.memory_error if self.soak else abs(self.memory_error))
+        return not self.probed or max(errors, default=0.0) <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

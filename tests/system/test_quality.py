@@ -15,7 +15,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export.run.quality import compare, impossible
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
-from autotune.report import render
+from autotune.report import describe, render
 from autotune.study.summary import Candidate, Learned, Quality, Recipe
 from tests.helpers.factories import summary
 
@@ -48,7 +48,7 @@ def quality(*found: Learned) -> Quality:
 def test_the_lowest_loss_comes_first_and_failures_last() -> None:
     low, high, failed = learned(after=1.0), learned(CRIPPLED, after=2.0), learned(after=None, reason="out of memory")
     assert quality(failed, high, low).ranked() == (low, high, failed)
-    assert failed.told() == "failed: out of memory"
+    assert describe.learned(failed) == "failed: out of memory"
 
 
 def test_the_front_has_whom_nobody_beats_in_both() -> None:

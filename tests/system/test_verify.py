@@ -20,7 +20,7 @@ from autotune.export.run.verify import done_as, verify, worst
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
-from autotune.report import render
+from autotune.report import describe, render
 from autotune.study.summary import Recipe, Verification, summary_data
 from tests.helpers.factories import summary
 
@@ -52,7 +52,7 @@ def promise(**changes: Any) -> Verification:
 def test_what_holds(said: dict[str, Any], holds: bool) -> None:
     done = done_as(promise(), said | {"steps": 3}, None, 3)
     assert done.reason is None and done.holds is holds
-    assert all("promised" in line for line in done.said())
+    assert all("predicted" in line for line in describe.verification(done))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_holds(said: dict[str, Any], holds: bool) -> None:
 )
 def test_a_run_that_did_not_come_through_holds_nothing(said: Any, reason: str | None, told: str) -> None:
     done = done_as(promise(), said, reason, 3)
-    assert not done.holds and told in done.said()[0] and done.tokens_per_s is None
+    assert not done.holds and told in describe.verification(done)[0] and done.tokens_per_s is None
 
 
 def soaked(peaks: Any, **changes: Any) -> Verification:
@@ -92,10 +92,11 @@ def test_memory_that_creeps_breaks_the_promise(peaks: Any, creeps: bool) -> None
         done = soaked(peaks, probed=probed)
         assert done.holds is not creeps
     if creeps:
-        assert "from 20.0 GiB in the second quarter of the steps to 20.5 GiB in the last (+2.5%)" in (done.broken or "")
-        assert done.broken in done.said()
+        reason = describe.failed_verification(done)
+        assert "from 20.0 GiB in the second quarter of the steps to 20.5 GiB in the last (+2.5%)" in (reason or "")
+        assert reason in describe.verification(done)
     else:
-        assert ("is not known" if peaks is None else "no memory creeps") in done.said()[-1]
+        assert ("is not known" if peaks is None else "memory does not grow") in describe.verification(done)[-1]
 
 
 def test_a_soak_may_need_less_than_promised_but_not_more() -> None:
@@ -107,7 +108,8 @@ def test_a_soak_may_need_less_than_promised_but_not_more() -> None:
 def test_what_was_not_probed_breaks_no_promise_unless_it_dies() -> None:
     other = promise(file="trl_sft.yaml", probed=False)
     done = done_as(other, {"steps": 3, "seconds_per_step": 3.0, "peak_reserved_gib": 40.0}, None, 3)
-    assert done.holds and "+50.0%" in done.said()[0] and "not what was probed" in done.said()[-1]
+    assert done.holds and "+50.0%" in describe.verification(done)[0]
+    assert "not what was probed" in describe.verification(done)[-1]
     assert not done_as(other, None, "OutOfMemoryError: CUDA out of memory", 3).holds
     page = render(replace(summary(), verification=done), "out")
     assert "winner&#39;s trl_sft.yaml" in page.replace("'", "&#39;") and "Nothing was promised of it" in page
@@ -129,7 +131,7 @@ def test_it_is_kept_with_the_study_and_shown() -> None:
     told = replace(summary(), verification=done)
     assert summary_data(told, "out")["verification"]["holds"] is True
     page = render(told, "out")
-    assert "held against the exported run" in page and "990 in 200 micro batches of train.py" in page
+    assert "held against the exported run" in page and "990 measured in 200 micro batches of train.py" in page
     assert "held against the exported run" not in render(summary(), "out")
 
 
@@ -193,7 +195,7 @@ def test_a_soak_of_what_was_not_probed_really_runs(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     trl = replace(on_cpu(packing=True), trainer="trl")
     done = verify(trl, tmp_path, form="train", micro_steps=8, soak=True)
-    assert done.holds and not done.probed and done.seconds_per_step, done.said()
+    assert done.holds and not done.probed and done.seconds_per_step, describe.verification(done)
     assert len(done.peaks_gib) == 4 and all(done.peaks_gib)
 
 

@@ -11,6 +11,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import depths
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.target import find_target
+from autotune.report import describe
 from autotune.report.study_directory import write_study
 from autotune.study.ablation import explain
 
@@ -76,6 +77,6 @@ def command(name: str | None, storage: str | None, *, as_json: bool = False) -> 
     if as_json:
         sys.stdout.write(json.dumps(to_data(done), indent=2) + "\n")
     else:
-        print("\n".join(done.said() or ["the winner is the baseline itself"]))
+        print("\n".join(describe.ablation(done) or ["the winner is the baseline itself"]))
     if stop.signal is not None:
         raise Interrupted("stopped; not every knob was looked at", exit_code=128 + stop.signal)

@@ -36,6 +36,7 @@ from autotune.problem.setup import Setup, open_reserve, set_up, suit
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, find_target
 from autotune.problem.task import Task
+from autotune.report import describe
 from autotune.report.study_directory import TrialLog, prepare, write_study
 from autotune.study.summary import Quality, StudySummary, TrialRecord
 
@@ -291,8 +292,8 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
         sys.stdout.write(json.dumps(data) + "\n")
     if failure is not None:
         raise failure
-    if spec.verify and verified is not None and not verified.holds and not stop():
-        raise VerificationFailed(verified.broken or "", remedy=f"read {_short(out)}/logs/verify.log, and run it again")
+    if spec.verify and verified is not None and not stop() and (reason := describe.failed_verification(verified)):
+        raise VerificationFailed(reason, remedy=f"read {_short(out)}/logs/verify.log, and run it again")
     if summary.recipe is None and not stop():
         raise TooManyFailures(
             "no configuration came through", remedy=f"see {_short(out)}/oom_report.md and {_short(out)}/logs"

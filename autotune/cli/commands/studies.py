@@ -10,7 +10,8 @@ from typing import Any
 from autotune.cli.commands.session import StoredStudy, open_study, running, storage_url
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import from_data
-from autotune.core.units import fmt_count, fmt_seconds, fmt_usd
+from autotune.core.units import fmt_count, fmt_seconds
+from autotune.report.describe import candidate_line
 from autotune.report.study_directory import write_exports, write_study
 from autotune.study.summary import summary_data
 
@@ -31,9 +32,7 @@ def status(name: str | None, storage: str | None, as_json: bool) -> None:
     }
     if recipe is not None:
         best = recipe.winner
-        speed = f"{fmt_count(best.performance.tokens_per_second)} tokens/s"
-        cost = f"{fmt_usd(best.cost.full_run_usd)}, {fmt_seconds(best.cost.full_run_hours * 3600)}"
-        lines["best"] = f"{best.config.label()}: {speed} [{best.evidence}]; full run {cost}"
+        lines["best"] = f"{best.config.label()}: {candidate_line(best)}"
     for key, text in lines.items():
         print(f"{key:>7}  {text}")
 

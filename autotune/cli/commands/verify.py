@@ -10,6 +10,7 @@ from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, Not
 from autotune.core.probe_types import Evidence, to_data
 from autotune.export.run.verify import FILES, usual, verify
 from autotune.problem.target import find_target
+from autotune.report import describe
 from autotune.report.study_directory import write_study
 from autotune.study.summary import Recipe
 
@@ -70,11 +71,11 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(to_data(done) | {"holds": done.holds}, indent=2) + "\n")
     else:
-        print("\n".join(done.said()))
-    if done.broken:
+        print("\n".join(describe.verification(done)))
+    if reason := describe.failed_verification(done):
         log = Path(found.out) / "logs" / "verify.log"
         raise VerificationFailed(
-            done.broken,
+            reason,
             remedy=f"read {log}; something else may be using the device (`autotune doctor`)",
         )
 

@@ -10,7 +10,7 @@ import pytest
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
-from autotune.report import figures, infos, render, style, tradeoffs
+from autotune.report import describe, figures, infos, render, style, tradeoffs
 from autotune.report.html import script_json, stats
 from autotune.study.summary import Recipe, StudySummary
 from tests.helpers.factories import FINGERPRINT, summary
@@ -193,7 +193,7 @@ def test_what_each_row_length_does_to_the_examples(study: StudySummary) -> None:
 
 
 def test_words_and_fingerprint(study: StudySummary) -> None:
-    words = infos.in_words(recipe_of(study))
+    words = describe.configuration(recipe_of(study))
     assert "LoRA of rank 16" in words
     assert "4 sequences of 1,024 tokens at a time, accumulated 8 times: a global batch of 32" in words
     assert "no activation checkpointing" in words

@@ -9,7 +9,7 @@ from autotune.cli.commands.session import explanation_of
 from autotune.core.errors import EnvironmentProblem
 from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, to_data
 from autotune.core.train_config import TrainConfig
-from autotune.report import render
+from autotune.report import describe, render
 from autotune.study.ablation import explain, set_back
 from autotune.study.ablation import told as read
 from autotune.study.explanation import AblatedKnob, Ablation
@@ -50,7 +50,7 @@ def test_what_each_is_worth_is_found_out_by_probes(start: Start) -> None:
     slower = by_knob["checkpointing"]
     assert slower.tokens_per_s == pytest.approx(0.7 * done.winner.tokens_per_s)
     assert done.ranked()[0] is slower
-    assert done.said()[0].startswith("checkpointing none instead of full: 1.43 times as fast")
+    assert describe.ablation(done)[0].startswith("checkpointing none instead of full: 1.43 times as fast")
     probes = session.prober.num_probes
     again = explain(session.study.task, session.evaluator, WINNER, BASELINE)
     assert again.undone and session.prober.num_probes == probes  # all of it was known
@@ -78,23 +78,6 @@ def told(**changes: Any) -> Ablation:
     winner = one("", WINNER, tokens_per_s=1000.0, error=0.01, peak_gib=20.0)
     undone = one("checkpointing", replace(WINNER, checkpointing="full"), **changes)
     return Ablation(winner=winner, baseline=BASELINE, undone=(undone,))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"tokens_per_s": 500.0, "peak_gib": 12.0}, "2.00 times as fast, 8.00 GiB more"),
-        ({"tokens_per_s": 1010.0, "error": 0.02, "peak_gib": 21.0}, "no clear difference in speed, 1.00 GiB less"),
-        ({"tokens_per_s": 1250.0}, "0.80 times as fast"),
-        (
-            {"outcome": Outcome.OOM, "peak_gib": 30.0, "limit_gib": 22.0},
-            "does not fit without it: at least 30.0 GiB of 22.0 GiB",
-        ),
-        ({"outcome": Outcome.CRASH}, "without it: crash"),
-    ],
-)
-def test_the_words(changes: dict[str, Any], words: str) -> None:
-    assert told(**changes).said() == [f"checkpointing none instead of full: {words} [measured]"]
 
 
 def test_what_did_not_fit_says_what_it_needed(start: Start) -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.train_config import TrainConfig
-from autotune.problem.length_distribution import Lengths
-from autotune.study.summary import Candidate, StudySummary, TrialRecord, candidate_data, summary_data
+from autotune.study.summary import StudySummary, TrialRecord, candidate_data, summary_data
 from tests.helpers.factories import summary
 
 EMPTY = StudySummary(study="s", recipe=None, trials=(), wall_seconds=0.0, search_usd=None)
@@ -50,27 +49,6 @@ def test_speedup_and_accumulation():
     assert recipe.speedup == pytest.approx((4 * 1.02 + 0.02) / (8 * 0.245 + 0.02))
     assert recipe.accumulation == 8
     assert replace(recipe, baseline=None).speedup is None
-
-
-def test_prices_of_other_learning_cells():
-    recipe = summary().recipe
-    winner = recipe.winner
-
-    def cell(speed: float, evidence: Evidence = Evidence.MEASURED, **knobs) -> Candidate:
-        faster = replace(winner.performance, tokens_per_second=speed * winner.performance.tokens_per_second)
-        return replace(winner, config=replace(winner.config, **knobs), performance=faster, evidence=evidence)
-
-    cells = (
-        winner,
-        cell(0.99, micro_batch_size=2),  # nothing that changes what is learned
-        cell(0.8, lora_rank=64),
-        cell(1.25, Evidence.EXTRAPOLATED, seq_len=512),
-    )
-    workload = replace(recipe.workload, lengths=Lengths.of([512, 1024], "counted"))
-    assert replace(recipe, cells=cells, workload=workload).prices() == [
-        "seq_len 512 instead of 1024: -20.0% cost, 33.3% instead of 0.0% of the tokens cut off [extrapolated]",
-        "lora_rank 64 instead of 16: +25.0% cost [measured]",
-    ]
 
 
 def test_candidate_data():

@@ -1,0 +1,270 @@
+"""The words for what a study found, once: a candidate's numbers, its configuration, a trial's outcome, later checks.
+
+The terminal, the report, the dashboard, `autotune status` and notebooks all read from here. Exported files have a
+header of their own (`export.header`), since exports come before reports.
+"""
+
+import math
+from dataclasses import dataclass
+
+from autotune.core.probe_types import Outcome
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.problem.performance import differences
+from autotune.problem.run_cost import CostProjection
+from autotune.study.explanation import AblatedKnob, Ablation
+from autotune.study.summary import Candidate, Learned, Recipe, TrialRecord, Verification
+
+# The name of each outcome for people.
+LABELS = {
+    Outcome.OK: "fits",
+    Outcome.SLOW: "pruned as slow",
+    Outcome.OOM: "out of memory",
+    Outcome.REFUSED: "refused",
+    Outcome.TIMEOUT: "timeout",
+    Outcome.NUMERICS: "loss not finite",
+    Outcome.CRASH: "crash",
+}
+SPEED, MEMORY, COST = "Performance", "Memory", "Cost of the full run"
+SAME_GIB = 0.005  # a smaller difference in memory prints as 0.00
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """One number of a candidate. `value` is None where it is unknown, or where a ratio of two means nothing."""
+
+    group: str
+    value: float | None
+    text: str
+
+
+def numbers(candidate: Candidate) -> dict[str, Number]:
+    """Everything measured or projected for a candidate, by name, in the order of the report."""
+    speed, memory, cost = candidate.performance, candidate.measurement, candidate.cost
+    free = 1.0 - memory.peak_reserved_gib / memory.limit_gib
+    hours = cost.full_run_hours
+    per_1000 = cost.cost_per_1000_samples_usd
+    rows: list[tuple[str, str, float | None, str]] = [
+        (SPEED, "useful tokens/s", speed.tokens_per_second, fmt_count(speed.tokens_per_second)),
+        (SPEED, "samples/s", speed.samples_per_second, fmt_count(speed.samples_per_second)),
+        (SPEED, "optimizer step", speed.step_time_s, fmt_seconds(speed.step_time_s)),
+        (SPEED, "MFU", speed.mfu, DASH if speed.mfu is None else f"{speed.mfu:.1%}"),
+        (MEMORY, "peak reserved", memory.peak_reserved_gib, fmt_gib(memory.peak_reserved_gib)),
+        (MEMORY, "peak allocated", memory.peak_allocated_gib, fmt_gib(memory.peak_allocated_gib)),
+        (MEMORY, "base weights", None, fmt_gib(memory.model_gib)),
+        (MEMORY, "limit", None, fmt_gib(memory.limit_gib)),
+        (MEMORY, "free below the limit", None, f"{free:.0%}"),
+        (COST, "time", hours, fmt_seconds(hours * 3600)),
+        (COST, "USD", cost.full_run_usd, fmt_usd(cost.full_run_usd)),
+        (COST, "USD at the spot price", cost.spot_usd, fmt_usd(cost.spot_usd)),
+        (COST, "USD for 1,000 samples", per_1000, fmt_usd(per_1000)),
+        (COST, "energy", cost.kwh, DASH if cost.kwh is None else f"{fmt_count(cost.kwh)} kWh"),
+    ]
+    return {name: Number(group=group, value=value, text=text) for group, name, value, text in rows}
+
+
+def candidate_line(candidate: Candidate) -> str:
+    """'28,000 tokens/s, 53.3 GiB, full run 10 min 20 s, $0.584 [measured]'."""
+    text = {name: number.text for name, number in numbers(candidate).items()}
+    run = f"full run {text['time']}, {text['USD']}"
+    return f"{text['useful tokens/s']} tokens/s, {text['peak reserved']}, {run} [{candidate.evidence}]"
+
+
+def evidence(candidate: Candidate) -> str:
+    """The evidence of speed and memory; named apart where they differ."""
+    if candidate.evidence is candidate.memory_evidence:
+        return candidate.evidence.value
+    return f"speed {candidate.evidence}, memory {candidate.memory_evidence}"
+
+
+def hours_range(cost: CostProjection) -> str:
+    """'10 min 13 s to 10 min 26 s'."""
+    return " to ".join(fmt_seconds(hours * 3600) for hours in cost.interval_hours)
+
+
+def usd_range(cost: CostProjection) -> str:
+    """'$0.578 to $0.589', or a dash without a price."""
+    return DASH if cost.interval_usd is None else " to ".join(map(fmt_usd, cost.interval_usd))
+
+
+def full_run(cost: CostProjection) -> str:
+    """The intervals of time and cost, and the energy where they are known."""
+    text = hours_range(cost)
+    if cost.startup_s is not None:
+        text += f" after about {fmt_seconds(cost.startup_s)} to start"
+    if cost.interval_usd is not None:
+        text += f", {usd_range(cost)}, {fmt_usd(cost.cost_per_1000_samples_usd)} per 1,000 samples"
+    if cost.kwh is not None:
+        text += f", {cost.kwh:.3g} kWh"
+    return text
+
+
+def memory_gib(row: TrialRecord) -> float | None:
+    """The peak reserved memory of a trial, or the least that it needed where it did not fit."""
+    if row.peak_reserved_gib is None and row.margin is not None and row.limit_gib is not None:
+        return row.limit_gib * (1.0 + row.margin)
+    return row.peak_reserved_gib
+
+
+def configuration(recipe: Recipe) -> tuple[str, ...]:
+    """The winner's configuration, one phrase for each decision."""
+    config = recipe.winner.config
+    kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
+    method = {
+        "none": f"{kind} of rank {config.lora_rank}",
+        "fp8": f"{kind} of rank {config.lora_rank} on a base that multiplies in 8-bit floats",
+        "int8": f"{kind} of rank {config.lora_rank} on an 8-bit base",
+        "nf4": f"Q{kind} of rank {config.lora_rank} on a 4-bit (NF4) base"
+        + (", double quantised" if config.double_quant else ""),
+    }[config.quantization]
+    every = config.checkpoint_every
+    recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
+    if config.offloads:
+        recomputed[1] += ", with its inputs in host memory"
+    phrases = [
+        "full fine-tuning" if config.method == "full" else method,
+        _batch(recipe),
+        recomputed.get(every, f"activation checkpointing in one layer of {every}"),
+        _PRECISIONS[config.precision],
+        _OPTIMIZERS[config.optimizer],
+        _ATTENTIONS[config.attention],
+        "not compiled" if config.compile == "none" else "compiled layer by layer (torch.compile)",
+    ]
+    if config.loss == "chunked":
+        phrases.append("head and cross-entropy in chunks of tokens")
+    if config.kernels == "liger":
+        phrases.append("Liger's kernels for norms, rotary positions and MLPs")
+    if config.loader_workers:
+        phrases.append(f"batches made by {config.loader_workers} other processes")
+    return tuple(phrases)
+
+
+def trade_offs(recipe: Recipe) -> list[str]:
+    """What the best of each other learning cell would cost against the winner, the cheapest first."""
+    winner, workload = recipe.winner, recipe.workload
+    lines = []
+    for cell in recipe.cells:
+        changes = differences(cell.config, winner.config)
+        if not changes:
+            continue
+        extra = winner.performance.tokens_per_second / cell.performance.tokens_per_second - 1.0
+        text = f"{changes}: {extra:+.1%} cost"
+        before = workload.truncated(winner.config.seq_len)
+        after = workload.truncated(cell.config.seq_len)
+        if before != after:
+            text += f", {after:.1%} instead of {before:.1%} of the tokens cut off"
+        lines.append((extra, f"{text} [{cell.evidence}]"))
+    return [text for _, text in sorted(lines)]
+
+
+def learned(finalist: Learned) -> str:
+    """What one finalist learned, or why its training failed."""
+    if finalist.loss_before is None or finalist.loss_after is None:
+        return f"failed: {finalist.reason}"
+    return f"held-out loss {finalist.loss_before:.4f} to {finalist.loss_after:.4f}"
+
+
+def verification(done: Verification) -> list[str]:
+    """What the exported run did against what was predicted, one line for each number."""
+    if done.tokens_per_s is None:
+        return [f"the exported run failed: {done.reason}"]
+    run = f"{done.micro_steps} micro batches of {done.file}"
+    if done.soak:
+        lines = [f"{run}, rows of {done.config.seq_len:,} tokens among short ones: succeeded"]
+    else:
+        measured = f"{fmt_count(done.tokens_per_s)} measured in {run} ({done.speed_error:+.1%})"
+        lines = [f"{fmt_count(done.promised_tokens_per_s)} tokens/s predicted, {measured}"]
+    peak = "this device does not report its peak"
+    if done.reserved_gib is not None:
+        peak = f"{fmt_gib(done.reserved_gib)} reserved ({done.memory_error:+.1%})"
+    lines.append(f"{fmt_gib(done.promised_gib)} predicted, {peak}")
+    if not done.probed:
+        lines.append(f"{done.file} is not what was probed: its speed and memory were not predicted")
+    if done.soak:
+        lines.append(_memory_growth(done))
+    return lines
+
+
+def failed_verification(done: Verification) -> str | None:
+    """Why a verification failed: the run failed, its memory grows, or a number is off. None where it holds."""
+    if done.holds:
+        return None
+    if done.seconds_per_step is None:
+        return f"the exported run failed: {done.reason}"
+    if done.memory_growth_gib is not None:
+        return _memory_growth(done)
+    return f"the prediction does not hold within {done.tolerance:.0%}"
+
+
+def ablation_effect(ablation: Ablation, knob: AblatedKnob) -> str:
+    """How many times as fast the winner is because of this knob, and what the knob costs in memory."""
+    winner = ablation.winner
+    if knob.tokens_per_s is None or winner.tokens_per_s is None:
+        if knob.outcome not in (Outcome.OOM, Outcome.REFUSED) or not knob.peak_gib:
+            return f"without it: {knob.outcome.value}"
+        return f"does not fit without it: at least {fmt_gib(knob.peak_gib)} of {fmt_gib(knob.limit_gib)}"
+    ratio = winner.tokens_per_s / knob.tokens_per_s
+    unclear = abs(ratio - 1) <= math.hypot(knob.error, winner.error)
+    speed = "no clear difference in speed" if unclear else f"{ratio:.2f} times as fast"
+    if knob.peak_gib is None or winner.peak_gib is None:
+        return speed
+    more = winner.peak_gib - knob.peak_gib
+    if abs(more) < SAME_GIB:
+        return f"{speed}, as much memory"
+    return f"{speed}, {fmt_gib(abs(more))} {'more' if more > 0 else 'less'}"
+
+
+def ablation(found: Ablation) -> list[str]:
+    """One line for each knob, the most helpful first."""
+    return [
+        f"{knob.knob} {getattr(found.winner.config, knob.knob)} instead of {getattr(knob.config, knob.knob)}: "
+        f"{ablation_effect(found, knob)} [{knob.evidence.value}]"
+        for knob in found.ranked()
+    ]
+
+
+def _batch(recipe: Recipe) -> str:
+    config = recipe.winner.config
+    row = "row" if config.packing else "sequence"
+    rows = f"1 {row}" if config.micro_batch_size == 1 else f"{config.micro_batch_size} {row}s"
+    text = f"{rows} of {config.seq_len:,} tokens at a time"
+    if recipe.accumulation > 1:
+        text += f", accumulated {recipe.accumulation} times"
+    if config.packing:
+        return f"{text}: packed, a global batch of {recipe.shape.examples_per_step:.1f} examples on average"
+    return f"{text}: a global batch of {recipe.workload.global_batch}"
+
+
+def _memory_growth(done: Verification) -> str:
+    if not done.peaks_gib:
+        return "whether memory grows is not known: the run does not report its peaks"
+    if done.memory_growth_gib is None:
+        peaks = " GiB, ".join(f"{peak:.2f}" for peak in done.peaks_gib)
+        return f"memory does not grow: {peaks} GiB by quarters"
+    before, after = done.memory_growth_gib
+    return (
+        f"memory grows from {fmt_gib(before)} in the second quarter of the steps to {fmt_gib(after)} in the last "
+        f"({after / before - 1:+.1%})"
+    )
+
+
+_PRECISIONS = {
+    "bf16_mixed": "bf16 mixed precision, trained parameters kept in fp32",
+    "bf16_pure": "everything in bf16, without fp32 master weights",
+    "fp16_mixed": "fp16 mixed precision",
+    "fp32": "fp32 throughout",
+}
+_OPTIMIZERS = {
+    "adamw_torch_fused": "fused AdamW",
+    "adamw_torch": "AdamW",
+    "adamw_8bit": "8-bit AdamW",
+    "paged_adamw_8bit": "paged 8-bit AdamW",
+    "adafactor": "Adafactor",
+    "lion_8bit": "8-bit Lion",
+}
+_ATTENTIONS = {
+    "sdpa": "PyTorch's fused attention (SDPA)",
+    "sdpa_cudnn": "cuDNN's fused attention (SDPA)",
+    "eager": "unfused (eager) attention",
+    "flash_attention_2": "FlashAttention 2",
+    "flex_attention": "FlexAttention",
+}

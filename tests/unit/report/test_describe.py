@@ -1,0 +1,140 @@
+"""The words for what a study found: a candidate's numbers, the winner's configuration, ablations and trade-offs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.train_config import TrainConfig
+from autotune.problem.length_distribution import Lengths
+from autotune.report import describe
+from autotune.study.explanation import AblatedKnob, Ablation
+from autotune.study.summary import Candidate, Recipe
+from tests.helpers.factories import summary
+
+
+def recipe() -> Recipe:
+    made = summary().recipe
+    assert made is not None
+    return made
+
+
+def test_every_outcome_has_a_label_of_its_own() -> None:
+    assert set(describe.LABELS) == set(Outcome) and len(set(describe.LABELS.values())) == len(Outcome)
+
+
+def test_a_candidate_in_one_line() -> None:
+    assert describe.candidate_line(recipe().winner) == (
+        "16,549 tokens/s, 54.4 GiB, full run 10 min 20 s, $0.584 [measured]"
+    )
+
+
+def test_unknown_numbers_are_dashes() -> None:
+    winner = recipe().winner
+    cost = replace(winner.cost, full_run_usd=None, interval_usd=None, kwh=None, spot_usd=None)
+    bare = replace(winner, cost=cost, performance=replace(winner.performance, mfu=None))
+    numbers = describe.numbers(bare)
+    assert {name for name, number in numbers.items() if number.text == "–"} == {
+        "MFU",
+        "USD",
+        "USD at the spot price",
+        "energy",
+    }
+    assert numbers["free below the limit"].text == "59%"
+    assert "$" not in describe.full_run(cost) and "kWh" not in describe.full_run(cost)
+    assert describe.usd_range(cost) == "–"
+
+
+def test_evidence_is_named_apart_where_speed_and_memory_differ() -> None:
+    winner = recipe().winner
+    assert describe.evidence(winner) == "measured"
+    mixed = replace(winner, evidence=Evidence.EXTRAPOLATED)
+    assert describe.evidence(mixed) == "speed extrapolated, memory measured"
+
+
+def test_the_memory_of_a_trial_that_did_not_fit_is_the_least_it_needed() -> None:
+    fits, _, too_large = summary().trials[:3]
+    assert describe.memory_gib(fits) == 20.0
+    assert describe.memory_gib(too_large) == pytest.approx(132 * 1.02)
+    assert describe.memory_gib(replace(too_large, margin=None)) is None
+
+
+def test_the_winners_configuration_in_phrases() -> None:
+    phrases = describe.configuration(recipe())
+    assert phrases[:3] == (
+        "LoRA of rank 16",
+        "4 sequences of 1,024 tokens at a time, accumulated 8 times: a global batch of 32",
+        "no activation checkpointing",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "phrase"),
+    [
+        ({"method": "full"}, "full fine-tuning"),
+        ({"quantization": "nf4", "double_quant": True}, "QLoRA of rank 16 on a 4-bit (NF4) base, double quantised"),
+        ({"dora": True, "rslora": True}, "rsDoRA of rank 16"),
+        ({"checkpointing": "every_3"}, "activation checkpointing in one layer of 3"),
+        ({"checkpointing": "offload"}, "activation checkpointing in every layer, with its inputs in host memory"),
+        ({"loss": "chunked"}, "head and cross-entropy in chunks of tokens"),
+        ({"compile": "none", "kernels": "liger"}, "Liger's kernels for norms, rotary positions and MLPs"),
+        ({"loader_workers": 2}, "batches made by 2 other processes"),
+        (
+            {"micro_batch_size": 1, "packing": True},
+            "1 row of 1,024 tokens at a time, accumulated 32 times: packed, a global batch of 32.0 examples on average",
+        ),
+    ],
+)
+def test_each_decision_has_its_phrase(changes: dict[str, Any], phrase: str) -> None:
+    made = recipe()
+    config = replace(made.winner.config, **changes)
+    assert phrase in describe.configuration(replace(made, winner=replace(made.winner, config=config)))
+
+
+def test_trade_offs_with_other_learning_cells() -> None:
+    made = recipe()
+    winner = made.winner
+
+    def cell(speed: float, evidence: Evidence = Evidence.MEASURED, **knobs: Any) -> Candidate:
+        faster = replace(winner.performance, tokens_per_second=speed * winner.performance.tokens_per_second)
+        return replace(winner, config=replace(winner.config, **knobs), performance=faster, evidence=evidence)
+
+    cells = (
+        winner,
+        cell(0.99, micro_batch_size=2),  # nothing that changes what is learned
+        cell(0.8, lora_rank=64),
+        cell(1.25, Evidence.EXTRAPOLATED, seq_len=512),
+    )
+    workload = replace(made.workload, lengths=Lengths.of([512, 1024], "counted"))
+    assert describe.trade_offs(replace(made, cells=cells, workload=workload)) == [
+        "seq_len 512 instead of 1024: -20.0% cost, 33.3% instead of 0.0% of the tokens cut off [extrapolated]",
+        "lora_rank 64 instead of 16: +25.0% cost [measured]",
+    ]
+
+
+def ablated(knob: str, config: TrainConfig, **changes: Any) -> AblatedKnob:
+    values = {"knob": knob, "config": config, "outcome": Outcome.OK, "evidence": Evidence.MEASURED} | changes
+    return AblatedKnob(**values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens_per_s": 500.0, "peak_gib": 12.0}, "2.00 times as fast, 8.00 GiB more"),
+        ({"tokens_per_s": 1010.0, "error": 0.02, "peak_gib": 21.0}, "no clear difference in speed, 1.00 GiB less"),
+        ({"tokens_per_s": 1000.0, "peak_gib": 20.0}, "no clear difference in speed, as much memory"),
+        ({"tokens_per_s": 1250.0}, "0.80 times as fast"),
+        (
+            {"outcome": Outcome.OOM, "peak_gib": 30.0, "limit_gib": 22.0},
+            "does not fit without it: at least 30.0 GiB of 22.0 GiB",
+        ),
+        ({"outcome": Outcome.CRASH}, "without it: crash"),
+    ],
+)
+def test_the_effect_of_a_knob(changes: dict[str, Any], words: str) -> None:
+    config = TrainConfig(checkpointing="none")
+    winner = ablated("", config, tokens_per_s=1000.0, error=0.01, peak_gib=20.0)
+    undone = ablated("checkpointing", TrainConfig(checkpointing="full"), **changes)
+    found = Ablation(winner=winner, baseline=TrainConfig(), undone=(undone,))
+    assert describe.ablation(found) == [f"checkpointing none instead of full: {words} [measured]"]
