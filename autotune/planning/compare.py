@@ -216,7 +216,6 @@ def enter(
     `memory_gib` only ever lessens what a card has. Raises UsageError where no formula knows the model or the card.
     """
     device = task.device
-    memory_gib = min((size for size in (device.usable_gib, memory_gib) if size), default=None)
     here = [one for one in seen if one.device == device.name]
     plan, opened = make_plan(task, headroom=headroom, memory_gib=memory_gib, seen=here), False
     if plan.best is None and reserve is not None and reserve.space != task.space:

@@ -23,6 +23,7 @@ from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, carry, 
 from autotune.problem.performance import Performance, Scored, choose
 from autotune.problem.run_cost import CostProjection, project
 from autotune.problem.search_space import SearchSpace
+from autotune.problem.target import device_budget
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 
@@ -76,12 +77,8 @@ def limit_of(device: DeviceSpec, headroom: float, memory_gib: float | None = Non
 
     Raises UsageError for a card whose memory is not known.
     """
-    offered = min((one for one in (memory_gib, device.usable_gib) if one is not None), default=None)
-    if offered is None or device.kind == "cpu":
-        raise UsageError(
-            f"no plan can be made for {device.name}: its memory is not known", remedy="name a GPU, or give --memory-gib"
-        )
-    return max(offered * (1 - headroom) - CONTEXT_GIB, 0.01)
+    budget = device_budget(device, reserve_fraction=headroom, asked_gib=memory_gib)
+    return max(budget.limit_gib(taken_gib=CONTEXT_GIB), 0.01)
 
 
 def fit(need_gib: float, limit_gib: float, error: float) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import PROBE_VERSION, Fingerprint
 from autotune.core.units import GIB, gib
@@ -73,9 +74,9 @@ class CudaMeter:
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         total = gib(self._properties.total_memory)
         taken = self.context_gib() + managed_gib
-        limit = memory_gib * (1 - headroom) - taken
+        limit = memory_limit_gib(memory_gib, headroom, taken_gib=taken)
         # A few layers may be judged against a larger card than this one.
-        room = max(total * (1 - headroom) - taken, min(limit, total))
+        room = max(memory_limit_gib(total, headroom, taken_gib=taken), min(limit, total))
         torch.cuda.set_per_process_memory_fraction(min(max(limit, 0.01) + self.aside_gib, room) / total)
         return limit
 
@@ -174,7 +175,7 @@ class CpuMeter:
         self._data = self._status("VmData") - resident
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
-        limit = memory_gib * (1 - headroom) - self.context_gib() - managed_gib
+        limit = memory_limit_gib(memory_gib, headroom, taken_gib=self.context_gib() + managed_gib)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         # VmData counts address space that libraries reserve and never touch: what it was at the start is not capped.
         resource.setrlimit(resource.RLIMIT_DATA, (int(max(limit, 0.01) * GIB) + self._data, hard))

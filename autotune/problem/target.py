@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 from autotune.catalog import DeviceSpec, match_device, resolve_device
 from autotune.core import nvml
-from autotune.core.errors import EnvironmentProblem
+from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.memory_budget import MemoryBudget
 from autotune.core.units import fmt_gib
 from autotune.prediction.transfer import SpeedTransfer, carry
+
+IGNORED_GIB = 0.5  # what other processes hold of a GPU is ignored up to here: a display server, a monitor
+HOST_SHARE = 0.8  # share of a host's memory that a run on its CPU may use: the host's other work needs some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +32,74 @@ class Target:
 
     @property
     def cap_gib(self) -> float | None:
-        """What the device would offer, where another card stands in for it."""
+        """The memory of the device in GiB, where another GPU probes for it; else None."""
         return None if self.here is None else self.device.usable_gib
+
+    @property
+    def held_by_others_gib(self) -> float:
+        """GiB that other processes hold of the GPU here; 0 up to `IGNORED_GIB`, and for a CPU."""
+        return self.card.used_gib if self.card is not None and self.card.used_gib > IGNORED_GIB else 0.0
+
+    def other_processes(self) -> str:
+        """The processes that hold memory of the GPU here, in words."""
+        found = [one for one in self.card.processes if (one.used_gib or 0) > IGNORED_GIB] if self.card else []
+        names = [f"{one.name or '?'} (pid {one.pid}, {fmt_gib(one.used_gib)})" for one in found]
+        return ", ".join(names) or "no process is named"
+
+    def memory_budget(
+        self, total_gib: float, *, reserve_fraction: float, asked_gib: float | None = None, may_exceed: bool = False
+    ) -> MemoryBudget:
+        """What a run may use of the device here, which has `total_gib`.
+
+        `asked_gib` is what the user allows. With `may_exceed` it may be more than is available, for probes of a few
+        layers only.
+
+        Raises:
+            EnvironmentProblem: less is available than the device that is tuned for has.
+            UsageError: more was asked for than is available.
+        """
+        if self.card is None:
+            available = round(total_gib * HOST_SHARE, 1)
+        else:
+            available = round(total_gib - self.held_by_others_gib, 2)
+        cap = available
+        if self.cap_gib is not None:
+            if self.cap_gib > available:
+                raise EnvironmentProblem(
+                    f"{self.device.name} offers {fmt_gib(self.cap_gib)}, and {fmt_gib(available)} are free here",
+                    remedy="end what holds the GPU's memory, or run on another card",
+                )
+            cap = round(self.cap_gib, 2)
+        if asked_gib is not None:
+            if asked_gib > cap and not may_exceed:
+                raise UsageError(
+                    f"--memory-gib {asked_gib:g} is more than the {fmt_gib(cap)} there are",
+                    remedy="give less, leave it out, or judge from a few layers of the model alone (--shallow-only)",
+                )
+            cap = asked_gib
+        return MemoryBudget(
+            total_gib=total_gib, available_gib=available, cap_gib=cap, reserve_fraction=reserve_fraction
+        )
+
+
+def device_budget(device: DeviceSpec, *, reserve_fraction: float, asked_gib: float | None = None) -> MemoryBudget:
+    """The memory budget of an idle device by its data sheet; `asked_gib` can only lessen it.
+
+    Raises:
+        UsageError: the memory of the device is not known.
+    """
+    known = [size for size in (asked_gib, device.usable_gib) if size is not None]
+    if not known or device.kind == "cpu":
+        raise UsageError(
+            f"no plan can be made for {device.name}: its memory is not known", remedy="name a GPU, or give --memory-gib"
+        )
+    available = known[-1]
+    return MemoryBudget(
+        total_gib=device.memory_gib or available,
+        available_gib=available,
+        cap_gib=min(known),
+        reserve_fraction=reserve_fraction,
+    )
 
 
 def find_target(name: str) -> Target:

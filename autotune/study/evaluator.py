@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune.core.errors import TooManyFailures
+from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import (
     Evidence,
     Fingerprint,
@@ -170,7 +171,8 @@ class Evaluator:
             if trial is not None:  # this study's own row, so that it can be read without the one that measured it
                 self._stored(trial, replace(known, seconds={}))
             return Evaluation(result=known, reused=True)
-        estimate = self._memory.predict(config, request.micro_steps, request.memory_gib * (1 - request.headroom))
+        offered = memory_limit_gib(request.memory_gib, request.headroom)  # before the context, which is predicted
+        estimate = self._memory.predict(config, request.micro_steps, offered)
         refused = self._gate(request, estimate)
         if refused is not None:
             return Evaluation(result=self._stored(trial, refused))

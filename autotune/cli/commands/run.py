@@ -43,8 +43,6 @@ from autotune.study.summary import Quality, StudySummary, TrialRecord
 if TYPE_CHECKING:
     from autotune.study.storage.probe_store import ProbeStore
 
-FOREIGN_GIB = 0.5  # memory that others hold on the card is worth a warning from here on
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
@@ -334,34 +332,13 @@ def _unused(name: str, url: str) -> str:
 
 
 def _memory(spec: StudySpec, target: Target, total_gib: float, display: Display) -> float:
-    """What the device offers, GiB: all of it less what others hold, what --memory-gib allows, or what another has."""
-    card = target.card
-    if card is None:
-        offered = round(total_gib * 0.8, 1)  # the host's other work needs some
-    else:
-        others = [process for process in card.processes if (process.used_gib or 0) > FOREIGN_GIB]
-        held = card.used_gib if card.used_gib > FOREIGN_GIB else 0.0
-        if held:
-            names = ", ".join(
-                f"{process.name or '?'} (pid {process.pid}, {fmt_gib(process.used_gib)})" for process in others
-            )
-            display.note(f"others hold {fmt_gib(held)} of this GPU: {names or 'no process is named'}", "yellow")
-        offered = round(total_gib - held, 2)
-    if target.cap_gib is not None:
-        if target.cap_gib > offered:
-            raise EnvironmentProblem(
-                f"{target.device.name} offers {fmt_gib(target.cap_gib)}, and {fmt_gib(offered)} are free here",
-                remedy="end what holds the GPU's memory, or run on another card",
-            )
-        offered = round(target.cap_gib, 2)
-    if spec.memory_gib is None:
-        return offered
-    if spec.memory_gib > offered and not spec.shallow_only:
-        raise UsageError(
-            f"--memory-gib {spec.memory_gib:g} is more than the {fmt_gib(offered)} there are",
-            remedy="give less, leave it out, or judge from a few layers of the model alone (--shallow-only)",
-        )
-    return spec.memory_gib
+    """GiB that a run may use of the device. Prints what other processes hold of it."""
+    if held := target.held_by_others_gib:
+        display.note(f"others hold {fmt_gib(held)} of this GPU: {target.other_processes()}", "yellow")
+    budget = target.memory_budget(
+        total_gib, reserve_fraction=spec.headroom, asked_gib=spec.memory_gib, may_exceed=spec.shallow_only
+    )
+    return budget.cap_gib
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from autotune.cli.commands.local import SEARCHING
-from autotune.cli.commands.run import FOREIGN_GIB
 from autotune.cli.commands.session import shared_url
 from autotune.cli.console import Display
 from autotune.cli.stop import Stop
@@ -24,7 +23,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, parse_duration
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import slug
-from autotune.problem.target import find_target
+from autotune.problem.target import IGNORED_GIB, find_target
 from autotune.problem.task import Task
 from autotune.report.study_directory import prepare
 from autotune.study.node_health import NodeReading, apart
@@ -251,7 +250,7 @@ def _device(task: Task, memory_gib: float) -> str:
         )
     assert here.card is not None
     free_gib = here.card.memory_gib - here.card.used_gib
-    if free_gib < memory_gib - FOREIGN_GIB:
+    if free_gib < memory_gib - IGNORED_GIB:
         raise EnvironmentProblem(
             f"the study uses {fmt_gib(memory_gib)} of each card, and {fmt_gib(free_gib)} of this one are free",
             remedy="end what holds this GPU's memory",
