@@ -129,7 +129,7 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
 
 
 def ours_climbing(table: Table, seed: int, goal: float) -> float:
-    with patch("autotune.study.loop.leads", lambda *_: ()):
+    with patch("autotune.study.loop.formula_seeds", lambda *_: ()):
         return ours(table, seed, goal)
 
 

@@ -11,7 +11,7 @@ from autotune.core.probe_types import Outcome
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.performance import differences
 from autotune.problem.run_cost import CostProjection
-from autotune.study.explanation import AblatedKnob, Ablation
+from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.summary import Candidate, Learned, Recipe, TrialRecord, Verification
 
 # The name of each outcome for people.

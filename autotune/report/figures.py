@@ -11,7 +11,7 @@ from autotune.report.parallel import ParallelInfo
 from autotune.report.style import ACCENT, OUTCOMES, empty, escape, finish
 from autotune.report.timeline import KINDS, TimelineInfo, slices
 from autotune.report.tradeoffs import CellRow
-from autotune.study.explanation import Ablation
+from autotune.study.ablation import Ablation
 from autotune.study.summary import OnCard, Quality
 
 TERM_COLOURS = dict(zip(TERMS, ("#2a7fc4", "#8fc1ea", "#d99a00", "#d9541e", "#8a8f98"), strict=True))

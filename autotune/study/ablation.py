@@ -1,71 +1,123 @@
-"""Why the winner won: each of its knobs set back to the baseline's, alone, and probed on truncated depths.
+"""Why the winner won: set each of its knobs back to the baseline's value, alone, and probe on truncated depths.
 
-The winner itself is probed in the same way beside them, so that what is compared was found out alike.
+The winner is probed in the same way, so that the numbers compare.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from autotune.core.errors import EnvironmentProblem
-from autotune.core.probe_types import Outcome, ProbeResult
+from autotune.core.probe_types import Evidence, Outcome, ProbeResult
 from autotune.core.train_config import KNOBS, TrainConfig
 from autotune.problem.task import Task
-from autotune.study.evaluator import Evaluator
-from autotune.study.explanation import AblatedKnob, Ablation
+
+if TYPE_CHECKING:
+    from autotune.study.evaluator import Evaluator
 
 
-def set_back(winner: TrainConfig, baseline: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """Each knob in which they differ, with the winner that has the baseline's value of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AblatedKnob:
+    """The winner with one knob as in the baseline. Memory is reserved memory; `error` is the speed's relative error."""
 
-    What cannot stand alone, such as the second quantisation of a base that has no first, goes with the knob it needs.
+    knob: str
+    config: TrainConfig
+    outcome: Outcome
+    evidence: Evidence
+    tokens_per_s: float | None = None
+    error: float = 0.0
+    peak_gib: float | None = None
+    limit_gib: float | None = None
+
+    @property
+    def too_large(self) -> bool:
+        """Whether the winner does not fit without this knob."""
+        return self.outcome in (Outcome.OOM, Outcome.REFUSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablation:
+    """What each knob of the winner is worth: `undone` holds the winner with one knob set back, once for each knob."""
+
+    winner: AblatedKnob
+    baseline: TrainConfig
+    undone: tuple[AblatedKnob, ...]
+
+    def of(self, config: TrainConfig) -> bool:
+        """Whether this explains `config`: the winner may have changed since, if the study continued."""
+        return self.winner.config == config
+
+    def ranked(self) -> list[AblatedKnob]:
+        """The most useful knobs first: those without which it does not fit, then by speed, then the unknown."""
+        return sorted(
+            self.undone,
+            key=lambda knob: (knob.tokens_per_s is None and not knob.too_large, knob.tokens_per_s or 0.0),
+        )
+
+
+def ablated_configs(winner: TrainConfig, baseline: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """Yield each knob in which they differ, with the winner that has the baseline's value of it.
+
+    A knob that cannot stand alone goes with the knob that it needs: double quantisation with the quantisation.
     """
     for name in KNOBS:
-        if (value := getattr(baseline, name)) != getattr(winner, name):
-            alone = winner.as_dict() | {name: value}
-            if name == "quantization":
-                alone["double_quant"] = baseline.double_quant
-            elif name == "double_quant" and winner.quantization != baseline.quantization:
-                continue
-            yield name, TrainConfig(**alone)
+        value = getattr(baseline, name)
+        if value == getattr(winner, name):
+            continue
+        changes = {name: value}
+        if name == "quantization":
+            changes["double_quant"] = baseline.double_quant
+        elif name == "double_quant" and winner.quantization != baseline.quantization:
+            continue
+        yield name, TrainConfig(**winner.as_dict() | changes)
 
 
-def explain(
+def ablate(
     task: Task,
-    evaluator: Evaluator,
+    evaluator: "Evaluator",
     winner: TrainConfig,
     baseline: TrainConfig,
     *,
     say: Callable[[str], None] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Ablation:
-    """Probe what is not known yet. Where `should_stop` says so it ends with what there is.
+    """Probe the winner without each of its knobs; stored results are used again.
 
-    Raises EnvironmentProblem where the winner does not come through again.
+    If `should_stop` returns True, the remaining knobs are left out.
+
+    Raises:
+        EnvironmentProblem: the winner itself failed this time.
     """
     found = evaluator.evaluate(winner, None).result
-    if (own := told(task, "", found)).tokens_per_s is None:
+    measured_winner = to_ablated_knob(task, "", found)
+    if measured_winner.tokens_per_s is None:
         raise EnvironmentProblem(
-            f"the winner did not come through this time: {found.reason or found.outcome}",
+            f"the probe of the winner failed this time: {found.reason or found.outcome}",
             remedy="see whether something else uses the device (`autotune doctor`)",
         )
     undone: list[AblatedKnob] = []
-    for name, config in set_back(winner, baseline):
+    for name, config in ablated_configs(winner, baseline):
         if should_stop():
             break
         say(f"without {name} {getattr(winner, name)}: {config.label()}")
-        undone.append(told(task, name, evaluator.evaluate(config, None).result))
-        evaluator.forgive()
-    return Ablation(winner=own, baseline=baseline, undone=tuple(undone))
+        undone.append(to_ablated_knob(task, name, evaluator.evaluate(config, None).result))
+        evaluator.reset_failures()
+    return Ablation(winner=measured_winner, baseline=baseline, undone=tuple(undone))
 
 
-def told(task: Task, knob: str, result: ProbeResult) -> AblatedKnob:
-    """A probe's result as this study reads it."""
-    found = result.measurement
-    one = AblatedKnob(knob=knob, config=result.config, outcome=result.outcome, evidence=result.evidence)
+def to_ablated_knob(task: Task, knob: str, result: ProbeResult) -> AblatedKnob:
+    """Read a probe's result in the terms of this study."""
+    measurement = result.measurement
+    ablated = AblatedKnob(knob=knob, config=result.config, outcome=result.outcome, evidence=result.evidence)
     if result.oom is not None:
-        one = replace(one, peak_gib=result.oom.need_gib, limit_gib=result.oom.limit_gib)
-    if result.outcome is not Outcome.OK or found is None:
-        return one
-    speed, peak, limit = task.performance(result.config, [found]), found.peak_reserved_gib, found.limit_gib
-    error = max(map(abs, speed.spread))
-    return replace(one, tokens_per_s=speed.tokens_per_second, error=error, peak_gib=peak, limit_gib=limit)
+        ablated = replace(ablated, peak_gib=result.oom.need_gib, limit_gib=result.oom.limit_gib)
+    if result.outcome is not Outcome.OK or measurement is None:
+        return ablated
+    performance = task.performance(result.config, [measurement])
+    return replace(
+        ablated,
+        tokens_per_s=performance.tokens_per_second,
+        error=max(map(abs, performance.spread)),
+        peak_gib=measurement.peak_reserved_gib,
+        limit_gib=measurement.limit_gib,
+    )

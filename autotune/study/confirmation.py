@@ -82,9 +82,9 @@ class Confirmation:
             return None
         if result.outcome is Outcome.OK and result.measurement is not None:
             self.selection.confirm(config, result.measurement)
-            self.selection.begun(result)
+            self.selection.record_startup(result)
             return True
-        self.selection.drop(config, result.reason or result.outcome, fits=result.outcome is not Outcome.OOM)
+        self.selection.reject(config, result.reason or result.outcome, fits=result.outcome is not Outcome.OOM)
         return False
 
     def _is_sound(self, config: TrainConfig) -> bool:
@@ -94,7 +94,7 @@ class Confirmation:
             self.selection.references[reference.digest] = self.evaluator.reference(reference)
         if (reason := self.selection.unsound(config)) is not None:
             self.evaluator.reject(config, reason)
-            self.selection.drop(config, reason)
+            self.selection.reject(config, reason)
         return reason is None
 
 
@@ -117,4 +117,4 @@ def measure_close_calls(
         except Cancelled:
             return
         if result.outcome is Outcome.OK and result.depth is None:
-            selection.take(result)
+            selection.add_result(result)

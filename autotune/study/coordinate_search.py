@@ -42,13 +42,13 @@ FASTEST_FIRST = {
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 
 
-def move(space: SearchSpace, here: TrainConfig, name: str, tried: Mapping[str, Outcome]) -> dict[str, Any] | None:
+def next_move(space: SearchSpace, here: TrainConfig, name: str, tried: Mapping[str, Outcome]) -> dict[str, Any] | None:
     """The choice to try next from `here` by knob `name`; None where nothing is left. `tried` is keyed by digest."""
     knob = space.knob(name)
     for value in _better(knob, here) if knob else ():
         moved = replace(here, **{name: value})
         # Less recomputation may pay even at the price of a smaller micro batch, and packing may need one.
-        for config in sizes(space, moved) if name in ("checkpointing", "packing") else [moved]:
+        for config in smaller_batches(space, moved) if name in ("checkpointing", "packing") else [moved]:
             chosen = space.clip(config)
             if getattr(space.config(chosen), name) != value:
                 continue  # it has no effect beside the others
@@ -82,7 +82,7 @@ def _better(knob: Knob, here: TrainConfig) -> list[Any]:
     return sorted((value for value in values if order.index(value) < order.index(present)), key=order.index)
 
 
-def sizes(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
+def smaller_batches(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
     """This configuration, then with ever smaller micro batches."""
     yield config
     knob = space.knob("micro_batch_size")

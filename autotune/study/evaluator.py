@@ -138,7 +138,7 @@ class Evaluator:
         Raises:
             TooManyFailures: probes keep failing for reasons other than memory.
         """
-        looked = self.look(config, trial, sure_is_enough=promise is None and not self._shallow_only)
+        looked = self.evaluate_low_fidelity(config, trial, sure_is_enough=promise is None and not self._shallow_only)
         if isinstance(looked, Evaluation):
             return looked
         request = self._request(config)
@@ -155,7 +155,7 @@ class Evaluator:
         self._count(result)
         return Evaluation(result=result, seconds=self._seconds.pop(config))
 
-    def look(
+    def evaluate_low_fidelity(
         self, config: TrainConfig, trial: int | None, *, sure_is_enough: bool = False
     ) -> Evaluation | Extrapolation | None:
         """Everything below the full-depth probe: the verdict where that decides, else what truncated depths foretell.
@@ -194,7 +194,7 @@ class Evaluator:
             return False
         return replace(own, micro_steps=measurement.micro_steps, depth=result.depth).digest == result.request_digest
 
-    def forgive(self) -> None:
+    def reset_failures(self) -> None:
         """What failed so far does not count towards giving up: it was one configuration, tried more than once."""
         self._failures = 0
 

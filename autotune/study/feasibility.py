@@ -12,7 +12,7 @@ from autotune.problem.task import Task
 from autotune.study.evaluator import FAILED, Evaluator
 
 
-def find_footing(
+def find_feasible(
     task: Task,
     reserve: SearchSpace,
     evaluator: Evaluator,
@@ -37,7 +37,7 @@ def find_footing(
         outcome = evaluator.evaluate(config, None).result.outcome
         if outcome in FAILED:  # what the winner is held against is worth a second try
             outcome = evaluator.evaluate(config, None).result.outcome
-            evaluator.forgive()
+            evaluator.reset_failures()
         if outcome not in (Outcome.OOM, Outcome.REFUSED):
             return False, tried
     for space in (task.space, reserve):

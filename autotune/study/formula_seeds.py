@@ -19,7 +19,7 @@ VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "
 HOSTS = (1.0, 0.67, 0.5)  # times what `pace` assumes that a host needs
 
 
-def leads(task: Task, here: TrainConfig, limit_gib: float) -> Iterator[TrainConfig]:
+def formula_seeds(task: Task, here: TrainConfig, limit_gib: float) -> Iterator[TrainConfig]:
     """The slowest host's first, each once, without `here`. Nothing where the formulas do not know the model or card."""
     card = task.measured_on or task.device
     carried = carry(resolve_device(REFERENCE), card)

@@ -6,8 +6,8 @@ from typing import Any
 from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.problem.performance import margins
 from autotune.problem.task import Task
+from autotune.study.ablation import Ablation
 from autotune.study.evaluator import Evaluation
-from autotune.study.explanation import Ablation
 from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
 from autotune.study.storage.coordinator import WORKED
@@ -15,7 +15,7 @@ from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.summary import Candidate, OnCard, Quality, StudySummary, TrialRecord, Verification
 
 
-def row_of(number: int, verdict: Evaluation, task: Task) -> TrialRecord:
+def to_record(number: int, verdict: Evaluation, task: Task) -> TrialRecord:
     """A verdict as the row that people see."""
     result, measurement = verdict.result, verdict.result.measurement
     return TrialRecord(
@@ -36,7 +36,9 @@ def row_of(number: int, verdict: Evaluation, task: Task) -> TrialRecord:
     )
 
 
-def recall(task: Task, finished: list[FinishedTrial], stored: list[StoredProbe]) -> tuple[list[TrialRecord], Selection]:
+def restore(
+    task: Task, finished: list[FinishedTrial], stored: list[StoredProbe]
+) -> tuple[list[TrialRecord], Selection]:
     """A study's rows and judge from what Optuna and the probe table remember."""
     selection = Selection(task)
     beside = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
@@ -58,21 +60,21 @@ def recall(task: Task, finished: list[FinishedTrial], stored: list[StoredProbe])
                 reason=told.reason,
             )
         spent = 0.0 if told.reused else seconds.get(told.number, 0.0)
-        rows.append(row_of(told.number, Evaluation(result=result, reused=told.reused, seconds=spent), task))
-        selection.take(result)
+        rows.append(to_record(told.number, Evaluation(result=result, reused=told.reused, seconds=spent), task))
+        selection.add_result(result)
     for row in searched:
         if row.trial is None and row.result.rung is Rung.FULL:
-            selection.take(row.result)
+            selection.add_result(row.result)
     for row in stored:
         if row.result.rung is Rung.REFERENCE:
             selection.references[row.result.config.digest] = row.result.measurement
         if row.result.rung is Rung.CONFIRM:
             if row.result.outcome is Outcome.OK and row.result.measurement is not None:
                 selection.confirm(row.result.config, row.result.measurement)
-                selection.begun(row.result)
+                selection.record_startup(row.result)
             else:
                 fits = row.result.outcome not in (Outcome.OOM, Outcome.NUMERICS)
-                selection.drop(row.result.config, row.result.reason or row.result.outcome, fits=fits)
+                selection.reject(row.result.config, row.result.reason or row.result.outcome, fits=fits)
     return rows, selection
 
 

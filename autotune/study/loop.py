@@ -19,11 +19,11 @@ from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.problem.performance import AGAIN, Scored, more_capable, to_beat
 from autotune.problem.task import Task
 from autotune.study.confirmation import Confirmation, measure_close_calls
-from autotune.study.coordinate_search import MAKES_ROOM, ORDER, TOO_LARGE, move, neighbours, sizes
+from autotune.study.coordinate_search import MAKES_ROOM, ORDER, TOO_LARGE, neighbours, next_move, smaller_batches
 from autotune.study.distributed import Sharing
 from autotune.study.evaluator import Evaluation, Evaluator, Pruner
-from autotune.study.formula_seeds import leads
-from autotune.study.history import recall
+from autotune.study.formula_seeds import formula_seeds
+from autotune.study.history import restore
 from autotune.study.optimizer import Optimizer, Proposal
 from autotune.study.selection import Selection
 from autotune.study.storage.coordinator import Coordinator, SingleWorker
@@ -52,18 +52,18 @@ class Study(Sharing):
     """One session of a study. `started` is `clock()` when the command began: the budget counts from there."""
 
     task: Task
-    search: Optimizer
+    optimizer: Optimizer
     evaluator: Evaluator
     limits: Limits
     started: float
     on_trial: Callable[[TrialRecord], None] = lambda row: None  # of this session
-    on_heard: Callable[[TrialRecord], None] = lambda row: None  # of another worker
+    on_trial_of_others: Callable[[TrialRecord], None] = lambda row: None  # of another worker
     say: Callable[[str], None] = lambda text: None
     should_stop: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
     rows: list[TrialRecord] = field(default_factory=list)
     coordinator: Coordinator = field(default_factory=SingleWorker)
-    news: Callable[[], list[StoredProbe]] = list  # what others stored since this was asked last
+    new_rows: Callable[[], list[StoredProbe]] = list  # what others stored since this was asked last
     _open: dict[int, str] = field(default_factory=dict)  # asked for, not told yet, with what each tries
     _heard: dict[int, ProbeResult] = field(default_factory=dict)  # what others found out, by trial
     _untold: set[int] = field(default_factory=set)  # of those, the trials that are not told yet
@@ -83,9 +83,9 @@ class Study(Sharing):
         self._heard = {row.trial: row.result for row in stored if row.trial is not None and row.result.depth is None}
         for row in stored:
             self.evaluator.learn(row.trial, row.result)
-        queued = self.search.repair(self._settle, self.coordinator.workers)
-        self._climbed = set(self.search.remembered(CLIMBED) or ())
-        self.rows, self.selection = recall(self.task, self.search.finished(), stored)
+        queued = self.optimizer.repair(self._settle, self.coordinator.workers)
+        self._climbed = set(self.optimizer.remembered(CLIMBED) or ())
+        self.rows, self.selection = restore(self.task, self.optimizer.finished(), stored)
         self._untold = self._heard.keys() - {row.number for row in self.rows}
         self._probe_times = [
             (row.seconds, row.config.compile != "none")
@@ -99,7 +99,7 @@ class Study(Sharing):
         """Put the baselines that were tried at the start into a new study's queue; their results are stored already."""
         if not self.rows:
             for config in tried:
-                self.search.enqueue(self.task.space.clip(config))
+                self.optimizer.enqueue(self.task.space.clip(config))
 
     def run(self) -> None:
         """Search until a limit is reached, then try the best with its learning knobs at their most capable.
@@ -107,7 +107,7 @@ class Study(Sharing):
         Trials that were asked for and not told go back to the queue, whatever ends this.
         """
         with self._giving_back():
-            while self.search.is_waiting() and not self._done() and self._step(self._promise) is not None:
+            while self.optimizer.is_waiting() and not self._done() and self._step(self._promise) is not None:
                 pass
             self._climb()
             self._raise_capability()
@@ -122,12 +122,12 @@ class Study(Sharing):
             while not self._done() and not is_over():
                 wanted, seen = None, {row.config.digest for row in self.rows}
                 near = known or sum(row.tokens_per_second is not None for row in self.rows) < STARTUP
-                if near and not self.search.is_waiting() and (wanted := self._untried()) is None and known:
+                if near and not self.optimizer.is_waiting() and (wanted := self._untried()) is None and known:
                     break
                 if (row := self._step(self._promise, wanted)) is None and not self._await_others():
                     break
                 known = row is not None and row.config.digest in seen
-            self.hear(look=True)
+            self.sync(reap=True)
 
     @contextmanager
     def _giving_back(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class Study(Sharing):
         """What the formulas find best from here; whole models of those that lead."""
         waiting: list[Waiting] = []
         best = self.best()
-        for config in leads(self.task, best.config, best.limit_gib or 0.0) if best else ():
+        for config in formula_seeds(self.task, best.config, best.limit_gib or 0.0) if best else ():
             if config.digest not in tried and not self._done():
                 self._look(self.task.space.clip(config), tried, waiting)
         self._measure_waiting(waiting)
@@ -163,7 +163,7 @@ class Study(Sharing):
         here, speed = best.config, best.tokens_per_second or 0.0
         waiting: list[Waiting] = []
         for name in ORDER:
-            while not self._done() and (chosen := move(self.task.space, here, name, tried)) is not None:
+            while not self._done() and (chosen := next_move(self.task.space, here, name, tried)) is not None:
                 config, reached = self._look(chosen, tried, waiting)
                 if reached > speed * (1 - WORTHWHILE if name in MAKES_ROOM else 1 + WORTHWHILE):
                     here, speed = config, reached
@@ -179,8 +179,10 @@ class Study(Sharing):
             tried[config.digest] = Outcome.OK
             return config, 0.0
         self._climbed.add(asked.number)
-        self.search.remember(CLIMBED, sorted(self._climbed))  # or they would count as patience when continued
-        looked = self.evaluator.look(asked.config, asked.number) or self.evaluator.evaluate(asked.config, asked.number)
+        self.optimizer.remember(CLIMBED, sorted(self._climbed))  # or they would count as patience when continued
+        looked = self.evaluator.evaluate_low_fidelity(asked.config, asked.number) or self.evaluator.evaluate(
+            asked.config, asked.number
+        )
         if isinstance(looked, Evaluation):
             there = self._close(asked, looked)
             tried[there.config.digest], reached = there.outcome, there.tokens_per_second or 0.0
@@ -209,7 +211,7 @@ class Study(Sharing):
         ranks = [row.config.lora_rank for row in self.rows if row.config.lora_rank]
         if ranks and self.task.space.knob("lora_rank"):
             self._rank = statistics.mode(ranks)
-            self.search.hold({"lora_rank": self._rank})
+            self.optimizer.hold({"lora_rank": self._rank})
         while not self._done():
             seen = {row.config.digest for row in self.rows}
             row = self._step(self._promise)
@@ -257,7 +259,7 @@ class Study(Sharing):
         Whole models, unless memory is in doubt: what capability costs is to be known, and most of them are close.
         """
         outcomes = {row.config: row.outcome for row in self.rows}
-        for smaller in sizes(self.task.space, config):
+        for smaller in smaller_batches(self.task.space, config):
             if (outcome := outcomes.get(smaller)) is None:
                 if self.should_stop() or self._is_spent() or self._full():
                     return
@@ -289,18 +291,18 @@ class Study(Sharing):
 
     def _ask(self, wanted: dict[str, Any] | None = None) -> Proposal | None:
         """A trial that nobody else is at: of what is wanted, or else whatever is next."""
-        self.hear()
+        self.sync()
         limit = self.limits.trials
-        if limit is not None and len(self.coordinator.taken()) + len(self.search.told()) >= limit:
+        if limit is not None and len(self.coordinator.taken()) + len(self.optimizer.told()) >= limit:
             return None
-        asked = self.search.ask(wanted, worker=self.coordinator.name)
+        asked = self.optimizer.ask(wanted, worker=self.coordinator.name)
         if not self.coordinator.take(asked.config.digest, asked.number):
-            self.search.withdraw(asked.number)
+            self.optimizer.withdraw(asked.number)
             if wanted is not None or (other := self._untried()) is None:
                 return None
             return self._ask(other)
         self._open[asked.number] = asked.config.digest
-        if limit is not None and self.coordinator.ahead(asked.config.digest) + len(self.search.told()) >= limit:
+        if limit is not None and self.coordinator.ahead(asked.config.digest) + len(self.optimizer.told()) >= limit:
             self._give_back(asked.number)
             return None
         return asked
@@ -348,7 +350,7 @@ class Study(Sharing):
         return self.clock() - self.started + self._reserve_s() >= self.limits.budget_s
 
     def _full(self) -> bool:
-        return self.limits.trials is not None and len(self.search.told()) + len(self._open) >= self.limits.trials
+        return self.limits.trials is not None and len(self.optimizer.told()) + len(self._open) >= self.limits.trials
 
     def _reserve_s(self) -> float:
         """What confirming will take, twice as long as the probes so far, but at most half the budget.
@@ -382,5 +384,5 @@ class Study(Sharing):
     def _queue_any(self) -> bool:
         """Queue what differs least from the best; False where everything was tried."""
         if (chosen := self._untried()) is not None:
-            self.search.enqueue(chosen)
+            self.optimizer.enqueue(chosen)
         return chosen is not None

@@ -1,18 +1,24 @@
 """A suite: configurations that somebody named, told as they are, beside what was published of them. No search."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError, did_you_mean
-from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.files import write_atomic
+from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import KNOBS, TrainConfig
 from autotune.core.units import DASH, GIB, fmt_count
+from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.study.evaluator import Evaluator
+from autotune.study.storage.probe_store import ProbeStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +110,77 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
         )
         model = resolve_model(case.model) if case.model else task.model
         yield case, config, replace(task, model=model, workload=workload)
+
+
+def probe_configs(
+    spec: StudySpec,
+    task: Task,
+    prober: WorkerProber,
+    store: ProbeStore,
+    out: Path,
+    *,
+    memory_gib: float,
+    say: Callable[[str], None],
+    should_stop: Callable[[], bool],
+) -> list[ConfigResult]:
+    """Probe each case in turn with full rows, or take its stored result; write suite.json and suite.md after each.
+
+    Raises:
+        Cancelled: the user asked to stop during a probe.
+    """
+    results: list[ConfigResult] = []
+    for case, config, case_task in cases(spec, task):
+        if should_stop():
+            break
+        say(f"{case.name}: {config.label()}")
+
+        def request(config: TrainConfig, task: Task = case_task) -> ProbeRequest:
+            return ProbeRequest(
+                config=config,
+                model=task.model.config,
+                weights=task.model.weights,
+                device=prober.device,
+                trainer=task.trainer,
+                micro_steps=task.workload.run_shape(config).confirmation_micro_steps,
+                min_timed_s=2.0,
+                memory_gib=memory_gib,
+                headroom=spec.headroom,
+                seed=spec.seed,
+            )
+
+        study, logs = case_task.study, out / "logs"
+        evaluator = Evaluator(prober, store, study=study, logs=logs, request=request, model=case_task.kin)
+        results.append(to_config_result(case, config, case_task, evaluator.evaluate(config, None).result))
+        write_results(results, out)
+    return results
+
+
+def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result: ProbeResult) -> ConfigResult:
+    found = result.measurement
+    evidence = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
+    if result.outcome is not Outcome.OK or found is None:
+        return ConfigResult(case=case, config=config, outcome=result.outcome, evidence=evidence, reason=result.reason)
+    speed = task.performance(config, [found])
+    return ConfigResult(
+        case=case,
+        config=config,
+        outcome=result.outcome,
+        evidence=evidence,
+        tokens_per_s=speed.samples_per_second / task.workload.examples_per_row(config) * config.seq_len,
+        samples_per_s=speed.samples_per_second,
+        step_time_s=speed.step_time_s,
+        peak_gib=found.peak_reserved_gib,
+        whole_gib=found.peak_reserved_gib + found.managed_gib + found.context_gib,
+    )
+
+
+def write_results(told: Iterable[ConfigResult], out: Path) -> None:
+    """suite.json and suite.md."""
+    rows = list(told)
+    write_atomic(out / "suite.json", json.dumps([one.data() for one in rows], indent=1) + "\n")
+    head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in one.cells()) + " |" for one in rows]
+    write_atomic(out / "suite.md", "\n".join([*head, *body]) + "\n")
 
 
 def _number(value: float | str) -> str:

@@ -1,60 +1,130 @@
-"""Is a node like the others of its fleet? Each measures the baseline before its results count, and later again."""
+"""Is a node like the others of its fleet? Each measures the baseline before its results count, and every 10 minutes."""
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from autotune.core.probe_types import Measurement
+from autotune.core.probe_types import Measurement, Outcome, ProbeRequest, Rung
+from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
+from autotune.study.evaluator import Prober
+from autotune.study.selection import Selection
+from autotune.study.storage.probe_store import ProbeStore
 
-SPEED, MEMORY, KELVIN = 0.05, 0.02, 10.0  # by how much a node may be off the median of the others
-SEGMENT_GIB = 0.02  # torch reserves 20 MiB at a time: of a tiny model that is more than the share
+MAX_SPEED_DIFFERENCE, MAX_MEMORY_DIFFERENCE = 0.05, 0.02  # relative to the median of the others
+MAX_KELVIN = 10.0
+SEGMENT_GIB = 0.02  # torch reserves 20 MiB at a time, which is a large share of a tiny model's memory
+CHECK_EVERY_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReading:
-    """The baseline on one node. What its driver does not tell is None."""
+    """The baseline on one node. What its driver does not report is None; `about` has clocks and power in words."""
 
     micro_s: float
     reserved_gib: float
     temperature_c: float | None
-    about: str  # clocks, power and throttling, in words
+    about: str
 
     @classmethod
     def of(cls, measurement: Measurement) -> "NodeReading":
-        read = measurement.telemetry
-        said = []
-        if read is not None:
-            said += [f"{read.sm_clock_mhz:.0f} MHz"] if read.sm_clock_mhz is not None else []
-            said += [f"{read.power_w:.0f} W"] if read.power_w is not None else []
-            said += [f"{read.temperature_c:.0f} C"] if read.temperature_c is not None else []
-            said += [f"slowed down by {', '.join(read.throttle_reasons)}"] if read.throttle_reasons else []
+        """Take the median micro batch and what the driver reported during the probe."""
+        telemetry = measurement.telemetry
+        about = []
+        if telemetry is not None:
+            if telemetry.sm_clock_mhz is not None:
+                about.append(f"{telemetry.sm_clock_mhz:.0f} MHz")
+            if telemetry.power_w is not None:
+                about.append(f"{telemetry.power_w:.0f} W")
+            if telemetry.temperature_c is not None:
+                about.append(f"{telemetry.temperature_c:.0f} C")
+            if telemetry.throttle_reasons:
+                about.append(f"slowed down by {', '.join(telemetry.throttle_reasons)}")
         return cls(
             micro_s=statistics.median(measurement.micro_step_s),
             reserved_gib=measurement.peak_reserved_gib,
-            temperature_c=read.temperature_c if read else None,
-            about=", ".join(said),
+            temperature_c=telemetry.temperature_c if telemetry else None,
+            about=", ".join(about),
         )
 
 
-def apart(own: NodeReading, others: Sequence[NodeReading], *, timed: bool = True) -> list[str]:
-    """In what a node differs from the median of the others; nothing where there are none.
+def differences(own: NodeReading, others: Sequence[NodeReading], *, timed: bool = True) -> list[str]:
+    """List in words how a node differs from the median of the others; empty if there are no others.
 
-    Speeds and temperatures count where they are `timed`: on processors that workers share they tell of the neighbours.
+    Speed and temperature count only if `timed`: on shared processors they depend on the other processes.
     """
     if not others:
         return []
-    found = []
-    fleet_s = statistics.median(one.micro_s for one in others)
-    if timed and abs(fleet_s / own.micro_s - 1) > SPEED:
-        with_what = f" ({own.about})" if own.about else ""
-        found.append(f"{fleet_s / own.micro_s - 1:+.0%} tokens/s against the fleet's median{with_what}")
-    fleet_gib = statistics.median(one.reserved_gib for one in others)
-    if abs(own.reserved_gib - fleet_gib) > max(MEMORY * fleet_gib, SEGMENT_GIB):
-        found.append(f"it reserves {fmt_gib(own.reserved_gib)}, the fleet {fmt_gib(fleet_gib)}")
-    warmth = [one.temperature_c for one in others if one.temperature_c is not None]
-    if timed and warmth and own.temperature_c is not None:
-        fleet_c = statistics.median(warmth)
-        if abs(own.temperature_c - fleet_c) > KELVIN:
-            found.append(f"it is at {own.temperature_c:.0f} C, the fleet at {fleet_c:.0f} C")
-    return found
+    reasons = []
+    fleet_s = statistics.median(reading.micro_s for reading in others)
+    if timed and abs(fleet_s / own.micro_s - 1) > MAX_SPEED_DIFFERENCE:
+        about = f" ({own.about})" if own.about else ""
+        reasons.append(f"{fleet_s / own.micro_s - 1:+.0%} tokens/s against the fleet's median{about}")
+    fleet_gib = statistics.median(reading.reserved_gib for reading in others)
+    if abs(own.reserved_gib - fleet_gib) > max(MAX_MEMORY_DIFFERENCE * fleet_gib, SEGMENT_GIB):
+        reasons.append(f"it reserves {fmt_gib(own.reserved_gib)}, the fleet {fmt_gib(fleet_gib)}")
+    temperatures = [reading.temperature_c for reading in others if reading.temperature_c is not None]
+    if timed and temperatures and own.temperature_c is not None:
+        fleet_c = statistics.median(temperatures)
+        if abs(own.temperature_c - fleet_c) > MAX_KELVIN:
+            reasons.append(f"it is at {own.temperature_c:.0f} C, the fleet at {fleet_c:.0f} C")
+    return reasons
+
+
+class NodeMonitor:
+    """Compares this node with the others, now and then. Its readings are stored; they are no results of the study.
+
+    `selection` is the study's, after it was resumed; `timed` says whether speeds and temperatures count.
+    """
+
+    def __init__(
+        self,
+        prober: Prober,
+        store: ProbeStore,
+        selection: Selection,
+        request: Callable[[TrainConfig], ProbeRequest],
+        *,
+        timed: bool,
+        log: Path,
+    ) -> None:
+        self._prober = prober
+        self._store = store
+        self._selection = selection
+        self._request = request
+        self._timed = timed
+        self._log = log
+        self._next_s = time.monotonic() + CHECK_EVERY_S
+        self._is_warm = False
+
+    def is_due(self) -> bool:
+        """Whether CHECK_EVERY_S have passed since the last check."""
+        return time.monotonic() >= self._next_s
+
+    def check(self) -> list[str]:
+        """Measure the baseline and list how this node differs; empty if no baseline was measured yet."""
+        self._next_s = time.monotonic() + CHECK_EVERY_S
+        task = self._selection.task
+        baseline = self._selection.baseline()
+        measured = self._selection.measured.get(baseline.digest) if baseline else None
+        if baseline is None or measured is None:
+            return []
+        others = [NodeReading.of(measured)]  # the leader's, or whoever was first
+        others += [
+            NodeReading.of(row.result.measurement)
+            for row in self._store.of_study(task.study)
+            if row.result.rung is Rung.NODE and row.result.measurement is not None and not row.result.notes
+        ]
+        result = self._prober.probe(replace(self._request(baseline), rung=Rung.NODE, min_timed_s=2.0), self._log)
+        if result.outcome is not Outcome.OK or result.measurement is None:
+            reasons = [f"the baseline fails here: {result.reason or result.outcome}"]
+        else:
+            own = NodeReading.of(result.measurement)
+            if self._is_warm:  # a card that has worked is warmer than the others were when they were read
+                own = replace(own, temperature_c=None)
+            reasons = differences(own, others, timed=self._timed)
+        self._is_warm = True
+        result = replace(result, notes=tuple(reasons))
+        self._store.add(task.study, None, result, self._prober.fingerprint, model=task.kin)
+        return reasons

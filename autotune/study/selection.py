@@ -40,18 +40,18 @@ class Selection:
     load_s: float = 0.0  # of the model, the longest
     late_s: dict[str, float] = field(default_factory=dict)  # by how much the first step was longer than the others
 
-    def take(self, result: ProbeResult) -> None:
+    def add_result(self, result: ProbeResult) -> None:
         """A probe's result, if it has a number."""
         if result.measurement is None or result.outcome not in (Outcome.OK, Outcome.SLOW):
             return
         if result.evidence is Evidence.MEASURED:
             self.add(result.config, result.measurement)
-            self.begun(result)
+            self.record_startup(result)
         else:
             self.configs[result.config.digest] = result.config
             self.extrapolated[result.config.digest] = result.measurement
 
-    def begun(self, result: ProbeResult) -> None:
+    def record_startup(self, result: ProbeResult) -> None:
         """What a whole model took before its steps came one after the other."""
         took, digest, measurement = result.seconds, result.config.digest, result.measurement
         self.starts_s += [took["start"]] if "start" in took else []
@@ -149,7 +149,7 @@ class Selection:
             return f"unknown: {doubtful} was not compared with {REFERENCE}"
         return f"with {doubtful} the losses are {apart:.2%} off those of {REFERENCE} [measured]"
 
-    def drop(self, config: TrainConfig, reason: str, *, fits: bool = False) -> None:
+    def reject(self, config: TrainConfig, reason: str, *, fits: bool = False) -> None:
         """A configuration that came through the search but not its confirmation is out.
 
         A baseline that `fits` is still what the winner is held against: a slower one would flatter it.

@@ -11,7 +11,7 @@ from autotune.problem.performance import Performance
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.run_shape import RunShape
 from autotune.problem.workload import Workload
-from autotune.study.explanation import Ablation
+from autotune.study.ablation import Ablation
 
 CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: relative, and at least
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import optuna
 from optuna.trial import TrialState
 
 from autotune.catalog import find_price, resolve_device, resolve_model
-from autotune.core.probe_types import ProbeRequest
+from autotune.core.probe_types import ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.planning.other_devices import of_winner
 from autotune.problem.length_distribution import Lengths
@@ -149,3 +149,28 @@ def whole(start: Start, answers: Answers | None = None, **arguments: Any) -> Ses
     session.study.run()
     session.study.confirm()
     return session
+
+
+def begun(start: Start, **arguments: Any) -> Session:
+    """A study whose baseline is measured."""
+    session = start(begin=[BASELINE], trials=1, **arguments)
+    session.study.run()
+    return session
+
+
+def altered(**shares: float) -> Callable[[ProbeRequest], ProbeResult]:
+    """The same machine, with some of what it measures larger by a share."""
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        told = machine(rate=by_tokens)(request)
+        if told.measurement is None:
+            return told
+        changes: dict[str, Any] = {
+            name: tuple(one * share for one in value)
+            if isinstance(value := getattr(told.measurement, name), tuple)
+            else value * share
+            for name, share in shares.items()
+        }
+        return replace(told, measurement=replace(told.measurement, **changes))
+
+    return answer

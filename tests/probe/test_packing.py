@@ -23,7 +23,7 @@ from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import NO_SDPA, Setup, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import PROBED_ROWS, Workload
-from autotune.study.coordinate_search import move
+from autotune.study.coordinate_search import next_move
 from tests.helpers.sessions import space
 
 # Cut at 10, the longest first: 10; 7 + 3; 6 + 3 (1 is left); 5 + 5; 5 + 2 (3 are left); 1 goes where 1 is left.
@@ -205,11 +205,11 @@ def test_packing_is_climbed_to_with_the_largest_micro_batch_that_allows_it() -> 
     here = TrainConfig(micro_batch_size=8)
     choices: SearchSpace = space(micro_batch_size=(1, 2, 4, 8), packing=(False, True))
     choices = choices.condition("packing", "micro_batch_size", (1, 2, 4))
-    chosen = move(choices, here, "packing", {here.digest: Outcome.OK})
+    chosen = next_move(choices, here, "packing", {here.digest: Outcome.OK})
     assert chosen == {"micro_batch_size": 4, "packing": True}
     tried = {here.digest: Outcome.OK, choices.config(chosen).digest: Outcome.OOM}
-    assert move(choices, here, "packing", tried) == {"micro_batch_size": 2, "packing": True}
-    assert move(choices, choices.config(chosen), "packing", tried) is None
+    assert next_move(choices, here, "packing", tried) == {"micro_batch_size": 2, "packing": True}
+    assert next_move(choices, choices.config(chosen), "packing", tried) is None
 
 
 # What it does, in real models.

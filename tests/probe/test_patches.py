@@ -23,7 +23,7 @@ from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.setup import set_up, suit
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
-from autotune.study.coordinate_search import move
+from autotune.study.coordinate_search import next_move
 from tests.helpers.factories import TINY, summary
 
 TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 2}
@@ -198,12 +198,12 @@ def test_offloading_is_the_last_resort_and_the_first_to_be_given_up() -> None:
     space = SearchSpace(name="levers", knobs=(Knob(name="method", values=("lora",)), knob))
     assert leanest(space)["checkpointing"] == "offload"
     here = TrainConfig(checkpointing="offload")
-    first = move(space, here, "checkpointing", {})
+    first = next_move(space, here, "checkpointing", {})
     assert first is not None and first["checkpointing"] == "none"
     ooms = {space.config(first).digest: Outcome.OOM}
-    second = move(space, here, "checkpointing", ooms)
+    second = next_move(space, here, "checkpointing", ooms)
     assert second is not None and second["checkpointing"] == "full"
-    assert move(space, replace(here, checkpointing="full"), "checkpointing", ooms) is None
+    assert next_move(space, replace(here, checkpointing="full"), "checkpointing", ooms) is None
 
 
 def test_what_offloads_is_not_compiled() -> None:

@@ -16,7 +16,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.plan import limit_of
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import NamedConfig, Published, StudySpec, make_spec
-from autotune.study.named_configs import cases
+from autotune.study.named_configs import cases, to_config_result
 from tests.helpers.factories import measurement, oom_detail, result
 
 ROOT = Path(__file__).parents[2]
@@ -75,13 +75,13 @@ def test_what_is_measured_stands_beside_what_was_published() -> None:
         NamedConfig(name="one", published=Published(tokens_per_s=100.0, peak_gib=2.0)), NamedConfig(name="two")
     )
     (case, config, own), (other, _, _) = cases(spec, task(spec))
-    told = suite.of_probe(case, config, own, result(config=config, measurement=measurement()))
+    told = to_config_result(case, config, own, result(config=config, measurement=measurement()))
     assert (told.outcome, told.evidence) == (Outcome.OK, Evidence.MEASURED)
     published, ours = told.against()["tokens/s"]
     assert (published, ours) == (100.0, told.tokens_per_s)
     assert told.against()["peak GiB"] == (2.0, measurement().peak_reserved_gib)
     assert "tokens/s 100, here" in told.cells()[-1] and told.data()["published"]["peak GiB"]["theirs"] == 2.0
-    failed = suite.of_probe(other, config, own, result(config=config, outcome=Outcome.OOM, oom=oom_detail()))
+    failed = to_config_result(other, config, own, result(config=config, outcome=Outcome.OOM, oom=oom_detail()))
     assert failed.against() == {"outcome": ("ok", "oom")} and failed.tokens_per_s is None
 
 

@@ -13,7 +13,7 @@ from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, to_dat
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.task import Task
-from autotune.study.feasibility import find_footing
+from autotune.study.feasibility import find_feasible
 from autotune.study.optimizer import Optimizer
 from autotune.study.summary import TrialRecord
 from tests.helpers.factories import FINGERPRINT, result
@@ -154,7 +154,7 @@ def footing(
     start: Start, limit_gib: float, task: Task, reserve: SearchSpace | None = None
 ) -> tuple[bool, list[TrainConfig], Session]:
     session = start(machine(limit_gib=limit_gib), task=task)
-    opened, tried = find_footing(task, reserve or task.space, session.evaluator, session.said.append)
+    opened, tried = find_feasible(task, reserve or task.space, session.evaluator, session.said.append)
     return opened, tried, session
 
 
@@ -206,7 +206,7 @@ def test_nothing_fits_and_the_least_need_is_told(start: Start) -> None:
 
 def test_a_crash_is_no_proof_that_it_does_not_fit(start: Start) -> None:
     session = start(lambda request: result(outcome=Outcome.CRASH), task=subject_of(FOOTING))
-    assert find_footing(subject_of(FOOTING), FOOTING, session.evaluator, print) == (False, [baseline(8)])
+    assert find_feasible(subject_of(FOOTING), FOOTING, session.evaluator, print) == (False, [baseline(8)])
 
 
 def test_a_stop_meanwhile_gets_through(start: Start) -> None:
@@ -215,7 +215,7 @@ def test_a_stop_meanwhile_gets_through(start: Start) -> None:
 
     session = start(cancel, task=subject_of(FOOTING))
     with pytest.raises(Cancelled):
-        find_footing(subject_of(FOOTING), FOOTING, session.evaluator, print)
+        find_feasible(subject_of(FOOTING), FOOTING, session.evaluator, print)
 
 
 def test_the_footing_is_the_first_trials_and_is_not_probed_twice(start: Start) -> None:

@@ -13,7 +13,7 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.target import find_target
 from autotune.report import describe
 from autotune.report.study_directory import write_study
-from autotune.study.ablation import explain
+from autotune.study.ablation import ablate
 
 
 def command(name: str | None, storage: str | None, *, as_json: bool = False) -> None:
@@ -68,7 +68,7 @@ def command(name: str | None, storage: str | None, *, as_json: bool = False) -> 
                 shallow_only=shallow,
             )
             winner, baseline = recipe.winner.config, recipe.baseline.config
-            done = explain(task, evaluator, winner, baseline, say=say, should_stop=stop)
+            done = ablate(task, evaluator, winner, baseline, say=say, should_stop=stop)
         except Cancelled:
             raise Interrupted("stopped; what was probed is kept", exit_code=128 + (stop.signal or 2)) from None
     search = Optimizer.open(url, found.summary.study, task.space)

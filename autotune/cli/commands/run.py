@@ -134,7 +134,7 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
     from autotune.export.run.verify import verify
     from autotune.planning.other_devices import of_winner
     from autotune.study.evaluator import Evaluator
-    from autotune.study.feasibility import find_footing
+    from autotune.study.feasibility import find_feasible
     from autotune.study.history import seconds_of_others, summarize
     from autotune.study.loop import Limits, Study
     from autotune.study.optimizer import Optimizer, stored_facts
@@ -183,7 +183,7 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
     opened = bool(facts.get("reserve opened"))
     tried: list[TrainConfig] = []
     if not facts.get("num_trials"):
-        opened, tried = find_footing(
+        opened, tried = find_feasible(
             setup.task,
             setup.reserve,
             evaluator,
@@ -217,7 +217,7 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             should_stop=stop,
             coordinator=coordinator,
         )
-        study.news = partial(store.news, name)
+        study.new_rows = partial(store.news, name)
         study.resume(store.of_study(name))
         log = TrialLog(out, study.rows)
 
@@ -226,7 +226,7 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             search.remember("wall_seconds", before + time.monotonic() - plan.started)
             display.trial(row)
 
-        study.on_trial = study.on_heard = on_trial
+        study.on_trial = study.on_trial_of_others = on_trial
         study.begin(tried)
         for key, value in {"limits": to_data(limits), "earlier_seconds": before, "phase": SEARCHING}.items():
             search.remember(key, value)
@@ -237,14 +237,14 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             ):
                 study.run()
                 search.remember("phase", CONFIRMING)  # and the others leave
-            study.hear(look=True)
+            study.sync(reap=True)
             if not stop() and not spec.shallow_only:
                 study.confirm()
         except (TooManyFailures, EnvironmentProblem) as error:
             failure = error  # told once what was found so far is written
         finally:
             search.remember("phase", ENDED)
-            study.look()
+            study.reap()
             search.remember("wall_seconds", before + time.monotonic() - plan.started)
     display.say("writing the report")
 
@@ -310,12 +310,11 @@ def _suite(
 ) -> None:
     """Probe the named configurations, and print them beside what was published."""
     from autotune.cli.commands.catalogs import print_table
-    from autotune.cli.commands.suite import probe
-    from autotune.study.named_configs import COLUMNS
+    from autotune.study.named_configs import COLUMNS, probe_configs
 
     say = display.say
     task, out = plan.setup.task, plan.out
-    told = probe(plan.spec, task, prober, store, out, memory_gib=memory_gib, say=say, should_stop=stop)
+    told = probe_configs(plan.spec, task, prober, store, out, memory_gib=memory_gib, say=say, should_stop=stop)
     if as_json:
         sys.stdout.write(json.dumps([one.data() for one in told]) + "\n")
     elif not display.configs([one.data() for one in told]):

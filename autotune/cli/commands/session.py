@@ -11,7 +11,7 @@ from autotune.core.errors import StorageError, UsageError
 from autotune.core.probe_types import Fingerprint, from_data, to_data
 from autotune.problem.setup import slug
 from autotune.problem.task import Task
-from autotune.study.explanation import Ablation
+from autotune.study.ablation import Ablation
 from autotune.study.summary import Quality, StudySummary, Verification
 
 DEFAULT_ROOT = Path("runs")
@@ -138,7 +138,7 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
 def _open(name: str, url: str, facts: dict[str, Any]) -> StoredStudy:
     """From what the database holds, whoever wrote it."""
     from autotune.planning.other_devices import of_winner
-    from autotune.study.history import recall, seconds_of_others, summarize
+    from autotune.study.history import restore, seconds_of_others, summarize
     from autotune.study.optimizer import Optimizer
     from autotune.study.storage.probe_store import ProbeStore
 
@@ -147,7 +147,7 @@ def _open(name: str, url: str, facts: dict[str, Any]) -> StoredStudy:
         finished, importances = search.finished(), search.importances()
     with closing(ProbeStore(url)) as store:  # last: where the study runs, a row is there before its trial is finished
         stored = store.of_study(name)
-    rows, selection = recall(task, finished, stored)
+    rows, selection = restore(task, finished, stored)
     probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
     others = seconds_of_others(facts)
     summary = summarize(

@@ -5,8 +5,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ from autotune.cli.commands.session import shared_url
 from autotune.cli.console import Display
 from autotune.cli.stop import Stop
 from autotune.core.errors import EnvironmentProblem, Interrupted, TooManyFailures, UsageError
-from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, Rung, from_data
+from autotune.core.probe_types import Fingerprint, ProbeRequest, from_data
 from autotune.core.process import die_with_parent
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, parse_duration
@@ -26,16 +24,14 @@ from autotune.problem.setup import slug
 from autotune.problem.target import IGNORED_GIB, find_target
 from autotune.problem.task import Task
 from autotune.report.study_directory import prepare
-from autotune.study.node_health import NodeReading, apart
 from autotune.study.storage.coordinator import WORKED
 from autotune.study.summary import TrialRecord
 
 if TYPE_CHECKING:
-    from autotune.study.loop import Study
-    from autotune.study.storage.probe_store import ProbeStore, StoredProbe
+    from autotune.study.storage.probe_store import StoredProbe
 
 PREEMPTED = 75
-NODE_EVERY_S, LOOK_EVERY_S = 600.0, 2.0
+LOOK_EVERY_S = 2.0
 
 
 def command(
@@ -120,6 +116,7 @@ def _work(
 ) -> None:
     from autotune.study.evaluator import Evaluator
     from autotune.study.loop import Limits, Study
+    from autotune.study.node_health import NodeMonitor
     from autotune.study.optimizer import Optimizer
     from autotune.study.storage.database import Outages, waiting_s
     from autotune.study.storage.leases import Leases, Worker
@@ -161,15 +158,16 @@ def _work(
             task, search, evaluator, limits, started, say=display.say, should_stop=stop, coordinator=coordinator
         )
         study.resume(store.of_study(name))
-        node = Node(prober, store, study, request, timed=task.device.kind != "cpu", folder=folder)
-        if (reasons := node.look()) and not allow_mixed:
+        timed, log = task.device.kind != "cpu", folder / "logs" / "node.log"
+        node = NodeMonitor(prober, store, study.selection, request, timed=timed, log=log)
+        if (reasons := node.check()) and not allow_mixed:
             raise TooManyFailures(
                 f"this node is not like the others: {'; '.join(reasons)}",
                 remedy="see what else runs on it, its cooling and its clocks; --allow-mixed joins nevertheless",
             )
 
-        def news() -> "list[StoredProbe]":
-            if node.is_due() and (reasons := node.look()):
+        def new_rows() -> "list[StoredProbe]":
+            if node.is_due() and (reasons := node.check()):
                 told = f"this node is not like the others any more: {'; '.join(reasons)}"
                 if not allow_mixed:
                     raise TooManyFailures(told, remedy="see what else runs on it, its cooling and its clocks")
@@ -183,58 +181,10 @@ def _work(
             search.remember(f"{WORKED}{me.name}", time.monotonic() - begun)
             display.trial(row)
 
-        study.news, study.on_trial = news, on_trial
+        study.new_rows, study.on_trial = new_rows, on_trial
         study.work(lambda: search.remembered("phase") != SEARCHING)
         search.remember(f"{WORKED}{me.name}", time.monotonic() - begun)
         display.note(f"{len(own)} trials of study {name} were done here")
-
-
-class Node:
-    """This node's readings of the baseline, beside those of the others. They are stored, and are no results."""
-
-    def __init__(
-        self,
-        prober: WorkerProber,
-        store: "ProbeStore",
-        study: "Study",
-        request: Callable[[TrainConfig], ProbeRequest],
-        *,
-        timed: bool,
-        folder: Path,
-    ) -> None:
-        self._prober, self._store, self._study, self._request = prober, store, study, request
-        self._timed, self._log = timed, folder / "logs" / "node.log"
-        self._next = time.monotonic() + NODE_EVERY_S
-        self._joined = False
-
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._next
-
-    def look(self) -> list[str]:
-        """Measure the baseline, and say in what this node is apart. Nothing where there is no baseline to measure."""
-        self._next = time.monotonic() + NODE_EVERY_S
-        selection, name = self._study.selection, self._study.task.study
-        baseline = selection.baseline()
-        if baseline is None or baseline.digest not in selection.measured:
-            return []
-        others = [NodeReading.of(selection.measured[baseline.digest])]  # of the one that leads, or whoever was first
-        others += [
-            NodeReading.of(row.result.measurement)
-            for row in self._store.of_study(name)
-            if row.result.rung is Rung.NODE and row.result.measurement is not None and not row.result.notes
-        ]
-        result = self._prober.probe(replace(self._request(baseline), rung=Rung.NODE, min_timed_s=2.0), self._log)
-        if result.outcome is not Outcome.OK or result.measurement is None:
-            reasons = [f"the baseline does not come through here: {result.reason or result.outcome}"]
-        else:
-            # A card that has worked is warmer than those that had not when they were read.
-            own = NodeReading.of(result.measurement)
-            own = replace(own, temperature_c=None) if self._joined else own
-            reasons = apart(own, others, timed=self._timed)
-        self._joined = True
-        result = replace(result, notes=tuple(reasons))
-        self._store.add(name, None, result, self._prober.fingerprint, model=self._study.task.kin)
-        return reasons
 
 
 def _device(task: Task, memory_gib: float) -> str:

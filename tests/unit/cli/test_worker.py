@@ -4,102 +4,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from autotune.catalog import resolve_device
 from autotune.cli.commands import local, worker
 from autotune.cli.commands.local import ENDED, SEARCHING, further_cards, local_workers
-from autotune.cli.commands.worker import Node
 from autotune.cli.console import Display
 from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
-from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, ProbeResult, Rung, to_data
+from autotune.core.probe_types import Fingerprint, Rung, to_data
 from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import FINGERPRINT
 from tests.helpers.replay import Answers, ReplayProber, machine
-from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, subject_of
+from tests.helpers.sessions import Start, altered, begun, by_tokens, subject_of
 
 SOUND = machine(rate=by_tokens)
-
-
-def altered(**shares: float) -> Callable[[ProbeRequest], ProbeResult]:
-    """The same machine, with some of what it measures larger by a share."""
-
-    def answer(request: ProbeRequest) -> ProbeResult:
-        told = SOUND(request)
-        if told.measurement is None:
-            return told
-        changes: dict[str, Any] = {
-            name: tuple(one * share for one in value)
-            if isinstance(value := getattr(told.measurement, name), tuple)
-            else value * share
-            for name, share in shares.items()
-        }
-        return replace(told, measurement=replace(told.measurement, **changes))
-
-    return answer
-
-
-def request(config: TrainConfig) -> ProbeRequest:
-    return ProbeRequest(config=config, model={}, memory_gib=80.0)
-
-
-def node(session: Session, tmp_path: Path, answers: Answers = SOUND, *, timed: bool = True) -> Node:
-    prober: Any = ReplayProber(answers)
-    return Node(prober, session.store, session.study, request, timed=timed, folder=tmp_path)
-
-
-def begun(start: Start, **arguments: Any) -> Session:
-    """A study whose baseline is measured."""
-    session = start(begin=[BASELINE], trials=1, **arguments)
-    session.study.run()
-    return session
-
-
-def readings(session: Session) -> list[ProbeResult]:
-    return [row.result for row in session.store.of_study("one") if row.result.rung is Rung.NODE]
-
-
-def test_a_node_like_the_others_is_told_nothing(start: Start, tmp_path: Path) -> None:
-    session = begun(start)
-    assert node(session, tmp_path).look() == []
-    assert [one.notes for one in readings(session)] == [()]
-    session.study.hear()
-    assert len(session.study.rows) == 1  # a reading is no trial
-
-
-def test_a_node_apart_is_told_in_what_and_is_no_measure_of_the_next(start: Start, tmp_path: Path) -> None:
-    session = begun(start)
-    slow = node(session, tmp_path, altered(micro_step_s=1.2))
-    (reason,) = slow.look()
-    assert reason.startswith("-17% tokens/s against the fleet's median")
-    assert node(session, tmp_path).look() == []
-    assert slow.look() == [reason]
-    assert [one.notes for one in readings(session)] == [(reason,), (), (reason,)]
-    assert node(session, tmp_path, altered(micro_step_s=1.2), timed=False).look() == []  # processors are shared
-
-
-def test_a_node_on_which_the_baseline_fails_is_apart(start: Start, tmp_path: Path) -> None:
-    session = begun(start)
-    (reason,) = node(session, tmp_path, machine(limit_gib=0.1)).look()
-    assert reason.startswith("the baseline does not come through here")
-    assert [one.outcome for one in readings(session)] == [Outcome.OOM]
-
-
-def test_without_a_baseline_there_is_nothing_to_look_at(start: Start, tmp_path: Path) -> None:
-    session = start(begin=[BASELINE])
-    assert node(session, tmp_path).look() == [] and readings(session) == []
-
-
-def test_a_node_is_looked_at_now_and_then(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = node(begun(start), tmp_path)
-    assert not made.is_due()
-    later = worker.time.monotonic() + worker.NODE_EVERY_S
-    monkeypatch.setattr(worker.time, "monotonic", lambda: later)
-    assert made.is_due()
-    made.look()
-    assert not made.is_due()
 
 
 # --- the command itself

@@ -9,7 +9,7 @@ from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.report import describe
-from autotune.study.explanation import AblatedKnob, Ablation
+from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.summary import Candidate, Recipe
 from tests.helpers.factories import summary
 

@@ -10,9 +10,7 @@ from autotune.core.errors import EnvironmentProblem
 from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.report import describe, render
-from autotune.study.ablation import explain, set_back
-from autotune.study.ablation import told as read
-from autotune.study.explanation import AblatedKnob, Ablation
+from autotune.study.ablation import AblatedKnob, Ablation, ablate, ablated_configs, to_ablated_knob
 from autotune.study.summary import summary_data
 from tests.helpers.factories import summary
 from tests.helpers.replay import machine
@@ -23,27 +21,27 @@ WINNER = replace(BASELINE, micro_batch_size=8, checkpointing="none", lora_rank=1
 
 
 def test_each_knob_that_differs_is_set_back_alone() -> None:
-    found = dict(set_back(WINNER, BASELINE))
+    found = dict(ablated_configs(WINNER, BASELINE))
     assert found == {
         "micro_batch_size": replace(WINNER, micro_batch_size=4),
         "lora_rank": replace(WINNER, lora_rank=32),
         "checkpointing": replace(WINNER, checkpointing="full"),
     }
-    assert dict(set_back(WINNER, WINNER)) == {}
+    assert dict(ablated_configs(WINNER, WINNER)) == {}
 
 
 @pytest.mark.parametrize("quantised_wins", [True, False])
 def test_a_second_quantisation_goes_with_its_base(quantised_wins: bool) -> None:
     nf4 = replace(WINNER, quantization="nf4", double_quant=True)
     pair = (nf4, WINNER) if quantised_wins else (WINNER, nf4)
-    assert [name for name, _ in set_back(*pair)] == ["quantization"]
-    assert dict(set_back(*pair))["quantization"] == pair[1]
-    assert [name for name, _ in set_back(nf4, replace(nf4, double_quant=False))] == ["double_quant"]
+    assert [name for name, _ in ablated_configs(*pair)] == ["quantization"]
+    assert dict(ablated_configs(*pair))["quantization"] == pair[1]
+    assert [name for name, _ in ablated_configs(nf4, replace(nf4, double_quant=False))] == ["double_quant"]
 
 
 def test_what_each_is_worth_is_found_out_by_probes(start: Start) -> None:
     session = start(machine(limit_gib=60.0, rate=by_tokens))
-    done = explain(session.study.task, session.evaluator, WINNER, BASELINE)
+    done = ablate(session.study.task, session.evaluator, WINNER, BASELINE)
     by_knob = {one.knob: one for one in done.undone}
     assert by_knob.keys() == {"micro_batch_size", "lora_rank", "checkpointing"}
     assert done.winner.tokens_per_s and done.winner.config == WINNER
@@ -52,19 +50,19 @@ def test_what_each_is_worth_is_found_out_by_probes(start: Start) -> None:
     assert done.ranked()[0] is slower
     assert describe.ablation(done)[0].startswith("checkpointing none instead of full: 1.43 times as fast")
     probes = session.prober.num_probes
-    again = explain(session.study.task, session.evaluator, WINNER, BASELINE)
+    again = ablate(session.study.task, session.evaluator, WINNER, BASELINE)
     assert again.undone and session.prober.num_probes == probes  # all of it was known
 
 
 def test_a_winner_that_does_not_come_through_again_is_an_error(start: Start) -> None:
     session = start(machine(limit_gib=0.01, rate=by_tokens))
-    with pytest.raises(EnvironmentProblem, match="did not come through"):
-        explain(session.study.task, session.evaluator, WINNER, BASELINE)
+    with pytest.raises(EnvironmentProblem, match="the winner failed this time"):
+        ablate(session.study.task, session.evaluator, WINNER, BASELINE)
 
 
 def test_a_stop_leaves_what_there_is(start: Start) -> None:
     session = start(machine(rate=by_tokens))
-    done = explain(session.study.task, session.evaluator, WINNER, BASELINE, should_stop=lambda: True)
+    done = ablate(session.study.task, session.evaluator, WINNER, BASELINE, should_stop=lambda: True)
     assert done.undone == () and done.winner.config == WINNER
 
 
@@ -86,7 +84,7 @@ def test_what_did_not_fit_says_what_it_needed(start: Start) -> None:
     result = replace(
         machine(rate=by_tokens)(ProbeRequest(config=WINNER, model={}, memory_gib=80.0)), outcome=Outcome.OOM, oom=oom
     )
-    assert read(start().study.task, "checkpointing", result).peak_gib == 22.5
+    assert to_ablated_knob(start().study.task, "checkpointing", result).peak_gib == 22.5
 
 
 def test_what_failed_by_chance_helped_nobody() -> None:

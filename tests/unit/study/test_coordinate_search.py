@@ -5,7 +5,7 @@ from dataclasses import replace
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace, load_space, shipped_spaces
-from autotune.study.coordinate_search import ORDER, move
+from autotune.study.coordinate_search import ORDER, next_move
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, subject_of
 
@@ -25,7 +25,7 @@ def first_moves(here: TrainConfig, name: str, outcome: Outcome) -> list[TrainCon
     """What is tried by one knob while every try ends in `outcome`."""
     tried: dict[str, Outcome] = {here.digest: Outcome.OK}
     found = []
-    while (chosen := move(SPACE, here, name, tried)) is not None:
+    while (chosen := next_move(SPACE, here, name, tried)) is not None:
         config = SPACE.config(chosen)
         tried[config.digest] = outcome
         found.append(config)
@@ -58,7 +58,7 @@ def test_recomputing_some_layers_is_tried_where_none_took_too_small_a_micro_batc
     tried = {MIDDLE.digest: Outcome.OK}
     for size, outcome in ((4, Outcome.OOM), (2, Outcome.REFUSED), (1, Outcome.SLOW)):
         tried[replace(MIDDLE, checkpointing="none", micro_batch_size=size).digest] = outcome
-    chosen = move(SPACE, MIDDLE, "checkpointing", tried)
+    chosen = next_move(SPACE, MIDDLE, "checkpointing", tried)
     assert chosen is not None and chosen["checkpointing"] == "every_2" and chosen["micro_batch_size"] == 4
 
 
@@ -77,9 +77,9 @@ def test_learning_knobs_are_not_climbed() -> None:
 def test_nobody_climbs_from_one_quantised_base_to_another() -> None:
     space = load_space("everything")
     nf4 = TrainConfig(quantization="nf4", compile="per_layer")
-    assert move(space, nf4, "quantization", {}) is None
+    assert next_move(space, nf4, "quantization", {}) is None
     plain = replace(nf4, quantization="none")
-    assert space.config(move(space, plain, "quantization", {}) or {}).quantization == "fp8"
+    assert space.config(next_move(space, plain, "quantization", {}) or {}).quantization == "fp8"
 
 
 def test_every_shipped_space_can_be_climbed() -> None:
@@ -87,7 +87,7 @@ def test_every_shipped_space_can_be_climbed() -> None:
         space = load_space(name)
         start = space.config(space.clip(TrainConfig(checkpointing="full")))
         for knob in ORDER:
-            chosen = move(space, start, knob, {})
+            chosen = next_move(space, start, knob, {})
             assert chosen is None or space.config(chosen) != start
 
 

@@ -72,7 +72,7 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
             time.monotonic(),
             coordinator=coordinator,
         )
-        study.news = lambda: store.news("one")
+        study.new_rows = lambda: store.news("one")
         study.resume(store.of_study("one"))
         if not number:
             study.begin([BASELINE])
@@ -96,7 +96,7 @@ def together(members: list[Member]) -> None:
                 member.study.work(lambda: False)
             else:
                 member.study.run()
-                member.study.hear(look=True)
+                member.study.sync(reap=True)
         except BaseException as error:
             errors.append(error)
 
@@ -159,7 +159,7 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     second.study.evaluator.evaluate(told.config, told.number)  # stored, and not told
     first.coordinator.forget(second.coordinator.name)
     monkeypatch.setattr(first.coordinator, "workers", lambda: {first.coordinator.name})
-    first.study.hear(look=True)
+    first.study.sync(reap=True)
     after = states(database)
     assert after[TrialState.RUNNING] == 0 and after[TrialState.FAIL] == 1
     assert after[TrialState.COMPLETE] == 1  # what it had stored counts, and is not probed again
@@ -190,7 +190,7 @@ def test_at_the_limit_nobody_begins_what_would_be_too_much(join: Join, database:
         assert second.study._ask() is None
     assert second.search.is_waiting() and states(database)[TrialState.FAIL] == 0
     first.study._close(asked, first.study.evaluator.evaluate(asked.config, asked.number))
-    second.study.hear()
+    second.study.sync()
     assert second.study._done() and [row.number for row in second.study.rows] == [asked.number]
 
 
@@ -200,7 +200,7 @@ def test_a_result_whose_trial_was_given_back_is_no_trial(join: Join) -> None:
     assert asked is not None
     assert first.search.give_back(asked.number)
     second.study._close(asked, second.study.evaluator.evaluate(asked.config, asked.number))
-    first.study.hear()
+    first.study.sync()
     assert asked.number not in {row.number for row in first.study.rows}
     first.study._step(None)  # the queue holds it again, and what was found out late answers it
     assert first.study.rows[-1].config == asked.config and first.study.rows[-1].reused

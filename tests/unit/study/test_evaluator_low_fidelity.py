@@ -83,7 +83,7 @@ def how(verdict: Evaluation) -> tuple[Outcome, Rung, Evidence]:
 
 
 def foretold_of(evaluator: Evaluator, config: TrainConfig) -> Measurement:
-    looked = evaluator.look(config, 99)
+    looked = evaluator.evaluate_low_fidelity(config, 99)
     assert isinstance(looked, Extrapolation)
     return looked.measurement
 
@@ -330,9 +330,9 @@ def test_a_truncated_model_that_fails_leaves_it_to_the_whole_one(
 @pytest.mark.parametrize("answers", [layered(), failing(2, Outcome.CRASH)], ids=["fine", "crash"])
 def test_looking_again_costs_nothing(session: Start, answers: Answer) -> None:
     evaluator, prober = session(answers)
-    evaluator.look(MIDDLE, 0)
+    evaluator.evaluate_low_fidelity(MIDDLE, 0)
     before = prober.num_probes
-    evaluator.look(MIDDLE, 0)
+    evaluator.evaluate_low_fidelity(MIDDLE, 0)
     assert prober.num_probes == before
 
 
@@ -369,6 +369,6 @@ def test_what_was_stored_leads_to_the_same_decisions(
         second.learn(row.trial, row.result)
     wanted = [HALF, MIDDLE, TWICE, replace(TWICE, lora_rank=32), replace(HALF, checkpointing="full")]
     for config in wanted:
-        then, now = first.look(config, 9), second.look(config, 9)
+        then, now = first.evaluate_low_fidelity(config, 9), second.evaluate_low_fidelity(config, 9)
         assert now == then, config
-    assert {type(first.look(config, 9)) for config in wanted} == {Evaluation, Extrapolation}
+    assert {type(first.evaluate_low_fidelity(config, 9)) for config in wanted} == {Evaluation, Extrapolation}

@@ -11,7 +11,7 @@ from autotune.core.errors import TooManyFailures
 from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.study.evaluator import Evaluator
-from autotune.study.feasibility import find_footing
+from autotune.study.feasibility import find_feasible
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import FINGERPRINT, measurement, oom_detail, result
@@ -111,7 +111,7 @@ def test_a_baseline_that_failed_once_does_not_make_the_winner_look_better(outcom
     smaller = replace(BASELINE, micro_batch_size=4)
     for config, micro_s in ((BASELINE, 1.0), (smaller, 0.75), (replace(BASELINE, checkpointing="none"), 0.7)):
         selection.add(config, measurement(micro_s))
-    selection.drop(BASELINE, "it took too long", fits=outcome is not Outcome.OOM)
+    selection.reject(BASELINE, "it took too long", fits=outcome is not Outcome.OOM)
     assert selection.baseline() == (smaller if outcome is Outcome.OOM else BASELINE)
     assert BASELINE not in selection.finalists(10)
     assert BASELINE not in [one.config for one in selection.pool()]
@@ -132,13 +132,13 @@ def flaky(times: int) -> Callable[[ProbeRequest], ProbeResult]:
 
 def test_a_baseline_that_fails_is_tried_once_more(start: Start) -> None:
     session = start(flaky(1))
-    assert find_footing(subject_of(), SPACE, session.evaluator, session.said.append) == (False, [BASELINE])
+    assert find_feasible(subject_of(), SPACE, session.evaluator, session.said.append) == (False, [BASELINE])
     assert session.prober.configs == [BASELINE, BASELINE]
 
 
 def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> None:
     session = start(flaky(99), trials=8)
-    tried = find_footing(subject_of(), SPACE, session.evaluator, session.said.append)[1]
+    tried = find_feasible(subject_of(), SPACE, session.evaluator, session.said.append)[1]
     session.study.begin(tried)
     session.study.run()
     assert len(session.study.rows) == 8 and session.study.best() is not None
@@ -147,7 +147,7 @@ def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> No
 def test_a_baseline_that_comes_through_after_all_may_win() -> None:
     selection = Selection(subject_of())
     selection.add(BASELINE, measurement(0.5))
-    selection.drop(BASELINE, "a neighbour", fits=True)
+    selection.reject(BASELINE, "a neighbour", fits=True)
     assert selection.finalists(1) == []
     selection.confirm(BASELINE, measurement(0.5))
     assert selection.finalists(1) == [BASELINE] == [selection.leader()]
@@ -174,7 +174,7 @@ def test_the_climb_begins_once_anything_came_through(start: Start) -> None:
 
 def test_smaller_baselines_are_left_out_once_time_is_up(start: Start) -> None:
     session = start(machine(limit_gib=1.3, rate=by_tokens))
-    find_footing(subject_of(), SPACE, session.evaluator, session.said.append, lambda: True)
+    find_feasible(subject_of(), SPACE, session.evaluator, session.said.append, lambda: True)
     sizes = [config.micro_batch_size for config in session.prober.configs]
     assert sizes == [8, 1]  # the first baseline, and the leanest there is
 

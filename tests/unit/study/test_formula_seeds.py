@@ -10,7 +10,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import footprint
 from autotune.problem.search_space import SearchSpace, load_space
 from autotune.problem.task import Task
-from autotune.study.formula_seeds import VARIED, leads
+from autotune.study.formula_seeds import VARIED, formula_seeds
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens, subject_of
 
@@ -26,24 +26,24 @@ def task(**changes: object) -> Task:
 
 def test_where_memory_is_short_each_pace_of_the_host_has_its_own() -> None:
     """The three that an H200 under the cap of a 24 GB card was measured with: 12,200, about 14,000, 15,700 tokens/s."""
-    slow, middle, quick = leads(task(), HERE, 19.6)
+    slow, middle, quick = formula_seeds(task(), HERE, 19.6)
     assert slow == replace(COMPILED, micro_batch_size=16, checkpointing="full")
     assert middle == replace(COMPILED, micro_batch_size=4, checkpointing="every_2")
     assert replace(quick, loss="chunked") == replace(COMPILED, micro_batch_size=2, checkpointing="none")
 
 
 def test_with_room_the_host_makes_no_difference() -> None:
-    found = list(leads(task(), HERE, 127.0))
+    found = list(formula_seeds(task(), HERE, 127.0))
     assert len(found) == 1 and found[0].checkpointing == "none" and found[0].compile == "per_layer"
 
 
 def test_a_slower_card_leaves_the_host_behind() -> None:
-    assert len(list(leads(task(device=resolve_device("a10")), HERE, 19.6))) == 1
+    assert len(list(formula_seeds(task(device=resolve_device("a10")), HERE, 19.6))) == 1
 
 
 @pytest.mark.parametrize("limit_gib", [16.0, 19.6, 40.0, 75.0])
 def test_each_fits_and_differs_in_nothing_that_it_may_not_touch(limit_gib: float) -> None:
-    found = list(leads(task(), HERE, limit_gib))
+    found = list(formula_seeds(task(), HERE, limit_gib))
     assert found and len(set(found)) == len(found)
     for config in found:
         need = footprint(resolve_model("mistral-7b"), config, 2)
@@ -55,9 +55,9 @@ def test_each_fits_and_differs_in_nothing_that_it_may_not_touch(limit_gib: float
 @pytest.mark.parametrize(
     "nothing",
     [
-        lambda: leads(task(), HERE, 10.0),  # not even the weights fit
-        lambda: leads(task(model=resolve_model("mixtral-8x7b")), HERE, 139.0),
-        lambda: leads(task(device=resolve_device("cpu")), HERE, 75.0),
+        lambda: formula_seeds(task(), HERE, 10.0),  # not even the weights fit
+        lambda: formula_seeds(task(model=resolve_model("mixtral-8x7b")), HERE, 139.0),
+        lambda: formula_seeds(task(device=resolve_device("cpu")), HERE, 75.0),
     ],
 )
 def test_nothing_where_nothing_fits_or_nothing_is_known(nothing: Callable[[], object]) -> None:
@@ -67,7 +67,7 @@ def test_nothing_where_nothing_fits_or_nothing_is_known(nothing: Callable[[], ob
 def test_full_fine_tuning_has_no_rank_to_keep() -> None:
     both = SearchSpace.of(method=["lora", "full"], lora_rank=[16, 32], micro_batch_size=[1, 2], seq_len=512)
     full = TrainConfig(method="full", lora_rank=None, micro_batch_size=1, seq_len=512, precision="bf16_pure")
-    found = list(leads(replace(task(), space=both.pin("precision", "bf16_pure")), full, 130.0))
+    found = list(formula_seeds(replace(task(), space=both.pin("precision", "bf16_pure")), full, 130.0))
     assert all(config.method == "full" for config in found)
 
 
@@ -76,4 +76,4 @@ def test_a_study_tries_them_right_after_its_baseline(start: Start) -> None:
     session = start(machine(limit_gib=75.0, rate=by_tokens), task=roomy, begin=[HERE], trials=3)
     session.study.run()
     tried = [row.config for row in session.study.rows]
-    assert tried[0] == HERE and tried[1] == next(leads(roomy, HERE, 75.0))
+    assert tried[0] == HERE and tried[1] == next(formula_seeds(roomy, HERE, 75.0))

@@ -242,7 +242,7 @@ def test_where_nothing_was_measured_what_was_foretold_wins_and_says_so(open_stud
 
 def told(selection: Selection, config: TrainConfig, micro_s: float, evidence: Evidence) -> None:
     outcome = Outcome.SLOW if evidence is Evidence.EXTRAPOLATED else Outcome.OK
-    selection.take(result(config, outcome, evidence=evidence, measurement=measurement(micro_s)))
+    selection.add_result(result(config, outcome, evidence=evidence, measurement=measurement(micro_s)))
 
 
 def test_what_was_measured_outranks_what_was_foretold() -> None:
@@ -275,7 +275,7 @@ def test_who_failed_to_confirm_does_not_come_back_as_foretold() -> None:
     told(selection, BASELINE, 1.0, Evidence.MEASURED)
     told(selection, failed, 1.01, Evidence.EXTRAPOLATED)
     selection.add(failed, measurement(1.01))
-    selection.drop(failed, "out of memory")
+    selection.reject(failed, "out of memory")
     assert failed not in selection.close_calls()
     recipe = selection.recipe(ReplayProber({}).fingerprint)
     assert recipe is not None and [cell.config for cell in recipe.cells] == [BASELINE]

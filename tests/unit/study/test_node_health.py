@@ -1,12 +1,18 @@
 """Is a node like the others: what of a reading counts, against the median of the fleet, and what is told of it."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import Telemetry
-from autotune.study.node_health import NodeReading, apart
+from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, Rung, Telemetry
+from autotune.core.train_config import TrainConfig
+from autotune.study import node_health
+from autotune.study.node_health import NodeMonitor, NodeReading, differences
 from tests.helpers.factories import measurement
+from tests.helpers.replay import Answers, ReplayProber, machine
+from tests.helpers.sessions import BASELINE, Session, Start, altered, begun, by_tokens
 
 LIKE = NodeReading(micro_s=0.5, reserved_gib=20.0, temperature_c=55.0, about="1980 MHz, 650 W")
 
@@ -29,7 +35,7 @@ def test_a_reading_is_of_the_median_micro_batch_with_what_the_driver_tells() -> 
 
 
 def test_nothing_is_apart_where_there_are_no_others() -> None:
-    assert apart(LIKE, []) == []
+    assert differences(LIKE, []) == []
 
 
 @pytest.mark.parametrize(
@@ -46,19 +52,78 @@ def test_nothing_is_apart_where_there_are_no_others() -> None:
 def test_a_node_apart_says_in_what(changes: dict[str, float], says: list[str]) -> None:
     # One that limps moves no median.
     fleet = [LIKE, LIKE, replace(LIKE, micro_s=5.0, reserved_gib=90.0, temperature_c=95.0)]
-    assert apart(replace(LIKE, **changes), fleet) == says
+    assert differences(replace(LIKE, **changes), fleet) == says
 
 
 def test_on_processors_that_are_shared_memory_alone_counts() -> None:
     slow = replace(LIKE, micro_s=5.0, temperature_c=95.0)
-    assert apart(slow, [LIKE], timed=False) == []
-    assert len(apart(replace(slow, reserved_gib=30.0), [LIKE], timed=False)) == 1
+    assert differences(slow, [LIKE], timed=False) == []
+    assert len(differences(replace(slow, reserved_gib=30.0), [LIKE], timed=False)) == 1
 
 
 def test_a_segment_of_the_allocator_is_not_apart() -> None:
     tiny = replace(LIKE, reserved_gib=0.02)
-    assert apart(replace(tiny, reserved_gib=0.035), [tiny]) == []
+    assert differences(replace(tiny, reserved_gib=0.035), [tiny]) == []
 
 
 def test_a_fleet_whose_drivers_say_nothing_has_no_temperature() -> None:
-    assert apart(LIKE, [replace(LIKE, temperature_c=None)]) == []
+    assert differences(LIKE, [replace(LIKE, temperature_c=None)]) == []
+
+
+# --- the monitor
+
+SOUND = machine(rate=by_tokens)
+
+
+def request(config: TrainConfig) -> ProbeRequest:
+    return ProbeRequest(config=config, model={}, memory_gib=80.0)
+
+
+def node(session: Session, tmp_path: Path, answers: Answers = SOUND, *, timed: bool = True) -> NodeMonitor:
+    prober: Any = ReplayProber(answers)
+    return NodeMonitor(prober, session.store, session.study.selection, request, timed=timed, log=tmp_path / "node.log")
+
+
+def readings(session: Session) -> list[ProbeResult]:
+    return [row.result for row in session.store.of_study("one") if row.result.rung is Rung.NODE]
+
+
+def test_a_node_like_the_others_is_told_nothing(start: Start, tmp_path: Path) -> None:
+    session = begun(start)
+    assert node(session, tmp_path).check() == []
+    assert [one.notes for one in readings(session)] == [()]
+    session.study.sync()
+    assert len(session.study.rows) == 1  # a reading is no trial
+
+
+def test_a_node_apart_is_told_in_what_and_is_no_measure_of_the_next(start: Start, tmp_path: Path) -> None:
+    session = begun(start)
+    slow = node(session, tmp_path, altered(micro_step_s=1.2))
+    (reason,) = slow.check()
+    assert reason.startswith("-17% tokens/s against the fleet's median")
+    assert node(session, tmp_path).check() == []
+    assert slow.check() == [reason]
+    assert [one.notes for one in readings(session)] == [(reason,), (), (reason,)]
+    assert node(session, tmp_path, altered(micro_step_s=1.2), timed=False).check() == []  # processors are shared
+
+
+def test_a_node_on_which_the_baseline_fails_is_apart(start: Start, tmp_path: Path) -> None:
+    session = begun(start)
+    (reason,) = node(session, tmp_path, machine(limit_gib=0.1)).check()
+    assert reason.startswith("the baseline fails here")
+    assert [one.outcome for one in readings(session)] == [Outcome.OOM]
+
+
+def test_without_a_baseline_there_is_nothing_to_look_at(start: Start, tmp_path: Path) -> None:
+    session = start(begin=[BASELINE])
+    assert node(session, tmp_path).check() == [] and readings(session) == []
+
+
+def test_a_node_is_looked_at_now_and_then(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = node(begun(start), tmp_path)
+    assert not made.is_due()
+    later = node_health.time.monotonic() + node_health.CHECK_EVERY_S
+    monkeypatch.setattr(node_health.time, "monotonic", lambda: later)
+    assert made.is_due()
+    made.check()
+    assert not made.is_due()

@@ -158,15 +158,15 @@ def test_the_best_of_each_learning_cell():
 
 def test_a_dropped_configuration_is_out_and_named():
     made = confirmed()
-    made.drop(FAST, "out of memory in save")
+    made.reject(FAST, "out of memory in save")
     recipe = made.recipe(FINGERPRINT)
     assert recipe.winner.config == SLOW
     assert recipe.caveats == (
         "lora r16 8x1024 bf16_mixed ckpt-none adamw_torch_fused came through the search but not its confirmation: "
         "out of memory in save",
     )
-    made.drop(SLOW, "x")
-    made.drop(SLOW, "again")  # nothing left to take out
+    made.reject(SLOW, "x")
+    made.reject(SLOW, "again")  # nothing left to take out
     assert made.recipe(FINGERPRINT) is None
     assert made.baseline() is None
 
@@ -255,9 +255,9 @@ def begun(config: TrainConfig, **seconds: float) -> ProbeResult:
 
 def test_the_start_is_what_worker_model_and_first_step_took_the_first_time() -> None:
     selection, slow = Selection(SUBJECT), TrainConfig(compile="per_layer")
-    selection.take(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
-    selection.take(begun(slow, load=0.5, first_step=22.04))
-    selection.take(begun(slow, load=0.5, first_step=5.04))  # by then compiled code lay on disk
+    selection.add_result(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
+    selection.add_result(begun(slow, load=0.5, first_step=22.04))
+    selection.add_result(begun(slow, load=0.5, first_step=5.04))  # by then compiled code lay on disk
     assert selection.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
     assert selection.startup_s(slow) == pytest.approx(14 + 6 + 20)
     assert selection.startup_s(TrainConfig(seq_len=64)) is None
@@ -267,14 +267,14 @@ def test_the_start_is_what_worker_model_and_first_step_took_the_first_time() -> 
 def test_what_a_confirmation_needed_to_start_counts_as_well() -> None:
     selection = Selection(SUBJECT)
     first = begun(PLAIN, start=14.0, load=6.0, first_step=4.04)
-    selection.begun(replace(first, rung=Rung.CONFIRM))
+    selection.record_startup(replace(first, rung=Rung.CONFIRM))
     assert selection.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
 
 
 def test_a_start_that_was_not_seen_or_was_another_cards_is_not_told() -> None:
     selection = Selection(SUBJECT)
-    selection.take(begun(PLAIN, load=6.0, first_step=4.04))
+    selection.add_result(begun(PLAIN, load=6.0, first_step=4.04))
     assert selection.startup_s(PLAIN) is None
     elsewhere = Selection(replace(SUBJECT, measured_on=resolve_device("h200")))
-    elsewhere.take(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
+    elsewhere.add_result(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
     assert elsewhere.startup_s(PLAIN) is None
