@@ -40,8 +40,8 @@ from autotune.core.probe_types import (
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import footprint
 from autotune.prediction.step_time import pace
+from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.performance import Floors
 from autotune.problem.search_space import load_space
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload

@@ -34,7 +34,8 @@ from autotune.core.files import write_atomic
 from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
-from autotune.problem.performance import Floors, score
+from autotune.problem.constraints import Floors
+from autotune.problem.performance import score
 from autotune.problem.task import Task
 from autotune.study.evaluator import Evaluator
 from autotune.study.loop import Limits, Study

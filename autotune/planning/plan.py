@@ -20,12 +20,13 @@ from autotune.planning.observations import Observation
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, MemoryBreakdown, Sizes, footprint
 from autotune.prediction.step_time import REFERENCE, pace
 from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, carry, interval, log_ratio
-from autotune.problem.performance import Performance, Scored, choose
+from autotune.problem.performance import Performance
 from autotune.problem.run_cost import CostProjection, project
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.target import device_budget
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.study.ranking import Scored, choose
 
 MOST = 10_000  # configurations that are looked at: in about two seconds
 MOST_STEP = 300  # to the next of them: beyond, walking there takes longer than looking
@@ -216,7 +217,7 @@ def make_plan(
     )
     if not fitting:
         return plan
-    scored = [Scored(config=one.config, score=one.tokens_per_s or 0.0, headroom=-one.margin) for one in fitting]
+    scored = [Scored(config=one.config, score=one.tokens_per_s or 0.0, free_fraction=-one.margin) for one in fitting]
     winner, reason = choose(scored, task.floors.slack)
     return replace(plan, best=found[winner.config], reason=reason)
 

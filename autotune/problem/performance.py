@@ -6,7 +6,7 @@ for speed unasked; above the floors the cheapest wins, unless a more capable one
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,29 +14,13 @@ from autotune.core.probe_types import Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig, checkpoint_every
 from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.run_shape import RunShape
-from autotune.problem.search_space import Removal, SearchSpace
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.workload import Workload
 
-# What leaves less than this share of the limit free is tight; beyond it, more room is not worth any speed. It is no
-# difference to the fastest, since it is chance which of several that are equally fast comes out as that.
-ROOMY = 0.1
 # By how much a time differs from one probe to the next, however well the steps of each agree: on an H200 two
 # confirmations by 0.1 %, the shorter probes of the search from them by 0.4 to 1 %, since a card grows warm.
 AGAIN = 0.01
 UNSEEN = 0.02  # relative spread of a time that was taken once: an assumption, about twice what H200 steps scatter by
-ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Floors:
-    """What may not be given up for speed unless it is asked for, or nothing else fits."""
-
-    min_rank: int = 16
-    max_truncated: float = 0.01
-    allow_quantized: bool = False
-    allow_pure_bf16: bool = False  # full fine-tuning without fp32 master weights
-    allow_any_optimizer: bool = False
-    slack: float = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,55 +148,6 @@ def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
     return list(dict.fromkeys(space.config(space.clip(replace(config, **changes))) for changes in wanted))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """A configuration that fits, with its score and the share of the memory limit it leaves free."""
-
-    config: TrainConfig
-    score: float
-    headroom: float
-
-
-def apply_floors(space: SearchSpace, workload: Workload, floors: Floors) -> tuple[SearchSpace, list[Removal]]:
-    """The space above the floors, and what was taken out and why. A knob with one value is the user's choice."""
-    removals: list[Removal] = []
-
-    def narrow(name: str, allowed: Callable[[Any], bool], reason: str) -> None:
-        nonlocal space
-        knob = space.knob(name)
-        if knob is None or len(knob.choices()) == 1 or not any(map(allowed, knob.choices())):
-            return
-        space, removed = space.narrow(name, allowed, reason)
-        removals.extend(removed)
-
-    length = workload.lengths.longest
-    seq_len = space.knob("seq_len")
-    if seq_len:
-        longest = max(seq_len.choices())
-        least_cut = workload.truncated(longest)
-        limit = max(floors.max_truncated, least_cut)
-        cut = f"would cut off more than {limit:.0%} of the tokens (--max-truncated)"
-        narrow("seq_len", lambda value: workload.truncated(value) <= limit + 1e-9, cut)
-        covering = [value for value in space.knob("seq_len").choices() if value >= length]  # type: ignore[union-attr]
-        if covering:
-            padding = f"no example is longer than {length} tokens: the rest of a row would be padding"
-            narrow("seq_len", lambda value: value <= min(covering), padding)
-    narrow(
-        "lora_rank", lambda value: value >= floors.min_rank, f"below the rank floor of {floors.min_rank} (--min-rank)"
-    )
-    if not floors.allow_quantized:
-        reason = "a quantised base learns differently: used only where nothing else fits (--allow-quantized)"
-        narrow("quantization", lambda value: value == "none", reason)
-    if not floors.allow_any_optimizer:
-        reason = "not AdamW: used only where nothing else fits (--allow-any-optimizer)"
-        narrow("optimizer", lambda value: value in ADAMW, reason)
-    method = space.knob("method")
-    if not floors.allow_pure_bf16 and method and "full" in method.choices():
-        reason = "no fp32 master weights: used only where nothing else fits (--allow-pure-bf16)"
-        narrow("precision", lambda value: value != "bf16_pure", reason)
-    return space, removals
-
-
 def leanest(space: SearchSpace) -> dict[str, Any]:
     """The choice of the space that needs the least memory, judged knob by knob."""
     frugal: dict[str, tuple[Any, ...]] = {
@@ -241,43 +176,6 @@ def leanest(space: SearchSpace) -> dict[str, Any]:
         else:
             chosen[knob.name] = min(values)
     return chosen
-
-
-def choose(candidates: list[Scored], slack: float) -> tuple[Scored, str]:
-    """The winner and why: the cheapest, or a more capable one that costs at most `slack` more.
-
-    Raises ValueError on an empty list.
-    """
-    cheapest = max(candidates, key=lambda candidate: candidate.score)
-    close = [candidate for candidate in candidates if candidate.score >= cheapest.score / (1.0 + slack)]
-    winner = max(close, key=_preference)
-    if winner is cheapest:
-        return winner, "the cheapest above the floors; nothing more capable is within the slack"
-    if capability(winner.config) == capability(cheapest.config):
-        what = "it leaves more memory free"
-    else:
-        what = "it is more capable: " + differences(winner.config, cheapest.config)
-    extra = cheapest.score / winner.score - 1.0
-    return winner, f"{what}, for {extra:.1%} more cost than the cheapest (slack {slack:.0%})"
-
-
-def to_beat(candidate: Scored, others: list[Scored], slack: float) -> float:
-    """The score from which on the candidate would be the cheapest, or what `choose` prefers to the others.
-
-    Raises ValueError without others.
-    """
-    cheapest = max(others, key=lambda one: one.score)
-    bar = cheapest.score / (1.0 + slack)
-    *chosen, score = max(map(_preference, (one for one in others if one.score >= bar)))
-    *asked, _ = _preference(candidate)
-    if asked == chosen:
-        return float(score)
-    return bar if asked > chosen else cheapest.score
-
-
-def _preference(one: Scored) -> tuple[Any, ...]:
-    """Of those within the slack, the greatest wins."""
-    return capability(one.config), one.headroom >= ROOMY, one.score
 
 
 def differences(one: TrainConfig, other: TrainConfig) -> str:

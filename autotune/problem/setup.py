@@ -15,10 +15,9 @@ from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, load_pric
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig, checkpoints_some
+from autotune.problem.constraints import Floors, apply_floors, packable
 from autotune.problem.dataset import dataset_lengths
 from autotune.problem.length_distribution import Lengths, read_lengths
-from autotune.problem.packing import packable
-from autotune.problem.performance import Floors, apply_floors
 from autotune.problem.search_space import Removal, SearchSpace, load_space
 from autotune.problem.study_spec import MAX_COUNT, StudySpec
 from autotune.problem.target import Target

@@ -8,7 +8,8 @@ from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price
 from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.prediction.transfer import SpeedTransfer
-from autotune.problem.performance import Floors, Performance, performance, score
+from autotune.problem.constraints import Floors
+from autotune.problem.performance import Performance, performance, score
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.workload import Workload
 

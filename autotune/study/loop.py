@@ -16,7 +16,7 @@ from autotune.core.errors import Cancelled
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
-from autotune.problem.performance import AGAIN, Scored, more_capable, to_beat
+from autotune.problem.performance import AGAIN, more_capable
 from autotune.problem.task import Task
 from autotune.study.confirmation import Confirmation, measure_close_calls
 from autotune.study.coordinate_search import MAKES_ROOM, ORDER, TOO_LARGE, neighbours, next_move, smaller_batches
@@ -25,6 +25,7 @@ from autotune.study.evaluator import Evaluation, Evaluator, Pruner
 from autotune.study.formula_seeds import formula_seeds
 from autotune.study.history import restore
 from autotune.study.optimizer import Optimizer, Proposal
+from autotune.study.ranking import Scored, to_beat
 from autotune.study.selection import Selection
 from autotune.study.storage.coordinator import Coordinator, SingleWorker
 from autotune.study.storage.probe_store import StoredProbe
@@ -274,7 +275,7 @@ class Study(Sharing):
         if not others:
             return None
         speed, need = self._speed(config, foretold), foretold.measurement
-        candidate = Scored(config=config, score=speed, headroom=1 - need.peak_reserved_gib / need.limit_gib)
+        candidate = Scored(config=config, score=speed, free_fraction=1 - need.peak_reserved_gib / need.limit_gib)
         bar = to_beat(candidate, others, self.task.floors.slack)
         if speed * (1 + foretold.time_error) >= bar:
             return None

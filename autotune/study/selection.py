@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import SAYS
-from autotune.problem.performance import AGAIN, Scored, capability, choose, step_time_s, to_beat
+from autotune.problem.performance import AGAIN, capability, step_time_s
 from autotune.problem.run_cost import by_examples, project
 from autotune.problem.task import Task
 from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
+from autotune.study.ranking import Scored, choose, to_beat
 from autotune.study.summary import Candidate, Recipe
 
 # Measurements of one configuration that differ by more than this were disturbed; another then decides, as their median.
@@ -261,8 +262,8 @@ class Selection:
             if digest in self.failed:
                 continue
             speed = self.task.performance(self.configs[digest], measurements)
-            headroom = 1.0 - max(one.peak_reserved_gib / one.limit_gib for one in measurements)
-            pool.append(Scored(config=self.configs[digest], score=speed.tokens_per_second, headroom=headroom))
+            free_fraction = 1.0 - max(one.peak_reserved_gib / one.limit_gib for one in measurements)
+            pool.append(Scored(config=self.configs[digest], score=speed.tokens_per_second, free_fraction=free_fraction))
         return pool
 
     def disagreement(self, config: TrainConfig) -> float:

@@ -13,8 +13,8 @@ from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.probe_types import ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.planning.other_devices import of_winner
+from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.performance import Floors
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload

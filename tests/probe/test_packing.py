@@ -15,8 +15,8 @@ from autotune.core.errors import UsageError
 from autotune.core.probe_types import Measurement, Outcome, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
+from autotune.problem.constraints import ATTENTIONS, PACKED_APART
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.packing import ATTENTIONS, PACKED_APART
 from autotune.problem.performance import Performance, performance
 from autotune.problem.run_cost import by_examples
 from autotune.problem.search_space import SearchSpace

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.probe_types import Evidence, ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.core.train_config import TrainConfig
-from autotune.problem.performance import Floors
+from autotune.problem.constraints import Floors
 from autotune.problem.task import Task
 from autotune.study.evaluator import Evaluator
 from autotune.study.loop import Limits, Study

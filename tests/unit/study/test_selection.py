@@ -7,8 +7,8 @@ import pytest
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.probe_types import ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
+from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.performance import Floors
 from autotune.problem.search_space import load_space
 from autotune.problem.task import BASELINE, Task
 from autotune.problem.workload import Workload

@@ -8,7 +8,7 @@ import pytest
 from autotune.catalog import resolve_device
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.problem.performance import Floors
+from autotune.problem.constraints import Floors
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
 from tests.helpers.replay import machine

@@ -1,6 +1,7 @@
-"""Where packing may be searched: where examples stay apart, rows have room, and a step stays near the global batch."""
+"""What a study may search: learning knobs above their floors, and packing only where it goes with the other knobs."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.core.errors import UsageError
@@ -8,6 +9,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
 
+ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 # Models and attention that were tried to keep packed examples apart (tests/probe/test_packing.py). With
 # flash_attention_2 transformers does so only in micro batches of one row.
 PACKED_APART = {"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"}
@@ -16,6 +18,58 @@ ATTENTIONS = ("sdpa", "eager")
 OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
 WORTH_PACKING = 1.05  # examples a row from which on packing is worth a look
 MOST_LENGTHS = 16  # each is packed once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floors:
+    """What may not be given up for speed unless it is asked for, or nothing else fits."""
+
+    min_rank: int = 16
+    max_truncated: float = 0.01
+    allow_quantized: bool = False
+    allow_pure_bf16: bool = False  # full fine-tuning without fp32 master weights
+    allow_any_optimizer: bool = False
+    slack: float = 0.05
+
+
+def apply_floors(space: SearchSpace, workload: Workload, floors: Floors) -> tuple[SearchSpace, list[Removal]]:
+    """The space above the floors, and what was taken out and why. A knob with one value is the user's choice."""
+    removals: list[Removal] = []
+
+    def narrow(name: str, allowed: Callable[[Any], bool], reason: str) -> None:
+        nonlocal space
+        knob = space.knob(name)
+        if knob is None or len(knob.choices()) == 1 or not any(map(allowed, knob.choices())):
+            return
+        space, removed = space.narrow(name, allowed, reason)
+        removals.extend(removed)
+
+    length = workload.lengths.longest
+    seq_len = space.knob("seq_len")
+    if seq_len:
+        longest = max(seq_len.choices())
+        least_cut = workload.truncated(longest)
+        limit = max(floors.max_truncated, least_cut)
+        cut = f"would cut off more than {limit:.0%} of the tokens (--max-truncated)"
+        narrow("seq_len", lambda value: workload.truncated(value) <= limit + 1e-9, cut)
+        covering = [value for value in space.knob("seq_len").choices() if value >= length]  # type: ignore[union-attr]
+        if covering:
+            padding = f"no example is longer than {length} tokens: the rest of a row would be padding"
+            narrow("seq_len", lambda value: value <= min(covering), padding)
+    narrow(
+        "lora_rank", lambda value: value >= floors.min_rank, f"below the rank floor of {floors.min_rank} (--min-rank)"
+    )
+    if not floors.allow_quantized:
+        reason = "a quantised base learns differently: used only where nothing else fits (--allow-quantized)"
+        narrow("quantization", lambda value: value == "none", reason)
+    if not floors.allow_any_optimizer:
+        reason = "not AdamW: used only where nothing else fits (--allow-any-optimizer)"
+        narrow("optimizer", lambda value: value in ADAMW, reason)
+    method = space.knob("method")
+    if not floors.allow_pure_bf16 and method and "full" in method.choices():
+        reason = "no fp32 master weights: used only where nothing else fits (--allow-pure-bf16)"
+        narrow("precision", lambda value: value != "bf16_pure", reason)
+    return space, removals
 
 
 def packable(space: SearchSpace, workload: Workload, model_type: str) -> tuple[SearchSpace, list[Removal]]:
