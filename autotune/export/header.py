@@ -15,6 +15,8 @@ ENVIRONMENT = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_V
 
 # Not its losses: which one there is is a knob of its own. The same as `probe.trainer.LIGER`, without torch.
 LIGER = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+UNTUNED = "the learning rate is a common default and was not tuned"
+EVERY_LINEAR = "adapters on every linear layer but the LM head"
 WARMUP_SHARE = 0.03
 SAVE_EVERY_S = 1800.0
 
@@ -60,6 +62,40 @@ def facts(recipe: Recipe) -> list[str]:
         f"Probed with {recipe.trainer} on {', '.join(machine)}",
         f"Fingerprint {fingerprint.digest}: python {fingerprint.python}, {', '.join(packages)}",
     ]
+
+
+def tool_head(
+    recipe: Recipe,
+    *,
+    run: str,
+    commands: Iterable[str],
+    known: str,
+    differences: Iterable[str],
+    gaps: Iterable[str],
+) -> list[str]:
+    """The head of a tool's file: what to expect, the `commands` under `run`, the differences under `known`."""
+    return [
+        *facts(recipe),
+        "",
+        run,
+        *(f"  {line}" for line in commands),
+        "",
+        known,
+        *(f"- {item}" for item in differences),
+        *(f"not expressed: {item}" for item in gaps),
+    ]
+
+
+def loop_difference(recipe: Recipe) -> str:
+    """How the loop that was probed differs from that of a tool with a loop of its own."""
+    if recipe.trainer == "trl":
+        return "The speed is that of TRL's SFTTrainer, with its own loss, rows and dtypes of adapters."
+    return "The speed is that of train.py, whose loop (lean.py) leaves out milliseconds a micro batch."
+
+
+def weights_note(recipe: Recipe) -> str:
+    """A note for the section that names the model; "" where its weights are published."""
+    return "" if has_published_weights(recipe) else "no published weights: name your model here"
 
 
 def base_dtype(config: TrainConfig) -> str:

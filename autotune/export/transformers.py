@@ -6,7 +6,7 @@ JSON has no comments: `transformers_notes.md` says how they are loaded, and what
 import json
 from typing import Any
 
-from autotune.export import script, trl
+from autotune.export import keys
 from autotune.export.accelerate import COMMAND
 from autotune.export.header import base_dtype, facts, has_published_weights, model_source, one_line
 from autotune.study.summary import Recipe
@@ -18,21 +18,22 @@ _OWN_WORDS = ("checkpointing", "compile")  # what TrainingArguments says of thes
 
 def export(recipe: Recipe) -> dict[str, str]:
     """The arguments and the notes; the others where there are adapters, and a base in fewer bits."""
-    settings = script._settings(recipe)
+    config = recipe.winner.config
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
-    if settings["lora"]:
+    if lora := keys.lora_config(config):
         base = {"peft_type": "LORA", "base_model_name_or_path": model_source(recipe), "inference_mode": False}
-        values["adapter_config.json"] = base | settings["lora"]
-    if settings["bitsandbytes"]:
-        compute = {"bnb_4bit_compute_dtype": base_dtype(recipe.winner.config)}
-        values["quantization_config.json"] = {"quant_method": "bitsandbytes", **settings["bitsandbytes"], **compute}
+        values["adapter_config.json"] = base | lora
+    if bitsandbytes := keys.bitsandbytes_config(config):
+        compute = {"bnb_4bit_compute_dtype": base_dtype(config)}
+        values["quantization_config.json"] = {"quant_method": "bitsandbytes", **bitsandbytes, **compute}
     files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
     return files | {"transformers_notes.md": _notes(recipe, files)}
 
 
 def _arguments(recipe: Recipe) -> dict[str, Any]:
     """Names that transformers 5.3 to 5.23 know: whole warm-up steps, and gradient_checkpointing."""
-    values = trl._batch(recipe) | trl._memory(recipe) | trl._schedule(recipe)
+    sections = ("batch", "memory", "schedule")
+    values = {key: value for section in sections for key, value in keys.write("trl", section, recipe).items()}
     return {name: value for name, value in values.items() if name not in _TRL_ONLY}
 
 
@@ -45,7 +46,7 @@ def inexpressible(recipe: Recipe) -> list[str]:
         f"attention {config.attention}: it goes to from_pretrained"
         + (", once levers.register_cudnn_attention() has run" if config.attention == "sdpa_cudnn" else ""),
     ]
-    found += [item for item in trl.inexpressible(recipe) if item.startswith(_OWN_WORDS)]
+    found += [item for item in keys.inexpressible("trl", recipe) if item.startswith(_OWN_WORDS)]
     if config.precision == "bf16_pure":
         found.append("precision bf16_pure: without autocast_adapter_dtype=False peft would keep adapters in fp32")
     if config.quantization == "fp8":

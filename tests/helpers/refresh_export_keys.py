@@ -4,7 +4,7 @@ They pin other versions of the same packages than autotune, so that they cannot 
 installed without its dependencies into a directory of its own, beside the transformers that it pins; all else comes
 from the environment of the tests. After raising a version below, look at what changed in export_keys.yaml:
 
-    python tests/refresh_export_keys.py [DIRECTORY]     # about 3 minutes and 500 MB; DIRECTORY is kept
+    python tests/helpers/refresh_export_keys.py [DIRECTORY]     # about 3 minutes and 500 MB; DIRECTORY is kept
 """
 
 import os
@@ -53,7 +53,7 @@ def main(directory: Path) -> None:
         for number, text in enumerate(_exported(tool)):
             files.append(directory / f"{tool}-{number}.yaml")
             files[-1].write_text(text, encoding="utf-8")
-        path = os.pathsep.join((str(home), str(KEYS.parent.parent)))
+        path = os.pathsep.join((str(home), str(KEYS.parents[2])))
         environment = os.environ | {"PYTHONPATH": path, "DISABLE_VERSION_CHECK": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         child = [sys.executable, __file__, "--inside", tool, *map(str, files)]

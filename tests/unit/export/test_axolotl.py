@@ -10,7 +10,7 @@ import yaml
 
 from autotune.catalog import resolve_model
 from autotune.core.train_config import KNOBS, TrainConfig
-from autotune.export import axolotl
+from autotune.export import axolotl, keys
 from autotune.planning.foreign_config import read_foreign
 from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
@@ -89,8 +89,8 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(config: TrainCo
     (tmp_path / "axolotl.yaml").write_text(text, encoding="utf-8")
     run = read_foreign(tmp_path / "axolotl.yaml")
     changed = {knob for knob in KNOBS if getattr(run.config, knob) != getattr(config, knob)}
-    assert changed <= named(axolotl.inexpressible(made))
-    assert all(f"# not expressed: {item}\n" in text for item in axolotl.inexpressible(made))
+    assert changed <= named(keys.inexpressible("axolotl", made))
+    assert all(f"# not expressed: {item}\n" in text for item in keys.inexpressible("axolotl", made))
     assert (run.format, run.model, run.dataset) == ("axolotl", "mistralai/Mistral-7B-v0.3", "your/dataset")
     assert run.accumulation * run.config.micro_batch_size == 32
     assert run.epochs == made.workload.epochs

@@ -10,7 +10,7 @@ import yaml
 
 from autotune.catalog import resolve_model
 from autotune.core.train_config import KNOBS, TrainConfig
-from autotune.export import llamafactory
+from autotune.export import keys, llamafactory
 from autotune.planning.foreign_config import read_foreign
 from autotune.study.summary import Recipe
 from tests.unit.export.test_axolotl import CONFIGS, HOSTILE, KEYS, each_config, named, recipe
@@ -45,8 +45,8 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(config: TrainCo
     kernels, loss = parts["rope"], parts["fused_linear_cross_entropy"]
     read = replace(run.config, kernels="liger" if kernels else "torch", loss="chunked" if loss else "full")
     changed = {knob for knob in KNOBS if getattr(read, knob) != getattr(config, knob)}
-    assert changed <= named(llamafactory.inexpressible(made))
-    assert all(f"# not expressed: {item}\n" in text for item in llamafactory.inexpressible(made))
+    assert changed <= named(keys.inexpressible("llamafactory", made))
+    assert all(f"# not expressed: {item}\n" in text for item in keys.inexpressible("llamafactory", made))
     assert (run.format, run.model, run.dataset) == ("llamafactory", "mistralai/Mistral-7B-v0.3", "your_dataset")
     assert run.accumulation * run.config.micro_batch_size == 32
     assert run.epochs == made.workload.epochs

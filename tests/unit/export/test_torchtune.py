@@ -8,7 +8,7 @@ import yaml
 
 from autotune.catalog import list_models, resolve_model
 from autotune.core.train_config import TrainConfig
-from autotune.export import USUAL, torchtune, torchtune_models
+from autotune.export import USUAL, keys, torchtune, torchtune_models
 from autotune.study.summary import Recipe
 from tests.unit.export.test_axolotl import HOSTILE, KEYS, each_config, named, recipe
 
@@ -50,7 +50,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "micro_batch_size": data["batch_size"] == config.micro_batch_size,
         "seq_len": data["tokenizer"]["max_seq_len"] == model["max_seq_len"] == config.seq_len,
         "lora_rank": model.get("lora_rank") == config.lora_rank,
-        "optimizer": data["optimizer"].items() >= torchtune.OPTIMIZERS[config.optimizer].items(),
+        "optimizer": data["optimizer"].items() >= keys.TORCHTUNE_OPTIMIZERS[config.optimizer].items(),
         "precision": data["dtype"] == base.get(config.precision),
         "quantization": model.get("quantize_base", False) is (config.quantization == "nf4")
         and config.quantization in ("nf4", "none"),
@@ -68,8 +68,8 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "rslora": not lora or model["lora_alpha"] / model["lora_rank"] == pytest.approx(scale),
     }
     unsaid = {knob for knob in config.as_dict() if not said[knob]}
-    assert unsaid == named(torchtune.inexpressible(made))
-    assert all(f"# not expressed: {item}\n" in text for item in torchtune.inexpressible(made))
+    assert unsaid == named(keys.inexpressible("torchtune", made))
+    assert all(f"# not expressed: {item}\n" in text for item in keys.inexpressible("torchtune", made))
     assert data["batch_size"] * data["gradient_accumulation_steps"] == 32
     assert data["epochs"] == made.workload.epochs
 

@@ -1,0 +1,62 @@
+"""The key table: each knob has a row or a reason for each tool, and a reader finds the keys that are written."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.export import axolotl, keys
+from tests.unit.export.test_axolotl import CONFIGS, recipe
+
+each_tool = pytest.mark.parametrize("tool", keys.TOOLS)
+
+
+@each_tool
+@pytest.mark.parametrize("knob", KNOBS)
+def test_each_knob_has_a_row_or_a_reason(tool: str, knob: str) -> None:
+    has_row = any(row.what == knob and tool in row.cells for rows in keys.TABLE.values() for row in rows)
+    assert has_row or knob in keys.GAPS or (tool, knob) in keys.ABSENT
+
+
+def test_a_knob_without_a_row_is_named_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {section: tuple(row for row in rows if row.what != "dora") for section, rows in keys.TABLE.items()}
+    monkeypatch.setattr(keys, "TABLE", table)
+    with_dora, without = (axolotl.export(recipe(TrainConfig(dora=dora)))["axolotl.yaml"] for dora in (True, False))
+    assert "# not expressed: dora: Axolotl has no key for it\n" in with_dora
+    assert "dora" not in without
+
+
+def test_a_row_is_all_that_a_knob_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = keys.Row(what="dora", cells={"axolotl": keys.Key(name="new_key", values={True: "on"})}, defaults={})
+    monkeypatch.setitem(keys.TABLE, "memory", (*keys.TABLE["memory"], row))
+    assert "\nnew_key: 'on'\n" in axolotl.export(recipe(TrainConfig(dora=True)))["axolotl.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("model", ("model_name_or_path", "base_model", "model_name_or_path")),
+        ("micro_batch_size", ("per_device_train_batch_size", "micro_batch_size", "per_device_train_batch_size")),
+        ("seq_len", ("max_length", "sequence_len", "cutoff_len")),
+        ("epochs", ("num_train_epochs", "num_epochs", "num_train_epochs")),
+        ("optimizer", ("optim", "optimizer", "optim")),
+        ("lora_rank", ("lora_r", "lora_r", "lora_rank")),
+        ("double_quant", ("use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization")),
+    ],
+)
+def test_a_reader_finds_the_key_of_each_tool(what: str, names: tuple[str, ...]) -> None:
+    assert tuple(keys.key_of(tool, what) for tool in ("trl", "axolotl", "llamafactory")) == names
+
+
+def test_a_reader_finds_the_defaults() -> None:
+    assert [keys.default_of(tool, "seq_len") for tool in keys.TOOLS] == [1024, 512, 2048, None]
+    assert keys.default_of("trl", "optimizer") is None
+
+
+@each_tool
+@pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
+def test_writing_leaves_the_table_as_it_is(tool: str, config: TrainConfig) -> None:
+    made = recipe(config)
+    first = {section: keys.write(tool, section, made) for section in keys.TABLE}
+    keys.write(tool, "schedule", replace(made, winner=replace(made.winner, config=TrainConfig(optimizer="lion_8bit"))))
+    assert first == {section: keys.write(tool, section, made) for section in keys.TABLE}
