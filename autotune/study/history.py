@@ -1,7 +1,6 @@
 """A study's trials as people see them: from verdicts as they fall, and from what Optuna and our table remember."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.problem.performance import margins
@@ -10,7 +9,6 @@ from autotune.study.ablation import Ablation
 from autotune.study.evaluator import Evaluation
 from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
-from autotune.study.storage.coordinator import WORKED
 from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.summary import Candidate, OnCard, Quality, StudySummary, TrialRecord, Verification
 
@@ -76,11 +74,6 @@ def restore(
                 fits = row.result.outcome not in (Outcome.OOM, Outcome.NUMERICS)
                 selection.reject(row.result.config, row.result.reason or row.result.outcome, fits=fits)
     return rows, selection
-
-
-def seconds_of_others(facts: dict[str, Any]) -> float:
-    """What the workers of a study beside the one that leads have worked, all together."""
-    return sum(float(value) for key, value in facts.items() if key.startswith(WORKED))
 
 
 def summarize(

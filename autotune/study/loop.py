@@ -29,23 +29,13 @@ from autotune.study.ranking import Scored, to_beat
 from autotune.study.selection import Selection
 from autotune.study.storage.coordinator import Coordinator, SingleWorker
 from autotune.study.storage.probe_store import StoredProbe
+from autotune.study.storage.study_record import Limits
 from autotune.study.summary import TrialRecord
 
 CLIMBED = "climbed"  # under which a study remembers which trials were
 WORTHWHILE = 0.01  # relative gain from which on a climb moves
 STARTUP = 8  # trials with a value, before which who helps keeps to the neighbours of the best
 Waiting = tuple[float, Proposal]  # for its whole model, with the tokens/s that truncated ones foretell
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """When to stop searching. `trials` is a total over all sessions; `patience` counts trials without a better one."""
-
-    budget_s: float
-    trials: int | None = None
-    patience: int = 40
-    finalists: int = 3
-    rounds: int = 2
 
 
 @dataclass(slots=True)

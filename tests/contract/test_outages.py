@@ -16,7 +16,7 @@ from autotune.cli.stop import Stop
 from autotune.core.errors import Cancelled, StorageError, UsageError
 from autotune.core.probe_types import Outcome
 from autotune.study.optimizer import Optimizer
-from autotune.study.storage.database import Outages, connected, engine_options, waiting_s
+from autotune.study.storage.database import Database, Outages, engine_options, waiting_s
 from autotune.study.storage.leases import Leases, Worker
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import FINGERPRINT, result
@@ -43,10 +43,10 @@ def test_who_reads_waits_and_goes_on(server: str, said: list[str]) -> None:
 
 
 def test_a_result_is_safe_before_anybody_waits(server: str, tmp_path: Path, said: list[str]) -> None:
-    spool = tmp_path / "spool.jsonl"
-    with closing(ProbeStore(server, spool=spool, outages=Outages(said.append, seconds=60.0))) as store, away(server):
+    outbox = tmp_path / "outbox.jsonl"
+    with closing(ProbeStore(server, outbox=outbox, outages=Outages(said.append, seconds=60.0))) as store, away(server):
         store.add("one", 0, result(), FINGERPRINT)
-        assert spool.stat().st_size
+        assert outbox.stat().st_size
     assert "waits in" in said[-1] and not any("waiting for it" in line for line in said)
 
 
@@ -94,13 +94,13 @@ def join(server: str) -> Iterator[Join]:
 
     yield start
     for one in joined:
-        one._engine.dispose()
+        one.close()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_an_operation_that_is_cut_off_in_its_middle_is_run_again(server: str, join: Join, seconds: float) -> None:
     leases = join(outages=Outages(seconds=seconds))
-    BreaksOnce(server, leases._engine, 2)
+    BreaksOnce(server, leases._database.engine, 2)
     if seconds:
         assert leases.take("abc", 0)
         assert leases.taken() == {"abc"}
@@ -123,7 +123,7 @@ def test_optunas_operations_are_run_again_wherever_they_break(server: str, act: 
     """And leave neither a trial that nobody has, nor lose a choice that was queued."""
     wanted = SPACE.clip(BASELINE)
     for statement in itertools.count(1, 2):
-        search = Optimizer.create(server, f"at {statement}", SPACE, seed=0, facts={}, outages=Outages(seconds=60.0))
+        search = Optimizer.create(server, f"at {statement}", SPACE, seed=0, outages=Outages(seconds=60.0))
         open_: set[int] = set()
         if act in ("tell", "give back"):
             first = search.ask(worker="me")
@@ -160,7 +160,7 @@ def test_a_trial_that_others_gave_back_meanwhile_is_asked_for_anew(server: str) 
     """As they do of whoever was cut off for a minute."""
     for statement in range(4, 27, 2):
         name = f"at {statement}"
-        search = Optimizer.create(server, name, SPACE, seed=0, facts={})
+        search = Optimizer.create(server, name, SPACE, seed=0)
         other = Optimizer.open(server, name, SPACE)
         calls = itertools.count(1)
 
@@ -222,11 +222,10 @@ def test_other_threads_do_not_wait(server: str, said: list[str]) -> None:
 def test_a_host_that_vanishes_is_noticed(server: str) -> None:
     limits = engine_options(server)["connect_args"]
     assert limits["connect_timeout"] == 10 and limits["tcp_user_timeout"] == 10_000 and limits["keepalives_idle"] == 10
-    engine = connected(f"{server}&connect_timeout=3")  # the URL's own counts
-    with engine.connect() as connection:
+    url = f"{server}&connect_timeout=3"  # what the URL says counts
+    with closing(Database(url, Outages(), sa.MetaData())) as database, database.connect() as connection:
         driver: Any = connection.connection.dbapi_connection
         assert driver.info.get_parameters()["connect_timeout"] == "3"
-    engine.dispose()
 
 
 def test_how_long_is_the_users_to_say(monkeypatch: pytest.MonkeyPatch) -> None:

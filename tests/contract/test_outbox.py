@@ -7,7 +7,7 @@ import pytest
 
 from autotune.core.errors import StorageError
 from autotune.study.storage.database import Outages
-from autotune.study.storage.outbox import Spool
+from autotune.study.storage.outbox import Outbox
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import FINGERPRINT, result
 from tests.helpers.outage import away
@@ -20,7 +20,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def store(database: str, tmp_path: Path, said: list[str]) -> Iterator[ProbeStore]:
-    opened = ProbeStore(database, spool=tmp_path / "spool.jsonl", outages=Outages(said.append))
+    opened = ProbeStore(database, outbox=tmp_path / "outbox.jsonl", outages=Outages(said.append))
     yield opened
     opened.close()
 
@@ -38,17 +38,17 @@ def test_what_is_measured_while_the_database_is_away_is_in_it_afterwards(
         store.add("one", None, result(), FINGERPRINT)
         with pytest.raises(StorageError):
             trials(store)
-    assert len(said) == 2 and all("failed" in line and "spool.jsonl" in line for line in said)
+    assert len(said) == 2 and all("failed" in line and "outbox.jsonl" in line for line in said)
     store.add("one", 2, result(), FINGERPRINT)
     assert trials(store) == [0, 1, None, 2]
     assert said[2:] == ["2 waiting results are in the database now"]
-    assert Spool(path=tmp_path / "spool.jsonl").is_empty()
+    assert Outbox(path=tmp_path / "outbox.jsonl").is_empty()
 
 
 def test_the_next_session_finds_what_waits(store: ProbeStore, database: str, tmp_path: Path) -> None:
     with away(database):
         store.add("one", 7, result(), FINGERPRINT)
-    again = ProbeStore(database, spool=tmp_path / "spool.jsonl")
+    again = ProbeStore(database, outbox=tmp_path / "outbox.jsonl")
     assert trials(again) == [7] == trials(store)
     again.close()
 
@@ -57,7 +57,7 @@ def test_a_row_that_the_database_had_already_is_not_written_twice(
     store: ProbeStore, database: str, tmp_path: Path
 ) -> None:
     """As when the connection breaks while a transaction ends, or a replay is killed before it empties the file."""
-    path = tmp_path / "spool.jsonl"
+    path = tmp_path / "outbox.jsonl"
     with away(database):
         store.add("one", 7, result(), FINGERPRINT)
     waiting = path.read_text()
@@ -67,7 +67,7 @@ def test_a_row_that_the_database_had_already_is_not_written_twice(
 
 
 def test_half_a_line_takes_no_other_with_it(store: ProbeStore, database: str, tmp_path: Path) -> None:
-    path = tmp_path / "spool.jsonl"
+    path = tmp_path / "outbox.jsonl"
     path.write_text('{"study": "one", "tri')
     with away(database):
         store.add("one", 7, result(), FINGERPRINT)
@@ -79,7 +79,7 @@ def test_without_a_spool_and_without_room_for_one_the_error_is_told(
 ) -> None:
     plain = ProbeStore(database)
     (tmp_path / "full").mkdir()
-    full = ProbeStore(database, spool=tmp_path / "full")
+    full = ProbeStore(database, outbox=tmp_path / "full")
     with away(database):
         for store, named in ((plain, "the database"), (full, "cannot write")):
             with pytest.raises(StorageError, match=named):
@@ -88,10 +88,10 @@ def test_without_a_spool_and_without_room_for_one_the_error_is_told(
 
 
 def test_waiting_rows_stay_if_the_replay_fails(tmp_path: Path) -> None:
-    spool = Spool(path=tmp_path / "spool.jsonl")
-    spool.add({"a": 1})
-    with pytest.raises(ZeroDivisionError), spool.drained():
+    outbox = Outbox(path=tmp_path / "outbox.jsonl")
+    outbox.add({"a": 1})
+    with pytest.raises(ZeroDivisionError), outbox.drained():
         raise ZeroDivisionError
-    with spool.drained() as rows:
+    with outbox.drained() as rows:
         assert rows == [{"a": 1}]
-    assert spool.is_empty()
+    assert outbox.is_empty()

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy.engine import make_url
 
-from autotune.cli.commands.session import shared_url
 from autotune.core.errors import AutotuneError, StorageError, UsageError
 from autotune.core.probe_types import Outcome, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import load_space
-from autotune.study.optimizer import Optimizer, stored_facts, study_names
+from autotune.study.optimizer import Optimizer
 from autotune.study.storage.database import network_drive, public_url
+from autotune.study.storage.location import shared_url
+from autotune.study.storage.optuna_storage import read_record, study_names
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import FINGERPRINT, result
 
@@ -81,16 +82,16 @@ def _touch(url: str, how: str) -> None:
     if how == "store":
         ProbeStore(url)
     elif how == "search":
-        Optimizer.create(url, "x", load_space("lora"), seed=0, facts={})
+        Optimizer.create(url, "x", load_space("lora"), seed=0)
     elif how == "open":
         Optimizer.open(url, "x", load_space("lora"))
-    elif how == "facts":
-        stored_facts(url, "x")
+    elif how == "record":
+        read_record(url, "x")
     else:
         study_names(url)
 
 
-EVERY_WAY = ("store", "search", "open", "facts", "names")
+EVERY_WAY = ("store", "search", "open", "record", "names")
 
 
 def _whole_text(error: BaseException) -> str:

@@ -16,14 +16,16 @@ from autotune.planning.other_devices import of_winner
 from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import Knob, SearchSpace
+from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study.evaluator import Evaluator
 from autotune.study.history import summarize
-from autotune.study.loop import Limits, Study
+from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.database import Outages
 from autotune.study.storage.probe_store import ProbeStore
+from autotune.study.storage.study_record import Limits, ProbeTerms, StudyRecord
 from autotune.study.summary import StudySummary, TrialRecord
 from tests.helpers.factories import FINGERPRINT
 from tests.helpers.replay import Answers, ReplayProber, machine
@@ -94,6 +96,19 @@ def subject_of(space: SearchSpace = SPACE, **changes: Any) -> Task:
     return Task(**(values | changes))
 
 
+def record_of(task: Task | None = None, out: Path = Path("out"), **changes: Any) -> StudyRecord:
+    """The record that `autotune run` writes for a study on FINGERPRINT's machine, with 80 GiB."""
+    task = task or subject_of()
+    values: dict[str, Any] = {
+        "task": task,
+        "fingerprint": FINGERPRINT,
+        "terms": ProbeTerms(memory_gib=80.0, headroom=0.05, seed=0),
+        "spec": StudySpec(model=task.model.name),
+        "out": str(out),
+    }
+    return StudyRecord(**(values | changes))
+
+
 def starter(url: str, logs: Path, opened: list[Any]) -> Start:
     def start(
         answers: Answers | None = None,
@@ -110,9 +125,8 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
         prober = ReplayProber(answers or machine(rate=by_tokens))
         said: list[str] = []
         outages = Outages(said.append, should_stop, seconds=waits_s)
-        store = ProbeStore(url, spool=logs.parent / "spool.jsonl", outages=outages)
-        facts = {"model": task.model.name}
-        search = Optimizer.create(url, task.study, task.space, seed=0, facts=facts, outages=outages)
+        store = ProbeStore(url, outbox=logs.parent / "outbox.jsonl", outages=outages)
+        search = Optimizer.create(url, task.study, task.space, seed=0, outages=outages)
         opened.extend((store, search))
 
         def request(config: TrainConfig) -> ProbeRequest:

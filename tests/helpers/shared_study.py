@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from autotune.core.probe_types import from_data
-from autotune.problem.task import Task
-from autotune.study.optimizer import Optimizer, stored_facts
+from autotune.study.optimizer import Optimizer
+from autotune.study.storage.optuna_storage import read_record
 
 SPACE = """\
 version: 1
@@ -24,6 +23,7 @@ ARGUMENTS += ("--budget", "10m", "--memory-gib", "1", "--study", "one")
 @contextmanager
 def opened(url: str) -> Iterator[Optimizer]:
     """The study, to be read."""
-    task = from_data(Task, (stored_facts(url, "one") or {})["subject"])
-    with closing(Optimizer.open(url, "one", task.space)) as search:
+    record = read_record(url, "one")
+    assert record is not None
+    with closing(Optimizer.open(url, "one", record.task.space)) as search:
         yield search

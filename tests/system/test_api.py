@@ -14,6 +14,7 @@ from autotune.core.errors import NothingFits, UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import load_space, shipped_spaces
 from tests.helpers.factories import summary
+from tests.helpers.sessions import record_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 
@@ -36,7 +37,7 @@ def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def found(**changes: Any) -> Result:
-    study = StoredStudy(summary=replace(summary(), **changes), task=None, facts={}, out=Path("out"))  # type: ignore[arg-type]
+    study = StoredStudy(summary=replace(summary(), **changes), record=record_of())
     return Result(study=study)
 
 

@@ -22,16 +22,17 @@ import sqlalchemy as sa
 from autotune.cli.app import app
 from autotune.cli.commands.session import open_study
 from autotune.core.errors import StorageError, UsageError
-from autotune.core.probe_types import Outcome, to_data
+from autotune.core.probe_types import Outcome
 from autotune.report import dashboard
 from autotune.report.dashboard import Following, gate
 from autotune.study.optimizer import METRIC, Optimizer
 from autotune.study.storage.database import read_only
 from autotune.study.storage.probe_store import ProbeStore
+from autotune.study.storage.study_record import start_record
 from tests.helpers.browser import Page, chromium, needs_chromium
 from tests.helpers.factories import FINGERPRINT, result
 from tests.helpers.replay import machine
-from tests.helpers.sessions import SPACE, Session, Start, by_tokens, starter, subject_of, whole
+from tests.helpers.sessions import SPACE, Session, Start, by_tokens, record_of, starter, subject_of, whole
 
 COMMAND = (
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from autotune.cli.app import main; main()"
@@ -41,9 +42,7 @@ COMMAND = (
 def finished(start: Start, out: Path) -> Session:
     """A study of eight trials with what the command keeps beside them. Some ran out of memory."""
     session = whole(start, machine(limit_gib=2.2, rate=by_tokens), trials=8)
-    facts = {"subject": to_data(subject_of()), "fingerprint": to_data(FINGERPRINT), "out": str(out)}
-    for key, value in facts.items():
-        session.search.remember(key, value)
+    start_record(session.search, record_of(out=out))
     return session
 
 

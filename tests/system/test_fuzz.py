@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from autotune.catalog import list_models, load_prices, resolve_device, resolve_model
 from autotune.cli.app import app
 from autotune.cli.commands.check import answer_of
-from autotune.cli.commands.session import out_dir
 from autotune.cli.options import pins_of
 from autotune.core.errors import AutotuneError
 from autotune.planning.observations import load_evidence, store_submission, submission_of
@@ -27,6 +26,7 @@ from autotune.problem.length_distribution import read_lengths
 from autotune.problem.search_space import load_space
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import make_spec
+from autotune.study.storage.location import study_directory
 from tests.helpers.factories import summary
 from tests.helpers.hostile import fuzz, guarded, mutated, scalars, values, yaml_files
 
@@ -124,7 +124,7 @@ def test_study_specs(here: Path, content: bytes) -> None:
     with guarded(here), suppress(AutotuneError):
         spec = make_spec(path, {})
         task = set_up(replace(spec, gpu="cpu"), CPU).task
-        assert out_dir(None, task.study).resolve().parent == here / "runs"
+        assert study_directory(None, task.study).resolve().parent == here / "runs"
 
 
 @fuzz(1500)

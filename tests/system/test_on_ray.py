@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.catalog import resolve_device
 from autotune.cli.commands.on_ray import RESOURCE, _places, check
 from autotune.core.errors import UsageError
-from autotune.study.optimizer import stored_facts
+from autotune.study.storage.optuna_storage import read_record
 from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
 
 LIMITS = ("--trials", "40", "--patience", "999")
@@ -52,8 +52,7 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
 def trials(folder: Path) -> list[FrozenTrial]:
     url = f"sqlite:///{folder / 'runs' / 'autotune.db'}"
-    facts = stored_facts(url, "one") if (folder / "runs" / "autotune.db").exists() else None
-    if facts is None or "subject" not in facts:
+    if not (folder / "runs" / "autotune.db").exists() or read_record(url, "one") is None:
         return []
     with opened(url) as search:
         return search.record()[1]

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState
 
-from autotune.cli.commands.session import open_study
-from autotune.core.errors import Cancelled, NothingFits, StorageError, TooManyFailures, UsageError
-from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, to_data
+from autotune.core.errors import Cancelled, NothingFits, TooManyFailures
+from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.task import Task
 from autotune.study.feasibility import find_feasible
-from autotune.study.optimizer import Optimizer
 from autotune.study.summary import TrialRecord
-from tests.helpers.factories import FINGERPRINT, result
+from tests.helpers.factories import result
 from tests.helpers.replay import machine
 from tests.helpers.sessions import BASELINE, SPACE, Session, Start, by_tokens, space, states, subject_of, whole
 
@@ -231,28 +229,3 @@ def test_the_footing_is_the_first_trials_and_is_not_probed_twice(start: Start) -
     assert session.prober.num_probes == 3
     recipe = session.summary().recipe
     assert recipe is not None and recipe.baseline is not None and recipe.baseline.config == baseline(2)
-
-
-def test_a_study_of_before_lengths_is_refused_and_not_misread(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'autotune.db'}"
-    search = Optimizer.create(url, "old", SPACE, seed=0, facts={})
-    task = to_data(subject_of())
-    del task["workload"]["lengths"]
-    search.remember("subject", task | {"workload": task["workload"] | {"tokens_per_example": 100}})
-    search.close()
-    with pytest.raises(UsageError, match="'old' was made by an earlier autotune"):
-        open_study("old", url)
-
-
-@pytest.mark.parametrize(
-    "broken", [{"subject": {"workload": {"lengths": 1}}}, {"fingerprint": 5}, {"out": None}], ids=str
-)
-def test_a_study_that_somebody_else_wrote_is_told_and_no_traceback(tmp_path: Path, broken: dict[str, Any]) -> None:
-    url = f"sqlite:///{tmp_path / 'autotune.db'}"
-    search = Optimizer.create(url, "theirs", SPACE, seed=0, facts={})
-    for key, value in ({"subject": to_data(subject_of()), "fingerprint": to_data(FINGERPRINT)} | broken).items():
-        search.remember(key, value)
-    search.close()
-    with pytest.raises(StorageError, match="'theirs' holds what autotune does not write") as caught:
-        open_study("theirs", url)
-    assert caught.value.remedy

@@ -23,6 +23,7 @@ from autotune.export.clusters import PREEMPTED
 from autotune.export.run.train import Progress, Run
 from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
+from tests.helpers.sessions import record_of
 from tests.unit.export.test_script import demo, write
 
 STEPS = 30
@@ -235,5 +236,5 @@ _NOTHING: dict[str, Any] = {
 
 def _found(monkeypatch: pytest.MonkeyPatch, out: Path, **changes: Any) -> None:
     made = replace(summary(), recipe=replace(demo(CONFIG), **changes))
-    found = StoredStudy(summary=made, task=None, facts={}, out=out)  # type: ignore[arg-type]
+    found = StoredStudy(summary=made, record=record_of(out=out))
     monkeypatch.setattr(command, "open_study", lambda *_: found)

@@ -12,9 +12,8 @@ import pytest
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.cli.commands import verify as command
-from autotune.cli.commands.session import verification_of
 from autotune.core.errors import Cancelled, EnvironmentProblem, StorageError, UsageError
-from autotune.core.probe_types import Evidence, to_data
+from autotune.core.probe_types import Evidence, from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.export.run.verify import done_as, verify, worst
 from autotune.problem.length_distribution import Lengths
@@ -126,8 +125,7 @@ def test_every_second_batch_of_a_soak_is_as_long_as_can_be() -> None:
 
 def test_it_is_kept_with_the_study_and_shown() -> None:
     done = done_as(promise(), {"steps": 3, "seconds_per_step": 2.0 / 0.99, "peak_reserved_gib": 19.9}, None, 3)
-    assert verification_of({"verification": to_data(done)}) == done
-    assert verification_of({}) is None
+    assert from_data(Verification, to_data(done)) == done
     told = replace(summary(), verification=done)
     assert summary_data(told, "out")["verification"]["holds"] is True
     page = render(told, "out")

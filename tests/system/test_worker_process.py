@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ import psutil
 import pytest
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.cli.commands.local import SEARCHING
-from autotune.study.optimizer import stored_facts
+from autotune.study.storage.study_record import Limits, StudyPhase, update_record
 from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
 
 pytestmark = pytest.mark.probe
@@ -57,8 +56,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def open_again(place: Place) -> None:
     """As if its leader searched on."""
     with opened(place.url) as search:
-        search.remember("phase", SEARCHING)
-        search.remember("limits", (stored_facts(place.url, "one") or {})["limits"] | {"trials": None, "patience": 999})
+        limits = Limits(**search.remembered("limits"))
+        update_record(search, phase=StudyPhase.SEARCHING, limits=replace(limits, trials=None, patience=999))
 
 
 def until(found: Callable[[], Any], process: "subprocess.Popen[str]") -> Any:
@@ -116,7 +115,7 @@ def test_who_cannot_join_says_so_by_its_exit_code(place: Place) -> None:
     missing = place.start("worker", "--study", "two")
     assert "there is no study 'two'" in missing.communicate(timeout=60)[1] and missing.returncode == 2
     with opened(place.url) as search:
-        theirs = search.remembered("facts")["fingerprint"]
+        theirs = search.remembered("fingerprint")
         search.remember("fingerprint", theirs | {"packages": theirs["packages"] | {"torch": "1.0"}})
     other = place.start("worker", "--study", "one")
     assert "not like the one that began the study" in other.communicate(timeout=60)[1] and other.returncode == 3

@@ -8,8 +8,9 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from autotune.cli.commands.session import open_study, storage_url
+from autotune.cli.commands.session import open_study
 from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.study.storage.location import storage_url
 
 
 def dashboard(name: str | None, storage: str | None, *, host: str, port: int) -> None:

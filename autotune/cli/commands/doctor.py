@@ -9,11 +9,11 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autotune.cli.commands.session import storage_url
 from autotune.core.errors import AutotuneError, EnvironmentProblem
 from autotune.core.nvml import list_gpus
 from autotune.core.units import fmt_gib, gib
 from autotune.probe.supervisor import child_environment
+from autotune.study.storage.location import storage_url
 
 # Asked of a fresh process, with the environment that probes run in.
 _TORCH_SCRIPT = """

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from autotune.cli.commands.session import open_study, storage_url
+from autotune.cli.commands.session import open_study
 from autotune.cli.stop import Stop
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits
 from autotune.core.probe_types import ProbeRequest, to_data
@@ -14,6 +14,7 @@ from autotune.problem.target import find_target
 from autotune.report import describe
 from autotune.report.study_directory import write_study
 from autotune.study.ablation import ablate
+from autotune.study.storage.location import storage_url
 
 
 def command(name: str | None, storage: str | None, *, as_json: bool = False) -> None:
@@ -27,6 +28,7 @@ def command(name: str | None, storage: str | None, *, as_json: bool = False) -> 
     from autotune.study.evaluator import Evaluator
     from autotune.study.optimizer import Optimizer
     from autotune.study.storage.probe_store import ProbeStore
+    from autotune.study.storage.study_record import update_record
 
     found = open_study(name, storage)
     task, recipe, url = found.task, found.summary.recipe, storage_url(storage)
@@ -39,8 +41,6 @@ def command(name: str | None, storage: str | None, *, as_json: bool = False) -> 
         raise EnvironmentProblem(
             f"the study was probed on {probed_on.name}, here is {here.device.name}", remedy="explain it there"
         )
-    facts = found.facts
-    asked = facts.get("asked") or {"memory_gib": facts["memory in GiB"], "headroom": facts["headroom"], "seed": 0}
     logs = found.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
 
@@ -52,7 +52,7 @@ def command(name: str | None, storage: str | None, *, as_json: bool = False) -> 
         say("starting the probe worker")
 
         def request(config: TrainConfig) -> ProbeRequest:
-            return task.request(config, device=prober.device, **asked)
+            return found.record.terms.request(task, config, prober.device)
 
         try:
             shape = prober.describe(task.model.config)
@@ -72,7 +72,7 @@ def command(name: str | None, storage: str | None, *, as_json: bool = False) -> 
         except Cancelled:
             raise Interrupted("stopped; what was probed is kept", exit_code=128 + (stop.signal or 2)) from None
     search = Optimizer.open(url, found.summary.study, task.space)
-    search.remember("explanation", to_data(done))
+    update_record(search, ablation=done)
     write_study(found.out, open_study(found.summary.study, storage).summary)
     if as_json:
         sys.stdout.write(json.dumps(to_data(done), indent=2) + "\n")

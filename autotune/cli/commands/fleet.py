@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from autotune.cli.commands.session import open_study, storage_url
+from autotune.cli.commands.session import open_study
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
-from autotune.core.probe_types import Fingerprint, from_data
+from autotune.study.storage.location import storage_url
 
 
 def command(study: str | None, storage: str | None, *, workers: int, formats: list[str], out: Path | None) -> None:
@@ -21,15 +21,15 @@ def command(study: str | None, storage: str | None, *, workers: int, formats: li
             remedy="run it with --storage postgresql+psycopg://..., or with --workers N on this machine alone",
         )
     found = open_study(study, storage)
-    if "limits" not in found.facts:
+    if found.record.limits is None:
         raise UsageError(
             f"study {found.summary.study!r} cannot be joined yet", remedy="wait until `autotune run` has begun it"
         )
     coordinator = Workers(
         study=found.summary.study,
         device=found.task.measured_on or found.task.device,
-        fingerprint=from_data(Fingerprint, found.facts["fingerprint"]),
-        budget_s=float(found.facts["limits"]["budget_s"]),
+        fingerprint=found.record.fingerprint,
+        budget_s=found.record.limits.budget_s,
         count=workers,
     )
     folder = out or found.out

@@ -17,7 +17,6 @@ from autotune.report.study_directory import prepare
 if TYPE_CHECKING:
     from autotune.study.storage.leases import Leases
 
-SEARCHING, CONFIRMING, ENDED = "searching", "confirming", "ended"  # the phases of a study; workers help in the first
 LEAVE_S = 20.0
 
 

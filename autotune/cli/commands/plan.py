@@ -10,7 +10,6 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, resolve_device
 from autotune.cli.commands.catalogs import print_json, print_table
-from autotune.cli.commands.session import DEFAULT_ROOT
 from autotune.core.errors import EnvironmentProblem, NothingFits, UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
@@ -21,6 +20,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import find_target
 from autotune.problem.task import BASELINE, Task
 from autotune.report.comparison import price_text
+from autotune.study.storage.location import DEFAULT_ROOT
 
 EVIDENCE = DEFAULT_ROOT / "evidence"
 BATCHES = (1, 2, 4, 8, 16, 32)

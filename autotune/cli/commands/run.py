@@ -1,33 +1,20 @@
 """`autotune run`: sets a study up, searches, confirms, writes the files and prints the winner."""
 
-import fcntl
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-from autotune.cli.commands.local import CONFIRMING, ENDED, SEARCHING, further_cards, local_workers, refuse_another
+from autotune.cli.commands.local import further_cards, local_workers, refuse_another
 from autotune.cli.commands.on_ray import check, ray_workers
-from autotune.cli.commands.session import (
-    LOCK,
-    explanation_of,
-    facts_of,
-    out_dir,
-    quality_of,
-    shared_url,
-    storage_url,
-    verification_of,
-)
 from autotune.cli.console import Display
 from autotune.cli.stop import Stop
 from autotune.core.errors import EnvironmentProblem, Interrupted, TooManyFailures, UsageError, VerificationFailed
-from autotune.core.probe_types import ProbeRequest, from_data, to_data
+from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, parse_duration
 from autotune.prediction.depth_extrapolation import depths
@@ -35,9 +22,9 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import Setup, open_reserve, set_up, suit
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, find_target
-from autotune.problem.task import Task
 from autotune.report import describe
 from autotune.report.study_directory import TrialLog, prepare, write_study
+from autotune.study.storage.location import locked, shared_url, storage_url, study_directory
 from autotune.study.summary import Quality, StudySummary, TrialRecord
 
 if TYPE_CHECKING:
@@ -67,7 +54,7 @@ def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False, events: 
     plan, stop = _resolve(spec, quiet=quiet), Stop()
     with (
         stop.listening(),
-        _alone(plan.out, plan.study),
+        locked(plan.out, plan.study),
         WorkerProber("cpu" if plan.target.card is None else "cuda", plan.out / "logs", should_stop=stop) as prober,
         Display(budget_s=plan.budget_s, quiet=quiet, events=events) as display,
     ):
@@ -121,7 +108,7 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> RunPlan:
         name = setup.task.study if not spec.configs else f"{setup.task.study}-suite"
         setup = replace(setup, task=replace(setup.task, study=name if spec.configs else _unused(name, url)))
     cards = further_cards(spec.workers, cpu=target.card is None)
-    out = out_dir(spec.out, setup.task.study).absolute()
+    out = study_directory(spec.out, setup.task.study).absolute()
     prepare(out)
     return RunPlan(
         spec=spec, setup=setup, target=target, url=url, out=out, cards=cards, started=started, budget_s=budget_s
@@ -135,21 +122,29 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
     from autotune.planning.other_devices import of_winner
     from autotune.study.evaluator import Evaluator
     from autotune.study.feasibility import find_feasible
-    from autotune.study.history import seconds_of_others, summarize
-    from autotune.study.loop import Limits, Study
-    from autotune.study.optimizer import Optimizer, stored_facts
+    from autotune.study.history import summarize
+    from autotune.study.loop import Study
+    from autotune.study.optimizer import Optimizer
     from autotune.study.storage.database import Outages, waiting_s
     from autotune.study.storage.leases import Leases, Worker
+    from autotune.study.storage.optuna_storage import read_record
     from autotune.study.storage.probe_store import ProbeStore
+    from autotune.study.storage.study_record import (
+        Limits,
+        ProbeTerms,
+        StudyPhase,
+        StudyRecord,
+        start_record,
+        update_record,
+    )
 
     spec, setup, out, name = plan.spec, plan.setup, plan.out, plan.study
     outages = Outages(partial(display.note, style="yellow"), stop, seconds=waiting_s())
-    store = ProbeStore(plan.url, spool=out / "spool.jsonl", outages=outages)
-    facts = stored_facts(plan.url, name) or {}
+    store = ProbeStore(plan.url, outbox=out / "outbox.jsonl", outages=outages)
+    before = read_record(plan.url, name)
     # One ratio for all sessions, or values would not compare.
-    if "subject" in facts and setup.task.carried is not None:
-        carried = from_data(Task, facts["subject"]).carried
-        setup = replace(setup, task=replace(setup.task, carried=carried))
+    if before is not None and setup.task.carried is not None:
+        setup = replace(setup, task=replace(setup.task, carried=before.task.carried))
     display.say("starting the probe worker")
     fingerprint = prober.fingerprint
     memory_gib = _memory(spec, plan.target, prober.memory_gib, display)
@@ -165,9 +160,10 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
     setup = suit(setup, shape)
     display.plan(setup, fits_gib=memory_gib, trials=spec.trials, workers=spec.workers)
 
+    terms = ProbeTerms(memory_gib=memory_gib, headroom=spec.headroom, seed=spec.seed)
+
     def request(config: TrainConfig) -> ProbeRequest:
-        memory = {"memory_gib": memory_gib, "headroom": spec.headroom}
-        return setup.task.request(config, device=prober.device, seed=spec.seed, **memory)
+        return terms.request(setup.task, config, prober.device)
 
     evaluator = Evaluator(
         prober,
@@ -180,9 +176,9 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
         shallow_only=spec.shallow_only,
     )
     evaluator.learn_from_others()
-    opened = bool(facts.get("reserve opened"))
+    opened = before is not None and before.reserve_opened
     tried: list[TrainConfig] = []
-    if not facts.get("num_trials"):
+    if before is None or before.limits is None:
         opened, tried = find_feasible(
             setup.task,
             setup.reserve,
@@ -193,17 +189,19 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
     if opened:
         display.note("nothing else fits: quantised bases and other optimizers are searched too", "yellow")
         setup = open_reserve(setup)
-    same = facts_of(setup.task, fingerprint, memory_gib=memory_gib, headroom=spec.headroom)
-    same["reserve opened"] = opened
-    if spec.shallow_only or facts.get("shallow only"):
-        same["shallow only"] = spec.shallow_only
-    search = Optimizer.create(plan.url, name, setup.task.space, seed=spec.seed, facts=same, outages=outages)
-    search.remember("subject", to_data(setup.task))
-    search.remember("spec", to_data(replace(spec, storage=None)))  # without the password that may be in there
-    search.remember("out", str(out))
-    search.remember("asked", {"memory_gib": memory_gib, "headroom": spec.headroom, "seed": spec.seed})
+    search = Optimizer.create(plan.url, name, setup.task.space, seed=spec.seed, outages=outages)
+    record = StudyRecord(
+        task=setup.task,
+        fingerprint=fingerprint,
+        terms=terms,
+        spec=replace(spec, storage=None),  # without the password that may be in there
+        out=str(out),
+        reserve_opened=opened,
+        shallow_only=spec.shallow_only,
+    )
+    start_record(search, record)
     limits = Limits(budget_s=plan.budget_s, trials=spec.trials, patience=spec.patience)
-    before, failure = float(facts.get("wall_seconds", 0.0)), None
+    earlier_s, failure = before.wall_seconds if before else 0.0, None
     me = Worker.here(fingerprint.device, leads=True)
     with Leases(plan.url, name, me, outages=outages).joined() as coordinator:
         refuse_another(coordinator, name, display.say)
@@ -217,35 +215,34 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             should_stop=stop,
             coordinator=coordinator,
         )
-        study.new_rows = partial(store.news, name)
+        study.new_rows = partial(store.new_rows, name)
         study.resume(store.of_study(name))
         log = TrialLog(out, study.rows)
 
         def on_trial(row: TrialRecord) -> None:
             log.add(row)
-            search.remember("wall_seconds", before + time.monotonic() - plan.started)
+            update_record(search, wall_seconds=earlier_s + time.monotonic() - plan.started)
             display.trial(row)
 
         study.on_trial = study.on_trial_of_others = on_trial
         study.begin(tried)
-        for key, value in {"limits": to_data(limits), "earlier_seconds": before, "phase": SEARCHING}.items():
-            search.remember(key, value)
+        update_record(search, limits=limits, earlier_seconds=earlier_s, phase=StudyPhase.SEARCHING)
         try:
             with (
                 local_workers(plan.cards, name, plan.url, out, display, stop),
                 ray_workers(spec.ray, name, plan.url, setup.task.device, display, stop),
             ):
                 study.run()
-                search.remember("phase", CONFIRMING)  # and the others leave
+                update_record(search, phase=StudyPhase.CONFIRMING)  # and the others leave
             study.sync(reap=True)
             if not stop() and not spec.shallow_only:
                 study.confirm()
         except (TooManyFailures, EnvironmentProblem) as error:
             failure = error  # told once what was found so far is written
         finally:
-            search.remember("phase", ENDED)
+            update_record(search, phase=StudyPhase.ENDED)
             study.reap()
-            search.remember("wall_seconds", before + time.monotonic() - plan.started)
+            update_record(search, wall_seconds=earlier_s + time.monotonic() - plan.started)
     display.say("writing the report")
 
     def summed_up(quality: Quality | None) -> StudySummary:
@@ -255,16 +252,16 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             fingerprint,
             store.of_study(name),
             cards=of_winner(spec.headroom),
-            wall_seconds=before + time.monotonic() - plan.started,
-            others_seconds=seconds_of_others(stored_facts(plan.url, name) or {}),
+            wall_seconds=earlier_s + time.monotonic() - plan.started,
+            others_seconds=now.others_seconds if (now := read_record(plan.url, name)) else 0.0,
             importances=search.importances(),
             quality=quality,
             verification=verified,
-            explanation=explanation_of(facts),
+            explanation=before.ablation if before else None,
         )
 
-    verified = verification_of(facts)
-    summary = summed_up(quality_of(facts))
+    verified = before.verification if before else None
+    summary = summed_up(before.quality if before else None)
     data = write_study(out, summary)
     if spec.quality and spec.dataset and summary.recipe is not None and failure is None and not stop():
         prober.close()  # its memory is wanted
@@ -275,14 +272,14 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             display.note(f"--quality could not run: {error}", "yellow")
         else:
             if quality.learned:  # not stopped in the first
-                search.remember("quality", to_data(quality))
+                update_record(search, quality=quality)
                 summary = summed_up(quality)
                 data = write_study(out, summary)
-            search.remember("wall_seconds", before + time.monotonic() - plan.started)
+            update_record(search, wall_seconds=earlier_s + time.monotonic() - plan.started)
     if spec.verify and summary.recipe is not None and failure is None and not stop():
         prober.close()
         verified = verify(summary.recipe, out, say=display.say, should_stop=stop)
-        search.remember("verification", to_data(verified))
+        update_record(search, verification=verified)
         summary = summed_up(summary.quality)
         data = write_study(out, summary)
     display.result(summary, _short(out))
@@ -324,7 +321,7 @@ def _suite(
 
 def _unused(name: str, url: str) -> str:
     """`name`, or with the first number behind it that no study of this database has."""
-    from autotune.study.optimizer import study_names
+    from autotune.study.storage.optuna_storage import study_names
 
     taken = set(study_names(url))
     return next(one for one in (name, *(f"{name}-{number}" for number in range(2, 10_000))) if one not in taken)
@@ -338,24 +335,6 @@ def _memory(spec: StudySpec, target: Target, total_gib: float, display: Display)
         total_gib, reserve_fraction=spec.headroom, asked_gib=spec.memory_gib, may_exceed=spec.shallow_only
     )
     return budget.cap_gib
-
-
-@contextmanager
-def _alone(out: Path, study: str) -> Iterator[IO[str]]:
-    """Hold the study's lock; it goes with the process, however that ends."""
-    with (out / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise UsageError(
-                f"study {study!r} is being run by process {file.read().strip() or '?'}",
-                remedy="wait for it, or give another name with --study",
-            ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield file
 
 
 def _short(path: Path) -> str:

@@ -7,19 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.cli.commands.session import StoredStudy, open_study, running, storage_url
-from autotune.core.errors import NothingFits, UsageError
-from autotune.core.probe_types import from_data
+from autotune.cli.commands.session import StoredStudy, load, open_study
+from autotune.core.errors import AutotuneError, NothingFits, UsageError
 from autotune.core.units import fmt_count, fmt_seconds
 from autotune.report.describe import candidate_line
 from autotune.report.study_directory import write_exports, write_study
+from autotune.study.storage.location import running_process, storage_url
 from autotune.study.summary import summary_data
 
 
 def status(name: str | None, storage: str | None, as_json: bool) -> None:
     """How far a study is, and its best so far."""
     found = open_study(name, storage)
-    summary, counts, process = found.summary, found.summary.counts(), running(found.out)
+    summary, counts, process = found.summary, found.summary.counts(), running_process(found.out)
     if as_json:
         _json(summary_data(summary, str(found.out)) | {"running": process is not None})
         return
@@ -40,14 +40,19 @@ def status(name: str | None, storage: str | None, as_json: bool) -> None:
 def list_all(storage: str | None, as_json: bool) -> None:
     """The studies of a database: what they tune, how far they are, and their best."""
     from autotune.cli.commands.catalogs import print_table
-    from autotune.study.optimizer import stored_facts, study_names
+    from autotune.study.storage.optuna_storage import all_attributes
+    from autotune.study.storage.study_record import StudyRecord
 
     url, rows = storage_url(storage), list[dict[str, Any]]()
-    for name in study_names(url):
-        facts = stored_facts(url, name) or {}
-        if "subject" not in facts:
+    for name, attributes in all_attributes(url).items():
+        try:
+            record = StudyRecord.from_attributes(name, attributes)
+        except AutotuneError as error:
+            print(error, file=sys.stderr)
             continue
-        found = open_study(name, url)
+        if record is None:
+            continue
+        found = load(name, url, record)
         recipe = found.summary.recipe
         rows.append(
             {
@@ -55,7 +60,7 @@ def list_all(storage: str | None, as_json: bool) -> None:
                 "model": found.task.model.short,
                 "device": found.task.device.name,
                 "trials": len(found.summary.trials),
-                "running": running(found.out) is not None,
+                "running": running_process(found.out) is not None,
                 "tokens_per_s": recipe.winner.performance.tokens_per_second if recipe else None,
                 "files": str(found.out),
             }
@@ -87,8 +92,8 @@ def delete(name: str, storage: str | None, *, sure: bool) -> None:
     Raises:
         UsageError: no such study, somebody is at work on it, or nobody is `sure` and none can be asked.
     """
-    from autotune.study.optimizer import delete_study
     from autotune.study.storage.leases import Leases, Worker
+    from autotune.study.storage.optuna_storage import delete_study
     from autotune.study.storage.probe_store import ProbeStore
 
     found, url = open_study(name, storage), storage_url(storage)
@@ -114,15 +119,9 @@ def delete(name: str, storage: str | None, *, sure: bool) -> None:
 def resume(name: str | None, storage: str | None, changes: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
     """Continue a study with what it was begun with, but for what is given anew."""
     from autotune.cli.commands.run import run
-    from autotune.problem.study_spec import StudySpec
 
     found = open_study(name, storage)
-    if "spec" not in found.facts:
-        raise UsageError(
-            f"{found.summary.study!r} was begun by an earlier autotune, which did not keep its options",
-            remedy="give `autotune run` the same options as before, and --study NAME",
-        )
-    spec = from_data(StudySpec, found.facts["spec"])
+    spec = found.record.spec
     given = {key: value for key, value in changes.items() if value is not None}
     spec = replace(spec, **given, study=found.summary.study, storage=storage, out=str(found.out))
     run(spec, as_json=as_json, quiet=quiet)

@@ -5,13 +5,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from autotune.cli.commands.session import open_study, storage_url
+from autotune.cli.commands.session import open_study
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
 from autotune.core.probe_types import Evidence, to_data
 from autotune.export.run.verify import FILES, usual, verify
 from autotune.problem.target import find_target
 from autotune.report import describe
 from autotune.report.study_directory import write_study
+from autotune.study.storage.location import storage_url
 from autotune.study.summary import Recipe
 
 
@@ -35,6 +36,7 @@ def command(
     """
     from autotune.cli.stop import Stop
     from autotune.study.optimizer import Optimizer
+    from autotune.study.storage.study_record import update_record
 
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
         raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
@@ -66,7 +68,7 @@ def command(
             code = 128 + (stop.signal or 2)
             raise Interrupted("stopped; nothing was verified", exit_code=code) from None
     search = Optimizer.open(storage_url(storage), found.summary.study, found.task.space)
-    search.remember("verification", to_data(done))
+    update_record(search, verification=done)
     write_study(found.out, open_study(found.summary.study, storage).summary)
     if as_json:
         sys.stdout.write(json.dumps(to_data(done) | {"holds": done.holds}, indent=2) + "\n")

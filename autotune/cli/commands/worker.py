@@ -7,15 +7,13 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
-from autotune.cli.commands.local import SEARCHING
-from autotune.cli.commands.session import shared_url
 from autotune.cli.console import Display
 from autotune.cli.stop import Stop
 from autotune.core.errors import EnvironmentProblem, Interrupted, TooManyFailures, UsageError
-from autotune.core.probe_types import Fingerprint, ProbeRequest, from_data
+from autotune.core.probe_types import ProbeRequest
 from autotune.core.process import die_with_parent
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, parse_duration
@@ -24,7 +22,9 @@ from autotune.problem.setup import slug
 from autotune.problem.target import IGNORED_GIB, find_target
 from autotune.problem.task import Task
 from autotune.report.study_directory import prepare
-from autotune.study.storage.coordinator import WORKED
+from autotune.study.node_health import NodeMonitor
+from autotune.study.storage.location import shared_url
+from autotune.study.storage.study_record import StudyPhase, StudyRecord, add_worker_seconds
 from autotune.study.summary import TrialRecord
 
 if TYPE_CHECKING:
@@ -57,16 +57,17 @@ def command(
     if parent is not None:
         die_with_parent(parent, number=signal.SIGTERM)
     url = shared_url(storage)
-    facts = _begun(url, study, wait, quiet=quiet)
-    task = from_data(Task, facts["subject"])
-    device = _device(task, float(facts["asked"]["memory_gib"]))
+    record = _begun(url, study, wait, quiet=quiet)
+    assert record.limits is not None
+    task = record.task
+    device = _device(task, record.terms.memory_gib)
     # The one that leads wrote its directory down; on another host there is none of that name.
-    home = Path(facts["out"])
+    home = Path(record.out)
     folder = (
         out or (home if home.is_dir() else Path("runs") / slug(study)) / f"worker-{socket.gethostname()}-{os.getpid()}"
     )
     prepare(folder)
-    stop, budget_s = Stop(), float(facts["limits"]["budget_s"])
+    stop, budget_s = Stop(), record.limits.budget_s
     with (
         stop.listening(),
         WorkerProber(device, folder / "logs", should_stop=stop) as prober,
@@ -74,22 +75,22 @@ def command(
     ):
         prober.launch()
         with stop.ending():
-            _work(url, study, task, facts, prober, display, stop, folder, allow_mixed=allow_mixed)
+            _work(url, study, task, record, prober, display, stop, folder, allow_mixed=allow_mixed)
     if stop.signal is not None:
         code = PREEMPTED if stop.signal == signal.SIGTERM else 128 + stop.signal
         raise Interrupted("stopped; what was being probed is queued again", exit_code=code)
 
 
-def _begun(url: str, study: str, wait: str | None, *, quiet: bool) -> dict[str, Any]:
-    """What a study that was begun is about. Raises UsageError."""
-    from autotune.study.optimizer import stored_facts
+def _begun(url: str, study: str, wait: str | None, *, quiet: bool) -> StudyRecord:
+    """The record of a study whose search has begun. Raises UsageError."""
+    from autotune.study.storage.optuna_storage import read_record
 
     try:
         until = time.monotonic() + (parse_duration(wait) if wait else 0.0)
     except ValueError as error:
         raise UsageError(f"--wait: {error}", remedy="for example --wait 15m") from None
     told = quiet
-    while (facts := stored_facts(url, study)) is None or "limits" not in facts:
+    while (record := read_record(url, study)) is None or record.limits is None:
         if time.monotonic() >= until:
             raise UsageError(
                 f"there is no study {study!r} in this database that could be joined",
@@ -99,14 +100,14 @@ def _begun(url: str, study: str, wait: str | None, *, quiet: bool) -> dict[str, 
             print(f"waiting {wait} at most for study {study!r} to begin", file=sys.stderr)
         told = True
         time.sleep(LOOK_EVERY_S)
-    return facts
+    return record
 
 
 def _work(
     url: str,
     name: str,
     task: Task,
-    facts: dict[str, Any],
+    record: StudyRecord,
     prober: WorkerProber,
     display: Display,
     stop: Stop,
@@ -115,27 +116,27 @@ def _work(
     allow_mixed: bool,
 ) -> None:
     from autotune.study.evaluator import Evaluator
-    from autotune.study.loop import Limits, Study
-    from autotune.study.node_health import NodeMonitor
+    from autotune.study.loop import Study
     from autotune.study.optimizer import Optimizer
     from autotune.study.storage.database import Outages, waiting_s
     from autotune.study.storage.leases import Leases, Worker
     from autotune.study.storage.probe_store import ProbeStore
 
     display.say("starting the probe worker")
-    fingerprint, theirs = prober.fingerprint, from_data(Fingerprint, facts["fingerprint"])
+    fingerprint, theirs = prober.fingerprint, record.fingerprint
     if (differs := theirs.differences(fingerprint)) and not allow_mixed:
         raise EnvironmentProblem(
             f"this machine is not like the one that began the study: {'; '.join(differs)}",
             remedy="workers of one study need the same GPU and the same packages (--allow-mixed to try nevertheless)",
         )
-    asked = facts["asked"]
 
     def request(config: TrainConfig) -> ProbeRequest:
-        return task.request(config, device=prober.device, **asked)
+        return record.terms.request(task, config, prober.device)
 
-    outages = Outages(partial(display.note, style="yellow"), stop, seconds=waiting_s(), reached=True)  # for `facts`
-    store = ProbeStore(url, spool=folder / "spool.jsonl", outages=outages)
+    outages = Outages(
+        partial(display.note, style="yellow"), stop, seconds=waiting_s(), reached=True
+    )  # its record was read
+    store = ProbeStore(url, outbox=folder / "outbox.jsonl", outages=outages)
     evaluator = Evaluator(
         prober,
         store,
@@ -144,15 +145,16 @@ def _work(
         request=request,
         model=task.kin,
         shape=prober.describe(task.model.config),
-        shallow_only=bool(facts.get("shallow only")),
+        shallow_only=record.shallow_only,
     )
     evaluator.learn_from_others()
     me = Worker.here(fingerprint.device)
-    seed = int(asked["seed"]) + crc32(me.name.encode())
-    search = Optimizer.create(url, name, task.space, seed=seed, facts={}, outages=outages)
-    limits = Limits(**facts["limits"])
+    seed = record.terms.seed + crc32(me.name.encode())
+    search = Optimizer.create(url, name, task.space, seed=seed, outages=outages)
+    assert record.limits is not None
+    limits = record.limits
     begun = time.monotonic()
-    started = begun - float(facts.get("wall_seconds", 0.0)) + float(facts.get("earlier_seconds", 0.0))
+    started = begun - record.wall_seconds + record.earlier_seconds
     with Leases(url, name, me, outages=outages).joined() as coordinator:
         study = Study(
             task, search, evaluator, limits, started, say=display.say, should_stop=stop, coordinator=coordinator
@@ -172,18 +174,18 @@ def _work(
                 if not allow_mixed:
                     raise TooManyFailures(told, remedy="see what else runs on it, its cooling and its clocks")
                 display.note(told, "yellow")
-            return store.news(name)
+            return store.new_rows(name)
 
         own: list[TrialRecord] = []
 
         def on_trial(row: TrialRecord) -> None:
             own.append(row)
-            search.remember(f"{WORKED}{me.name}", time.monotonic() - begun)
+            add_worker_seconds(search, me.name, time.monotonic() - begun)
             display.trial(row)
 
         study.new_rows, study.on_trial = new_rows, on_trial
-        study.work(lambda: search.remembered("phase") != SEARCHING)
-        search.remember(f"{WORKED}{me.name}", time.monotonic() - begun)
+        study.work(lambda: search.remembered("phase") != StudyPhase.SEARCHING)
+        add_worker_seconds(search, me.name, time.monotonic() - begun)
         display.note(f"{len(own)} trials of study {name} were done here")
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Collection
 from typing import Protocol
 
-WORKED = "seconds of "  # a worker, under which a study remembers how long it helped
-
 
 class Coordinator(Protocol):
     """What one worker needs to know of the others. Configurations are named by their digests."""

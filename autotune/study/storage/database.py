@@ -1,6 +1,6 @@
-"""How databases are spoken to: connections, what goes wrong with them in words, waiting for one that went away.
+"""The gateway to a study's database: its URL, connections, waiting through an outage, and errors in plain words.
 
-Errors leave as StorageError with the true cause and without a password.
+Every error leaves as StorageError with the true cause and without a password.
 """
 
 import os
@@ -28,26 +28,37 @@ from sqlalchemy.exc import (
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.units import fmt_seconds, parse_duration
 
-WAIT_VARIABLE, WAIT_S, ASK_EVERY_S, TRIES = "AUTOTUNE_DATABASE_WAIT", 300.0, 1.0, 4
-TABLES, MADE_S = 30, 0.1  # more than there are, each of which another may be about to make; how long that takes
+WAIT_VARIABLE = "AUTOTUNE_DATABASE_WAIT"
+WAIT_S = 300.0
+RETRY_EVERY_S = 1.0
+TRIES = 4  # of an operation whose connection breaks
+TABLE_TRIES = 30  # more than there are tables, each of which another process may be creating
+TABLE_RETRY_S = 0.1
 P = ParamSpec("P")
 T = TypeVar("T")
 Owner = TypeVar("Owner", bound="HasOutages")
 
-LIBPQ = ("psycopg", "psycopg2")  # drivers that take libpq's options
-# Seconds (but for the milliseconds of tcp_user_timeout) after which a host that says nothing is held to be gone: while
-# connecting, with something sent that it did not acknowledge, and while its answer is awaited.
-VANISHED = {"connect_timeout": 10, "tcp_user_timeout": 10_000}
-VANISHED |= {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
+LIBPQ_DRIVERS = ("psycopg", "psycopg2")  # drivers that take libpq's options
+# How soon PostgreSQL's client gives up on a host that vanished: while connecting (s), with unacknowledged data (ms),
+# and while waiting for an answer (s, s, count).
+LIBPQ_TIMEOUTS = {
+    "connect_timeout": 10,
+    "tcp_user_timeout": 10_000,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+}
 
-# File systems of other machines.
-NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "s3fs"}
+NETWORK_FILE_SYSTEMS = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "sshfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "s3fs")
+}
 
 
 class Outages:
-    """What a session does when a server that it had `reached` goes away: it asks again every second, for so long.
+    """How a session waits while a server that it had reached is unreachable: it retries every second for `seconds`.
 
-    Only the thread that made this waits. `say` is told, and `should_stop` ends it. Files are not waited for.
+    Only the thread that created this waits. `say` reports the outage and its end, `should_stop` ends the waiting. With
+    `reached` even the first connection is waited for. SQLite files are not waited for.
     """
 
     def __init__(
@@ -58,60 +69,73 @@ class Outages:
         seconds: float = 0.0,
         reached: bool = False,
     ) -> None:
-        self.say, self._should_stop, self._seconds = say, should_stop, seconds
-        self._thread, self._reached = threading.get_ident(), reached
-        self._until: float | None = None  # while it is away: of one outage, however many ask
+        self.say = say
+        self._should_stop = should_stop
+        self._seconds = seconds
+        self._thread = threading.get_ident()
+        self._reached = reached
+        self._until: float | None = None  # the end of the patience during an outage, shared by all connections
 
     def waits(self) -> bool:
-        """Whether it pays to ask again, here and now."""
+        """Whether a failed operation should be tried again now, in this thread."""
         return self._seconds > 0 and threading.get_ident() == self._thread and not self._should_stop()
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """What fails in here fails without waiting."""
-        seconds, self._seconds = self._seconds, 0.0
+        """Inside this block operations fail without waiting."""
+        seconds = self._seconds
+        self._seconds = 0.0
         try:
             yield
         finally:
             self._seconds = seconds
 
     def watch(self, engine: sa.Engine) -> None:
-        """Have this engine's connections made so."""
-        public = _public(engine.url)
+        """Make this engine's connections wait through outages."""
+        if engine.dialect.name == "sqlite":
+            return
 
         def connect(dialect: Any, _: Any, arguments: Any, options: Any) -> Any:
             while True:
                 try:
                     connection = dialect.connect(*arguments, **options)
                 except dialect.loaded_dbapi.OperationalError as error:
-                    if not self._reached or not self.waits():
-                        raise
-                    if self._until is None:
-                        self._until = time.monotonic() + self._seconds
-                        limit, why = fmt_seconds(self._seconds), _line(error, engine.url)
-                        self.say(f"the database {public} is away, waiting for it ({limit} at most): {why}")
-                    if time.monotonic() >= self._until:
-                        raise
-                    time.sleep(ASK_EVERY_S)
+                    self._wait_after(error, engine.url)
                 else:
-                    if self._until is not None and threading.get_ident() == self._thread:
-                        self._until = None
-                        self.say("the database is back")
+                    self._report_end()
                     self._reached = True
                     return connection
 
-        if engine.dialect.name != "sqlite":
-            sa.event.listen(engine, "do_connect", connect)
+        sa.event.listen(engine, "do_connect", connect)
+
+    def _wait_after(self, error: BaseException, url: URL) -> None:
+        """Sleep before the next attempt to connect; raise the error again if there is to be none."""
+        if not self._reached or not self.waits():
+            raise error
+        if self._until is None:
+            self._until = time.monotonic() + self._seconds
+            self.say(
+                f"the database {_public(url)} cannot be reached, waiting for it "
+                f"({fmt_seconds(self._seconds)} at most): {_first_line(error, url)}"
+            )
+        if time.monotonic() >= self._until:
+            raise error
+        time.sleep(RETRY_EVERY_S)
+
+    def _report_end(self) -> None:
+        if self._until is not None and threading.get_ident() == self._thread:
+            self._until = None
+            self.say("the database is back")
 
 
 class HasOutages(Protocol):
-    """Who holds connections of a session."""
+    """Whatever holds database connections of a session."""
 
     outages: Outages
 
 
-def outlasting(operation: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """A method that is run again where its connection broke on the way, if `outages` wait. Twice must do no harm."""
+def retried(operation: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
+    """Decorate a method so that it runs again if its connection broke and `outages` wait. It must be idempotent."""
 
     @wraps(operation)
     def run(self: Owner, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -126,8 +150,37 @@ def outlasting(operation: Callable[Concatenate[Owner, P], T]) -> Callable[Concat
     return run
 
 
+class Database:
+    """The connections of one component to one database, with errors translated and outages waited for."""
+
+    def __init__(self, url: str, outages: Outages, tables: sa.MetaData) -> None:
+        """Create the tables that are missing. Raises StorageError, or UsageError for an unusable URL."""
+        self.url = url
+        with storage_errors(url):
+            self.engine = sa.create_engine(_parsed(url), **engine_options(url))
+        outages.watch(self.engine)
+        with storage_errors(url):
+            with_tables(lambda: tables.create_all(self.engine))
+
+    @contextmanager
+    def begin(self) -> Iterator[sa.Connection]:
+        """A transaction. Raises StorageError."""
+        with storage_errors(self.url), self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def connect(self) -> Iterator[sa.Connection]:
+        """A connection to read with. Raises StorageError."""
+        with storage_errors(self.url), self.engine.connect() as connection:
+            yield connection
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+
 def waiting_s() -> float:
-    """For how long to wait for a server, by AUTOTUNE_DATABASE_WAIT (0: not at all). Raises UsageError."""
+    """How long to wait for an unreachable server, from AUTOTUNE_DATABASE_WAIT (0: not at all). Raises UsageError."""
     text = os.environ.get(WAIT_VARIABLE) or f"{WAIT_S:.0f}s"
     try:
         return 0.0 if text == "0" else parse_duration(text)
@@ -135,48 +188,43 @@ def waiting_s() -> float:
         raise UsageError(f"{WAIT_VARIABLE}: {error}", remedy=f"for example {WAIT_VARIABLE}=5m") from None
 
 
-def connected(url: str, outages: Outages | None = None) -> sa.Engine:
-    """An engine; nothing is connected yet. Raises UsageError for a URL that is none."""
-    with storage_errors(url):
-        engine = sa.create_engine(_parsed(url), **engine_options(url))
-    if outages is not None:
-        outages.watch(engine)
-    return engine
-
-
 def with_tables(make: Callable[[], T]) -> T:
-    """`make`, which makes the tables that are missing. Of several processes that find one missing at once all but one
-    fail, and look again."""
-    for _ in range(TABLES):
+    """Call `make`, which creates missing tables, until it succeeds.
+
+    If several processes find a table missing at once, all but one fail and must look again.
+    """
+    for _ in range(TABLE_TRIES):
         try:
             return make()
         except Exception as error:
             cause = error if isinstance(error, DBAPIError) else error.__cause__  # Optuna wraps some
             if not isinstance(cause, IntegrityError) and "already exists" not in str(cause):
                 raise
-            time.sleep(MADE_S)
+            time.sleep(TABLE_RETRY_S)
     return make()
 
 
 def engine_options(url: str, *, pooled: bool = True) -> dict[str, Any]:
-    """SQLite waits for its lock; servers are asked whether a pooled connection still lives. One that is not `pooled`
-    ends with what it was for.
+    """Options of `create_engine`. SQLite waits for its lock; a server's pooled connection is checked before use.
 
-    A host that vanished never says so: PostgreSQL's own timeouts tell, where the URL sets none.
+    PostgreSQL's client gets timeouts for a vanished host, unless the URL sets them. Without a pool (`pooled`), a
+    connection closes as soon as it was used.
     """
     parsed = _parsed(url)
     options: dict[str, Any] = {} if pooled else {"poolclass": sa.NullPool}
     if parsed.get_backend_name() == "sqlite":
         return options | {"connect_args": {"timeout": 60}}
     options |= {"pool_pre_ping": True, "pool_recycle": 1800}
-    if parsed.get_backend_name() == "postgresql" and parsed.get_driver_name() in LIBPQ:
-        options["connect_args"] = {name: value for name, value in VANISHED.items() if name not in parsed.query}
+    if parsed.get_backend_name() == "postgresql" and parsed.get_driver_name() in LIBPQ_DRIVERS:
+        options["connect_args"] = {name: value for name, value in LIBPQ_TIMEOUTS.items() if name not in parsed.query}
     return options
 
 
 def one_at_a_time(engine: sa.Engine) -> None:
-    """SQLite locks when a transaction begins, not when it first writes: else two workers read that a trial is queued,
-    and both take it."""
+    """Make SQLite lock when a transaction begins, not when it first writes.
+
+    Otherwise two workers could both read that a trial is queued, and both take it.
+    """
     if engine.dialect.name == "sqlite":
         engine.dispose()
         sa.event.listen(engine, "connect", lambda raw, _: setattr(raw, "isolation_level", None))
@@ -184,25 +232,26 @@ def one_at_a_time(engine: sa.Engine) -> None:
 
 
 def network_drive(url: str) -> str | None:
-    """The kind of file system that an SQLite file lies on, if that is of another machine."""
+    """The kind of network file system that an SQLite file lies on; None for local disks and servers."""
     parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
         return None
-    path = Path(parsed.database).resolve()  # a link may lead there
-    mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    path = Path(parsed.database).resolve()  # a link may point to a network drive
+    mounts = {Path(disk.mountpoint): disk.fstype for disk in psutil.disk_partitions(all=True)}
     kind = next((mounts[folder] for folder in path.parents if folder in mounts), "")
-    return kind if kind.removeprefix("fuse.") in NETWORK else None
+    return kind if kind.removeprefix("fuse.") in NETWORK_FILE_SYSTEMS else None
 
 
 def read_only(url: str) -> str:
-    """The URL of the same database over which nothing can be written: SQLite's and PostgreSQL's refuse it themselves.
+    """A URL of the same database with which SQLite and PostgreSQL themselves refuse to write.
 
     Raises:
-        UsageError: there is no such SQLite file, which opening would make.
+        UsageError: there is no such SQLite file, which opening would create.
     """
     with storage_errors(url):
         parsed = _parsed(url)
-        backend, path = parsed.get_backend_name(), parsed.database or ""
+        backend = parsed.get_backend_name()
+        path = parsed.database or ""
         if backend == "postgresql":
             options = f"{parsed.query.get('options', '')} -c default_transaction_read_only=on"
             parsed = parsed.update_query_dict({"options": options.strip()})
@@ -236,12 +285,12 @@ def _public(url: URL) -> str:
 
 
 def _secrets(url: URL) -> dict[str, str]:
-    """What else of a URL is a password, as libpq and MySQL's drivers take them: ?password=, ?sslpassword=, ?passwd=."""
+    """Passwords in a URL's query, as libpq and MySQL's drivers take them: ?password=, ?sslpassword=, ?passwd=."""
     return {name: str(value) for name, value in url.query.items() if "passw" in name.lower()}
 
 
-def _line(error: BaseException, url: URL) -> str:
-    """What a driver says, without the password."""
+def _first_line(error: BaseException, url: URL) -> str:
+    """The first line of a driver's message, without the password."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     for secret in filter(None, (url.password, *_secrets(url).values())):
         text = text.replace(str(secret), "***")
@@ -250,11 +299,11 @@ def _line(error: BaseException, url: URL) -> str:
 
 @contextmanager
 def storage_errors(url: str) -> Iterator[None]:
-    """Turn database errors into StorageError (or UsageError for a URL that is none), password hidden."""
+    """Turn database errors into StorageError (or UsageError for an unusable URL), with the password hidden."""
     try:
         yield
     except (ArgumentError, NoSuchModuleError) as error:
-        # Some versions of SQLAlchemy repeat a URL that they cannot parse, password and all.
+        # Some versions of SQLAlchemy repeat a URL that they cannot parse, password included.
         why = f" ({error})" if isinstance(error, NoSuchModuleError) else ""
         raise UsageError(
             f"--storage: not a database URL that can be used: {public_url(url)}{why}",
@@ -272,8 +321,9 @@ def storage_errors(url: str) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
+        message = _first_line(getattr(cause, "orig", None) or cause, make_url(url))
         failed = StorageError(
-            f"the database {public_url(url)} failed: {_line(getattr(cause, 'orig', None) or cause, make_url(url))}",
+            f"the database {public_url(url)} failed: {message}",
             remedy="check that it can be reached and written, then run the same command with --study to continue",
         )
         failed.lost = isinstance(error, PendingRollbackError) or getattr(error, "connection_invalidated", False)

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from autotune.core.errors import StorageError
-from autotune.study.storage.database import Outages, connected, outlasting, storage_errors, with_tables
+from autotune.study.storage.database import Database, Outages, retried, storage_errors
 
 BEAT_S = 5.0
 GONE_S = 60.0  # a count that has stood still for so long is that of a worker that is gone
@@ -85,14 +85,14 @@ class Leases:
         clock: Callable[[], float] = time.monotonic,
         outages: Outages | None = None,
     ) -> None:
-        self._url, self._study, self._me, self._clock = url, study, me, clock
+        self._study = study
+        self._me = me
+        self._clock = clock
         self.name = me.name
         self._seen: dict[str, tuple[int, float]] = {}  # beats, and since when
         self._beaten, self._stood_still = clock(), False
         self.outages = outages or Outages()
-        self._engine = connected(url, self.outages)
-        with storage_errors(url):
-            with_tables(lambda: _metadata.create_all(self._engine))
+        self._database = Database(url, self.outages, _metadata)
 
     @contextmanager
     def joined(self) -> Iterator["Leases"]:
@@ -108,15 +108,19 @@ class Leases:
             heart.join()
             with suppress(StorageError):  # the others find out
                 self.forget(self.name)
-            self._engine.dispose()
+            self._database.close()
 
-    @outlasting
+    def close(self) -> None:
+        """Close all connections."""
+        self._database.close()
+
+    @retried
     def take(self, config: str, trial: int) -> bool:
         """Take a configuration up, by its digest; False where another worker is at it."""
         row = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
-        with storage_errors(self._url):
+        with storage_errors(self._database.url):
             try:
-                with self._engine.begin() as connection:
+                with self._database.engine.begin() as connection:
                     if connection.dialect.name == "postgresql":  # it numbers rows before it shows them to others
                         lock = sa.func.pg_advisory_xact_lock(crc32(self._study.encode()))
                         connection.execute(sa.select(lock))
@@ -126,40 +130,40 @@ class Leases:
                 return self._holds(config, trial)
         return True
 
-    @outlasting
+    @retried
     def _holds(self, config: str, trial: int) -> bool:
         """Whether a lease is this one: it may have been taken when a connection broke, and nobody been told."""
         same = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
-        with self._begin() as connection:
+        with self._database.begin() as connection:
             return connection.execute(sa.select(_leases.c.id).filter_by(**same)).first() is not None
 
-    @outlasting
+    @retried
     def drop(self, config: str) -> None:
         """It is done, or given back."""
         mine = sa.and_(_leases.c.study == self._study, _leases.c.config == config, _leases.c.worker == self.name)
-        with self._begin() as connection:
+        with self._database.begin() as connection:
             connection.execute(_leases.delete().where(mine))
 
-    @outlasting
+    @retried
     def ahead(self, config: str) -> int:
         """How many were taken up before this one and are not done."""
         of_study = _leases.c.study == self._study
         own = sa.select(_leases.c.id).where(of_study, _leases.c.config == config).scalar_subquery()
         query = sa.select(sa.func.count()).select_from(_leases).where(of_study, _leases.c.id < own)
-        with self._begin() as connection:
+        with self._database.begin() as connection:
             return int(connection.execute(query).scalar_one())
 
-    @outlasting
+    @retried
     def taken(self) -> set[str]:
         """The digests of what anybody is at."""
-        with self._begin() as connection:
+        with self._database.begin() as connection:
             return set(connection.execute(sa.select(_leases.c.config).where(_leases.c.study == self._study)).scalars())
 
-    @outlasting
+    @retried
     def workers(self) -> dict[str, Worker]:
         """Everybody who is at work, by name. Who is gone is forgotten on the way."""
         query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(_workers.c.study == self._study)
-        with self._begin() as connection:
+        with self._database.begin() as connection:
             rows = connection.execute(query).all()
         now, at_work = self._clock(), {self.name: self._me}
         # Whose own heart has stood still, with the database away or as it was stopped, cannot tell of others.
@@ -175,7 +179,7 @@ class Leases:
                 at_work[name] = worker
             elif name != self.name:
                 self.forget(name)
-        with self._begin() as connection:  # of those who woke up, took something and were killed
+        with self._database.begin() as connection:  # of those who woke up, took something and were killed
             joined = sa.select(_workers.c.name).where(_workers.c.study == self._study)
             lost = sa.and_(_leases.c.study == self._study, _leases.c.worker.not_in(joined))
             connection.execute(_leases.delete().where(lost))
@@ -196,28 +200,23 @@ class Leases:
             }
         return others
 
-    @outlasting
+    @retried
     def clear(self) -> None:
         """Forget the study's workers and leases."""
-        with self._begin() as connection:
+        with self._database.begin() as connection:
             for table in (_leases, _workers):
                 connection.execute(table.delete().where(table.c.study == self._study))
 
-    @outlasting
+    @retried
     def forget(self, name: str) -> None:
         """A worker that left, or is gone: it holds nothing any more."""
-        with self._begin() as connection:
+        with self._database.begin() as connection:
             connection.execute(_leases.delete().where(_leases.c.study == self._study, _leases.c.worker == name))
             connection.execute(_workers.delete().where(_workers.c.study == self._study, _workers.c.name == name))
 
-    @contextmanager
-    def _begin(self) -> Iterator[sa.Connection]:
-        with storage_errors(self._url), self._engine.begin() as connection:
-            yield connection
-
     def _beat(self) -> None:
         """Count up. Who is not there joins: it is new, or was held to be gone since it was stopped for a while."""
-        with self._begin() as connection:
+        with self._database.begin() as connection:
             self._count_up(connection)
         before, self._beaten = self._beaten, self._clock()
         if self._beaten - before > 2 * BEAT_S:

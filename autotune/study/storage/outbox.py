@@ -1,4 +1,4 @@
-"""Rows that wait for their database: a file to which lines are appended while it is away, emptied once it is back."""
+"""Rows that wait for their database: a file that takes a line each while it is unreachable, and is emptied after."""
 
 import fcntl
 import json
@@ -13,25 +13,26 @@ from autotune.core.files import storage_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spool:
+class Outbox:
     """One file of rows as lines of JSON, which several processes may share."""
 
     path: Path
 
     def is_empty(self) -> bool:
+        """Whether no row waits."""
         return not (self.path.is_file() and self.path.stat().st_size)
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, which is on disk when this returns. Raises StorageError."""
         with self._locked() as file:
-            # Whoever was killed while writing left half a line, which must not take this one with it.
+            # A process that was killed while writing left half a line: the newline keeps it apart from this one.
             file.write("\n" + json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     @contextmanager
     def drained(self) -> Iterator[list[dict[str, Any]]]:
-        """All rows that wait; they are forgotten if the block ends without an error. Raises StorageError."""
+        """All rows that wait; they are deleted if the block ends without an error. Raises StorageError."""
         with self._locked() as file:
             file.seek(0)
             rows = []

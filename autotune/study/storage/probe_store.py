@@ -1,6 +1,6 @@
-"""Probe results in a table beside Optuna's: append-only evidence, found again by request and fingerprint.
+"""Probe results in a table of our own: append-only evidence, found again by request and fingerprint.
 
-A result that cannot be written waits in a file, since it cost GPU time.
+A result that cannot be written waits in an outbox file, since it cost GPU time.
 """
 
 import json
@@ -14,8 +14,8 @@ import sqlalchemy as sa
 
 from autotune.core.errors import StorageError
 from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung, from_data, to_data
-from autotune.study.storage.database import Outages, connected, outlasting, storage_errors, with_tables
-from autotune.study.storage.outbox import Spool
+from autotune.study.storage.database import Database, Outages, retried
+from autotune.study.storage.outbox import Outbox
 
 _metadata = sa.MetaData()
 _probes = sa.Table(
@@ -34,9 +34,9 @@ _probes = sa.Table(
     sa.Column("result", sa.Text, nullable=False),
     sa.Column("circumstances", sa.Text, nullable=False),
 )
-# Only these say the same when asked again; a crash or a timeout may not.
+# Outcomes that repeat when the same probe runs again; a crash or a timeout may not.
 REUSABLE = (Outcome.OK, Outcome.OOM, Outcome.NUMERICS)
-LATE_ROWS = 1000  # a row may be seen after others with higher numbers: whoever began first need not end first
+LATE_ROWS = 1000  # a row may become visible after rows with higher numbers: transactions commit in any order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +49,21 @@ class StoredProbe:
 
 
 class ProbeStore:
-    """The probe table of one database. `spool` is where results wait while it is away."""
+    """The probe table of one database. `outbox` is the file where results wait while it is unreachable."""
 
-    def __init__(self, url: str, *, spool: Path | None = None, outages: Outages | None = None) -> None:
-        self._url, self._spool, self.outages = url, Spool(path=spool) if spool else None, outages or Outages()
-        self._engine = connected(url, self.outages)
-        with storage_errors(url):
-            with_tables(lambda: _metadata.create_all(self._engine))
-        self._known: set[int] = set()  # rows that were written or read here
-        self._read_to = 0  # the highest that was read
+    def __init__(self, url: str, *, outbox: Path | None = None, outages: Outages | None = None) -> None:
+        self.outages = outages or Outages()
+        self._outbox = Outbox(path=outbox) if outbox else None
+        self._database = Database(url, self.outages, _metadata)
+        self._known: set[int] = set()  # ids of rows that this process has written or read
+        self._read_to = 0  # the highest id that was read
 
     def add(
         self, study: str, trial: int | None, result: ProbeResult, fingerprint: Fingerprint, *, model: str = ""
     ) -> None:
-        """Append one result, durably, before anybody else hears of it. `model` is the digest of its config.
+        """Append one result durably. `model` is the digest of the model's config.
 
-        Raises StorageError if neither the database nor the spool takes it.
+        Raises StorageError if neither the database nor the outbox takes it.
         """
         row = {
             "study": study,
@@ -79,36 +78,36 @@ class ProbeStore:
             "result": json.dumps(to_data(result)),
             "circumstances": json.dumps(to_data(fingerprint)),
         }
-        if self._spool is None:
+        if self._outbox is None:
             self._write(row)
             return
         try:
-            with self.outages.at_once():  # waiting comes once it is safe
-                self._replay()
+            with self.outages.at_once():  # first to safety, then wait for the database
+                self._empty_outbox()
                 self._write(row)
         except StorageError as error:
-            self._spool.add(row)
-            self.outages.say(f"{error}; the result waits in {self._spool.path}")
+            self._outbox.add(row)
+            self.outages.say(f"{error}; the result waits in {self._outbox.path}")
 
     def _write(self, row: dict[str, Any]) -> None:
-        with storage_errors(self._url), self._engine.begin() as connection:
+        with self._database.begin() as connection:
             self._insert(connection, row)
 
     def _insert(self, connection: sa.Connection, row: dict[str, Any]) -> None:
         self._known.add(connection.execute(_probes.insert().values(**row).returning(_probes.c.id)).scalar_one())
 
-    def _replay(self) -> None:
-        """Write what waits in the spool, each row once: an error does not say whether the database had it already."""
-        if self._spool is None or self._spool.is_empty():
+    def _empty_outbox(self) -> None:
+        """Write the rows that wait, each once: after an error the database may have a row already."""
+        if self._outbox is None or self._outbox.is_empty():
             return
-        with self._spool.drained() as rows, storage_errors(self._url), self._engine.begin() as connection:
+        with self._outbox.drained() as rows, self._database.begin() as connection:
             for row in rows:
                 same = (column == row[column.name] for column in _probes.c if column is not _probes.c.id)
                 if connection.execute(sa.select(_probes.c.id).where(*same)).first() is None:
                     self._insert(connection, row)
         self.outages.say(f"{len(rows)} waiting results are in the database now")
 
-    @outlasting
+    @retried
     def find(self, request: str, fingerprint: str, rungs: Iterable[Rung]) -> ProbeResult | None:
         """The newest stored answer to a request under the same fingerprint, from any study of this database."""
         query = (
@@ -122,8 +121,8 @@ class ProbeStore:
             .order_by(_probes.c.id.desc())
             .limit(1)
         )
-        self._replay()
-        with storage_errors(self._url), self._engine.connect() as connection:
+        self._empty_outbox()
+        with self._database.connect() as connection:
             text = connection.execute(query).scalar_one_or_none()
         return None if text is None else from_data(ProbeResult, json.loads(text))
 
@@ -131,30 +130,30 @@ class ProbeStore:
         """Every row of a study, in the order they were written."""
         return self._rows(_probes.c.study == study)
 
-    @outlasting
-    def news(self, study: str) -> list[StoredProbe]:
-        """The rows of a study that others wrote, and that were not read here."""
+    @retried
+    def new_rows(self, study: str) -> list[StoredProbe]:
+        """The rows of a study that other processes wrote and that this one has not read yet."""
         which = sa.and_(_probes.c.study == study, _probes.c.id > self._read_to - LATE_ROWS)
         query = sa.select(_probes.c.id).where(which)
-        with storage_errors(self._url), self._engine.connect() as connection:
+        with self._database.connect() as connection:
             unknown = set(connection.execute(query).scalars()) - self._known
         return self._rows(_probes.c.id.in_(unknown)) if unknown else []
 
-    @outlasting
+    @retried
     def forget(self, study: str) -> None:
         """Delete the rows of a study."""
-        with storage_errors(self._url), self._engine.begin() as connection:
+        with self._database.begin() as connection:
             connection.execute(_probes.delete().where(_probes.c.study == study))
 
     def of_model(self, model: str, fingerprint: str) -> list[StoredProbe]:
         """Every row of a model under this fingerprint, of all studies, in the order they were written."""
         return self._rows(sa.and_(_probes.c.model == model, _probes.c.fingerprint == fingerprint))
 
-    @outlasting
+    @retried
     def _rows(self, which: sa.ColumnElement[bool]) -> list[StoredProbe]:
         query = sa.select(_probes).where(which).order_by(_probes.c.id)
-        self._replay()
-        with storage_errors(self._url), self._engine.connect() as connection:
+        self._empty_outbox()
+        with self._database.connect() as connection:
             rows = connection.execute(query).mappings().all()
         self._known.update(row["id"] for row in rows)
         self._read_to = max((self._read_to, *(row["id"] for row in rows)))
@@ -168,4 +167,5 @@ class ProbeStore:
         ]
 
     def close(self) -> None:
-        self._engine.dispose()
+        """Close all connections."""
+        self._database.close()

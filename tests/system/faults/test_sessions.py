@@ -88,7 +88,7 @@ def test_the_disk_is_full(tmp_path: Path, tables: Path, tell: Tell, spare: int) 
 
 
 def test_the_drive_is_full(tmp_path: Path, tables: Path, tell: Tell) -> None:
-    """A drive of 16 MiB with 64 KiB left: SQLite, the spool and the report share it."""
+    """A drive of 16 MiB with 64 KiB left: SQLite, the outbox and the report share it."""
     drive = tmp_path / "drive"
     drive.mkdir()
     mounted = subprocess.run(

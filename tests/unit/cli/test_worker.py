@@ -9,14 +9,15 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.cli.commands import local, worker
-from autotune.cli.commands.local import ENDED, SEARCHING, further_cards, local_workers
+from autotune.cli.commands.local import further_cards, local_workers
 from autotune.cli.console import Display
 from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
-from autotune.core.probe_types import Fingerprint, Rung, to_data
+from autotune.core.probe_types import Fingerprint, Rung
 from autotune.core.train_config import TrainConfig
+from autotune.study.storage.study_record import Limits, StudyPhase, start_record, update_record
 from tests.helpers.factories import FINGERPRINT
 from tests.helpers.replay import Answers, ReplayProber, machine
-from tests.helpers.sessions import Start, altered, begun, by_tokens, subject_of
+from tests.helpers.sessions import Start, altered, begun, by_tokens, record_of, subject_of
 
 SOUND = machine(rate=by_tokens)
 
@@ -46,22 +47,14 @@ Join = Callable[..., list[TrainConfig]]
 def join(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
     """Joins a study of one trial, and says what was probed for it."""
     session = begun(start, task=subject_of(device=resolve_device("cpu"), price=None))
-    remembered = {
-        "fingerprint": to_data(FINGERPRINT),
-        "subject": to_data(session.study.task),
-        "out": str(tmp_path),
-        "asked": {"memory_gib": 80.0, "headroom": 0.05, "seed": 0},
-        "limits": to_data(replace(session.study.limits, trials=4)),
-        "phase": SEARCHING,
-    }
-    for key, value in remembered.items():
-        session.search.remember(key, value)
+    start_record(session.search, record_of(session.study.task, tmp_path))
+    update_record(session.search, limits=replace(session.study.limits, trials=4), phase=StudyPhase.SEARCHING)
 
     def run(
         answers: Answers = SOUND,
         *,
         fingerprint: Fingerprint = FINGERPRINT,
-        phase: str = SEARCHING,
+        phase: str = StudyPhase.SEARCHING,
         study: str = "one",
         allow_mixed: bool = False,
     ) -> list[TrainConfig]:
@@ -81,7 +74,7 @@ def test_a_worker_probes_until_the_limits_are_reached(join: Join) -> None:
 
 
 def test_a_worker_leaves_a_study_that_has_ended(join: Join) -> None:
-    assert join(phase=ENDED) == []
+    assert join(phase=StudyPhase.ENDED) == []
 
 
 def test_a_study_that_does_not_exist_is_refused(join: Join) -> None:
@@ -110,12 +103,13 @@ def test_a_study_that_is_not_begun_yet_is_waited_for(
 ) -> None:
     """Until its limits are known, which is what comes last."""
     url = f"sqlite:///{tmp_path}/late.db"
-    found = iter([None, {"subject": {}}, {"subject": {}, "limits": {}}])
-    monkeypatch.setattr("autotune.study.optimizer.stored_facts", lambda *_: next(found))
+    joinable = record_of(limits=Limits(budget_s=1.0))
+    found = iter([None, record_of(), joinable])
+    monkeypatch.setattr("autotune.study.storage.optuna_storage.read_record", lambda *_: next(found))
     monkeypatch.setattr(worker, "LOOK_EVERY_S", 0.01)
-    assert "limits" in worker._begun(url, "late", "1m", quiet=False)
+    assert worker._begun(url, "late", "1m", quiet=False) == joinable
     assert capsys.readouterr().err.count("waiting 1m at most for study 'late'") == 1
-    monkeypatch.setattr("autotune.study.optimizer.stored_facts", lambda *_: None)
+    monkeypatch.setattr("autotune.study.storage.optuna_storage.read_record", lambda *_: None)
     with pytest.raises(UsageError, match="there is no study 'late'"):
         worker._begun(url, "late", "1s", quiet=True)
     with pytest.raises(UsageError, match="--wait"):

@@ -14,10 +14,10 @@ import pytest
 from autotune.catalog import resolve_device
 from autotune.cli.commands.fleet import command
 from autotune.core.errors import UsageError
-from autotune.core.probe_types import to_data
 from autotune.export.workers import FORMATS, Workers, kubernetes, skypilot, slurm
+from autotune.study.storage.study_record import start_record, update_record
 from tests.helpers.factories import FINGERPRINT
-from tests.helpers.sessions import Start
+from tests.helpers.sessions import Start, record_of
 from tests.unit.export.test_clusters import each_name, loaded, shell, stub
 
 CREW = Workers(study="seven", device=resolve_device("a10"), fingerprint=FINGERPRINT, budget_s=900.0, count=4)
@@ -108,13 +108,8 @@ def shared(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     """Writes the files of a study that is told to lie on a server."""
     session = start(trials=1)
     session.study.run()
-    for key, value in {
-        "fingerprint": to_data(FINGERPRINT),
-        "subject": to_data(session.study.task),
-        "out": str(tmp_path),
-        "limits": to_data(session.study.limits),
-    }.items():
-        session.search.remember(key, value)
+    start_record(session.search, record_of(session.study.task, tmp_path))
+    update_record(session.search, limits=session.study.limits)
     url = f"sqlite:///{tmp_path / 'autotune.db'}"
     monkeypatch.setattr("autotune.cli.commands.session.storage_url", lambda storage: url)
     server = f"postgresql+psycopg://me:{CANARY}@host/db"

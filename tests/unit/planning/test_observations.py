@@ -17,14 +17,16 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.cli.commands import share
-from autotune.cli.commands.session import StoredStudy, facts_of
+from autotune.cli.commands.session import StoredStudy
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.observations import load_evidence, read_submission, store_submission, submission_of
+from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.probe_store import ProbeStore
 from autotune.study.summary import Recipe
 from tests.helpers.factories import FINGERPRINT, result, summary
+from tests.helpers.sessions import record_of
 
 CANARY = "c4n4ry"
 DAY = "2026-11-22"
@@ -103,8 +105,8 @@ def test_nothing_private_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert whole.recipe is not None
     whole = replace(whole, recipe=private(whole.recipe), notes=(CANARY,))
     task = subject_of(study=f"{CANARY}-study")
-    facts = facts_of(task, FINGERPRINT, memory_gib=80.0, headroom=0.05) | {"dataset": f"/data/{CANARY}.jsonl"}
-    found = StoredStudy(summary=whole, task=task, facts=facts, out=tmp_path / f"{CANARY}-out")
+    spec = StudySpec(model=task.model.name, dataset=f"/data/{CANARY}.jsonl")
+    found = StoredStudy(summary=whole, record=record_of(task, tmp_path / f"{CANARY}-out", spec=spec))
     monkeypatch.setattr(share, "open_study", lambda name, storage: found)
     out = tmp_path / "out.json"
     share.submit(None, url, out)
@@ -158,9 +160,8 @@ def test_a_study_on_a_processor_and_without_a_baseline(write: Callable[[Any], Pa
 
 
 def test_a_study_without_a_winner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tests.helpers.sessions import subject_of
 
-    found = StoredStudy(summary=replace(summary(), recipe=None), task=subject_of(), facts={}, out=tmp_path)
+    found = StoredStudy(summary=replace(summary(), recipe=None), record=record_of(out=tmp_path))
     monkeypatch.setattr(share, "open_study", lambda name, storage: found)
     with pytest.raises(NothingFits):
         share.submit(None, None, None)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from autotune.catalog import resolve_device
-from autotune.cli.commands.session import facts_of
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.nvml import GpuInfo, GpuProcess
@@ -18,7 +17,7 @@ from autotune.problem.target import Target, device_budget, find_target
 from autotune.problem.task import BASELINE
 from autotune.study.selection import Selection
 from tests.helpers.factories import FINGERPRINT, measurement
-from tests.helpers.sessions import subject_of
+from tests.helpers.sessions import record_of, subject_of
 
 CPU, H200, A10, T4 = map(resolve_device, ("cpu", "h200", "a10", "t4"))
 
@@ -190,10 +189,7 @@ def test_speeds_are_projected_and_memory_is_measured():
 def test_an_emulated_study_is_kept_and_is_not_continued_on_the_card_itself():
     other = replace(subject_of(), device=A10, measured_on=H200, carried=carry(H200, A10))
     assert from_data(type(other), to_data(other)) == other
-    facts = [
-        facts_of(task, FINGERPRINT, memory_gib=22.0, headroom=0.05)
-        for task in (other, replace(other, measured_on=None, carried=None))
-    ]
+    facts = [record_of(task).identity() for task in (other, replace(other, measured_on=None, carried=None))]
     assert [one["measured on"] for one in facts] == ["h200-sxm", "a10"]
 
 

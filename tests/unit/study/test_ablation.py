@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from autotune.cli.commands.session import explanation_of
 from autotune.core.errors import EnvironmentProblem
-from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, to_data
+from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.report import describe, render
 from autotune.study.ablation import AblatedKnob, Ablation, ablate, ablated_configs, to_ablated_knob
@@ -100,8 +99,7 @@ def test_it_is_kept_with_the_study_and_shown() -> None:
     assert made.recipe is not None
     mine = told(tokens_per_s=500.0)
     mine = replace(mine, winner=replace(mine.winner, config=made.recipe.winner.config))
-    assert explanation_of({"explanation": to_data(mine)}) == mine
-    assert explanation_of({}) is None
+    assert from_data(Ablation, to_data(mine)) == mine
     shown = replace(made, explanation=mine)
     assert summary_data(shown, "out")["explanation"]["undone"][0]["knob"] == "checkpointing"
     assert "2.00 times as fast" in render(shown, "out")

@@ -56,7 +56,7 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
         number = len(members)
         me = replace(Worker.here("replay"), realm=f"machine {number}", pid=number + 1)
         prober, store = ReplayProber(answers), ProbeStore(database)
-        search = Optimizer.create(database, "one", WIDE, seed=number, facts={})
+        search = Optimizer.create(database, "one", WIDE, seed=number)
 
         def request(config: Any) -> ProbeRequest:
             return ProbeRequest(config=config, model=task.model.config, memory_gib=100.0)
@@ -72,7 +72,7 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
             time.monotonic(),
             coordinator=coordinator,
         )
-        study.new_rows = lambda: store.news("one")
+        study.new_rows = lambda: store.new_rows("one")
         study.resume(store.of_study("one"))
         if not number:
             study.begin([BASELINE])
@@ -215,7 +215,7 @@ def test_who_helps_ends_when_the_study_does(join: Join) -> None:
 
 
 def test_what_is_queued_is_handed_to_one(database: str) -> None:
-    coordinator = [Optimizer.create(database, "one", WIDE, seed=number, facts={}) for number in range(4)]
+    coordinator = [Optimizer.create(database, "one", WIDE, seed=number) for number in range(4)]
     handed: list[int] = []
     for size in (1, 2, 4, 8):
         for seq_len in (128, 256):

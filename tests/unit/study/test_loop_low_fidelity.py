@@ -43,7 +43,7 @@ def opener(folder: Path, opened: list[Any]) -> Open:
         """A session of the study 'one' in the database `name`, the baseline in its queue."""
         task, url = task or subject_of(SPACE), f"sqlite:///{folder / name}.db"
         prober, store = ReplayProber(answers, shape=shape), ProbeStore(url)
-        search = Optimizer.create(url, "one", task.space, seed=0, facts={})
+        search = Optimizer.create(url, "one", task.space, seed=0)
         opened.extend((store, search))
 
         def request(config: TrainConfig) -> ProbeRequest:

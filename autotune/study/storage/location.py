@@ -1,0 +1,72 @@
+"""Where a study is kept: its database and its directory, and the lock of the process that runs it."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autotune.core.errors import UsageError
+from autotune.problem.setup import slug
+
+DEFAULT_ROOT = Path("runs")
+LOCK = ".lock"  # in a study's directory, held by the process that runs it
+
+
+def storage_url(storage: str | None) -> str:
+    """The database's URL: `storage`, else AUTOTUNE_STORAGE, else an SQLite file in runs/, which is created."""
+    if storage is None:
+        storage = os.environ.get("AUTOTUNE_STORAGE")
+    if storage is None:
+        DEFAULT_ROOT.mkdir(parents=True, exist_ok=True)
+        return f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
+    return storage
+
+
+def shared_url(storage: str | None) -> str:
+    """The same for a database that several processes write. Raises UsageError for SQLite on a network drive."""
+    from autotune.study.storage.database import network_drive
+
+    url = storage_url(storage)
+    if kind := network_drive(url):
+        raise UsageError(
+            f"the database is an SQLite file on a network drive ({kind}), whose locks do not hold between machines",
+            remedy="give --storage postgresql+psycopg://..., or a file on a disk of this machine for its own workers",
+        )
+    return url
+
+
+def study_directory(out: str | None, study: str) -> Path:
+    """The directory of a study's files: `out`, or one under runs/ that is named after the study."""
+    return Path(out) if out else DEFAULT_ROOT / slug(study)
+
+
+@contextmanager
+def locked(directory: Path, study: str) -> Iterator[None]:
+    """Hold the lock of a study's directory, which ends with the process. Raises UsageError if another holds it."""
+    with (directory / LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise UsageError(
+                f"study {study!r} is being run by process {file.read().strip() or '?'}",
+                remedy="wait for it, or give another name with --study",
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def running_process(directory: Path) -> str | None:
+    """The id of the process that runs the study of this directory; None if there is none on this host."""
+    try:
+        with (directory / LOCK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return file.read().strip() or "?"
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,84 @@
+"""Optuna's tables: opening them, their errors in our words, and which studies a database holds."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import optuna
+from optuna.storages import RDBStorage
+
+from autotune.core.errors import StorageError
+from autotune.study.storage.database import engine_options, public_url, storage_errors, with_tables
+from autotune.study.storage.study_record import StudyRecord
+
+_compatible: set[str] = set()  # URLs of databases whose tables suit this version of Optuna
+
+
+def optuna_storage(url: str) -> RDBStorage:
+    """Optuna's storage on this database. The caller disposes of its engine.
+
+    Optuna reads all its migrations to check the tables: that is done once a process for each database.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if url not in _compatible:
+        # If this fails, nobody is left to close its connections: so it has no pool.
+        with_tables(lambda: RDBStorage(url, engine_kwargs=engine_options(url, pooled=False)))
+        _compatible.add(url)
+    return RDBStorage(url, engine_kwargs=engine_options(url), skip_compatibility_check=True)
+
+
+@contextlib.contextmanager
+def opened_storage(url: str) -> Iterator[RDBStorage]:
+    """The same for a `with` block, which closes its connections."""
+    storage = optuna_storage(url)
+    try:
+        yield storage
+    finally:
+        storage.engine.dispose()
+
+
+@contextlib.contextmanager
+def optuna_errors(url: str) -> Iterator[None]:
+    """Turn Optuna's errors into StorageError with the true cause, which Optuna wraps into one message."""
+    with storage_errors(url):
+        try:
+            yield
+        except optuna.exceptions.StorageInternalError as error:
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise StorageError(f"the database {public_url(url)} failed: {error}") from None
+
+
+def study_names(url: str) -> list[str]:
+    """The names of all studies of a database, oldest first."""
+    with optuna_errors(url), opened_storage(url) as storage:
+        names: list[str] = optuna.get_all_study_names(storage=storage)
+    return names
+
+
+def all_attributes(url: str) -> dict[str, dict[str, Any]]:
+    """The attributes of every study by its name, oldest first, read at once."""
+    with optuna_errors(url), opened_storage(url) as storage:
+        return {study.study_name: dict(study.user_attrs) for study in storage.get_all_studies()}
+
+
+def read_record(url: str, name: str) -> StudyRecord | None:
+    """The record of a study; None if there is no such study, or none that was begun.
+
+    Raises:
+        UsageError: another version of autotune wrote it.
+        StorageError: the database cannot be read, or the record is damaged.
+    """
+    with optuna_errors(url), opened_storage(url) as storage:
+        try:
+            study = optuna.load_study(storage=storage, study_name=name)
+        except KeyError:
+            return None
+        attributes = dict(study.user_attrs)
+    return StudyRecord.from_attributes(name, attributes)
+
+
+def delete_study(url: str, name: str) -> None:
+    """Delete a study with its trials. Raises KeyError if there is none of this name."""
+    with optuna_errors(url), opened_storage(url) as storage:
+        optuna.delete_study(study_name=name, storage=storage)
