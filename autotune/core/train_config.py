@@ -130,6 +130,20 @@ class TrainConfig:
         return RSLORA_ALPHA if self.rslora else 2 * self.lora_rank
 
     @property
+    def base_dtype(self) -> str:
+        """Dtype of the base weights, by torch's name: full fine-tuning trains fp32 weights unless it is pure bf16."""
+        if self.precision == "bf16_pure" or (self.method == "lora" and self.precision == "bf16_mixed"):
+            return "bfloat16"
+        if self.method == "lora" and self.precision == "fp16_mixed":
+            return "float16"
+        return "float32"
+
+    @property
+    def learning_rate(self) -> float:
+        """A common default. It is not tuned: no probe is long enough for that."""
+        return 2e-4 if self.method == "lora" else 1e-5
+
+    @property
     def digest(self) -> str:
         return digest_of(self.as_dict())
 

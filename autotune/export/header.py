@@ -5,16 +5,14 @@ from typing import Any
 
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.probe.runtime import settings
 from autotune.study.summary import Recipe
 
-# torch 2.9 renamed the variable to PYTORCH_ALLOC_CONF and still reads this name, the only one that older ones know.
-ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
-ALLOCATOR = "expandable_segments:True"
+ALLOCATOR_VARIABLE, ALLOCATOR = settings.ALLOCATOR_VARIABLE, settings.ALLOCATOR
 # One GPU, counted as nvidia-smi does: of several that they see Trainer splits each batch, and TRL refuses to run.
 ENVIRONMENT = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
 
-# Not its losses: which one there is is a knob of its own. The same as `probe.trainer.LIGER`, without torch.
-LIGER = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+LIGER = settings.LIGER_KERNELS
 UNTUNED = "the learning rate is a common default and was not tuned"
 EVERY_LINEAR = "adapters on every linear layer but the LM head"
 WARMUP_SHARE = 0.03
@@ -90,7 +88,7 @@ def loop_difference(recipe: Recipe) -> str:
     """How the loop that was probed differs from that of a tool with a loop of its own."""
     if recipe.trainer == "trl":
         return "The speed is that of TRL's SFTTrainer, with its own loss, rows and dtypes of adapters."
-    return "The speed is that of train.py, whose loop (lean.py) leaves out milliseconds a micro batch."
+    return "The speed is that of train.py, whose loop (runtime/lean_trainer.py) leaves out milliseconds a micro batch."
 
 
 def weights_note(recipe: Recipe) -> str:
@@ -99,17 +97,13 @@ def weights_note(recipe: Recipe) -> str:
 
 
 def base_dtype(config: TrainConfig) -> str:
-    """Dtype of the base weights, by torch's name; the same rule as `probe.model.base_dtype`, without torch."""
-    if config.precision == "bf16_pure" or (config.method == "lora" and config.precision == "bf16_mixed"):
-        return "bfloat16"
-    if config.method == "lora" and config.precision == "fp16_mixed":
-        return "float16"
-    return "float32"
+    """Dtype of the base weights, by torch's name."""
+    return config.base_dtype
 
 
 def learning_rate(config: TrainConfig) -> float:
-    """A common default. It is not tuned: no probe is long enough to tell."""
-    return 2e-4 if config.method == "lora" else 1e-5
+    """A common default. It is not tuned: no probe is long enough for that."""
+    return config.learning_rate
 
 
 def warmup_steps(recipe: Recipe) -> int:

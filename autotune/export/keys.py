@@ -96,28 +96,6 @@ def attention_of(tool: str, config: TrainConfig) -> str:
     return "fa2" if can_flash else "sdpa"
 
 
-def lora_config(config: TrainConfig) -> dict[str, Any] | None:
-    """The arguments of peft's LoraConfig; None in full fine-tuning."""
-    if config.method == "full":
-        return None
-    return {
-        "r": config.lora_rank,
-        "lora_alpha": config.lora_alpha,
-        "lora_dropout": 0.0,
-        "target_modules": "all-linear",
-        "task_type": "CAUSAL_LM",
-        "use_dora": config.dora,
-        "use_rslora": config.rslora,
-    }
-
-
-def bitsandbytes_config(config: TrainConfig) -> dict[str, Any] | None:
-    """The arguments of transformers' BitsAndBytesConfig; None where bitsandbytes does not quantise the base."""
-    if config.quantization == "nf4":
-        return {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": config.double_quant}
-    return {"load_in_8bit": True} if config.quantization == "int8" else None
-
-
 def checkpoints_by_layer(recipe: Recipe) -> bool:
     """Whether the probed transformers can recompute only some layers, and offload what it recomputes from."""
     return checkpoints_some(recipe.fingerprint.packages.get("transformers", ""))

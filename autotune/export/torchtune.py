@@ -66,7 +66,7 @@ def _warning(recipe: Recipe) -> list[str]:
 def _differences(recipe: Recipe) -> list[str]:
     """What torchtune does another way, though the file says all it can."""
     config = recipe.winner.config
-    probed = "TRL's SFTTrainer" if recipe.trainer == "trl" else "train.py, whose loop (lean.py) is quick"
+    probed = "TRL's SFTTrainer" if recipe.trainer == "trl" else "train.py, with its lean loop (runtime/lean_trainer.py)"
     items = [
         f"The speed above is that of {probed}.",
         f"torchtune {VERSION} is the last, and needs an older torchao: 0.9 has what it imports, 0.18 has not.",

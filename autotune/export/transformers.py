@@ -9,6 +9,7 @@ from typing import Any
 from autotune.export import keys
 from autotune.export.accelerate import COMMAND
 from autotune.export.header import base_dtype, facts, has_published_weights, model_source, one_line
+from autotune.probe.model_settings import model_settings
 from autotune.study.summary import Recipe
 
 # What trl_sft.yaml says and TrainingArguments does not take.
@@ -20,10 +21,11 @@ def export(recipe: Recipe) -> dict[str, str]:
     """The arguments and the notes; the others where there are adapters, and a base in fewer bits."""
     config = recipe.winner.config
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
-    if lora := keys.lora_config(config):
+    built = model_settings(config)
+    if lora := built.lora_arguments():
         base = {"peft_type": "LORA", "base_model_name_or_path": model_source(recipe), "inference_mode": False}
         values["adapter_config.json"] = base | lora
-    if bitsandbytes := keys.bitsandbytes_config(config):
+    if bitsandbytes := built.bitsandbytes_arguments():
         compute = {"bnb_4bit_compute_dtype": base_dtype(config)}
         values["quantization_config.json"] = {"quant_method": "bitsandbytes", **bitsandbytes, **compute}
     files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
@@ -42,27 +44,29 @@ def inexpressible(recipe: Recipe) -> list[str]:
     config = recipe.winner.config
     pads = "fill rows to" if config.packing else "cut examples at, and pad them to,"
     found = [
-        f"seq_len: {pads} {config.seq_len:,} tokens, as rows.py beside train.py does",
+        f"seq_len: {pads} {config.seq_len:,} tokens, as runtime/rows.py beside train.py does",
         f"attention {config.attention}: it goes to from_pretrained"
-        + (", once levers.register_cudnn_attention() has run" if config.attention == "sdpa_cudnn" else ""),
+        + (", once runtime.patches.register_cudnn_attention() has run" if config.attention == "sdpa_cudnn" else ""),
     ]
     found += [item for item in keys.inexpressible("trl", recipe) if item.startswith(_OWN_WORDS)]
     if config.precision == "bf16_pure":
         found.append("precision bf16_pure: without autocast_adapter_dtype=False peft would keep adapters in fp32")
     if config.quantization == "fp8":
-        found.append("quantization fp8: levers.multiply_in_fp8(model), before the adapters are added")
+        found.append("quantization fp8: runtime.patches.multiply_in_fp8(model), before the adapters are added")
     if config.offloads and not any(item.startswith("checkpointing") for item in found):
-        found.append("checkpointing offload: train.py offloads what it checkpoints by levers.py, this by transformers")
+        found.append(
+            "checkpointing offload: train.py offloads what it checkpoints by runtime/patches.py, this by transformers"
+        )
     if config.loss == "chunked":
         found.append("loss chunked: Trainer(compute_loss_func=chunked_loss(model)), made before adapters are added")
     if config.packing:
-        found.append("packing: rows.pack and rows.collate, so that each example attends to itself alone")
+        found.append("packing: runtime.rows.pack and collate, so that each example attends to itself alone")
     return found
 
 
 def _notes(recipe: Recipe, files: dict[str, str]) -> str:
     """Markdown. What others named stands in blocks of code alone, where nothing is markup."""
-    speed = "The speed is that of the exported train.py, whose loop (lean.py) leaves out milliseconds a micro batch."
+    speed = "The speed is that of train.py, whose loop (runtime/lean_trainer.py) leaves out milliseconds a micro batch."
     if recipe.trainer != "transformers":
         speed = "The speed is that of another trainer, with which it was probed, and not of these files."
     lines = [

@@ -50,6 +50,6 @@ def _differences(recipe: Recipe) -> list[str]:
     if recipe.trainer == "trl":
         return [f"{rows} rows of max_length."]
     return [
-        "The speed is that of train.py, whose loop (lean.py) leaves out milliseconds of the host's a micro batch.",
+        "The speed is that of train.py, whose loop (runtime/lean_trainer.py) leaves out milliseconds a micro batch.",
         f"{rows} every row padded to max_length, and no mask.",
     ]

@@ -21,13 +21,14 @@ from autotune.core.probe_types import Measurement, Phase, ProbeRequest
 from autotune.core.units import gib
 from autotune.probe.accounting import logical_params, optimizer_gib, tensor_gib
 from autotune.probe.meters import Meter
+from autotune.probe.model_settings import model_settings
 from autotune.probe.recorder import MAX_WARMUP_STEPS, Recorder, compiled_graphs
+from autotune.probe.resident import ResidentModel, attach, module_names
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
-from autotune.probe.runtime.lean_trainer import LeanTrainer
-from autotune.probe.runtime.model_builder import ResidentModel, attach, decoder_layers, names_of, set_checkpointing
+from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
+from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
 
 KEPT_LOSSES = 8
-LIGER = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # the loss is a knob of its own
 RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
 
 
@@ -144,7 +145,7 @@ class Probe:
         self.managed_gib = 0.0
         self._loss: Callable[..., torch.Tensor] | None = None  # None leaves it to the model
         self._hooks: list[Any] = []
-        self._names = dict(names_of(self.base))
+        self._names = dict(module_names(self.base))
         self.limit_gib = 0.0
         self.context_gib = 0.0
 
@@ -153,7 +154,7 @@ class Probe:
         request, meter, config = self.request, self.meter, self.request.config
         self.context_gib = meter.context_gib()
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.lost_gib)
-        set_checkpointing(self.base, config.checkpoint_every, config.offloads)
+        set_checkpointing(self.base, model_settings(config))
         self.model = attach(self.resident, config, meter.torch_device, request.seed)
         self.managed_gib = self._paged_state_gib()
         if self.managed_gib:
@@ -192,8 +193,7 @@ class Probe:
         dynamo.recompile_limit = RECOMPILE_LIMIT + compiled_graphs()
         dynamo.accumulated_recompile_limit = dynamo.recompile_limit
         dynamo.fail_on_recompile_limit_hit = True
-        for layer in decoder_layers(self.model):
-            layer.compile(dynamic=False)
+        compile_layers(decoder_layers(self.model))
 
     def _watch(self) -> None:
         """Hooks at both ends of the layers: they check autocast and part the backward pass in head, layers, inputs."""
@@ -264,30 +264,24 @@ class Probe:
     def _make_trainer(self, scratch: str) -> Any:
         request, config = self.request, self.request.config
         num_steps = MAX_WARMUP_STEPS + request.max_timed_steps + 1
-        settings: dict[str, Any] = {
+        settings: dict[str, Any] = training_arguments(
+            micro_batch_size=config.micro_batch_size,
+            accumulation=request.micro_steps,
+            optimizer=config.optimizer,
+            precision=config.precision,
+            kernels=config.kernels,
+            loader_workers=config.loader_workers,
+            learning_rate=config.learning_rate,
+            on_cpu=self.meter.torch_device.type == "cpu",
+        )
+        settings |= {
             "output_dir": scratch,
-            "per_device_train_batch_size": config.micro_batch_size,
-            "per_device_eval_batch_size": config.micro_batch_size,
-            "gradient_accumulation_steps": request.micro_steps,
             "max_steps": num_steps,
-            "optim": config.optimizer,
-            "bf16": config.precision == "bf16_mixed",
-            "fp16": config.precision == "fp16_mixed",
-            "use_cpu": self.meter.torch_device.type == "cpu",
-            "learning_rate": 2e-4 if config.method == "lora" else 1e-5,
-            "max_grad_norm": 1.0,
-            "logging_steps": 10,
-            "logging_nan_inf_filter": False,  # it would hide a bad loss, and wait for the device at every micro batch
+            "per_device_eval_batch_size": config.micro_batch_size,
             "save_strategy": "no",
-            "report_to": [],
             "disable_tqdm": True,
-            "dataloader_drop_last": True,
-            "dataloader_num_workers": config.loader_workers,
-            "dataloader_pin_memory": self.meter.torch_device.type == "cuda",
-            "gradient_checkpointing": False,  # set on the model already, each k-th layer
+            "gradient_checkpointing": False,  # it is on already, for each k-th layer
             "prediction_loss_only": True,
-            "use_liger_kernel": config.kernels == "liger",
-            "liger_kernel_config": LIGER,
             "seed": request.seed,
         }
         num_rows = num_steps * request.micro_steps * config.micro_batch_size
@@ -372,7 +366,7 @@ class Probe:
 
         for hook in self._hooks:
             hook.remove()
-        names_of(self.base).update(self._names)
+        module_names(self.base).update(self._names)
         vars(self.model).pop("train", None)  # LeanTrainer's
         if self.trainer is not None:
             self.trainer.callback_handler.callbacks.clear()

@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from autotune.probe.runtime.synthetic_model import tokenizer
+from autotune.probe.synthetic_model import tokenizer
 
 
 def config(seq_len: int, **settings: Any) -> TrainingArguments:

@@ -35,7 +35,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.fault_injection import injected
 
 if TYPE_CHECKING:
-    from autotune.probe.runtime.model_builder import ResidentModel
+    from autotune.probe.resident import ResidentModel
 
 MAX_LOST_GIB = 0.5
 
@@ -77,7 +77,7 @@ def main() -> None:
 
 def described(model: dict[str, Any]) -> dict[str, Any]:
     """The answer to what a model's layers are like: a message."""
-    from autotune.probe.runtime.model_builder import describe
+    from autotune.probe.model_shape import describe
 
     try:
         return {"event": "described", "shape": to_data(describe(model))}
@@ -143,7 +143,7 @@ class Worker:
     def _attempt(self, request: ProbeRequest, clock: "Clock") -> tuple[dict[str, Any], bool]:
         """What came of one try, as fields of the result, and whether this process is as good as new after it."""
         from autotune.probe.harness import Probe
-        from autotune.probe.runtime.model_builder import clean
+        from autotune.probe.resident import clean
 
         fields: dict[str, Any] = {}
         probe: Probe | None = None
@@ -182,7 +182,7 @@ class Worker:
         self.meter.release()
         gc.freeze()  # what is left is libraries and base models: no collection in a timed step need walk them
         kept = self._residents.get(request.depth)
-        baseline_gib = self._empty_gib + (kept.held_gib() if kept else 0.0)
+        baseline_gib = self._empty_gib + (kept.cached_gib() if kept else 0.0)
         reusable = fields["outcome"] in (Outcome.OK, Outcome.OOM)
         if reusable and not self.meter.returned_to(baseline_gib):
             reusable = False
@@ -194,7 +194,7 @@ class Worker:
 
     def _base_for(self, request: ProbeRequest) -> "ResidentModel":
         """The base model for this request: the one that is here, or a new one. Others of its family wait aside."""
-        from autotune.probe.runtime.model_builder import build, family_of
+        from autotune.probe.resident import build_resident, family_of
 
         # Libraries come first: their memory is context, not the model's.
         if request.config.quantization in ("int8", "nf4") or request.config.optimizer.endswith("8bit"):
@@ -210,15 +210,15 @@ class Worker:
             ]
         )
         others = [resident for depth, resident in self._residents.items() if depth != request.depth]
-        self.meter.aside_gib = sum(resident.held_gib() for resident in others)
+        self.meter.aside_gib = sum(resident.cached_gib() for resident in others)
         resident = self._residents.get(request.depth)
         if resident is not None:
-            self.meter.rebase(resident.held_gib())
+            self.meter.rebase(resident.cached_gib())
             return resident
         self.meter.rebase(0.0)
         self._limit_gib = self.meter.cap(request.memory_gib, request.headroom, self._lost_gib)
         empty_gib = self.meter.allocated_gib()
-        resident = build(request, self.meter.torch_device)
+        resident = build_resident(request, self.meter.torch_device)
         self.meter.synchronize()
         resident.base_gib = self.meter.allocated_gib() - empty_gib
         self._residents[request.depth] = resident

@@ -17,6 +17,7 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from tests.helpers.factories import TINY, summary
+from tests.unit.export.test_script import write
 
 pytestmark = pytest.mark.probe
 
@@ -153,11 +154,7 @@ def test_the_exported_script_learns_the_same(tmp_path: Path) -> None:
         workload = Workload(examples=32, lengths=Lengths.constant(256), global_batch=16)
         made = replace(known, winner=replace(known.winner, config=config), workload=workload)
         files = export_all(replace(made, model=resolve_model("demo-3m")), ["train"])
-        assert ("chunked_loss.py" in files) is (loss == "chunked")
-        folder = tmp_path / loss
-        folder.mkdir()
-        for name, text in files.items():
-            (folder / name).write_text(text)
+        folder = write(files, tmp_path / loss)
         ended = subprocess.run(
             [sys.executable, "train.py", "--random-weights", "--max-steps", "2", "--held-out", "4", "256"],
             cwd=folder,

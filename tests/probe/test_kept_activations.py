@@ -10,7 +10,8 @@ from autotune.catalog import ModelSpec
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import EAGER, Sizes, kept_bytes
-from autotune.probe.runtime.model_builder import attach, build, decoder_layers
+from autotune.probe.resident import attach, build_resident
+from autotune.probe.runtime.model_builder import decoder_layers
 from tests.helpers.factories import TINY
 
 pytestmark = [
@@ -33,7 +34,7 @@ WAYS: list[dict[str, Any]] = [
 def counted(model: dict[str, Any], config: TrainConfig) -> int:
     """Bytes that the second of three layers keeps, beside the weights."""
     device = torch.device("cpu")
-    resident = build(ProbeRequest(config=config, model=model, device="cpu", memory_gib=4.0), device)
+    resident = build_resident(ProbeRequest(config=config, model=model, device="cpu", memory_gib=4.0), device)
     trained = attach(resident, config, device, 0)
     if config.method == "lora":
         resident.base.get_input_embeddings().register_forward_hook(lambda module, args, made: made.requires_grad_(True))

@@ -25,6 +25,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
 from autotune.study.coordinate_search import next_move
 from tests.helpers.factories import TINY, summary
+from tests.unit.export.test_script import write
 
 TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 2}
 FITS_FP8 = TINY_LLAMA | {"num_key_value_heads": 2}  # every side of its matrices is a multiple of 16
@@ -106,19 +107,22 @@ def test_a_probe_with_an_fp8_base_trains_and_leaves_nothing_behind(prober: Worke
 def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
     import torch
 
+    from autotune.probe.model_settings import model_settings
     from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
 
     model = built(TINY_LLAMA).train()
     tokens = torch.randint(0, 128, (2, 16))
+    on_device = model_settings(TrainConfig(checkpointing="full"))
+    on_host = model_settings(TrainConfig(checkpointing="offload"))
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()
         model(input_ids=tokens, labels=tokens).loss.backward()
         return [one.grad.clone() for one in model.parameters() if one.grad is not None]
 
-    set_checkpointing(model, 1)
+    set_checkpointing(model, on_device)
     expected = gradients()
-    set_checkpointing(model, 1, offload=True)
+    set_checkpointing(model, on_host)
     copied: list[torch.Size] = []
     with pytest.MonkeyPatch.context() as patch:
         of_hooks = torch.autograd.graph.save_on_cpu.__init__
@@ -132,7 +136,7 @@ def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
         found = gradients()
     assert torch.Size((2, 16, 32)) in copied  # the input of a layer
     assert all(map(torch.equal, found, expected))
-    set_checkpointing(model, 1)
+    set_checkpointing(model, on_device)
     assert all("partial" not in repr(one._gradient_checkpointing_func.func) for one in decoder_layers(model))
 
 
@@ -155,10 +159,10 @@ def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
     """Liger binds functions to the modules of a model, and puts its classes among the names of the model's code."""
     import torch
 
-    from autotune.probe.runtime.model_builder import ResidentModel, clean, names_of
+    from autotune.probe.resident import ResidentModel, clean, module_names
 
     model = built(TINY_LLAMA)
-    tokens, before = torch.randint(0, 128, (1, 16)), dict(names_of(model))
+    tokens, before = torch.randint(0, 128, (1, 16)), dict(module_names(model))
     expected = model(input_ids=tokens).logits
     for module in (model.model.norm, model.model.layers[0].mlp):
         module.forward = lambda hidden: 2 * hidden
@@ -166,13 +170,13 @@ def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
     assert not torch.equal(model(input_ids=tokens).logits, expected)
     clean(ResidentModel(family=(), depth=None, base=model, model_gib=0.0))
     assert torch.equal(model(input_ids=tokens).logits, expected)
-    assert "apply_rotary_pos_emb" in before and names_of(model) == before
+    assert "apply_rotary_pos_emb" in before and module_names(model) == before
 
 
 @pytest.mark.probe
 @pytest.mark.parametrize("knobs", [{"quantization": "fp8"}, {"checkpointing": "offload"}], ids=str)
-def test_the_exported_script_pulls_the_same_levers(tmp_path: Path, knobs: dict[str, Any]) -> None:
-    """Those that pull none are trained in test_export.py."""
+def test_the_exported_script_applies_the_same_patches(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    """Scripts without patches run in test_train_script."""
     pytest.importorskip("torchao")
     known = summary().recipe
     assert known is not None
@@ -184,9 +188,7 @@ def test_the_exported_script_pulls_the_same_levers(tmp_path: Path, knobs: dict[s
         return export_all(replace(made, model=resolve_model("demo-3m")), ["train"])
 
     files = exported(**knobs)
-    assert "levers.py" in files and "levers.py" not in exported()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    write(files, tmp_path)
     command = [sys.executable, "train.py", "--random-weights", "--max-steps", "2", "--output-dir", ""]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -9,7 +9,7 @@ from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.probe.accounting import parameter_gib
-from autotune.probe.runtime.model_builder import build
+from autotune.probe.resident import build_resident
 from tests.helpers.factories import TINY
 
 pytestmark = pytest.mark.probe
@@ -46,5 +46,6 @@ def held_bytes(model: torch.nn.Module) -> int:
 def test_a_quantised_base_holds_what_it_weighs(quantization: str) -> None:
     kind, _, double = quantization.partition("-")
     config = TrainConfig(quantization=kind, double_quant=bool(double))
-    base = build(ProbeRequest(config=config, model=MODEL, device="cpu", memory_gib=1.0), torch.device("cpu")).base
+    request = ProbeRequest(config=config, model=MODEL, device="cpu", memory_gib=1.0)
+    base = build_resident(request, torch.device("cpu")).base
     assert held_bytes(base) == pytest.approx(parameter_gib(base) * GIB, rel=0.01)

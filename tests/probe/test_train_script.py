@@ -20,7 +20,7 @@ from tests.unit.export.test_script import demo, recipe, run, write
 # process of its own, which branches off once torch is loaded, with all that transformers takes of it: that takes longer
 # than to train.
 _DRIVER = """
-import importlib.util, json, os, pathlib, runpy, sys, traceback
+import importlib.util, json, os, pathlib, sys, traceback
 import accelerate, torch, torch._inductor.compile_fx, torch.distributed.fsdp, torch.distributed.tensor
 if importlib.util.find_spec("torchao"):
     import torchao.quantization
@@ -28,13 +28,17 @@ if importlib.util.find_spec("torchao"):
 def train(folder):
     for name, number in ("out", 1), ("err", 2):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
-    sys.path[0] = str(folder)
-    made = runpy.run_path(str(folder / "train.py"))
+    sys.path.insert(0, str(folder))
+    from runtime.command_line import parse_options
+    from runtime.settings import RunSettings
+    from runtime.train import main
+    settings = RunSettings.read(folder / "train_config.json")
+    model = main(settings, parse_options(settings), folder / "model_config.json")
     print(json.dumps([[type(module).__name__, getattr(module, "gradient_checkpointing", None),
         [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in module.named_parameters(recurse=False)]]
-        for module in made["model"].modules()]), flush=True)
+        for module in model.modules()]), flush=True)
 
-for folder in sorted(pathlib.Path(__file__).parent.glob("*/")):
+for folder in sorted(pathlib.Path(__file__).parent.glob("[0-9]/")):
     if os.fork() == 0:
         try:
             train(folder)
@@ -77,7 +81,9 @@ def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained
         pytest.importorskip("bitsandbytes")
     import torch
 
-    from autotune.probe.runtime import model_builder as probed
+    from autotune.probe.model_settings import model_settings
+    from autotune.probe.resident import attach, build_resident
+    from autotune.probe.runtime.model_builder import set_checkpointing
 
     made = _small(knobs)
     config = made.winner.config
@@ -92,8 +98,8 @@ def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained
 
     device = torch.device("cpu")
     request = ProbeRequest(config=config, model=made.model.config, device="cpu", memory_gib=1.0)
-    resident = probed.build(request, device)
-    probed.set_checkpointing(resident.base, config.checkpoint_every)
+    resident = build_resident(request, device)
+    set_checkpointing(resident.base, model_settings(config))
     expected = [
         [
             type(module).__name__,
@@ -103,7 +109,7 @@ def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained
                 for name, p in module.named_parameters(recurse=False)
             ],
         ]
-        for module in probed.attach(resident, config, device, seed=0).modules()
+        for module in attach(resident, config, device, seed=0).modules()
     ]
     assert modules == expected
 

@@ -19,6 +19,7 @@ import yaml
 from optuna.trial import TrialState
 
 from autotune.core.train_config import TrainConfig
+from autotune.export.script import runtime_files
 from autotune.study.summary import summary_data
 from tests.helpers.factories import summary
 
@@ -224,9 +225,8 @@ def test_report_and_export_write_the_same_again(finished: Finished, tmp_path: Pa
     ended = autotune(finished.folder, "export", "--format", "train", "--out", str(tmp_path / "only"))
     assert ended.code == 0
     written = {str(path.relative_to(tmp_path / "only")) for path in (tmp_path / "only").rglob("*") if path.is_file()}
-    assert written == {
-        f"export/{name}" for name in ("train.py", "rows.py", "clock.py", "lean.py", "launch.sh", "model_config.json")
-    }
+    names = {"train.py", "train_config.json", "launch.sh", "model_config.json", *runtime_files()}
+    assert written == {f"export/{name}" for name in names}
     assert all(Path(line).exists() for line in ended.out.splitlines())
 
 

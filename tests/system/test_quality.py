@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -94,21 +93,6 @@ def test_why_it_cannot_run(tmp_path: Path) -> None:
     assert "--dataset" in why(dataset=None)
     assert "tokenizer" in why(model=replace(model, tokenizer=None))
     assert "too few" in why(workload=replace(many, global_batch=128))
-
-
-def test_what_predicts_nothing_is_not_held_out() -> None:
-    """A single token has no loss: one of them would make the mean of all no number."""
-    import torch
-
-    rows: dict[str, Any] = {}
-    exec(resources.files("autotune.export").joinpath("rows_template.py.txt").read_text("utf-8"), rows)
-    examples = [torch.arange(length) for length in (9, 9, 1, 5)]
-    trained, held_out = rows["split"](examples, 4, 2, 3)
-    assert [len(one) for one in trained] == [4, 4]
-    assert [[len(one) for one in row] for row in held_out] == [[3]]
-    for number, tokens in ((4, 3), (-1, 3), (2, 1)):
-        with pytest.raises(SystemExit, match="cannot be held out"):
-            rows["split"](examples, 4, number, tokens)
 
 
 # For real

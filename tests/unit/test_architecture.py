@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "autotune"
+RUNTIME = PACKAGE / "probe" / "runtime"  # exported as it is: its modules import each other relatively
 
 # A package imports only from packages before it, and from itself.
 PACKAGES = [
@@ -31,7 +32,22 @@ PACKAGES = [
 ]
 
 # What runs in the worker's process.
-CHILD = ("accounting", "fault_injection", "harness", "health", "meters", "recorder", "trl_trainer", "worker")
+CHILD = (
+    "accounting",
+    "fault_injection",
+    "harness",
+    "health",
+    "meters",
+    "model_settings",
+    "model_shape",
+    "recorder",
+    "resident",
+    "synthetic_model",
+    "trl_clock",
+    "trl_entry",
+    "trl_trainer",
+    "worker",
+)
 CHILD_MAY = {"core", "prediction.depth_extrapolation"}
 
 TORCH = frozenset(
@@ -75,8 +91,8 @@ class Import:
     for_types_only: bool
 
 
-def imports(text: str) -> Iterator[Import]:
-    """Every import of a source text, inside functions too."""
+def imports(text: str, package: str | None = None) -> Iterator[Import]:
+    """Every import of a source text, inside functions too. Relative ones are allowed within `package` alone."""
 
     def walk(node: ast.AST, top: bool, types: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -84,9 +100,12 @@ def imports(text: str) -> Iterator[Import]:
                 for alias in child.names:
                     yield Import(module=alias.name, name=None, at_module_level=top, for_types_only=types)
             elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"line {child.lineno}: a relative import"
+                module = child.module
+                if child.level:
+                    assert package and child.level == 1, f"line {child.lineno}: a relative import"
+                    module = f"{package}.{module}" if module else package
                 for alias in child.names:
-                    yield Import(module=child.module, name=alias.name, at_module_level=top, for_types_only=types)
+                    yield Import(module=module, name=alias.name, at_module_level=top, for_types_only=types)
             elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
                 yield from walk(ast.Module(child.body, []), top, True)
                 yield from walk(ast.Module(child.orelse, []), top, types)
@@ -105,7 +124,11 @@ def module_name(path: Path) -> str:
 
 @cache
 def modules() -> dict[str, tuple[Import, ...]]:
-    return {module_name(path): tuple(imports(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))}
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        package = "autotune.probe.runtime" if path.parent == RUNTIME else None
+        found[module_name(path)] = tuple(imports(path.read_text(), package))
+    return found
 
 
 def ours(found: Import) -> str | None:
@@ -158,6 +181,13 @@ def test_the_reader_sees_every_form_of_import():
     ]
     with pytest.raises(AssertionError, match="line 2: a relative import"):
         list(imports("import os\nfrom . import config\n"))
+    found = list(imports("from . import rows\nfrom .clock import Clock\n", "autotune.probe.runtime"))
+    assert [(one.module, one.name) for one in found] == [
+        ("autotune.probe.runtime", "rows"),
+        ("autotune.probe.runtime.clock", "Clock"),
+    ]
+    with pytest.raises(AssertionError, match="line 1: a relative import"):
+        list(imports("from ..core import units\n", "autotune.probe.runtime"))
 
 
 def test_our_own_modules_are_recognised():
@@ -213,6 +243,15 @@ def test_what_runs_in_the_child_knows_values_only():
     ]
     assert wrong == []
     assert {f"probe.{name}" for name in CHILD} <= set(modules())
+
+
+def test_what_is_exported_imports_nothing_else_of_ours():
+    wrong = [
+        f"{module} imports {target}"
+        for module, target, _ in edges()
+        if module.startswith("probe.runtime") and not target.startswith("probe.runtime")
+    ]
+    assert wrong == []
 
 
 # --- where the heavy libraries live

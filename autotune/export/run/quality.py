@@ -80,6 +80,7 @@ def compare(
             # As long as this run: the warm-up is a share of it.
             short = replace(one, cost=replace(one.cost, num_steps=steps))
             for name, text in script.export(replace(recipe, winner=short)).items():
+                (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_text(text, encoding="utf-8")
             log = out / "logs" / f"quality-{one.config.digest}.log"
             on_cpu = recipe.device.kind == "cpu"

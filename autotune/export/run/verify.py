@@ -19,7 +19,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds, gib
 from autotune.export import script, trl
 from autotune.export.run.process import run_exported
-from autotune.probe.runtime.trl_entry import STEPS
+from autotune.probe.trl_entry import STEPS
 from autotune.study.summary import Recipe, Verification
 
 TOLERANCE = 0.05
@@ -147,13 +147,13 @@ def _trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, ru
         "lengths": lengths or workload.lengths.sample(script.SAMPLED, config.seq_len),
         "held_out": [config.seq_len] * config.micro_batch_size,
     }
-    files = trl.export(recipe) | {"clock.py": script.export(recipe)["clock.py"], "made.json": json.dumps(made)}
+    files = trl.export(recipe) | {"made.json": json.dumps(made)}
     _write(folder, files)
     environment = {
         "HF_DATASETS_CACHE": str(folder / "cache"),
         "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),  # of the folder, not ours
     }
-    done, reason = run(["made.json"], script="autotune.probe.runtime.synthetic_model", environment=environment)
+    done, reason = run(["made.json"], script="autotune.probe.synthetic_model", environment=environment)
     if done is None:
         return None, f"no random weights could be made: {reason}"
     overrides = {
@@ -173,7 +173,7 @@ def _trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, ru
         "--quiet",
         *trl.launch(recipe),
         "--module",
-        "autotune.probe.runtime.trl_entry",
+        "autotune.probe.trl_entry",
         "--config",
         "trl_sft.yaml",
     ]
@@ -195,6 +195,7 @@ def _check_room(recipe: Recipe, folder: Path) -> None:
 
 def _write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
 

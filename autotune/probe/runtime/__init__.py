@@ -1,1 +1,4 @@
-"""What the probe and the exported training script share. Copied beside the script; imports nothing of autotune."""
+"""The training itself: this folder is exported beside train.py exactly as it is, and the probe runs the same files.
+
+Nothing in it imports autotune, and its modules import each other relatively, so that it works under both names.
+"""

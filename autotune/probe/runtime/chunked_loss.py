@@ -1,7 +1,7 @@
-"""Cross-entropy that never holds the logits of all tokens: head, loss and their gradients, a chunk of tokens at a time.
+"""Cross-entropy without the logits of all tokens: head, loss and their gradients, one chunk of tokens at a time.
 
-The gradients are taken at once, so that nothing is computed twice; with a frozen head only the hidden states' are kept.
-This file goes with the exported script.
+Each chunk's gradients are computed at once, so that nothing is computed twice. With a frozen head only the gradients of
+the hidden states are kept.
 """
 
 from collections.abc import Callable
@@ -17,91 +17,98 @@ IGNORED = -100
 
 
 class _Outputs(tuple[torch.Tensor, ...]):
-    """What a model's layers return, of whatever kind the model expects: hidden states, and nothing else."""
+    """Stands in for what any model's layers return: the hidden states, and nothing else."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         return self[0] if name == "last_hidden_state" else None
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether the loss is that of what the head returns: not capped, scaled or shifted, and nothing added.
+    """Whether the model's logits are exactly what its head returns: not capped, scaled or shifted, nothing added.
 
-    The model's layers are left out.
+    The model's layers are not run.
     """
-    head, layers = model.get_output_embeddings(), model.base_model
+    head = model.get_output_embeddings()
+    layers = model.base_model
     weight = next(head.parameters(), None) if isinstance(head, nn.Module) else None
     if weight is None or layers is model or getattr(model.config, "output_router_logits", False):
         return False
     tokens = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
     hidden = torch.empty(1, 1, weight.shape[-1], device=weight.device)
-    told = torch.empty(1, 1, weight.shape[0], device=weight.device)
+    logits = torch.empty(1, 1, weight.shape[0], device=weight.device)
     layers.forward = lambda *_, **__: _Outputs((hidden,))
-    head.forward = lambda _: told
+    head.forward = lambda _: logits
     try:
-        return bool(model.forward(input_ids=tokens).logits is told)
+        return bool(model.forward(input_ids=tokens).logits is logits)
     finally:
         del layers.forward, head.forward
 
 
 def chunked_loss(model: Any) -> Callable[..., torch.Tensor]:
-    """The `compute_loss_func` for a Trainer of this causal language model, whose head waits for it from here on.
+    """The `compute_loss_func` of a Trainer for this causal language model. From now on the loss runs the head.
 
-    Raises ValueError where the model does more to its logits than its head.
+    Raises ValueError where the model changes its logits after the head.
     """
     if not has_plain_head(model):
         raise ValueError(f"{type(model).__name__} changes its logits after its head, which cannot be done in chunks")
     head = model.get_output_embeddings()
-    logits = partial(type(head).forward, head)
+    compute_logits = partial(type(head).forward, head)
     waiting: list[tuple[torch.Tensor, torch.autocast]] = []
 
-    def wait(hidden: torch.Tensor) -> torch.Tensor:
-        """In place of the head: keeps its input, and whether autocast is in force, which ends with the model's call."""
+    def keep_input(hidden: torch.Tensor) -> torch.Tensor:
+        """Replaces the head's forward. Keeps its input and the autocast state, which ends with the model's call."""
         device = hidden.device.type
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        waiting[:] = [(hidden, torch.autocast(device, dtype, enabled))]
+        autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        waiting.clear()
+        waiting.append((hidden, autocast))
         return hidden[..., :1]
 
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        hidden, precision = waiting.pop()
+        hidden, autocast = waiting.pop()
         targets = pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
         trained = [weight for weight in head.parameters() if weight.requires_grad and torch.is_grad_enabled()]
-        with precision:
-            total: torch.Tensor = _Chunks.apply(logits, hidden.flatten(0, -2), targets, *trained)
-        return total / ((targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+        with autocast:
+            total: torch.Tensor = _Chunks.apply(compute_logits, hidden.flatten(0, -2), targets, *trained)
+        if num_items_in_batch is None:
+            return total / (targets != IGNORED).sum()
+        return total / num_items_in_batch
 
-    head.forward = wait
+    head.forward = keep_input
     return loss
 
 
 class _Chunks(torch.autograd.Function):
-    """Sum of the losses of tokens (N x hidden size) against targets (N); gradients wait until backward scales them."""
+    """The sum of the losses of hidden states (N x hidden size) against targets (N); backward scales the gradients."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Callable[..., torch.Tensor],
+        compute_logits: Callable[..., torch.Tensor],
         hidden: torch.Tensor,
         targets: torch.Tensor,
         *weights: nn.Parameter,
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
-        wanted = any(ctx.needs_input_grad)
-        grads = [torch.zeros_like(one) for one in (hidden, *weights)] if wanted else []
+        needs_gradients = any(ctx.needs_input_grad)
+        gradients = [torch.zeros_like(tensor) for tensor in (hidden, *weights)] if needs_gradients else []
         for start in range(0, len(hidden), CHUNK_TOKENS):
-            rows = slice(start, start + CHUNK_TOKENS)
-            with torch.set_grad_enabled(wanted):
-                chunk = hidden[rows].detach().requires_grad_(wanted)
-                loss = cross_entropy(logits(chunk).float(), targets[rows], reduction="sum", ignore_index=IGNORED)
-            if wanted:
+            chunk_of = slice(start, start + CHUNK_TOKENS)
+            with torch.set_grad_enabled(needs_gradients):
+                chunk = hidden[chunk_of].detach().requires_grad_(needs_gradients)
+                # Not by a name of their own: logits must be freed before the next chunk's.
+                loss = cross_entropy(
+                    compute_logits(chunk).float(), targets[chunk_of], reduction="sum", ignore_index=IGNORED
+                )
+            if needs_gradients:
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
-                grads[0][rows] = of_hidden
-                for held, more in zip(grads[1:], of_weights, strict=True):
-                    held += more
+                gradients[0][chunk_of] = of_hidden
+                for gradient, addition in zip(gradients[1:], of_weights, strict=True):
+                    gradient += addition
             total += loss.detach()
-        ctx.save_for_backward(*grads)
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     def backward(ctx: Any, *scales: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_hidden, *of_weights = (grad.mul_(scales[0]) for grad in ctx.saved_tensors)
+        of_hidden, *of_weights = (gradient.mul_(scales[0]) for gradient in ctx.saved_tensors)
         return None, of_hidden, None, *of_weights

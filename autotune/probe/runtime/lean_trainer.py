@@ -1,7 +1,4 @@
-"""transformers' Trainer without what it does to every module of a model for every micro batch.
-
-This file goes with the exported script.
-"""
+"""transformers' Trainer without the work that it does on every module of a model for every micro batch."""
 
 import weakref
 from typing import Any
@@ -9,28 +6,80 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
+from .settings import LIGER_KERNELS
+
+
+def training_arguments(
+    *,
+    micro_batch_size: int,
+    accumulation: int,
+    optimizer: str,
+    precision: str,
+    kernels: str,
+    loader_workers: int,
+    learning_rate: float,
+    on_cpu: bool,
+) -> dict[str, Any]:
+    """Keyword arguments of TrainingArguments that speed and memory depend on, in the probe and in the full run."""
+    return {
+        "per_device_train_batch_size": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "optim": optimizer,
+        "bf16": precision == "bf16_mixed",
+        "fp16": precision == "fp16_mixed",
+        "use_cpu": on_cpu,
+        "learning_rate": learning_rate,
+        "max_grad_norm": 1.0,
+        "logging_steps": 10,
+        "logging_nan_inf_filter": False,  # it would hide a bad loss, and wait for the device at every micro batch
+        "report_to": [],
+        "dataloader_drop_last": True,
+        "dataloader_num_workers": loader_workers,
+        "dataloader_pin_memory": not on_cpu,
+        "use_liger_kernel": kernels == "liger",
+        "liger_kernel_config": LIGER_KERNELS,
+    }
+
 
 class LeanTrainer(Trainer):
-    """Walks over the modules only when the mode changes, and counts no floating-point operations (`total_flos` is 0).
+    """A Trainer that visits the modules only when the mode changes, and counts no FLOPs (`total_flos` stays 0).
 
-    On a 7B with adapters either takes the host milliseconds, in which the device idles if the micro batch is small.
+    On a 7B model with adapters each of these takes the host milliseconds a micro batch, in which a device with a small
+    micro batch idles.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        walk_on_change(self.model)
+        visit_modules_on_change(self.model)
 
     def floating_point_ops(self, inputs: Any) -> int:
+        """Zero: counting them visits every parameter."""
         return 0
 
 
-def walk_on_change(model: nn.Module) -> None:
-    """From here on `model.train()` does nothing where the model itself, whatever its parts, is in training already."""
+def visit_modules_on_change(model: nn.Module) -> None:
+    """Make `model.train()` do nothing where the model is in that mode already."""
     model.train()
-    reference, walk = weakref.ref(model), type(model).train  # a model that holds itself would outlive its use
+    # A model that refers to itself would stay in memory after its last use.
+    reference = weakref.ref(model)
+    set_mode = type(model).train
 
     def train(mode: bool = True) -> Any:
         model = reference()
-        return model if model is None or model.training is mode else walk(model, mode)
+        if model is None or model.training is mode:
+            return model
+        return set_mode(model, mode)
 
     model.train = train
+
+
+def compile_layers(layers: list[nn.Module]) -> None:
+    """Compile each decoder layer by itself when it first runs, for the shapes that it then sees."""
+    for layer in layers:
+        layer.compile(dynamic=False)
+
+
+def run_layers_eagerly(layers: list[nn.Module]) -> None:
+    """Undo `compile_layers`."""
+    for layer in layers:
+        layer._compiled_call_impl = None

@@ -1,7 +1,4 @@
-"""What transformers has no one switch for: products in 8-bit floats, attention by cuDNN, checkpoints in host memory.
-
-This file goes with the exported script.
-"""
+"""What transformers has no single switch for: products in fp8, attention by cuDNN, checkpoints in the host's memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,37 +13,37 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 CUDNN_ATTENTION = "sdpa_cudnn"
-FP8_RECIPE = "tensorwise"  # one scale for each factor, from its largest value: on an H200 5 % over one for each row
-FP8_MULTIPLE = 16  # that both sides of a matrix must be of
+FP8_RECIPE = "tensorwise"  # one scale a factor, from its largest value: on an H200 5 % faster than one a row
+FP8_MULTIPLE = 16  # both sides of a matrix must be multiples of it
 
 
 def multiply_in_fp8(model: Any) -> None:
-    """Linear layers but the head multiply 8-bit floats from here on, forward and backward; their weights stay.
+    """Have linear layers but the head multiply 8-bit floats, forward and backward. Their weights stay as they are.
 
-    To be called before adapters are put on them, which stay as they are too. Emulated where there is no GPU.
+    Call it before adapters are added, which keep their precision. Without a GPU it is emulated.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     head = model.get_output_embeddings()
 
-    def suits(layer: nn.Module, name: str) -> bool:
+    def is_suitable(layer: nn.Module, name: str) -> bool:
         return layer is not head and not any(side % FP8_MULTIPLE for side in layer.weight.shape)
 
     config = replace(Float8LinearConfig.from_recipe_name(FP8_RECIPE), emulate=not torch.cuda.is_available())
-    convert_to_float8_training(model, config=config, module_filter_fn=suits)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_suitable)
 
 
 def register_cudnn_attention() -> None:
-    """Has transformers know `attn_implementation="sdpa_cudnn"`.
+    """Make `attn_implementation="sdpa_cudnn"` known to transformers.
 
-    A name of its own, since what Dynamo compiled for a model is kept by its config, and not by a switch of torch's.
+    It needs a name of its own: Dynamo keeps compiled code by the model's config, and does not see a switch of torch's.
     """
     AttentionInterface.register(CUDNN_ATTENTION, _attend)
     AttentionMaskInterface.register(CUDNN_ATTENTION, sdpa_mask)
 
 
 def offload_checkpoints(layer: Any) -> None:
-    """What this layer is recomputed from waits in the host's memory. Its checkpointing has just been switched on."""
+    """Keep the input that this layer is recomputed from in the host's memory. Its checkpointing must be on already."""
     layer._gradient_checkpointing_func = partial(_offloaded, layer._gradient_checkpointing_func)
 
 

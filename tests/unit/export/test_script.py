@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
-from autotune.export import FORMATS, USUAL, export_all, header, inexpressible
+from autotune.export import FORMATS, USUAL, export_all, header, inexpressible, script
+from autotune.probe.runtime.settings import ModelSettings, RunSettings
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from autotune.study.summary import Recipe
@@ -33,12 +35,10 @@ CONFIGS = [
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 
-_SAID_ELSEWHERE = ("checkpointing", "lora_rank", "double_quant", "method", "dora", "rslora")
-
-# Canary commands in every syntax that an exported file is read as: bash, Python, YAML, and our own placeholders.
+# Canary commands in every syntax that an exported file is read as: bash, Python and YAML.
 HOSTILE = (
     "a'; touch CANARY; echo '\n\"\"\"; open('CANARY', 'w')\n$(touch CANARY) `touch CANARY` \"$(touch CANARY)\""
-    "\r\n- !!python/object/apply:os.system ['touch CANARY']\n@SETTINGS@ @HEADER@ {x} %s %(prog)s \\N{BELL} \u2028"
+    "\r\n- !!python/object/apply:os.system ['touch CANARY']\n{x} %s %(prog)s \\N{BELL} \u2028"
     "open('CANARY', 'w')\x85touch CANARY\x00 \u202e é #: 'b' \\"
 )
 
@@ -60,18 +60,9 @@ def demo(config: TrainConfig) -> Recipe:
 def write(files: dict[str, str], directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
     for name, text in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text, encoding="utf-8")
     return directory
-
-
-def settings_of(script: str) -> dict[str, Any]:
-    import ast
-
-    tree = ast.parse(script)
-    assign = next(node for node in tree.body if isinstance(node, ast.Assign))
-    assert isinstance(assign.value, ast.Call)
-    values: dict[str, Any] = ast.literal_eval(assign.value.keywords[0].value)
-    return values
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -168,32 +159,41 @@ def test_trl_accepts_the_yaml(config: TrainConfig, tmp_path: Path) -> None:
 
 
 @each_config
-def test_train_py_holds_every_knob_and_is_short(config: TrainConfig) -> None:
-    files = export_all(recipe(config), ["train"])
-    script = files["train.py"]
-    compile(script, "train.py", "exec")
-    assert len(script.splitlines()) < 130
-    settings = settings_of(script)
-    assert config.as_dict().items() <= settings.items()
-    assert settings["accumulation"] * config.micro_batch_size == 32
-    assert settings["bitsandbytes"] is None or settings["quantization"] != "none"
+def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> None:
+    made = recipe(config)
+    files = export_all(made, ["train"])
+    (tmp_path / "train_config.json").write_text(files["train_config.json"])
+    settings = RunSettings.read(tmp_path / "train_config.json")
+    assert settings == script.settings(made)
+    assert files["train_config.json"].isascii()
+    knobs = asdict(settings) | asdict(settings.model_settings) | {"checkpointing": config.checkpointing}
+    assert config.as_dict().items() <= knobs.items()
+    assert settings.model_settings.checkpoint_every == config.checkpoint_every
+    assert settings.model_settings.offload is config.offloads
+    assert settings.accumulation * config.micro_batch_size == 32
+    assert (settings.model_settings.bitsandbytes_arguments() is None) is (config.quantization in ("none", "fp8"))
     assert json.loads(files["model_config.json"]) == resolve_model("mistral-7b").config
-    for name in settings:  # nothing is written that the script does not use
-        assert f"run.{name}" in script or name in _SAID_ELSEWHERE
+
+
+def test_every_setting_is_used_by_the_script() -> None:
+    text = "".join(script.runtime_files().values())
+    names = {*RunSettings.__dataclass_fields__, *ModelSettings.__dataclass_fields__}
+    unused = {name for name in names if not re.search(rf"(settings|self|config)\.{name}\b", text)}
+    assert unused == {"about", "versions", "method"}  # for the reader
+
+
+def test_the_script_is_the_code_that_the_probe_runs() -> None:
+    files = export_all(recipe(TrainConfig()), ["train"])
+    runtime = Path(script.__file__).parents[1] / "probe" / "runtime"
+    copied = {name.removeprefix("runtime/"): text for name, text in files.items() if name.startswith("runtime/")}
+    assert copied == {path.name: path.read_text() for path in runtime.glob("*.py")}
+    assert not any("autotune." in text for text in copied.values())
 
 
 def test_formats_are_chosen_by_name() -> None:
     made = recipe(TrainConfig())
-    usual = {
-        "recipe.yaml",
-        "trl_sft.yaml",
-        "train.py",
-        "rows.py",
-        "clock.py",
-        "lean.py",
-        "launch.sh",
-        "model_config.json",
-    }
+    usual = {"recipe.yaml", "trl_sft.yaml", "train.py", "train_config.json", "launch.sh", "model_config.json"}
+    usual |= set(script.runtime_files())
     usual |= {"axolotl.yaml", "llamafactory.yaml", "dataset_info.json"}
     asked = {"accelerate.yaml", "deepspeed.json", "training_args.json", "adapter_config.json", "transformers_notes.md"}
     assert set(export_all(made, USUAL)) == usual
@@ -208,13 +208,15 @@ def test_hostile_names_execute_nothing(tmp_path: Path) -> None:
     made = recipe(TrainConfig(), study=HOSTILE, model=model, reason=HOSTILE, trainer=HOSTILE, caveats=(HOSTILE,))
     files = export_all(made, FORMATS)
     directory = write(files, tmp_path / "out; touch CANARY $(touch CANARY)")
-    for name in ("recipe.yaml", "trl_sft.yaml", "train.py", "rows.py", "clock.py", "lean.py", "launch.sh"):
+    for name in ("recipe.yaml", "trl_sft.yaml"):
         comments = [line for line in files[name].splitlines() if "touch CANARY" in line and line.startswith("#")]
         assert comments, f"{name} does not show the name in its head"
+    for name, text in export_all(made, ["train"]).items():  # a name is data, and never in code or its comments
+        assert name.endswith(".json") or "CANARY" not in text
     assert yaml.safe_load(files["recipe.yaml"])["study"] == HOSTILE
     assert yaml.safe_load(files["recipe.yaml"])["caveats"] == [HOSTILE]
     assert yaml.safe_load(files["trl_sft.yaml"])["model_name_or_path"] == HOSTILE
-    assert settings_of(files["train.py"])["model"] == HOSTILE
+    assert RunSettings.read(directory / "train_config.json").model == HOSTILE
     subprocess.run(["bash", "-n", str(directory / "launch.sh")], check=True)
     done = run(directory, "--help")
     assert done.returncode == 0, done.stderr
@@ -233,45 +235,6 @@ def test_a_published_model_needs_data_or_random_weights(tmp_path: Path) -> None:
     done = run(directory, "--dataset", "rows.jsonl")
     assert done.returncode == 2
     assert "no published weights" in done.stderr
-
-
-def test_exported_rows_are_those_of_the_projection(tmp_path: Path) -> None:
-    """The script's own packing, and batches in which each token is in its place."""
-    torch = pytest.importorskip("torch")
-    text = export_all(recipe(TrainConfig()), ["train"])["rows.py"]
-    rows: dict[str, Any] = {}
-    exec(compile(text, "rows.py", "exec"), rows)
-    lengths = [3, 60, 100, 7, 7, 41, 12, 99, 1, 64] * 30
-    packed = rows["pack"]([torch.full((length,), length) for length in lengths], 100)
-    planned = [row.examples for row in Lengths.of(lengths, "counted").packed(100) for _ in range(row.number)]
-    assert sorted(tuple(map(len, row)) for row in packed) == sorted(planned)
-
-    batch = rows["collate"]([[torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [torch.arange(1, 7)]], 6, True)
-    assert {key: value.tolist() for key, value in batch.items()} == {
-        "input_ids": [[5, 6, 7, 8, 9, 0], [1, 2, 3, 4, 5, 6]],
-        "labels": [[-100, 6, 7, -100, 9, -100], [-100, 2, 3, 4, 5, 6]],
-        "position_ids": [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]],
-    }
-    (tmp_path / "lengths").write_text("7\n\n300\n")
-    assert rows["read_lengths"](tmp_path / "lengths", 100) == [7, 100]
-    for wrong in ("", "5\nx\n", "0\n"):
-        (tmp_path / "lengths").write_text(wrong)
-        with pytest.raises(SystemExit, match="lengths: "):
-            rows["read_lengths"](tmp_path / "lengths", 100)
-    alone = rows["collate"]([[torch.tensor([5, 6])]], 4, False)
-    assert {key: value.tolist() for key, value in alone.items()} == {
-        "input_ids": [[5, 6, 0, 0]],
-        "labels": [[-100, 6, -100, -100]],
-    }
-
-
-def test_base_dtype_is_that_of_the_probe() -> None:
-    from autotune.probe.runtime.model_builder import base_dtype
-
-    for method in ("lora", "full"):
-        for precision in ("bf16_mixed", "bf16_pure", "fp16_mixed", "fp32"):
-            config = TrainConfig(method=method, precision=precision)
-            assert str(base_dtype(config)) == f"torch.{header.base_dtype(config)}"
 
 
 def test_exporters_need_no_torch() -> None:

@@ -1,0 +1,21 @@
+"""What a configuration means to the model builder: the same for a probe and for the exported script."""
+
+from autotune.core.train_config import TrainConfig
+from autotune.probe.runtime.settings import ModelSettings
+
+
+def model_settings(config: TrainConfig) -> ModelSettings:
+    """The values that `runtime.model_builder` builds a model from."""
+    return ModelSettings(
+        base_dtype=config.base_dtype,
+        attention=config.attention,
+        quantization=config.quantization,
+        double_quant=config.double_quant,
+        lora_rank=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        dora=config.dora,
+        rslora=config.rslora,
+        adapters_in_fp32=config.precision != "bf16_pure",
+        checkpoint_every=config.checkpoint_every,
+        offload=config.offloads,
+    )

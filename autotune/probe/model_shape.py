@@ -1,0 +1,95 @@
+"""How a model's layers repeat, which decides at which depths it can be probed. Takes no memory."""
+
+import inspect
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+
+from autotune.core.probe_types import ModelShape
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.depth_extrapolation import repetition
+from autotune.probe.model_settings import model_settings
+from autotune.probe.runtime.chunked_loss import has_plain_head
+from autotune.probe.runtime.model_builder import config_of, decoder_layers, from_config, to_train
+
+# The Liger kernels that `resident` can take out of a model again. Others replace names in transformers or torch.
+REVERSIBLE_KERNELS = {"rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy", "model"}
+
+
+def describe(model: dict[str, Any]) -> ModelShape:
+    """The shape of a model with this transformers config."""
+    config = config_of(model)
+    with torch.device("meta"), no_init_weights():
+        built = from_config(config, torch.bfloat16, "eager")
+    layers = decoder_layers(built)
+    prefix, period = repetition(_kinds(layers, config))
+    linear = {id(module.weight) for module in built.modules() if isinstance(module, nn.Linear | Conv1D)}
+    matrices = [parameter for layer in layers for parameter in layer.parameters() if parameter.ndim > 1]
+    num_parameters = sum(parameter.numel() for parameter in built.parameters())
+    try:
+        plain_head = has_plain_head(built)
+    except Exception:  # any family's forward may want what the test does not give it
+        plain_head = False
+    wrapped = _wrapped_parameters(built)
+
+    def share_outside(covered: set[int]) -> float:
+        outside = sum(int(matrix.numel()) for matrix in matrices if id(matrix) not in covered)
+        return outside / int(num_parameters)
+
+    return ModelShape(
+        num_layers=len(layers),
+        prefix=prefix,
+        period=period,
+        unquantized=share_outside(linear),
+        untrained=share_outside(linear | wrapped),
+        parametrized=bool(wrapped),
+        plain_head=plain_head,
+        liger=_liger_supports(str(model["model_type"])),
+    )
+
+
+def truncate(config: Any, depth: int) -> None:
+    """Keep the first `depth` layers of a transformers config, and the first entries of its lists with one a layer."""
+    lists = _lists_by_layer(config)
+    config.num_hidden_layers = depth
+    for name, values in lists.items():
+        setattr(config, name, values[:depth])
+
+
+def _lists_by_layer(config: Any) -> dict[str, list[Any]]:
+    """What a config lists layer by layer: attention types, mixture layers, layers without positions."""
+    length = config.num_hidden_layers
+    return {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == length}
+
+
+def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
+    """What distinguishes each layer: its class, its parameters' shapes, its entries in the config's lists."""
+    lists = [values for values in _lists_by_layer(config).values() if values != list(range(len(values)))]  # not indices
+    kinds = []
+    for index, layer in enumerate(layers):
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+        kinds.append((type(layer).__name__, shapes, [str(values[index]) for values in lists]))
+    return kinds
+
+
+def _wrapped_parameters(built: nn.Module) -> set[int]:
+    """Ids of the parameters outside linear layers that adapters reach by wrapping them."""
+    try:
+        adapted = to_train(built, model_settings(TrainConfig()), torch.device("meta"))
+    except ValueError:  # adapters on every linear layer are not for every family
+        return set()
+    wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
+    return {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}
+
+
+def _liger_supports(model_type: str) -> bool:
+    try:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError:  # of Triton too, without a GPU
+        return False
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    return apply is not None and set(inspect.signature(apply).parameters) <= REVERSIBLE_KERNELS

@@ -1,0 +1,105 @@
+"""A callback that times the steps of a run, reads its peaks, reports its progress, and stops it when asked to."""
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+PREEMPTED = 75  # the exit code after SIGTERM: a checkpoint was saved, and `--resume` continues from it
+GIB = 2**30
+
+
+class Clock(TrainerCallback):
+    """Measures each optimizer step. SIGINT and SIGTERM stop the run after the current step, a second one at once."""
+
+    def __init__(self, saves: bool, progress: str | None = None) -> None:
+        """Handle signals from now on.
+
+        Args:
+            saves: whether a run that is stopped saves a checkpoint.
+            progress: a file to which a line of JSON is appended after each step.
+        """
+        self._saves = saves
+        self._progress = open(progress, "a", encoding="utf-8", buffering=1) if progress else None  # noqa: SIM115
+        self._began = time.time()
+        self._starts: list[float] = []
+        self._peaks_allocated: list[float] = []  # GiB, of what ended at each start
+        self._peaks_reserved: list[float] = []
+        self._loss: float | None = None
+        self._signal: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: Any) -> None:
+        if self._signal is not None:
+            os._exit(128 + number)
+        self._signal = number
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin a step, at which the one before ends."""
+        self.mark()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End the last step."""
+        self.mark()
+
+    def mark(self) -> None:
+        """Note the time and the peaks since the last mark, once the device has done all its work."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self._peaks_allocated.append(torch.cuda.max_memory_allocated() / GIB)
+            self._peaks_reserved.append(torch.cuda.max_memory_reserved() / GIB)
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+            self._peaks_allocated.append(pages * os.sysconf("SC_PAGE_SIZE") / GIB)
+        self._starts.append(time.perf_counter())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Keep the last training loss that was logged."""
+        self._loss = (logs or {}).get("loss", self._loss)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Report the step, and stop the run if a signal came."""
+        if self._progress:
+            line = {
+                "began": self._began,
+                "step": state.global_step,
+                "of": state.max_steps,
+                "seconds": time.perf_counter() - self._starts[0],
+                "loss": self._loss,
+            }
+            self._progress.write(json.dumps(line) + "\n")
+        if self._signal is not None:
+            control.should_training_stop = True
+            control.should_save = self._saves
+
+    def exit_if_stopped(self) -> None:
+        """End the process if a signal stopped the run, with the exit code that says which."""
+        if self._signal == signal.SIGTERM:
+            sys.exit(PREEMPTED)
+        if self._signal is not None:
+            sys.exit(128 + self._signal)
+
+    def measured(self) -> dict[str, Any]:
+        """Median seconds of a step, the first of which warms up; the reserved peak, and the allocated one by quarter.
+
+        Peaks are in GiB. A value is None where nothing was measured, as reserved memory on a CPU.
+        """
+        seconds = [end - start for start, end in pairwise(self._starts[1:])]
+        peaks = self._peaks_allocated[1:]
+        bounds = [len(peaks) * quarter // 4 for quarter in range(5)]
+        quarters = [peaks[start:end] for start, end in pairwise(bounds)]
+        return {
+            "seconds_per_step": statistics.median(seconds) if seconds else None,
+            "peak_reserved_gib": max(self._peaks_reserved[1:], default=None),
+            "peaks_gib": [max(quarter) for quarter in quarters] if all(quarters) else None,
+        }

@@ -1,0 +1,86 @@
+"""The command line of train.py. torch and transformers are imported only once its options are known to be right."""
+
+import argparse
+from pathlib import Path
+
+from .settings import Options, RunSettings, prepare_environment
+
+DEFAULT_OUTPUT = "out"
+
+
+def start(folder: Path) -> None:
+    """Run the command: train as train_config.json in `folder` says."""
+    settings = RunSettings.read(folder / "train_config.json")
+    options = parse_options(settings)
+    prepare_environment()
+    from .train import main
+
+    main(settings, options, folder / "model_config.json")
+
+
+def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> Options:
+    """The options of a command line, by default of this process's. Ends the process with code 2 on a wrong one."""
+    parser = _parser(settings.model)
+    given = parser.parse_args(arguments)
+    made_up = given.model == settings.model and not settings.has_published_weights
+    if made_up and given.dataset:
+        parser.error("this model has no published weights: name another with --model, or leave --dataset out")
+    if given.random_weights == bool(given.dataset) and not made_up:
+        parser.error("give either --dataset FILE.jsonl to train, or --random-weights to measure the speed alone")
+    for file in (given.dataset, given.lengths):
+        if file and not Path(file).is_file():
+            parser.error(f"there is no file {file}")
+    saves = bool(given.output_dir) and (bool(given.dataset) or given.output_dir != DEFAULT_OUTPUT)
+    checkpoint = last_checkpoint(given.output_dir) if saves else None
+    if checkpoint and not given.resume:
+        parser.error(f"{checkpoint} exists: continue it with --resume, or give another --output-dir")
+    held_out, held_out_tokens = given.held_out
+    return Options(
+        model=given.model,
+        dataset=given.dataset,
+        lengths=given.lengths,
+        max_steps=given.max_steps,
+        held_out=held_out,
+        held_out_tokens=held_out_tokens,
+        output_dir=given.output_dir,
+        saves=saves,
+        checkpoint=checkpoint,
+        progress=given.progress,
+    )
+
+
+def _parser(model: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py", description="Fine-tune with exactly the configuration in train_config.json."
+    )
+    parser.add_argument("--model", default=model, metavar="NAME_OR_DIR", help="Hub name or directory of the weights")
+    parser.add_argument(
+        "--dataset", metavar="FILE.jsonl", help="JSON lines, each with text, prompt and completion, or messages"
+    )
+    parser.add_argument(
+        "--random-weights", action="store_true", help="train random weights on random tokens, to measure the speed"
+    )
+    parser.add_argument("--lengths", metavar="FILE", help="lengths of the random examples, one a line")
+    parser.add_argument("--max-steps", type=int, default=-1, metavar="N", help="stop after N optimizer steps")
+    parser.add_argument(
+        "--held-out",
+        nargs=2,
+        type=int,
+        default=(0, 0),
+        metavar=("N", "TOKENS"),
+        help="do not train on the last N examples, cut at TOKENS: print their loss before and after",
+    )
+    parser.add_argument(
+        "--output-dir", default=DEFAULT_OUTPUT, help="directory for checkpoints and the result; '' saves nothing"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output-dir")
+    parser.add_argument("--progress", metavar="FILE", help="append a line of JSON to this file after each step")
+    return parser
+
+
+def last_checkpoint(folder: str) -> str | None:
+    """The last complete checkpoint in `folder`. One that was interrupted has no trainer_state.json yet."""
+    complete = [path.parent for path in Path(folder).glob("checkpoint-*/trainer_state.json")]
+    if not complete:
+        return None
+    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))

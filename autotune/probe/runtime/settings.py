@@ -1,0 +1,144 @@
+"""The values that a training is built from, and the file that holds them: train_config.json. No torch here."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# torch 2.9 renamed the variable to PYTORCH_ALLOC_CONF and still reads this name, the only one that older ones know.
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR = "expandable_segments:True"
+# Liger's losses stay off: how the loss is computed is a setting of its own.
+LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """How the model is built.
+
+    `base_dtype` is torch's name of the base weights' dtype. `quantization` is none, fp8, int8 or nf4. `lora_rank` is
+    None in full fine-tuning. `adapters_in_fp32` keeps adapters in fp32 on a base of fewer bits. Every
+    `checkpoint_every`-th layer is recomputed in the backward pass, none where it is None; `offload` moves what layers
+    are recomputed from to the host's memory.
+    """
+
+    base_dtype: str
+    attention: str
+    quantization: str
+    double_quant: bool
+    lora_rank: int | None
+    lora_alpha: int | None
+    dora: bool
+    rslora: bool
+    adapters_in_fp32: bool
+    checkpoint_every: int | None
+    offload: bool
+
+    def lora_arguments(self) -> dict[str, Any] | None:
+        """Keyword arguments of peft's LoraConfig; None in full fine-tuning."""
+        if self.lora_rank is None:
+            return None
+        return {
+            "r": self.lora_rank,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": 0.0,
+            "target_modules": "all-linear",
+            "task_type": "CAUSAL_LM",
+            "use_dora": self.dora,
+            "use_rslora": self.rslora,
+        }
+
+    def bitsandbytes_arguments(self) -> dict[str, Any] | None:
+        """Keyword arguments of transformers' BitsAndBytesConfig; None where bitsandbytes stores nothing."""
+        if self.quantization == "nf4":
+            return {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": self.double_quant,
+                "bnb_4bit_compute_dtype": self.base_dtype,
+            }
+        if self.quantization == "int8":
+            return {"load_in_8bit": True}
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """All that train_config.json says.
+
+    `about` and `versions` only inform: what was measured, where, and with which packages. `model` is a Hub name or a
+    directory of weights. A micro batch has `micro_batch_size` rows of `seq_len` tokens, an optimizer step
+    `accumulation` micro batches. `examples` and `lengths` (in tokens, repeated in turn) describe the random rows of a
+    run that only measures the speed. The learning rate is a common default: it was not tuned.
+    """
+
+    about: list[str]
+    versions: dict[str, str]
+    model: str
+    has_published_weights: bool
+    model_settings: ModelSettings
+    method: str
+    precision: str
+    micro_batch_size: int
+    accumulation: int
+    seq_len: int
+    packing: bool
+    optimizer: str
+    loss: str
+    kernels: str
+    compile: str
+    loader_workers: int
+    epochs: int
+    learning_rate: float
+    warmup_steps: int
+    save_steps: int
+    examples: int
+    lengths: list[int]
+
+    def to_json(self) -> str:
+        """The text of train_config.json, in ASCII."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> "RunSettings":
+        """The settings in a train_config.json. Raises OSError, ValueError and TypeError on any other file."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["model_settings"] = ModelSettings(**values["model_settings"])
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What was asked for on the command line, checked.
+
+    Without `dataset` the rows and the weights are random. `lengths` is a file of lengths for random rows. `held_out`
+    examples at the end of the data, cut at `held_out_tokens`, are only evaluated. `saves` is whether the run leaves
+    checkpoints and what it trained in `output_dir`, and `checkpoint` the one that it continues from.
+    """
+
+    model: str
+    dataset: str | None
+    lengths: str | None
+    max_steps: int
+    held_out: int
+    held_out_tokens: int
+    output_dir: str
+    saves: bool
+    checkpoint: str | None
+    progress: str | None
+
+
+def one_gpu(visible: str) -> dict[str, str]:
+    """Environment variables that show torch the first GPU of `visible` (a CUDA_VISIBLE_DEVICES) alone.
+
+    transformers' Trainer would split each batch over all GPUs that it sees. GPUs are counted as nvidia-smi counts
+    them, not as CUDA does by itself, the fastest first.
+    """
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible.split(",")[0].strip()}
+
+
+def prepare_environment() -> None:
+    """Set what torch reads when it is imported: one GPU, and an allocator that wastes little."""
+    os.environ.setdefault(ALLOCATOR_VARIABLE, ALLOCATOR)
+    os.environ.update(one_gpu(os.environ.get("CUDA_VISIBLE_DEVICES", "0")))

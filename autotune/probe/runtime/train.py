@@ -1,0 +1,142 @@
+"""The training: build the model, make rows, train, save, and print one line of JSON with what was measured."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
+
+from . import model_builder, rows
+from .chunked_loss import chunked_loss
+from .clock import Clock
+from .lean_trainer import LeanTrainer, compile_layers, run_layers_eagerly, training_arguments
+from .settings import Options, RunSettings
+
+SEED = 0
+RECOMPILE_LIMIT = 64  # every shape that was compiled in the measurement is compiled here: nothing falls back to eager
+RANDOM_EXAMPLES = 64  # different ones, at least; a longer run repeats them
+
+
+def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Module:
+    """Train, and return the trained model. `model_config` is a file with the shape of a model of random weights."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    set_seed(SEED)
+    if options.dataset:
+        base = model_builder.load(options.model, settings.model_settings, device)
+        examples = read_examples(settings, options)
+    else:
+        shape = json.loads(model_config.read_text(encoding="utf-8"))
+        base = model_builder.build(model_builder.config_of(shape), settings.model_settings, device)
+        examples = random_examples(settings, options, base.config.vocab_size)
+    trained, held_out = rows.split(examples, settings.seq_len, options.held_out, options.held_out_tokens)
+    train_rows = rows.pack(trained, settings.seq_len) if settings.packing else [[example] for example in trained]
+
+    model_builder.set_checkpointing(base, settings.model_settings)
+    # Before adapters are added, the loss takes the place of the base model's own head.
+    loss = chunked_loss(base) if settings.loss == "chunked" else None
+    model = add_adapters(base, settings, device)
+    clock = Clock(options.saves, options.progress)
+    trainer = make_trainer(settings, options, model, loss, clock, train_rows, held_out)
+
+    losses = [trainer.evaluate()["eval_loss"]] if held_out else []
+    layers = model_builder.decoder_layers(model)
+    if settings.compile == "per_layer":  # only now: evaluation has rows of other lengths than training
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        if settings.model_settings.lora_rank is not None:
+            base.enable_input_require_grads()  # or the first layer would be compiled apart from the others
+        compile_layers(layers)
+    torch.cuda.empty_cache()
+    num_steps = trainer.train(resume_from_checkpoint=options.checkpoint).global_step
+    clock.exit_if_stopped()
+    run_layers_eagerly(layers)
+    if options.saves:
+        trainer.save_model(options.output_dir)
+    if held_out:
+        losses.append(trainer.evaluate()["eval_loss"])
+    print(json.dumps(summary(settings, clock, num_steps, trained, len(train_rows)) | {"held_out_loss": losses}))
+    return model
+
+
+def read_examples(settings: RunSettings, options: Options) -> list[torch.Tensor]:
+    """The examples of the dataset, tokenised. No code of a model's repository is run."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
+    assert options.dataset is not None
+    return rows.read(options.dataset, tokenizer, max(settings.seq_len, options.held_out_tokens))
+
+
+def random_examples(settings: RunSettings, options: Options, vocab_size: int) -> list[torch.Tensor]:
+    """As many examples as the run has, of random tokens, with the lengths that were measured or those of a file."""
+    lengths = rows.read_lengths(options.lengths, settings.seq_len) if options.lengths else settings.lengths
+    lengths = lengths * max(1, RANDOM_EXAMPLES // len(lengths))
+    examples = [torch.randint(0, vocab_size, (length,)) for length in lengths]
+    repeats = settings.examples // len(examples) + 1
+    return (examples * repeats)[: settings.examples]
+
+
+def add_adapters(base: PreTrainedModel, settings: RunSettings, device: torch.device) -> nn.Module:
+    """The model to train: the base with adapters, or the base itself in full fine-tuning."""
+    model = model_builder.to_train(base, settings.model_settings, device)
+    if settings.model_settings.lora_rank is not None:
+        # The Trainer loads adapters in this way when it continues from a checkpoint: they keep their dtype.
+        in_fp32 = settings.model_settings.adapters_in_fp32
+        model.load_adapter = functools.partial(model.load_adapter, autocast_adapter_dtype=in_fp32)
+    return model
+
+
+def make_trainer(
+    settings: RunSettings,
+    options: Options,
+    model: nn.Module,
+    loss: Callable[..., torch.Tensor] | None,
+    clock: Clock,
+    train_rows: list[rows.Row],
+    held_out: list[rows.Row],
+) -> LeanTrainer:
+    """The Trainer of this run. Only a run on a dataset saves checkpoints, and not where it stops after some steps."""
+    checkpoints = options.saves and options.dataset is not None and options.max_steps < 1
+    arguments = training_arguments(
+        micro_batch_size=settings.micro_batch_size,
+        accumulation=settings.accumulation,
+        optimizer=settings.optimizer,
+        precision=settings.precision,
+        kernels=settings.kernels,
+        loader_workers=settings.loader_workers,
+        learning_rate=settings.learning_rate,
+        on_cpu=not torch.cuda.is_available(),
+    )
+    return LeanTrainer(
+        model,
+        TrainingArguments(
+            output_dir=options.output_dir or tempfile.mkdtemp(),
+            max_steps=options.max_steps,
+            num_train_epochs=settings.epochs,
+            lr_scheduler_type="cosine",
+            warmup_steps=settings.warmup_steps,
+            save_strategy="steps" if checkpoints else "no",
+            save_steps=settings.save_steps,
+            save_total_limit=2,
+            per_device_eval_batch_size=1,
+            **arguments,
+        ),
+        functools.partial(rows.collate, seq_len=settings.seq_len, packing=settings.packing),
+        train_rows,
+        held_out,
+        compute_loss_func=loss,
+        callbacks=[clock],
+    )
+
+
+def summary(
+    settings: RunSettings, clock: Clock, num_steps: int, trained: list[torch.Tensor], num_rows: int
+) -> dict[str, Any]:
+    """What was measured: the clock's values, the number of steps, and tokens per second, padding not counted."""
+    measured = clock.measured()
+    seconds = measured["seconds_per_step"]
+    tokens_per_row = sum(len(example) for example in trained) / num_rows
+    tokens_per_step = settings.micro_batch_size * settings.accumulation * tokens_per_row
+    return measured | {"steps": num_steps, "tokens_per_second": tokens_per_step / seconds if seconds else None}
