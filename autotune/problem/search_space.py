@@ -48,6 +48,15 @@ class Knob:
             return tuple(range(self.low, self.high + 1))
         return self.values
 
+    def nearest(self, wanted: Any) -> Any:
+        """The value `wanted` if the knob has it, else the nearest number, else the first value."""
+        values = self.choices()
+        if wanted in values:
+            return wanted
+        if isinstance(wanted, int) and not isinstance(wanted, bool):
+            return min((abs(value - wanted), value) for value in values)[1]
+        return values[0]
+
     def keep(self, allowed: Callable[[Any], bool]) -> "Knob":
         """This knob with only the allowed values. A range stays a range if what is left of it is whole."""
         kept = tuple(value for value in self.choices() if allowed(value))
@@ -233,15 +242,8 @@ class SearchSpace:
         """The choice nearest to `config`: its own value where the space has it, else the nearest in number or order."""
         chosen: dict[str, Any] = {}
         for knob in self.knobs:
-            if not knob.is_active(chosen):
-                continue
-            wanted, values = getattr(config, knob.name), knob.choices()
-            if wanted in values:
-                chosen[knob.name] = wanted
-            elif isinstance(wanted, int) and not isinstance(wanted, bool):
-                chosen[knob.name] = min((abs(value - wanted), value) for value in values)[1]
-            else:
-                chosen[knob.name] = values[0]
+            if knob.is_active(chosen):
+                chosen[knob.name] = knob.nearest(getattr(config, knob.name))
         return chosen
 
 

@@ -1,21 +1,20 @@
-"""The first moves of a search: from the best so far, one knob at a time, each only in the direction that may pay.
+"""The first moves of a search: from the best configuration so far, one knob at a time, where that may pay.
 
-Knobs act on speed nearly independently, so that climbing from the baseline finds most of what there is in a few
-probes; the sampler goes on from there, and finds what only shows together. Learning knobs are not touched, but for
-precision, which changes speed as much as any, and products in fp8 where they are allowed.
+Knobs act on speed nearly independently, so that coordinate search from the baseline finds most of the gain in a few
+probes. The sampler continues from there, and finds what only shows in combination. Learning knobs are left alone,
+except precision, which changes speed as much as any knob, and fp8 products where they are allowed.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby, islice
 from typing import Any
 
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
 
-# Compilation comes late: it costs seconds for every configuration, and helps the one that the others lead to. Products
-# of 8-bit floats come after it, since they pay in compiled layers alone.
+# Compilation comes late: it costs seconds for every configuration, and helps the one that the other knobs lead to.
+# Products of 8-bit floats come after it, since they only pay in compiled layers.
 ORDER = (
     "loss",
     "packing",
@@ -27,9 +26,9 @@ ORDER = (
     "compile",
     "quantization",
 )
-# The same arithmetic in less memory, which the moves after it may use: taken unless it is slower.
+# The same arithmetic in less memory, which later moves may use: taken unless it is slower.
 MAKES_ROOM = ("loss",)
-# The fastest first. What stands behind the present value is slower wherever both fit, and is not tried.
+# The fastest first. Values after the present one are slower wherever both fit, and are not tried.
 FASTEST_FIRST = {
     "precision": ("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
     "attention": ("flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"),
@@ -42,48 +41,57 @@ FASTEST_FIRST = {
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 
 
-def next_move(space: SearchSpace, here: TrainConfig, name: str, tried: Mapping[str, Outcome]) -> dict[str, Any] | None:
-    """The choice to try next from `here` by knob `name`; None where nothing is left. `tried` is keyed by digest."""
+def next_move(
+    space: SearchSpace, current: TrainConfig, name: str, tried: Mapping[str, Outcome]
+) -> dict[str, Any] | None:
+    """The choice to try next from `current` by knob `name`, or None if nothing is left.
+
+    `tried` has the outcome of each configuration that was tried, by its digest.
+    """
     knob = space.knob(name)
-    for value in _better(knob, here) if knob else ():
-        moved = replace(here, **{name: value})
+    for value in _faster_values(knob, current) if knob else ():
+        moved = replace(current, **{name: value})
         # Less recomputation may pay even at the price of a smaller micro batch, and packing may need one.
-        for config in smaller_batches(space, moved) if name in ("checkpointing", "packing") else [moved]:
+        shrinks = name in ("checkpointing", "packing")
+        fits = False
+        for config in smaller_batches(space, moved) if shrinks else [moved]:
             chosen = space.clip(config)
             if getattr(space.config(chosen), name) != value:
-                continue  # it has no effect beside the others
+                continue  # the knob has no effect with these values of the others
             outcome = tried.get(space.config(chosen).digest)
             if outcome is None:
                 return chosen
             if outcome not in TOO_LARGE:
+                fits = True
                 break
-        else:
+        if not fits:
             continue
-        # A micro batch may pay in either direction, and recomputing some layers more than none, where that would take
-        # a smaller one. Other values only get slower.
+        # A micro batch may pay in either direction. Recomputing some layers may pay more than recomputing none, if that
+        # takes a smaller micro batch. The remaining values of other knobs are only slower.
         if name != "micro_batch_size" and not (name == "checkpointing" and config != moved):
             return None
     return None
 
 
-def _better(knob: Knob, here: TrainConfig) -> list[Any]:
+def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
     """The values of a knob that may be faster than the present one, the most promising first."""
-    present, values = getattr(here, knob.name), knob.choices()
+    present, values = getattr(current, knob.name), knob.choices()
     if knob.name == "micro_batch_size":
-        larger, smaller = [one for one in values if one > present], [one for one in values if one < present]
-        return [*sorted(larger)[:1], *sorted(smaller)[-1:]]
+        larger = sorted(value for value in values if value > present)
+        smaller = sorted(value for value in values if value < present)
+        return [*larger[:1], *smaller[-1:]]
     if knob.name == "checkpointing":
-        tried = {value: replace(here, checkpointing=value) for value in values}
-        speed = {value: (one.kept, not one.offloads) for value, one in tried.items()}
-        return sorted((one for one in values if speed[one] > speed[present]), key=lambda one: speed[one], reverse=True)
+        configs = {value: replace(current, checkpointing=value) for value in (*values, present)}
+        speed = {value: (config.kept, not config.offloads) for value, config in configs.items()}
+        return sorted((value for value in values if speed[value] > speed[present]), key=speed.__getitem__, reverse=True)
     if knob.name == "quantization" and present != "none":
-        return []  # another base to learn from, not a faster way to the same
+        return []  # another base to learn from, not a faster way to the same result
     order = FASTEST_FIRST[knob.name]
     return sorted((value for value in values if order.index(value) < order.index(present)), key=order.index)
 
 
 def smaller_batches(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:
-    """This configuration, then with ever smaller micro batches."""
+    """Yield this configuration, then the same with ever smaller micro batches."""
     yield config
     knob = space.knob("micro_batch_size")
     for size in sorted(knob.choices() if knob else (), reverse=True):
@@ -94,24 +102,54 @@ def smaller_batches(space: SearchSpace, config: TrainConfig) -> Iterator[TrainCo
 def neighbours(
     space: SearchSpace, best: TrainConfig | None, seen: set[str], rank: int | None = None
 ) -> list[dict[str, Any]]:
-    """The choices that differ least from the best, of those whose digest was not seen; other ranks than `rank` last."""
-    there, choices = best.as_dict() if best else {}, _choices(space)
-    apart = [
-        (rank is not None and config.lora_rank != rank, len(config.as_dict().items() ^ there.items()))
-        for _, config in choices
-    ]
-    for _, places in groupby(sorted(range(len(choices)), key=apart.__getitem__), key=apart.__getitem__):
-        if unseen := [chosen for chosen, config in map(choices.__getitem__, places) if config.digest not in seen]:
+    """The choices nearest to `best` whose configurations are not in `seen` (digests): all of the same distance.
+
+    Configurations with another LoRA rank than `rank`, if it is given, come after all others. An empty list means that
+    every configuration of the space is in `seen`. Without `best`, distances count from the default configuration.
+    """
+    centre = best or TrainConfig()
+    if rank is not None:
+        same_rank = space.pin("lora_rank", rank)
+        if space.knob("method"):
+            same_rank = same_rank.pin("method", "lora")
+        nearest = _nearest_unseen(same_rank, centre, seen)
+        if nearest:
+            return nearest
+    return _nearest_unseen(space, centre, seen)
+
+
+def _nearest_unseen(space: SearchSpace, centre: TrainConfig, seen: set[str]) -> list[dict[str, Any]]:
+    for distance in range(len(space.knobs) + 1):
+        unseen = [chosen for chosen in at_distance(space, centre, distance) if space.config(chosen).digest not in seen]
+        if unseen:
             return unseen
     return []
 
 
-_last: tuple[str, list[tuple[dict[str, Any], TrainConfig]]] = ("", [])
+def by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, Any]]:
+    """Yield every choice of the space once, those that differ from `centre` in the fewest knobs first."""
+    for distance in range(len(space.knobs) + 1):
+        yield from at_distance(space, centre, distance)
 
 
-def _choices(space: SearchSpace) -> list[tuple[dict[str, Any], TrainConfig]]:
-    """Every choice with its configuration; those of the space that was asked for last are kept."""
-    global _last
-    if _last[0] != space.digest:
-        _last = space.digest, [(one, space.config(one)) for one in islice(space.enumerate(), 100_000)]
-    return _last[1]
+def at_distance(space: SearchSpace, centre: TrainConfig, distance: int) -> Iterator[dict[str, Any]]:
+    """Yield the choices that differ from `centre` (clipped to the space) in exactly `distance` active knobs.
+
+    Each is made by so many edits, so that nothing nearer or farther is enumerated.
+    """
+
+    def extend(chosen: dict[str, Any], index: int, edits: int) -> Iterator[dict[str, Any]]:
+        if edits > len(space.knobs) - index:
+            return
+        if index == len(space.knobs):
+            yield chosen
+            return
+        knob = space.knobs[index]
+        if not knob.is_active(chosen):
+            yield from extend(chosen, index + 1, edits)
+            return
+        own = knob.nearest(getattr(centre, knob.name))
+        for value in knob.choices() if edits else [own]:
+            yield from extend(chosen | {knob.name: value}, index + 1, edits if value == own else edits - 1)
+
+    return extend({}, 0, distance)

@@ -1,11 +1,12 @@
-"""What the formulas would try first: the fastest configuration that fits by them, at each pace that a host may have.
+"""Warm start by formula: the fastest configuration that fits, for each speed that the host may have.
 
-Where the device decides they are within a few percent (`pace`); what the host needs to issue the work is anybody's
-guess, and where memory is short it decides whether small micro batches pay or recomputation does. Probes tell which of
-these is right, and the climb goes on from there. Learning knobs stay, as in the climb.
+If the device is the bottleneck, the formulas are within a few percent (`step_time`). How long the host needs to issue
+the work is unknown, and where memory is short it decides whether small micro batches or recomputation pay. Probes tell
+which of these seeds is right, and coordinate search continues from there. Only the knobs in VARIED change.
 """
 
 from collections.abc import Iterator
+from itertools import islice
 
 from autotune.catalog import resolve_device
 from autotune.core.train_config import TrainConfig
@@ -14,42 +15,50 @@ from autotune.prediction.step_time import REFERENCE, pace
 from autotune.prediction.transfer import carry
 from autotune.problem.run_shape import RunShape
 from autotune.problem.task import Task
+from autotune.study.coordinate_search import by_distance
 
 VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "packing")
-HOSTS = (1.0, 0.67, 0.5)  # times what `pace` assumes that a host needs
+HOSTS = (1.0, 0.67, 0.5)  # relative to the host speed that the step time formula assumes
+MAX_CONFIGS = 20_000  # how many configurations the formulas look at: about 5 s
 
 
-def formula_seeds(task: Task, here: TrainConfig, limit_gib: float) -> Iterator[TrainConfig]:
-    """The slowest host's first, each once, without `here`. Nothing where the formulas do not know the model or card."""
-    card = task.measured_on or task.device
-    carried = carry(resolve_device(REFERENCE), card)
-    if carried is None:
+def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterator[TrainConfig]:
+    """Yield the seeds, the slowest host's first, each once and without `current`.
+
+    Nothing is yielded if the formulas do not know the model or the card.
+    """
+    transfer = carry(resolve_device(REFERENCE), task.measured_on or task.device)
+    if transfer is None:
         return
-    space, workload = task.space, task.workload
-    for knob in space.knobs:
-        if knob.name not in VARIED and (value := getattr(here, knob.name)) is not None:  # no rank where all is trained
-            space = space.pin(knob.name, value)
-    fitting: dict[TrainConfig, float] = {}
-    shapes: dict[TrainConfig, RunShape] = {}
-    for config in dict.fromkeys(space.config(chosen) for chosen in space.enumerate()):
-        shape = workload.run_shape(config)
+    fitting: dict[TrainConfig, tuple[RunShape, float]] = {}  # with the memory that it needs, in GiB
+    for config in _candidates(task, current):
+        shape = task.workload.run_shape(config)
         need = footprint(task.model, config, shape.probe_micro_steps)
         if need is not None and need.peak_reserved_gib <= limit_gib:
-            fitting[config] = need.peak_reserved_gib
-            shapes[config] = shape
-    seen = {here}
+            fitting[config] = shape, need.peak_reserved_gib
+    yielded = {current}
     for host in HOSTS:
 
-        def promise(config: TrainConfig, host_pace: float = host * carried.ratio) -> tuple[float, float]:
-            """Useful tokens/s; of equals the one that needs less."""
-            took = pace(task.model, config, host_pace)
-            if took is None:
+        def predicted(config: TrainConfig, host_speed: float = host * transfer.ratio) -> tuple[float, float]:
+            """Useful tokens/s; of equals the configuration that needs less memory."""
+            time = pace(task.model, config, host_speed)
+            if time is None:
                 return 0.0, 0.0
-            shape = shapes[config]
-            step_s = shape.step_time_s(took.micro_s, took.rest_s)
-            return shape.useful_tokens_per_step / step_s, -fitting[config]
+            shape, need_gib = fitting[config]
+            return shape.useful_tokens_per_step / shape.step_time_s(time.micro_s, time.rest_s), -need_gib
 
-        best = max(fitting, key=promise, default=here)
-        if best not in seen:
-            seen.add(best)
+        best = max(fitting, key=predicted, default=current)
+        if best not in yielded:
+            yielded.add(best)
             yield best
+
+
+def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:
+    """The configurations that differ from `current` in VARIED knobs only; if there are too many, the nearest ones."""
+    space = task.space
+    for knob in space.knobs:
+        value = getattr(current, knob.name)
+        if knob.name not in VARIED and value is not None:  # there is no rank where everything is trained
+            space = space.pin(knob.name, value)
+    choices = space.enumerate() if space.size() <= MAX_CONFIGS else by_distance(space, current)
+    return dict.fromkeys(space.config(chosen) for chosen in islice(choices, MAX_CONFIGS))

@@ -1,4 +1,4 @@
-"""What the formulas would try first, and that a study follows it."""
+"""Warm start by formula: which configurations it proposes, and that a study tries them first."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +10,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import footprint
 from autotune.problem.search_space import SearchSpace, load_space
 from autotune.problem.task import Task
+from autotune.study import formula_seeds as module
 from autotune.study.formula_seeds import VARIED, formula_seeds
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens, subject_of
@@ -77,3 +78,19 @@ def test_a_study_tries_them_right_after_its_baseline(start: Start) -> None:
     session.study.run()
     tried = [row.config for row in session.study.rows]
     assert tried[0] == HERE and tried[1] == next(formula_seeds(roomy, HERE, 75.0))
+
+
+def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CONFIGS", 60)
+    asked: list[TrainConfig] = []
+
+    def counted(model: object, config: TrainConfig, micro_steps: int) -> object:
+        asked.append(config)
+        return footprint(resolve_model("mistral-7b"), config, micro_steps)
+
+    monkeypatch.setattr(module, "footprint", counted)
+    wide = replace(task(), space=task().space.pin("seq_len", 512))
+    found = list(formula_seeds(wide, HERE, 75.0))
+    assert found and len(asked) == 60
+    changed = [len(config.as_dict().items() - HERE.as_dict().items()) for config in asked]
+    assert changed == sorted(changed) and changed[0] == 0
