@@ -47,7 +47,9 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     target = target if isinstance(target, Target) else Target(device=target)
     device = target.device
     model = resolve_model(spec.model)
-    space = load_space(spec.space or ("cpu" if device.kind == "cpu" else "default"))
+    space = spec.space or ("cpu" if device.kind == "cpu" else "default")
+    if not isinstance(space, SearchSpace):
+        space = load_space(space)
     lengths = space.knob("seq_len")
     usual = min(DEFAULT_TOKENS, max(lengths.choices())) if lengths else DEFAULT_TOKENS
     for knob, value in spec.pins.items():

@@ -1,13 +1,16 @@
-"""StudySpec: what is asked for, from flags or a YAML file. Names are resolved and the space narrowed in `setup`."""
+"""StudySpec: what a user asks for, by options or in a YAML file. `setup` resolves its names and narrows its space."""
 
 import math
-from dataclasses import dataclass, field, fields, replace
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
+from autotune.problem.search_space import SearchSpace
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -19,14 +22,62 @@ ALTERNATIVES = (
     (*LENGTH_KEYS, "p99_tokens", "tokenizer"),
 )
 TRAINERS = ("transformers", "trl")
-MAX_COUNT = 10**15  # no study is as large; beyond it the projection's arithmetic would fail
+MAX_COUNT = 10**15  # no study is as large; beyond it the arithmetic of the projection would fail
+
+
+class InvalidSpec(UsageError, ValueError):
+    """A value that a study cannot have. It is a ValueError too, so that pydantic finds the line in a file."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, remedy="see `autotune run --help`")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What the command line shows about one field of StudySpec, and which values the field may have.
+
+    Attributes:
+        help: A sentence for `--help`.
+        metavar: The placeholder of the value in `--help`; None leaves it to the type.
+        shown_default: The default as `--help` shows it in brackets; None where there is nothing to show.
+        allows: Whether a value of the right type is possible. None is possible wherever the type has it.
+    """
+
+    help: str
+    metavar: str | None = None
+    shown_default: str | None = None
+    allows: Callable[[Any], bool] = lambda value: True
+
+
+def _between(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: low <= value <= high
+
+
+def _option(
+    default: Any = MISSING,
+    *,
+    help: str,
+    metavar: str | None = None,
+    shown_default: str | None = None,
+    allows: Callable[[Any], bool] = lambda value: True,
+) -> Any:
+    """A field of StudySpec with its Option. The default is shown in the help unless it is None or False."""
+    if shown_default is None and default not in (MISSING, None, False):
+        shown_default = str(default)
+    option = Option(help=help, metavar=metavar, shown_default=shown_default, allows=allows)
+    return field(default=default, metadata={"option": option})
+
+
+_is_count = _between(1, MAX_COUNT)
+_is_fraction = _between(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What others printed of a configuration: tokens/s count whole rows, `s_per_step` an optimizer step.
+    """The results that others published for a configuration.
 
-    `peak_gb` is 10**9 bytes as nvidia-smi's users write it, all of the process; `peak_gib` what torch says.
+    `tokens_per_s` counts whole rows, `s_per_step` is the time of an optimizer step. `peak_gb` is in 10**9 bytes, the
+    memory of the whole process as nvidia-smi shows it; `peak_gib` is what torch reports.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -40,15 +91,16 @@ class Published:
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_s", "samples_per_s", "s_per_step", "peak_gib", "peak_gb"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} cannot be {value!r}")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise InvalidSpec(f"{name} cannot be {value!r}")
         if self.outcome not in ("ok", "oom"):
-            raise ValueError(f"outcome is ok or oom, not {self.outcome!r}")
+            raise InvalidSpec(f"outcome is ok or oom, not {self.outcome!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedConfig:
-    """One configuration of a suite: its knobs beside those of `pins`, and `accumulation` micro batches a step."""
+    """One configuration to probe by itself: its knobs in addition to `pins`, `accumulation` micro batches a step."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
@@ -60,129 +112,162 @@ class NamedConfig:
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
-            raise ValueError(f"name cannot be {self.name!r}")
+            raise InvalidSpec(f"name cannot be {self.name!r}")
         if not 1 <= self.accumulation <= MAX_COUNT:
-            raise ValueError(f"accumulation cannot be {self.accumulation!r}")
+            raise InvalidSpec(f"accumulation cannot be {self.accumulation!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySpec:
-    """One study as a person asks for it. Field names are the YAML keys, and the flags with dashes."""
+    """One study as a user asks for it. Field names are keys of the YAML file, and options of the command with dashes.
+
+    Raises:
+        UsageError: a value is of the wrong type or out of range, or two fields contradict each other.
+    """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
-    model: str
-    gpu: str = "auto"
-    space: str | None = None
-    trainer: str = "transformers"
+    model: str = _option(help="Catalogue name, local directory, or hub id.")
+    gpu: str = _option("auto", help="Target GPU: a name, auto (the one in this machine), or cpu.")
+    space: str | SearchSpace | None = _option(  # noqa: RUF009 (a field)
+        None, help="Search space: a name (`autotune spaces`) or a file."
+    )
+    trainer: str = _option(
+        "transformers", help="What trains: transformers, or trl (SFTTrainer).", allows=TRAINERS.__contains__
+    )
     pins: dict[str, Any] = field(default_factory=dict)
     configs: tuple[NamedConfig, ...] = ()  # to be probed as they are, instead of a search
-    examples: int | None = None
-    epochs: int = 1
-    tokens_per_example: int | None = None
-    tokens: int | None = None
-    mean_tokens: float | None = None
-    p99_tokens: float | None = None
-    lengths: str | None = None
-    dataset: str | None = None
-    tokenizer: str | None = None
-    global_batch: int | None = None
-    global_batch_tokens: int | None = None
-    budget: str = "15m"
-    trials: int | None = None
-    patience: int = 40
-    memory_gib: float | None = None
-    headroom: float = 0.05
-    price: float | None = None
-    prices: str | None = None
-    min_rank: int = 16
-    max_truncated: float = 0.01
-    allow_quantized: bool = False
-    allow_pure_bf16: bool = False
-    allow_any_optimizer: bool = False
-    slack: float = 0.05
-    shallow_only: bool = False
-    quality: bool = False
-    verify: bool = False
-    workers: int = 1
-    ray: str | None = None
-    seed: int = 0
-    study: str | None = None
-    storage: str | None = None
-    out: str | None = None
+    examples: int | None = _option(None, help="Examples of the full run.", shown_default="10000", allows=_is_count)
+    epochs: int = _option(1, help="Passes over the examples.", allows=_is_count)
+    tokens_per_example: int | None = _option(
+        None, help="One length in tokens for all examples.", shown_default="1024", allows=_is_count
+    )
+    tokens: int | None = _option(None, help="Tokens of one pass, instead of --examples.", allows=_is_count)
+    mean_tokens: float | None = _option(
+        None, help="Mean length of the examples in tokens; needs --p99-tokens.", allows=_is_count
+    )
+    p99_tokens: float | None = _option(None, help="99th percentile of the lengths of the examples.", allows=_is_count)
+    lengths: str | None = _option(None, metavar="FILE", help="Lengths of the examples in tokens, one per line.")
+    dataset: str | None = _option(
+        None, metavar="FILE", help="Your examples (.jsonl, .json, .parquet, .csv), to measure their lengths."
+    )
+    tokenizer: str | None = _option(
+        None, metavar="DIR", help="Tokenizer that counts the tokens of --dataset.", shown_default="the model's"
+    )
+    global_batch: int | None = _option(
+        None, help="Examples in each optimizer step.", shown_default="32", allows=_is_count
+    )
+    global_batch_tokens: int | None = _option(
+        None, help="Tokens in each optimizer step, instead of --global-batch; met approximately.", allows=_is_count
+    )
+    budget: str = _option("15m", help="Wall time of everything but --quality: 90s, 15m, 1h.")
+    trials: int | None = _option(None, help="Largest number of trials, refused ones included.", allows=_is_count)
+    patience: int = _option(40, help="Stop after so many trials without an improvement.", allows=_is_count)
+    memory_gib: float | None = _option(
+        None, help="Use no more than this much device memory.", allows=lambda size: 0 < size < math.inf
+    )
+    headroom: float = _option(
+        0.05, help="Share of the memory that must stay free.", allows=lambda share: 0 <= share < 0.9
+    )
+    price: float | None = _option(
+        None, help="USD per hour, instead of the catalogue's.", allows=lambda price: 0 <= price < math.inf
+    )
+    prices: str | None = _option(
+        None, metavar="FILE", help="File with your own prices (`autotune prices` shows the format)."
+    )
+    min_rank: int = _option(16, help="Smallest LoRA rank.", allows=_is_count)
+    max_truncated: float = _option(0.01, help="Largest share of tokens that may be cut off.", allows=_is_fraction)
+    allow_quantized: bool = _option(False, help="Let quantised bases win.")
+    allow_pure_bf16: bool = _option(False, help="Allow full fine-tuning without fp32 master weights.")
+    allow_any_optimizer: bool = _option(False, help="Let optimizers other than AdamW win.")
+    slack: float = _option(
+        0.05, help="Extra cost that a more capable configuration may have, as a share.", allows=_is_fraction
+    )
+    shallow_only: bool = _option(
+        False, help="Probe a few layers only and extrapolate, for a model that this device cannot hold."
+    )
+    quality: bool = _option(False, help="Afterwards train the finalists on --dataset and report their held-out losses.")
+    verify: bool = _option(
+        False, help="Afterwards run the exported script and compare its speed and memory with the prediction."
+    )
+    workers: int = _option(1, help="GPUs of this machine to probe on.", allows=_is_count)
+    ray: str | None = _option(
+        None, metavar="ADDRESS", help="Probe on all GPUs of this kind in a Ray cluster (pip install ray)."
+    )
+    seed: int = _option(0, help="Seed of the search.", allows=lambda seed: 0 <= seed < 2**31)
+    study: str | None = _option(
+        None, help="Name of the study; an existing study is continued.", allows=lambda name: name.isprintable()
+    )
+    storage: str | None = _option(None, metavar="URL", help="Database of the studies.")
+    out: str | None = _option(None, help="Study directory.", shown_default="runs/<study>")
 
     def __post_init__(self) -> None:
-        counts = (
-            "examples",
-            "epochs",
-            "tokens_per_example",
-            "tokens",
-            "global_batch",
-            "global_batch_tokens",
-            "trials",
-            "patience",
-            "workers",
-            "min_rank",
-        )
-        checks = {name: (count := getattr(self, name)) is None or 1 <= count <= MAX_COUNT for name in counts}
-        checks |= {
-            "memory_gib": self.memory_gib is None or 0 < self.memory_gib < math.inf,
-            "headroom": 0 <= self.headroom < 0.9,
-            "price": self.price is None or 0 <= self.price < math.inf,
-            "max_truncated": 0 <= self.max_truncated <= 1,
-            "slack": 0 <= self.slack <= 1,
-            "mean_tokens": self.mean_tokens is None or 1 <= self.mean_tokens <= MAX_COUNT,
-            "p99_tokens": self.p99_tokens is None or 1 <= self.p99_tokens <= MAX_COUNT,
-            "seed": 0 <= self.seed < 2**31,
-            "trainer": self.trainer in TRAINERS,
-            "study": self.study is None or self.study.isprintable(),
-        }
-        for name, fine in checks.items():
-            if not fine:
-                raise ValueError(f"{name} cannot be {getattr(self, name)!r}")
-        names = [case.name for case in self.configs]
+        for item in fields(self):
+            option = item.metadata.get("option")
+            value = getattr(self, item.name)
+            if option and not (_has_type(value, item.type) and (value is None or option.allows(value))):
+                raise InvalidSpec(f"{item.name} cannot be {value!r}")
+        if not isinstance(self.pins, dict):
+            raise InvalidSpec(f"pins maps knobs to values, it cannot be {self.pins!r}")
+        names = [config.name for config in self.configs]
         if len(set(names)) < len(names):
-            raise ValueError("configs have names of their own: one stands twice")
+            raise InvalidSpec("configs need different names: one name stands twice")
         if self.tokens is not None and self.examples is not None:
-            raise ValueError("give examples or tokens, not both")
+            raise InvalidSpec("give examples or tokens, not both")
         if self.global_batch is not None and self.global_batch_tokens is not None:
-            raise ValueError("give global_batch or global_batch_tokens, not both")
+            raise InvalidSpec("give global_batch or global_batch_tokens, not both")
         if (self.mean_tokens is None) is not (self.p99_tokens is None):
-            raise ValueError("give mean_tokens and p99_tokens together")
+            raise InvalidSpec("give mean_tokens and p99_tokens together")
         if self.tokenizer is not None and self.dataset is None:
-            raise ValueError("a tokenizer counts the examples of a dataset: give dataset too")
-        ways = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
-        if len(ways) > 1:
-            raise ValueError(f"the lengths of the examples are given in more than one way: {', '.join(ways)}")
+            raise InvalidSpec("a tokenizer counts the examples of a dataset: give dataset too")
+        given = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidSpec(f"the lengths of the examples are given in more than one way: {', '.join(given)}")
 
-
-def make_spec(path: Path | None, flags: dict[str, Any]) -> StudySpec:
-    """The spec of a file, if one is given, with the flags that were given (not None) over it.
-
-    Raises:
-        UsageError: a value that cannot be, an unknown key (its line is named), or no model.
-    """
-    given = {name: value for name, value in flags.items() if value is not None}
-    try:
-        if path is not None:
-            base: StudySpec = read_user_yaml(path, _file_model()).root  # type: ignore[attr-defined]
-            pins = base.pins | given.pop("pins", {})
-            for keys in ALTERNATIVES:  # either flag takes the place of all the keys
-                if any(key in given for key in keys):
-                    given = dict.fromkeys(keys) | given
-            return replace(base, **given, pins=pins)
-        if "model" not in given:
-            raise UsageError("which model?", remedy="give --model NAME (`autotune models` lists them) or --spec FILE")
-        return StudySpec(**given)
-    except ValueError as error:
-        raise UsageError(str(error), remedy="see `autotune run --help`") from None
+    @property
+    def space_name(self) -> str | None:
+        """The name or path of the search space, as the user gave it."""
+        return self.space.name if isinstance(self.space, SearchSpace) else self.space
 
 
 SPEC_FIELDS = tuple(item.name for item in fields(StudySpec))
+OPTIONS: dict[str, Option] = {
+    item.name: item.metadata["option"] for item in fields(StudySpec) if "option" in item.metadata
+}
+
+
+def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
+    """The spec of a file, if one is given, with the options that were given (not None) in place of its values.
+
+    Raises:
+        UsageError: an impossible value, an unknown key (its line is named), or no model.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if path is None:
+        if "model" not in given:
+            raise UsageError("which model?", remedy="give --model NAME (`autotune models` lists them) or --spec FILE")
+        return StudySpec(**given)
+    base: StudySpec = read_user_yaml(path, _file_model()).root  # type: ignore[attr-defined]
+    if isinstance(base.space, SearchSpace):
+        raise UsageError(f"{path}: space: Input should be a valid string", remedy="give the name or path of a space")
+    pins = base.pins | given.pop("pins", {})
+    for keys in ALTERNATIVES:  # one option replaces all of the keys
+        if any(key in given for key in keys):
+            given = dict.fromkeys(keys) | given
+    return replace(base, **given, pins=pins)
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+    """Whether a value has the annotated type, a union of plain classes. An int is a float; a bool is neither."""
+    allowed = get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if isinstance(value, bool):
+        return bool in allowed
+    return isinstance(value, allowed) or (float in allowed and isinstance(value, int))
 
 
 @cache
 def _file_model() -> "type[BaseModel]":
+    """The pydantic model of a spec file, made on first use so that listing commands do not pay for pydantic."""
     from pydantic import RootModel
 
     return RootModel[StudySpec]

@@ -95,7 +95,7 @@ def _groups(
     studies: Sequence[StudySpec], cards: Sequence[DeviceSpec], seen: Sequence[Observation]
 ) -> tuple[tuple[Group, ...], list[UsageError]]:
     """A group a study, and what was wrong with cards of which nothing is known."""
-    titles = [(printable(resolve_model(spec.model).name), printable(spec.space or "default")) for spec in studies]
+    titles = [(printable(resolve_model(spec.model).name), printable(spec.space_name or "default")) for spec in studies]
     said: set[str] = set()
 
     def say(text: str) -> None:  # what is true of all cards is told once

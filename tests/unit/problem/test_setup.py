@@ -11,6 +11,7 @@ from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ModelShape
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import open_reserve, set_up, slug, suit
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import BASELINE
@@ -279,3 +280,10 @@ def test_what_adapters_and_quantisation_do_not_reach_is_told(installed, spec, sh
     assert all(part in text for part, text in zip(told, warnings, strict=True))
     if spec.get("space") == "full":
         assert suit(setup, shape) == setup
+
+
+def test_a_search_space_may_be_given_by_value():
+    space = SearchSpace.of("mine", micro_batch_size=[1, 2], seq_len=512, lora_rank=[16, 32])
+    task = set_up(StudySpec(model="mistral-7b", space=space, tokens_per_example=512), resolve_device("h200")).task
+    assert task.space.knob("micro_batch_size").choices() == (1, 2)
+    assert task.study.endswith("-mine")

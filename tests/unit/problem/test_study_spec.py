@@ -1,12 +1,16 @@
 """A study spec from flags and files: flags go first, and what cannot be is refused with its line."""
 
+import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from autotune.core.errors import UsageError
-from autotune.problem.study_spec import SPEC_FIELDS, StudySpec, make_spec
+from autotune.core.probe_types import from_data, to_data
+from autotune.problem.search_space import SearchSpace
+from autotune.problem.study_spec import OPTIONS, SPEC_FIELDS, NamedConfig, Published, StudySpec, make_spec
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -125,6 +129,65 @@ def test_a_typo_in_a_file_is_named_with_its_line(tmp_path, text, message):
 
 def test_a_file_that_is_not_there(tmp_path):
     assert failure(tmp_path / "no.yaml", {}) == "cannot read FILE: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epochs", 0),
+        ("epochs", "3"),
+        ("epochs", 1.5),
+        ("epochs", None),
+        ("epochs", True),
+        ("examples", "many"),
+        ("headroom", "5%"),
+        ("verify", 1),
+        ("model", None),
+        ("study", 7),
+        ("space", ["lora_rank"]),
+        ("pins", ["lora_rank"]),
+        ("trainer", "accelerate"),
+    ],
+)
+def test_python_gets_the_same_errors_as_the_command_line(name, value):
+    with pytest.raises(UsageError, match=f"{name}.* cannot be {re.escape(repr(value))}") as caught:
+        StudySpec(**{"model": "m", name: value})
+    assert caught.value.remedy and caught.value.exit_code == 2
+
+
+def test_contradictions_are_errors_for_python_too():
+    with pytest.raises(UsageError, match="give examples or tokens, not both"):
+        StudySpec(model="m", examples=1, tokens=1)
+    with pytest.raises(UsageError, match="configs need different names"):
+        StudySpec(model="m", configs=(NamedConfig(name="a"), NamedConfig(name="a")))
+    with pytest.raises(UsageError, match="accumulation cannot be 0"):
+        NamedConfig(name="a", accumulation=0)
+    with pytest.raises(UsageError, match="peak_gib cannot be -1"):
+        Published(peak_gib=-1.0)
+
+
+def test_an_int_is_a_float():
+    assert StudySpec(model="m", price=2, headroom=0).price == 2
+
+
+def test_a_search_space_is_stored_by_value():
+    space = SearchSpace.of("mine", micro_batch_size=[1, 2], lora_rank=range(8, 17), quantization="none")
+    spec = StudySpec(model="m", space=space)
+    assert from_data(StudySpec, json.loads(json.dumps(to_data(spec)))) == spec
+    assert spec.space_name == "mine" and StudySpec(model="m", space="lora").space_name == "lora"
+
+
+def test_a_file_names_its_search_space(tmp_path):
+    path = write(tmp_path, "model: m\nspace: {name: mine, knobs: [{name: lora_rank, values: [1]}]}\n")
+    assert failure(path, {}) == "FILE: space: Input should be a valid string"
+
+
+def test_every_option_has_a_help_sentence():
+    assert set(SPEC_FIELDS) - set(OPTIONS) == {"pins", "configs"}
+    for option in OPTIONS.values():
+        assert len(option.help) > 5 and option.help.endswith(".")
+    assert (OPTIONS["epochs"].shown_default, OPTIONS["study"].shown_default) == ("1", None)
+    assert OPTIONS["tokenizer"].metavar == "DIR"
 
 
 def test_every_field_is_a_flag():
