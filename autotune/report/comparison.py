@@ -31,6 +31,7 @@ from autotune.planning.compare import (
     usd_interval,
 )
 from autotune.planning.plan import FITS
+from autotune.report.style import environment
 
 SPEED = ("card", "GiB of limit", "tokens/s (80 %)", "relative", "hours (80 %)", "kWh at most")
 COST = ("USD (80 %)", "USD at spot", "USD/1,000 samples", "price")
@@ -258,15 +259,6 @@ def _escaped(text: str) -> str:
 
 def as_html(comparison: Comparison, today: date) -> str:
     """One page that needs nothing else."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("autotune.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     groups = [
         {
             "heading": heading(group),
@@ -285,7 +277,7 @@ def as_html(comparison: Comparison, today: date) -> str:
         }
         for group in comparison.groups
     ]
-    template = environment.get_template("matrix.html.j2")
+    template = environment().get_template("matrix.html.j2")
     return template.render(
         groups=groups,
         how_sure=comparison.how_sure,

@@ -24,9 +24,8 @@ from optuna.trial import FrozenTrial
 
 from autotune.core.units import fmt_count, fmt_gib
 from autotune.report import draw, oom_report, render
-from autotune.report.describe import candidate_line
+from autotune.report.describe import LABELS, candidate_line
 from autotune.report.oom import code
-from autotune.report.style import OUTCOMES
 from autotune.study.optimizer import METRIC
 from autotune.study.summary import StudySummary, TrialRecord
 
@@ -204,7 +203,7 @@ def _trial_note(row: TrialRecord, summary: StudySummary) -> str:
     how = "reserved" if row.tokens_per_second is not None else "needed"
     facts += [f"{fmt_gib(row.peak_reserved_gib)} {how}"] if row.peak_reserved_gib is not None else []
     facts += [f"limit {fmt_gib(row.limit_gib)}"] if row.limit_gib is not None else []
-    lines = [f"**{OUTCOMES[row.outcome][2]}**{', the winner' * won} [{row.evidence}]", ", ".join(facts)]
+    lines = [f"**{LABELS[row.outcome]}**{', the winner' * won} [{row.evidence}]", ", ".join(facts)]
     lines += [f"Reason: {code(row.reason)}"] if row.reason else []
     lines += [f"Log: {code(row.log)}"] if row.log else []
     return "\n\n".join(filter(None, lines))

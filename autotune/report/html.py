@@ -1,6 +1,6 @@
-"""report.html: one file that opens offline. Infos are formatted here and laid out by templates/report.html.j2.
+"""report.html: one file that opens offline. Values are formatted here and laid out by templates/report.html.j2.
 
-Autoescape is on; what is marked safe is plotly.js and JSON in which no `<` is left.
+Autoescape is on; the only text marked safe is plotly.js and JSON without any `<`.
 """
 
 import json
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 from autotune.catalog import age
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
-from autotune.report import describe, figures, infos, parallel, tradeoffs
+from autotune.report import describe, figures, infos
 from autotune.report.comparison import price_text
 from autotune.report.oom import OomReport, missed, oom_report
-from autotune.report.style import OUTCOMES, plotly_js
+from autotune.report.style import environment, plotly_js
 from autotune.report.timeline import timeline
 from autotune.study.summary import Recipe, StudySummary
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-OUTCOME_NAMES = {outcome.value: name for outcome, (_, _, name) in OUTCOMES.items()}
+# Symbol and name of each state of a cell of the map.
 STATES = {
     "fits": ("✓", "fits"),
     "mixed": ("◪", "mixed"),
@@ -31,17 +31,18 @@ STATES = {
     "failed": ("!", "failed"),
     "untried": (DASH, "not tried"),
 }
+# Symbol and meaning of each kind of evidence, from the strongest to the weakest.
 EVIDENCE = {
     Evidence.MEASURED: ("●", "timed on this GPU with the whole model"),
-    Evidence.EXTRAPOLATED: ("◐", "timed on this GPU with fewer layers, and extended to all of them"),
-    Evidence.PROJECTED: ("○", "measured on another GPU, and carried over to this one"),
+    Evidence.EXTRAPOLATED: ("◐", "timed on this GPU with fewer layers and extended to all of them"),
+    Evidence.PROJECTED: ("○", "measured on another GPU and projected to this one"),
     Evidence.ESTIMATED: ("◌", "computed from a formula; nothing ran"),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stat:
-    """One number of the first screen, with what it means and what it rests on."""
+    """One number of the first screen, with what it means and its evidence."""
 
     label: str
     value: str
@@ -50,16 +51,8 @@ class Stat:
 
 
 def render(summary: StudySummary, out_dir_name: str) -> str:
-    """The whole page. `out_dir_name` is the directory in which the commands to start are run."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("autotune.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    """The whole page. `out_dir_name` is the directory in which its commands are to be run."""
+    pages = environment()
     filters: dict[str, Any] = {
         "count": fmt_count,
         "gib": fmt_gib,
@@ -72,13 +65,65 @@ def render(summary: StudySummary, out_dir_name: str) -> str:
         "breaks": breaks,
         "missed": missed,
         "learned": describe.learned,
+        "hours_range": describe.hours_range,
+        "usd_range": describe.usd_range,
+        "label": lambda outcome: describe.LABELS[Outcome(outcome)],
     }
-    environment.filters |= filters
-    return environment.get_template("report.html.j2").render(_view(summary, out_dir_name))
+    pages.filters |= filters
+    return pages.get_template("report.html.j2").render(_view(summary, out_dir_name))
+
+
+def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
+    """The page's figures by name, as the data that Plotly.newPlot takes; None where there is nothing to show."""
+    recipe, points, limit_gib = summary.recipe, infos.points(summary), infos.limit_gib(summary)
+    return {
+        "scatter": figures.scatter(points, infos.candidates(summary), limit_gib),
+        "history": figures.history(points, infos.best_so_far(summary)),
+        "timeline": figures.timeline(timeline(summary)),
+        "parallel": figures.parallel(infos.parallel(summary)),
+        "importances": figures.importances(infos.importances(summary)),
+        "memory": figures.memory(infos.memory(summary), limit_gib),
+        "cards": figures.cards(summary.cards),
+        "explanation": figures.explanation(summary.explanation),
+        "capability": figures.capability(infos.learning_cells(recipe) if recipe else ()),
+        "quality": figures.quality(summary.quality, recipe.winner.config if recipe else None),
+    }
+
+
+def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
+    """The numbers of the first screen."""
+    winner, baseline, cost = recipe.winner, recipe.baseline, recipe.winner.cost
+    text = {name: number.text for name, number in describe.numbers(winner).items()}
+    speedup = "no baseline measured"
+    if baseline is not None:
+        speedup = f"from {fmt_count(baseline.performance.tokens_per_second)} tokens/s of the baseline"
+    rank = list(Evidence)
+    weakest = max((candidate.evidence for candidate in (winner, baseline) if candidate), key=rank.index)
+    workload = recipe.workload
+    run = f"{workload.examples:,} examples" + (" (assumed)" if workload.examples_assumed else "")
+    run += ", 1 epoch" if workload.epochs == 1 else f", {workload.epochs} epochs"
+    usd = describe.usd_range(cost) if cost.interval_usd else "no price is known"
+    # A duration is not broken across lines.
+    hours = describe.hours_range(cost).replace(" ", "\u00a0").replace("\u00a0to\u00a0", " to ")
+    time = f"{hours}; {cost.num_steps:,} steps of {text['optimizer step']}"
+    if cost.startup_s is not None:
+        time += f"; about {fmt_seconds(cost.startup_s)} more to start"
+    mfu = "" if winner.performance.mfu is None else f"; MFU {winner.performance.mfu:.0%}"
+    free = f"{text['free below the limit']} free of a limit of {text['limit']}"
+    search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
+    rows = (
+        ("Speed-up", DASH if recipe.speedup is None else f"{recipe.speedup:.2f}×", speedup, weakest),
+        ("Cost of the full run", text["USD"], f"{usd}; {run}", cost.evidence),
+        ("Time of the full run", text["time"], time, cost.evidence),
+        ("Useful tokens/s", text["useful tokens/s"], f"without padding and cut-off tokens{mfu}", winner.evidence),
+        ("Peak reserved memory", text["peak reserved"], free, winner.memory_evidence),
+        ("Cost of this search", fmt_usd(summary.search_usd), search, Evidence.MEASURED),
+    )
+    return tuple(Stat(label=label, value=value, note=note, evidence=kind) for label, value, note, kind in rows)
 
 
 def breaks(text: str) -> "Markup":
-    """Text that may be broken after an underscore, as the names of knobs are on a phone."""
+    """Text that may be broken after an underscore, for the names of knobs on a phone."""
     from markupsafe import Markup, escape
 
     return Markup("_<wbr>").join(escape(part) for part in text.split("_"))
@@ -94,67 +139,50 @@ def script_json(data: Any) -> "Markup":
     return Markup(text)  # noqa: S704 (nothing that HTML could interpret is left in it)
 
 
-def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
-    """The numbers of the first screen."""
-    winner, workload = recipe.winner, recipe.workload
-    speed, peak, cost = winner.performance, winner.measurement, winner.cost
-    rank = list(Evidence)
-    both = [winner.evidence] + ([recipe.baseline.evidence] if recipe.baseline else [])
-    passes = "1 epoch" if workload.epochs == 1 else f"{workload.epochs} epochs"
-    run = f"{workload.examples:,} examples{' (assumed)' * workload.examples_assumed}, {passes}"
-    usd = DASH if cost.interval_usd is None else " to ".join(map(fmt_usd, cost.interval_usd))
-    # A duration is not broken across lines.
-    hours = " to ".join(fmt_seconds(hours * 3600).replace(" ", "\u00a0") for hours in cost.interval_hours)
-    start = "" if cost.startup_s is None else f"; about {fmt_seconds(cost.startup_s)} more to start"
-    free = 1.0 - peak.peak_reserved_gib / peak.limit_gib
-    mfu = f"; MFU {speed.mfu:.0%}" if speed.mfu is not None else ""
-    return (
-        Stat(
-            label="Speed-up",
-            value=DASH if recipe.speedup is None else f"{recipe.speedup:.2f}×",
-            note=(
-                "no baseline measured"
-                if recipe.baseline is None
-                else f"from {fmt_count(recipe.baseline.performance.tokens_per_second)} tokens/s of the baseline"
-            ),
-            evidence=max(both, key=rank.index),
-        ),
-        Stat(
-            label="Cost of the full run",
-            value=fmt_usd(cost.full_run_usd),
-            note=f"{usd}; {run}" if cost.interval_usd else f"no price is known; {run}",
-            evidence=cost.evidence,
-        ),
-        Stat(
-            label="Time of the full run",
-            value=fmt_seconds(cost.full_run_hours * 3600),
-            note=f"{hours}; {cost.num_steps:,} steps of {fmt_seconds(speed.step_time_s)}{start}",
-            evidence=cost.evidence,
-        ),
-        Stat(
-            label="Useful tokens/s",
-            value=fmt_count(speed.tokens_per_second),
-            note=f"neither padding nor cut off{mfu}",
-            evidence=winner.evidence,
-        ),
-        Stat(
-            label="Peak reserved memory",
-            value=fmt_gib(peak.peak_reserved_gib),
-            note=f"{free:.0%} free of a limit of {fmt_gib(peak.limit_gib)}",
-            evidence=winner.memory_evidence,
-        ),
-        Stat(
-            label="Cost of this search",
-            value=fmt_usd(summary.search_usd),
-            note=f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}",
-            evidence=Evidence.MEASURED,
-        ),
-    )
+def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
+    """Everything that the template reads."""
+    from markupsafe import Markup
+
+    recipe, oom, figures_by_name = summary.recipe, oom_report(summary), draw(summary)
+    drawn = {name: data for name, data in figures_by_name.items() if data is not None}
+    view: dict[str, Any] = {
+        "summary": summary,
+        "recipe": recipe,
+        "headline": _headline(summary),
+        "breakdown": _breakdown(summary),
+        "spent": timeline(summary).sentences(),
+        "map": infos.feasibility(summary),
+        "lengths": infos.row_lengths(summary),
+        "oom": oom,
+        "closest": _closest(oom),
+        "effect": lambda knob: describe.ablation_effect(summary.explanation, knob) if summary.explanation else "",
+        "verification": describe.verification(summary.verification) if summary.verification else [],
+        "price_of": lambda card: price_text(card.price, date.today()),
+        "drawn": drawn,
+        "figures_json": script_json(drawn),
+        # plotly.js has 5 MB: a page without figures does without it.
+        "plotly_js": Markup(plotly_js() if drawn else ""),  # noqa: S704 (the library's own file)
+        "states": STATES,
+        "evidence": {kind.value: value for kind, value in EVIDENCE.items()},
+    }
+    if recipe is not None:
+        view |= {
+            "subject": _subject(recipe),
+            "phrases": describe.configuration(recipe),
+            "stats": stats(recipe, summary),
+            "price": _price(recipe),
+            "commands": _commands(recipe, out_dir_name),
+            "compare": infos.compare(recipe),
+            "costs": infos.costs(recipe),
+            "cells": infos.learning_cells(recipe),
+            "fingerprint": infos.fingerprint(recipe),
+        }
+    return view
 
 
-def _commands(recipe: Recipe | None, out_dir_name: str) -> str:
-    """What starts the full run."""
-    if recipe is not None and recipe.trainer == "trl":
+def _commands(recipe: Recipe, out_dir_name: str) -> str:
+    """The commands that start the full run."""
+    if recipe.trainer == "trl":
         return f"cd {shlex.quote(out_dir_name)}/export\nhead trl_sft.yaml   # has the command; name your dataset in it"
     return f"cd {shlex.quote(out_dir_name)}\nbash export/launch.sh --dataset data.jsonl"
 
@@ -163,18 +191,16 @@ def _headline(summary: StudySummary) -> str:
     recipe, counts = summary.recipe, summary.counts()
     if recipe is None:
         memory = counts["oom"] + counts["refused"] or not summary.trials
-        return "Nothing fitted" if memory else "No trial came through"
+        return "Nothing fits" if memory else "No trial succeeded"
     if recipe.baseline is None or recipe.speedup is None:
-        return "The best configuration found; no baseline measured"
+        return "The best configuration; no baseline measured"
     if recipe.winner.config == recipe.baseline.config:
-        return "The baseline is the best configuration found"
+        return "The baseline is the best configuration"
     return f"{recipe.speedup:.1f}× the speed of the baseline"
 
 
-def _subject(recipe: Recipe | None) -> str | None:
+def _subject(recipe: Recipe) -> str:
     """'Mistral-7B on NVIDIA H200'."""
-    if recipe is None:
-        return None
     return f"{recipe.model.name} on {recipe.device.nvml_names[0] if recipe.device.nvml_names else recipe.device.name}"
 
 
@@ -192,72 +218,15 @@ def _price(recipe: Recipe) -> str:
 def _breakdown(summary: StudySummary) -> str:
     """'12 trials: 8 fit, 2 out of memory, 2 refused'."""
     parts = []
-    for outcome, (_, _, name) in OUTCOMES.items():
+    for outcome, label in describe.LABELS.items():
         number = sum(row.outcome is outcome for row in summary.trials)
         if number:
-            parts.append(f"{number:,} {'fit' if outcome is Outcome.OK else name}")
-    total = f"{len(summary.trials):,} {'trial' if len(summary.trials) == 1 else 'trials'}"
-    return f"{total}: {', '.join(parts)}" if parts else "no trial was run"
+            parts.append(f"{number:,} {'fit' if outcome is Outcome.OK else label}")
+    trials = "1 trial" if len(summary.trials) == 1 else f"{len(summary.trials):,} trials"
+    return f"{trials}: {', '.join(parts)}" if parts else "no trial was run"
 
 
 def _closest(report: OomReport) -> Any:
     """The trial that missed the limit by least."""
     known = [entry for entry in report.entries if entry.margin is not None]
     return min(known, key=lambda entry: (entry.margin, entry.number), default=None)
-
-
-def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
-    """The page's figures by name, as the data that Plotly.newPlot takes; None where there is nothing to show."""
-    recipe = summary.recipe
-    return {
-        "scatter": figures.scatter(infos.scatter(summary)),
-        "history": figures.history(infos.history(summary)),
-        "timeline": figures.timeline(timeline(summary)),
-        "parallel": figures.parallel(parallel.parallel(summary)),
-        "importances": figures.importances(infos.importances(summary)),
-        "memory": figures.memory(infos.memory(summary)),
-        "cards": figures.cards(summary.cards),
-        "explanation": figures.explanation(summary.explanation),
-        "capability": figures.capability(tradeoffs.cells(recipe) if recipe else ()),
-        "quality": figures.quality(summary.quality, recipe.winner.config if recipe else None),
-    }
-
-
-def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
-    """Everything that the template reads."""
-    from markupsafe import Markup
-
-    recipe, report = summary.recipe, oom_report(summary)
-    cells = tradeoffs.cells(recipe) if recipe else ()
-    drawn = draw(summary)
-    # A figure fewer is not a reason for 5 MB: without any, plotly.js stays out.
-    source = plotly_js() if any(drawn.values()) else ""
-    return {
-        "summary": summary,
-        "recipe": recipe,
-        "headline": _headline(summary),
-        "subject": _subject(recipe),
-        "breakdown": _breakdown(summary),
-        "words": describe.configuration(recipe) if recipe else (),
-        "stats": stats(recipe, summary) if recipe else (),
-        "price": _price(recipe) if recipe else None,
-        "commands": _commands(recipe, out_dir_name),
-        "compare": infos.compare(recipe) if recipe else (),
-        "spent": timeline(summary).said(),
-        "verified": describe.verification(summary.verification) if summary.verification else (),
-        "effect": lambda knob: describe.ablation_effect(summary.explanation, knob) if summary.explanation else "",
-        "map": infos.feasibility(summary),
-        "costs": infos.costs(recipe) if recipe else (),
-        "cells": cells,
-        "price_of": lambda card: price_text(card.price, date.today()),
-        "lengths": tradeoffs.lengths(summary),
-        "fingerprint": infos.fingerprint(recipe) if recipe else (),
-        "oom": report,
-        "closest": _closest(report),
-        "drawn": {name: data is not None for name, data in drawn.items()},
-        "figures_json": script_json({name: data for name, data in drawn.items() if data is not None}),
-        "plotly_js": Markup(source),  # noqa: S704 (the library's own file)
-        "states": STATES,
-        "outcome_names": OUTCOME_NAMES,
-        "evidence": {kind.value: value for kind, value in EVIDENCE.items()},
-    }

@@ -1,17 +1,18 @@
-"""What each figure and table of the report says, as plain values: StudySummary in, dataclasses out, no plotly.
+"""What each figure and table of the report shows, as plain values: a StudySummary in, no plotly, no formatting.
 
-Numbers stay numbers here and unknown ones None; `html` formats them and `figures` draws them.
+Numbers stay numbers and unknown ones are None. `html` formats them, `figures` draws them, `describe` has the words.
 """
 
 import math
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.core.probe_types import Outcome, to_data
-from autotune.core.train_config import KNOBS
+from autotune.core.train_config import KNOBS, TrainConfig
 from autotune.core.units import DASH
+from autotune.problem.performance import differences
 from autotune.problem.run_cost import CostProjection
 from autotune.report import describe
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
@@ -19,11 +20,14 @@ from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 # More distinct values than this on one axis of the map are grouped by powers of two.
 MAX_AXIS = 10
 TERMS = ("weights", "adapters", "gradients", "optimizer", "activations and the rest")
+# Groups of the parallel coordinates, as shares of the fastest speed.
+CLOSE, HALF = 0.95, 0.5
+SHORTEST_ROW = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One trial in a figure. `peak_gib` is reserved memory, or what was needed at least if it did not fit."""
+    """One trial in a figure. `peak_gib` is reserved memory, or the least that was needed if the trial did not fit."""
 
     number: int
     label: str
@@ -31,32 +35,6 @@ class Point:
     tokens_per_second: float | None
     peak_gib: float | None
     reason: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Marked:
-    """The winner or the baseline in the scatter."""
-
-    name: str
-    tokens_per_second: float
-    peak_gib: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScatterInfo:
-    """Speed against memory. A point without a speed did not run to its end, one without memory is left out."""
-
-    points: tuple[Point, ...]
-    marked: tuple[Marked, ...]
-    limit_gib: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryInfo:
-    """Trials in order, and (trial, best tokens/s so far) at each improvement and at the end."""
-
-    points: tuple[Point, ...]
-    best: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +56,8 @@ class MapInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBar:
-    """One candidate. `terms` in the order of TERMS; they sum to the allocated peak."""
-
-    name: str
-    terms: dict[str, float]
-    reserved_gib: float
-    limit_gib: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRow:
-    """One line of winner against baseline, ready to print. `ratio` is winner / baseline where that says something."""
+    """One line of winner against baseline, ready to print. `ratio` is winner / baseline where it means something."""
 
     group: str
     name: str
@@ -99,20 +67,95 @@ class CompareRow:
     ratio: float | None = None
 
 
-def scatter(summary: StudySummary) -> ScatterInfo:
-    points = tuple(point for point in map(_point, summary.trials) if point.peak_gib is not None)
-    return ScatterInfo(points=points, marked=_marked(summary.recipe), limit_gib=limit_gib(summary))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One configuration in the parallel coordinates.
+
+    `heights` has its height on each axis, 0 to 1, the last of which is its speed. `group` is 0 for the fastest.
+    """
+
+    label: str
+    tokens_per_second: float
+    heights: tuple[float, ...]
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelInfo:
+    """`axes` are the knobs that vary, with their values from bottom to top; `fastest` ends the speed axis."""
+
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+    lines: tuple[Line, ...]
+    fastest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRow:
+    """The best candidate of one learning cell.
+
+    `extra` is its cost per useful token over the winner's, minus 1, and `interval` the same at either end of the
+    measured spread. `changes` names the learning knobs that differ from the winner's. `cut` is the share of all tokens
+    that its row length cuts off, `padding` the share of its rows that is padding.
+    """
+
+    candidate: Candidate
+    changes: str
+    extra: float
+    interval: tuple[float, float]
+    cut: float
+    padding: float
+    is_winner: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRow:
+    """What rows of `seq_len` tokens do to the examples: shares of examples and tokens cut, and of the rows filled.
+
+    `packed_fill` and `examples_a_row` are those of packed rows.
+    """
+
+    seq_len: int
+    examples_cut: float
+    tokens_cut: float
+    fill: float
+    packed_fill: float
+    examples_a_row: float
+    is_winner: bool
+
+
+def points(summary: StudySummary) -> tuple[Point, ...]:
+    """Every trial, in the order they ran."""
+    return tuple(
+        Point(
+            number=row.number,
+            label=row.config.label(),
+            outcome=row.outcome,
+            tokens_per_second=row.tokens_per_second,
+            peak_gib=describe.memory_gib(row),
+            reason=row.reason,
+        )
+        for row in summary.trials
+    )
+
+
+def candidates(summary: StudySummary) -> dict[str, Candidate]:
+    """Winner and baseline by these names, those that exist."""
+    if summary.recipe is None:
+        return {}
+    pair = {"winner": summary.recipe.winner, "baseline": summary.recipe.baseline}
+    return {name: candidate for name, candidate in pair.items() if candidate is not None}
 
 
 def limit_gib(summary: StudySummary) -> float | None:
-    """The winner's memory limit; the median of the trials' where there is no winner."""
+    """The winner's memory limit; the median of the trials' limits without a winner."""
     if summary.recipe:
         return summary.recipe.winner.measurement.limit_gib
     limits = [row.limit_gib for row in summary.trials if row.limit_gib is not None]
     return statistics.median(limits) if limits else None
 
 
-def history(summary: StudySummary) -> HistoryInfo:
+def best_so_far(summary: StudySummary) -> tuple[tuple[int, float], ...]:
+    """(trial, best tokens/s so far) at each improvement and at the last trial."""
     best: list[tuple[int, float]] = []
     for row in summary.trials:
         speed = row.tokens_per_second
@@ -120,60 +163,54 @@ def history(summary: StudySummary) -> HistoryInfo:
             best.append((row.number, speed))
     if best and summary.trials[-1].number > best[-1][0]:
         best.append((summary.trials[-1].number, best[-1][1]))
-    return HistoryInfo(points=tuple(map(_point, summary.trials)), best=tuple(best))
+    return tuple(best)
 
 
-def importances(summary: StudySummary) -> tuple[tuple[str, float], ...]:
-    """(knob, share), the largest first."""
-    return tuple(sorted(summary.importances.items(), key=lambda item: (-item[1], item[0])))
+def importances(summary: StudySummary) -> dict[str, float]:
+    """The share of each knob, the largest first."""
+    return dict(sorted(summary.importances.items(), key=lambda item: (-item[1], item[0])))
 
 
 def feasibility(summary: StudySummary) -> MapInfo:
-    """Which micro batches and lengths were tried, and what became of them."""
+    """Which micro batches and row lengths were tried, and how their trials ended."""
     micro, micro_of = _axis({row.config.micro_batch_size for row in summary.trials})
     lengths, length_of = _axis({row.config.seq_len for row in summary.trials})
     groups: dict[tuple[str, str], list[TrialRecord]] = {}
     for row in summary.trials:
         key = (micro_of[row.config.micro_batch_size], length_of[row.config.seq_len])
         groups.setdefault(key, []).append(row)
-    cells = tuple(tuple(_cell(groups.get((one, other), [])) for other in lengths) for one in micro)
+    cells = tuple(tuple(_cell(groups.get((size, length), [])) for length in lengths) for size in micro)
     return MapInfo(rows=micro, columns=lengths, cells=cells)
 
 
-def memory(summary: StudySummary) -> tuple[MemoryBar, ...]:
-    """Winner and baseline; what no term names is activations, logits and the allocator's rest."""
-    if summary.recipe is None:
-        return ()
-    return tuple(_bar(name, candidate) for name, candidate in _candidates(summary.recipe))
+def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
+    """GiB by TERMS for winner and baseline; activations, logits and the allocator's rest are one term."""
+    bars = {}
+    for name, candidate in candidates(summary).items():
+        peak = candidate.measurement
+        terms = (peak.model_gib, peak.adapters_gib, peak.gradients_gib, peak.optimizer_gib)
+        # Not everything is alive at the peak, so these terms can exceed it; the rest is never negative.
+        rest = max(0.0, peak.peak_allocated_gib - sum(terms))
+        bars[name] = dict(zip(TERMS, (*terms, rest), strict=True))
+    return bars
 
 
 def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
-    """Knob by knob, then performance, memory and cost; the baseline's side is a dash where there is none."""
+    """Knob by knob, then performance, memory and cost; without a baseline its column has dashes."""
     winner, baseline = recipe.winner, recipe.baseline
-    ours, theirs = winner.config.as_dict(), baseline.config.as_dict() if baseline else {}
+    ours = _settings(recipe, winner)
+    theirs = _settings(recipe, baseline) if baseline else {}
     rows = [
         CompareRow(
             group="Configuration",
-            name=knob,
-            winner=value_text(ours.get(knob)),
-            baseline=value_text(theirs.get(knob)),
-            changed=baseline is not None and ours.get(knob) != theirs.get(knob),
+            name=name,
+            winner=value_text(ours.get(name)),
+            baseline=value_text(theirs.get(name)),
+            changed=baseline is not None and ours.get(name) != theirs.get(name),
         )
-        for knob in KNOBS
-        if knob in ours or knob in theirs
+        for name in (*KNOBS, "accumulation steps")
+        if name in ours or name in theirs
     ]
-    accumulation = [str(recipe.accumulation), DASH]
-    if baseline:
-        accumulation[1] = str(recipe.workload.run_shape(baseline.config).accumulation)
-    rows.append(
-        CompareRow(
-            group="Configuration",
-            name="accumulation steps",
-            winner=accumulation[0],
-            baseline=accumulation[1],
-            changed=baseline is not None and accumulation[0] != accumulation[1],
-        )
-    )
     others = describe.numbers(baseline) if baseline else {}
     for name, number in describe.numbers(winner).items():
         other = others.get(name)
@@ -184,16 +221,87 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
 
 
 def costs(recipe: Recipe) -> tuple[CostProjection, ...]:
-    """The workload that was asked for and the table sizes, by size; equal ones once."""
-    sizes = {one.examples: one for one in (*recipe.by_examples, recipe.winner.cost)}
+    """The user's workload and the table sizes, by size, each once."""
+    sizes = {cost.examples: cost for cost in (*recipe.by_examples, recipe.winner.cost)}
     return tuple(sizes[examples] for examples in sorted(sizes))
 
 
-def fingerprint(recipe: Recipe) -> tuple[tuple[str, str], ...]:
-    """(field, value), packages one by one."""
+def fingerprint(recipe: Recipe) -> dict[str, str]:
+    """Each field of the fingerprint, and each package."""
     data: dict[str, Any] = to_data(recipe.fingerprint)
     packages: dict[str, str] = data.pop("packages")
-    return tuple((name, value_text(value)) for name, value in (data | packages).items())
+    return {name: value_text(value) for name, value in (data | packages).items()}
+
+
+def parallel(summary: StudySummary) -> ParallelInfo:
+    """The configurations with a known speed, each once; no axes where fewer than two knobs vary."""
+    speeds: dict[TrainConfig, float] = {}
+    for row in summary.trials:
+        if row.tokens_per_second is not None:
+            speeds[row.config] = max(row.tokens_per_second, speeds.get(row.config, 0.0))
+    values = {knob: _ordered({getattr(config, knob) for config in speeds}) for knob in KNOBS}
+    values = {knob: several for knob, several in values.items() if len(several) > 1}
+    fastest = max(speeds.values(), default=0.0)
+    if len(values) < 2 or not fastest:
+        return ParallelInfo(axes=(), lines=(), fastest=fastest)
+    lines = []
+    for config, speed in sorted(speeds.items(), key=lambda item: item[1]):
+        heights = [several.index(getattr(config, knob)) / (len(several) - 1) for knob, several in values.items()]
+        share = speed / fastest
+        group = 0 if share >= CLOSE else 1 if share >= HALF else 2
+        lines.append(Line(label=config.label(), tokens_per_second=speed, heights=(*heights, share), group=group))
+    axes = tuple((knob, tuple(map(str, several))) for knob, several in values.items())
+    return ParallelInfo(axes=axes, lines=tuple(lines), fastest=fastest)
+
+
+def learning_cells(recipe: Recipe) -> tuple[CellRow, ...]:
+    """The best of each learning cell, the winner first and then the cheapest."""
+    rows = []
+    for candidate in recipe.cells:
+        extra = recipe.winner.performance.tokens_per_second / candidate.performance.tokens_per_second - 1.0
+        low, high = candidate.performance.spread
+        rows.append(
+            CellRow(
+                candidate=candidate,
+                changes=differences(candidate.config, recipe.winner.config),
+                extra=extra,
+                interval=((1 + extra) * (1 + low) - 1, (1 + extra) * (1 + high) - 1),
+                cut=recipe.workload.truncated(candidate.config.seq_len),
+                padding=1.0 - recipe.workload.fill(candidate.config),
+                is_winner=candidate.config == recipe.winner.config,
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (not row.is_winner, row.extra)))
+
+
+def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
+    """Each seq_len that was tried, and the powers of two below and just above; () where all have one length."""
+    recipe = summary.recipe
+    if recipe is None or len(recipe.workload.lengths.counts) == 1:
+        return ()
+    workload = recipe.workload
+    lengths = {row.config.seq_len for row in summary.trials}
+    longest = 2 * min(workload.lengths.longest, max(lengths, default=SHORTEST_ROW))
+    seq_len = SHORTEST_ROW
+    while seq_len < longest:
+        lengths.add(seq_len)
+        seq_len *= 2
+    rows = []
+    for seq_len in sorted(lengths):
+        alone = TrainConfig(seq_len=seq_len)
+        packed = replace(alone, packing=True)
+        rows.append(
+            LengthRow(
+                seq_len=seq_len,
+                examples_cut=workload.lengths.longer(seq_len),
+                tokens_cut=workload.truncated(seq_len),
+                fill=workload.fill(alone),
+                packed_fill=workload.fill(packed),
+                examples_a_row=workload.examples_per_row(packed),
+                is_winner=seq_len == recipe.winner.config.seq_len,
+            )
+        )
+    return tuple(rows)
 
 
 def value_text(value: Any) -> str:
@@ -203,32 +311,9 @@ def value_text(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _point(row: TrialRecord) -> Point:
-    return Point(
-        number=row.number,
-        label=row.config.label(),
-        outcome=row.outcome,
-        tokens_per_second=row.tokens_per_second,
-        peak_gib=describe.memory_gib(row),
-        reason=row.reason,
-    )
-
-
-def _candidates(recipe: Recipe) -> list[tuple[str, Candidate]]:
-    return [("winner", recipe.winner)] + ([("baseline", recipe.baseline)] if recipe.baseline else [])
-
-
-def _marked(recipe: Recipe | None) -> tuple[Marked, ...]:
-    if recipe is None:
-        return ()
-    return tuple(
-        Marked(
-            name=name,
-            tokens_per_second=candidate.performance.tokens_per_second,
-            peak_gib=candidate.measurement.peak_reserved_gib,
-        )
-        for name, candidate in _candidates(recipe)
-    )
+def _settings(recipe: Recipe, candidate: Candidate) -> dict[str, Any]:
+    """The knobs of a candidate and its accumulation steps."""
+    return candidate.config.as_dict() | {"accumulation steps": recipe.workload.run_shape(candidate.config).accumulation}
 
 
 def _axis(values: set[int]) -> tuple[tuple[str, ...], dict[int, str]]:
@@ -245,8 +330,9 @@ def _axis(values: set[int]) -> tuple[tuple[str, ...], dict[int, str]]:
 
 def _cell(rows: list[TrialRecord]) -> MapCell:
     count = Counter(row.outcome for row in rows)
-    fitting, not_fitting = count[Outcome.OK] + count[Outcome.SLOW], count[Outcome.OOM] + count[Outcome.REFUSED]
-    if fitting and not_fitting:
+    fitting = count[Outcome.OK] + count[Outcome.SLOW]
+    too_large = count[Outcome.OOM] + count[Outcome.REFUSED]
+    if fitting and too_large:
         state = "mixed"
     elif fitting:
         state = "fits"
@@ -260,14 +346,8 @@ def _cell(rows: list[TrialRecord]) -> MapCell:
     return MapCell(state=state, num_tried=len(rows), best_tokens_per_second=max(speeds, default=None))
 
 
-def _bar(name: str, candidate: Candidate) -> MemoryBar:
-    peak = candidate.measurement
-    named = (peak.model_gib, peak.adapters_gib, peak.gradients_gib, peak.optimizer_gib)
-    # Not everything is alive at the peak, so the named terms can exceed it; the rest is never negative.
-    rest = max(0.0, peak.peak_allocated_gib - sum(named))
-    return MemoryBar(
-        name=name,
-        terms=dict(zip(TERMS, (*named, rest), strict=True)),
-        reserved_gib=peak.peak_reserved_gib,
-        limit_gib=peak.limit_gib,
+def _ordered(values: set[Any]) -> list[Any]:
+    """None first, then numbers by size, then words by the alphabet."""
+    return sorted(
+        values, key=lambda value: (value is not None, not isinstance(value, int), 0 if value is None else value)
     )

@@ -1,30 +1,46 @@
-"""The look that all figures share; the only file that imports plotly, and only when a figure is drawn.
+"""The look of figures and pages; the only file that imports plotly and jinja2, and only when they are needed.
 
 Colours that depend on light or dark are left to the page, which sets them when it draws.
 """
 
 import html
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.core.probe_types import Outcome
 
-# Colour, symbol and name of each outcome: mid-tones that carry on white and on near-black, after Okabe and Ito, told
-# apart by symbol as well.
-OUTCOMES = {
-    Outcome.OK: ("#2a7fc4", "circle", "fits"),
-    Outcome.SLOW: ("#8a8f98", "diamond-open", "pruned as slow"),
-    Outcome.OOM: ("#d9541e", "x", "out of memory"),
-    Outcome.REFUSED: ("#d99a00", "triangle-down-open", "refused"),
-    Outcome.TIMEOUT: ("#b565a7", "square-open", "timeout"),
-    Outcome.NUMERICS: ("#2f9c86", "star", "loss not finite"),
-    Outcome.CRASH: ("#8c63c7", "cross-open", "crash"),
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+# Mid-tones that are visible on white and on near-black, after Okabe and Ito.
+ACCENT, BLUE, PALE_BLUE, YELLOW, GREY, PURPLE = "#d9541e", "#2a7fc4", "#8fc1ea", "#d99a00", "#8a8f98", "#8c63c7"
+# Colour and symbol of each outcome, for readers who do not see colours; the names are `describe.LABELS`.
+MARKERS = {
+    Outcome.OK: (BLUE, "circle"),
+    Outcome.SLOW: (GREY, "diamond-open"),
+    Outcome.OOM: (ACCENT, "x"),
+    Outcome.REFUSED: (YELLOW, "triangle-down-open"),
+    Outcome.TIMEOUT: ("#b565a7", "square-open"),
+    Outcome.NUMERICS: ("#2f9c86", "star"),
+    Outcome.CRASH: (PURPLE, "cross-open"),
 }
-ACCENT = "#d9541e"
+
+
+def environment() -> "Environment":
+    """The Jinja environment of all pages: text is escaped, and an unknown name is an error."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("autotune.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def plotly_js() -> str:
-    """The whole of plotly.js, to be put inline."""
+    """The whole of plotly.js, for a page that contains it."""
     from plotly.offline import get_plotlyjs
 
     text: str = get_plotlyjs()
@@ -32,7 +48,7 @@ def plotly_js() -> str:
 
 
 def escape(text: str) -> str:
-    """Text that plotly shows as it is: it interprets a few HTML tags and all entities."""
+    """Text that plotly shows as it is; plotly interprets a few HTML tags and all entities."""
     return html.escape(text, quote=False)
 
 
@@ -43,22 +59,25 @@ def empty() -> Any:
     return go.Figure()
 
 
-def finish(figure: Any, *, x: str, y: str | None, height: int) -> dict[str, Any]:
-    """The look that all figures share, as the data that Plotly.newPlot takes."""
+def finish(figure: Any, *, x: str, y: str | None = None, height: int) -> dict[str, Any]:
+    """Give a figure the common look and return it as the data that Plotly.newPlot takes.
+
+    `x` and `y` are the titles of the axes, `height` is in pixels.
+    """
     axis = {
         "zeroline": False,
         "automargin": True,
         "ticklabelstandoff": 4,
         "title": {"standoff": 12, "font": {"size": 13}},
     }
-    named = any(trace.name and trace.showlegend is not False for trace in figure.data)
+    has_legend = any(trace.name and trace.showlegend is not False for trace in figure.data)
     figure.update_layout(
         template="none",
         height=height,
         autosize=True,
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        margin={"l": 8, "r": 16, "t": 44 if named else 10, "b": 8},
+        margin={"l": 8, "r": 16, "t": 44 if has_legend else 10, "b": 8},
         font={"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13},
         legend={"orientation": "h", "x": 0, "y": 1.02, "xanchor": "left", "yanchor": "bottom"},
         hoverlabel={"align": "left", "font": {"size": 12}},

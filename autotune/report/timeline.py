@@ -1,4 +1,4 @@
-"""The study over wall time: what each second was spent on, and how busy the GPU was in the steps that were timed."""
+"""The study over wall time: what each second was spent on, and how busy the GPU was during the timed steps."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,22 +8,26 @@ from autotune.core.probe_types import Outcome, ProbeResult, Rung
 from autotune.core.units import fmt_seconds
 from autotune.study.summary import StudySummary
 
-# What a probe spends its seconds on, in the order in which it does; the rest is building and cleaning up.
-SPENT = {
+# What a probe spends its seconds on, in order, by the names of its clocks; the rest is set-up and clean-up.
+TIMED = "timed steps"
+CLOCKS = {
     "first steps": ("first_step",),
-    "timed steps": ("steady",),
+    TIMED: ("steady",),
     "evaluation and save": ("evaluate", "save"),
 }
 SET_UP = "set-up and clean-up"
-KINDS = (SET_UP, *SPENT)
-MANY = 400  # stretches; with more of them a bar would be narrower than a pixel
-SLICES = 100
-PAUSE_S = 120.0  # between two probes of one session less than this passes; more is a study that was continued
+KINDS = (SET_UP, *CLOCKS)
+MAX_SPANS = 400  # more would be narrower than a pixel each
+NUM_SLICES = 100
+PAUSE_S = 120.0  # a longer time between two probes means that the study was stopped and continued
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch of one probe. `start_s` counts from the study's first probe, pauses left out."""
+    """A stretch of one probe. `start_s` counts from the study's first probe, without pauses.
+
+    `utilization` is the share of a stretch of timed steps in which a kernel ran, where it is known.
+    """
 
     rung: Rung
     kind: str
@@ -31,20 +35,12 @@ class Span:
     seconds: float
     label: str
     outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Busy:
-    """How busy the GPU was in one probe's timed steps: `utilization` is the share of time in which a kernel ran."""
-
-    start_s: float
-    seconds: float
-    utilization: float
+    utilization: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """An equal part of a long study: what share of it went to each of KINDS, and how busy the GPU was when timed."""
+    """An equal part of a long study: the share of each of KINDS, and the utilization in its timed steps."""
 
     start_s: float
     seconds: float
@@ -54,135 +50,136 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineInfo:
-    """`spent` are seconds by KINDS. `utilization` is the mean over the timed seconds of which it is known."""
+    """The spans of all probes in order; `wall_s` is the study's wall time over all its sessions."""
 
     spans: tuple[Span, ...]
-    busy: tuple[Busy, ...]
-    spent: dict[str, float]
     wall_s: float
     pauses: int
-    utilization: float | None
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds by KINDS."""
+        seconds = dict.fromkeys(KINDS, 0.0)
+        for span in self.spans:
+            seconds[span.kind] += span.seconds
+        return seconds
 
     @property
     def probe_s(self) -> float:
+        """Seconds of probing."""
         return sum(self.spent.values())
 
     @property
     def length_s(self) -> float:
-        """To the end of the last probe."""
-        return max((one.start_s + one.seconds for one in self.spans), default=0.0)
+        """Seconds to the end of the last probe."""
+        return max((span.start_s + span.seconds for span in self.spans), default=0.0)
+
+    @property
+    def utilization(self) -> float | None:
+        """The mean over the timed seconds for which it is known."""
+        known = [(span.utilization, span.seconds) for span in self.spans if span.utilization is not None]
+        return (
+            sum(share * seconds for share, seconds in known) / sum(seconds for _, seconds in known) if known else None
+        )
 
     def share(self, seconds: float) -> float | None:
-        """Of the study's wall time, over all its sessions."""
+        """The share of the study's wall time; None if that is not known."""
         return min(seconds / self.wall_s, 1.0) if self.wall_s > 0 else None
 
-    def said(self) -> tuple[str, ...]:
-        """Where the time went, in sentences; () where no probe ran."""
+    def sentences(self) -> tuple[str, ...]:
+        """Where the time went; () where no probe ran."""
+        spent = self.spent
         if not self.probe_s or not self.wall_s:
             return ()
-        most = sorted(((seconds, kind) for kind, seconds in self.spent.items() if seconds), reverse=True)
-        parts = ", ".join(f"{fmt_seconds(seconds)} {kind}" for seconds, kind in most)
-        told = [
-            f"for {self.share(self.probe_s):.0%} of {fmt_seconds(self.wall_s)} a probe had the device: {parts}",
-            f"{self.share(self.spent['timed steps']):.0%} were timed steps"
-            + (
-                ", and how busy the device was in them is not known"
-                if self.utilization is None
-                else f", in which a kernel ran {self.utilization:.0%} of the time"
-            ),
-        ]
+        longest_first = sorted(((seconds, kind) for kind, seconds in spent.items() if seconds), reverse=True)
+        parts = ", ".join(f"{fmt_seconds(seconds)} {kind}" for seconds, kind in longest_first)
+        timed = f"Timed steps took {self.share(spent[TIMED]):.0%}"
+        if self.utilization is None:
+            timed += "; how busy the GPU was in them is not known."
+        else:
+            timed += f"; a kernel ran in {self.utilization:.0%} of that time."
+        sentences = [f"Probes ran for {self.share(self.probe_s):.0%} of {fmt_seconds(self.wall_s)}: {parts}.", timed]
         if self.pauses:
-            told.append(f"{'a pause is' if self.pauses == 1 else f'{self.pauses} pauses are'} left out of the figure")
-        return tuple(told)
+            pauses = "one pause" if self.pauses == 1 else f"{self.pauses} pauses"
+            sentences.append(f"The figure leaves out {pauses}.")
+        return tuple(sentences)
 
 
 def timeline(summary: StudySummary) -> TimelineInfo:
-    """From the probes whose start is known; what was answered without one takes no time."""
+    """The timeline of the probes whose start is known; an answer without a probe takes no time."""
     spans: list[Span] = []
-    busy: list[Busy] = []
-    spent = dict.fromkeys(KINDS, 0.0)
-    pauses, ended, left_out = 0, 0.0, 0.0
-    for start, probe in _started(summary.probes):
-        total = probe.seconds["total"]
-        if start - left_out - ended > PAUSE_S:
-            pauses, left_out = pauses + 1, start - ended
-        # Starts were once kept in whole seconds, rounded down; probes come one after another.
-        at = ended = max(start - left_out, ended)
+    pauses, end_s, left_out_s = 0, 0.0, 0.0
+    for started_s, probe in _started(summary.probes):
+        if started_s - left_out_s - end_s > PAUSE_S:
+            pauses += 1
+            left_out_s = started_s - end_s
+        # Starts were once stored in whole seconds, rounded down; probes run one after another.
+        start_s = max(started_s - left_out_s, end_s)
+        end_s = start_s
         for kind, seconds in _stretches(probe):
+            telemetry = probe.measurement.telemetry if probe.measurement and kind == TIMED else None
             spans.append(
                 Span(
                     rung=probe.rung,
                     kind=kind,
-                    start_s=ended,
+                    start_s=end_s,
                     seconds=seconds,
                     label=probe.config.label(),
                     outcome=probe.outcome,
+                    utilization=telemetry.utilization if telemetry else None,
                 )
             )
-            read = probe.measurement.telemetry if probe.measurement else None
-            if kind == "timed steps" and read and read.utilization is not None:
-                busy.append(Busy(start_s=ended, seconds=seconds, utilization=read.utilization))
-            spent[kind] += seconds
-            ended += seconds
-        ended = max(ended, at + total)
-    known = sum(one.seconds for one in busy)
-    return TimelineInfo(
-        spans=tuple(spans),
-        busy=tuple(busy),
-        spent=spent,
-        wall_s=summary.wall_seconds,
-        pauses=pauses,
-        utilization=sum(one.utilization * one.seconds for one in busy) / known if known else None,
-    )
+            end_s += seconds
+        end_s = max(end_s, start_s + probe.seconds["total"])
+    return TimelineInfo(spans=tuple(spans), wall_s=summary.wall_seconds, pauses=pauses)
 
 
 def slices(info: TimelineInfo) -> tuple[Slice, ...]:
-    """The same in SLICES equal parts, where it has too many stretches to be drawn one by one; else ()."""
-    if len(info.spans) <= MANY:
+    """NUM_SLICES equal parts of a timeline that has too many spans to draw them one by one; else ()."""
+    if len(info.spans) <= MAX_SPANS:
         return ()
-    width = info.length_s / SLICES
-    spent = [dict.fromkeys(KINDS, 0.0) for _ in range(SLICES)]
-    busy = [[0.0, 0.0] for _ in range(SLICES)]  # seconds in which a kernel ran, of seconds
+    width_s = info.length_s / NUM_SLICES
+    spent = [dict.fromkeys(KINDS, 0.0) for _ in range(NUM_SLICES)]
+    kernel_s, known_s = [0.0] * NUM_SLICES, [0.0] * NUM_SLICES
     for span in info.spans:
-        for place, seconds in _parts(span.start_s, span.seconds, width):
-            spent[place][span.kind] += seconds
-    for one in info.busy:
-        for place, seconds in _parts(one.start_s, one.seconds, width):
-            busy[place][0] += one.utilization * seconds
-            busy[place][1] += seconds
+        for index, seconds in _overlaps(span, width_s):
+            spent[index][span.kind] += seconds
+            if span.utilization is not None:
+                kernel_s[index] += span.utilization * seconds
+                known_s[index] += seconds
     return tuple(
         Slice(
-            start_s=place * width,
-            seconds=width,
-            shares={kind: seconds / width for kind, seconds in kinds.items()},
-            utilization=ran / known if known else None,
+            start_s=index * width_s,
+            seconds=width_s,
+            shares={kind: seconds / width_s for kind, seconds in spent[index].items()},
+            utilization=kernel_s[index] / known_s[index] if known_s[index] else None,
         )
-        for place, (kinds, (ran, known)) in enumerate(zip(spent, busy, strict=True))
+        for index in range(NUM_SLICES)
     )
 
 
-def _parts(start_s: float, seconds: float, width: float) -> Iterator[tuple[int, float]]:
-    """(slice, seconds in it)"""
-    end_s = start_s + seconds
-    for place in range(int(start_s / width), min(int(end_s / width) + 1, SLICES)):
-        yield place, max(min(end_s, (place + 1) * width) - max(start_s, place * width), 0.0)
+def _overlaps(span: Span, width_s: float) -> Iterator[tuple[int, float]]:
+    """(index of a slice, seconds of the span in it)."""
+    end_s = span.start_s + span.seconds
+    for index in range(int(span.start_s / width_s), min(int(end_s / width_s) + 1, NUM_SLICES)):
+        yield index, max(min(end_s, (index + 1) * width_s) - max(span.start_s, index * width_s), 0.0)
 
 
 def _started(probes: Iterable[ProbeResult]) -> list[tuple[float, ProbeResult]]:
-    """Seconds since the first, of those that took time at a known one."""
-    found = [
+    """(seconds since the first start, probe) of those that took time from a known start, in order."""
+    started = [
         (datetime.fromisoformat(probe.started_at).timestamp(), probe)
         for probe in probes
         if probe.started_at and probe.seconds.get("total")
     ]
-    found.sort(key=lambda one: one[0])
-    return [(at - found[0][0], probe) for at, probe in found]
+    started.sort(key=lambda pair: pair[0])
+    return [(start - started[0][0], probe) for start, probe in started]
 
 
 def _stretches(probe: ProbeResult) -> list[tuple[str, float]]:
-    """(kind, seconds) in order; what none of the clocks saw is set-up."""
-    took = probe.seconds
-    known = [(kind, sum(took.get(name, 0.0) for name in names)) for kind, names in SPENT.items()]
-    cleanup = took.get("cleanup", 0.0)
-    load = max(took["total"] - cleanup - sum(seconds for _, seconds in known), 0.0)
-    return [(kind, seconds) for kind, seconds in ((SET_UP, load), *known, (SET_UP, cleanup)) if seconds > 0]
+    """(kind, seconds) in order; seconds that no clock counted are set-up."""
+    clocks = probe.seconds
+    counted = [(kind, sum(clocks.get(name, 0.0) for name in names)) for kind, names in CLOCKS.items()]
+    cleanup = clocks.get("cleanup", 0.0)
+    load = max(clocks["total"] - cleanup - sum(seconds for _, seconds in counted), 0.0)
+    return [(kind, seconds) for kind, seconds in ((SET_UP, load), *counted, (SET_UP, cleanup)) if seconds > 0]

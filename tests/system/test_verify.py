@@ -129,8 +129,8 @@ def test_it_is_kept_with_the_study_and_shown() -> None:
     told = replace(summary(), verification=done)
     assert summary_data(told, "out")["verification"]["holds"] is True
     page = render(told, "out")
-    assert "held against the exported run" in page and "990 measured in 200 micro batches of train.py" in page
-    assert "held against the exported run" not in render(summary(), "out")
+    assert "checked against the exported run" in page and "990 measured in 200 micro batches of train.py" in page
+    assert "checked against the exported run" not in render(summary(), "out")
 
 
 def recipe(**changes: Any) -> Recipe:

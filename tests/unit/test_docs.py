@@ -115,5 +115,5 @@ def test_the_sections_of_the_report_are_all_told() -> None:
     heads = [head for head in re.findall(r"<h2>(.*?)</h2>", page) if head != "How to read the evidence labels"]
     assert len(heads) > 15 and len(draw(summary())) > 5
     for head in heads:
-        known = head.removesuffix(" does to your examples").split(", held against")[0]
+        known = head.removesuffix(" does to your examples").split(", checked against")[0]
         assert known in told, head

@@ -189,7 +189,7 @@ def _check_room(recipe: Recipe, folder: Path) -> None:
     if needed > free:
         raise StorageError(
             f"random weights of this model take {fmt_gib(needed)} at {folder.parent}, {fmt_gib(free)} are free",
-            remedy="free some, or verify the study's train.py (--format script), which needs no files",
+            remedy="free some, or verify the study's train.py (--format train), which needs no files",
         )
 
 

@@ -1,0 +1,88 @@
+"""Figures as data for plotly: what each draws, and that one with nothing to show is None."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.core.probe_types import Outcome
+from autotune.report import draw, figures, infos, style
+from autotune.study.summary import StudySummary
+from tests.helpers.factories import summary
+
+
+@pytest.fixture(scope="module")
+def study() -> StudySummary:
+    """Twelve trials, all OK except for OOM at 2 and 7 and refusals at 4 and 9."""
+    return summary()
+
+
+def test_figures_are_made_of_infos(study: StudySummary) -> None:
+    drawn = draw(study)["scatter"]
+    assert drawn is not None
+    traces = {trace.get("name"): trace for trace in drawn["data"]}
+    assert len(traces["fits"]["x"]) == 8 and len(traces["out of memory"]["x"]) == 2 and len(traces["refused"]["x"]) == 2
+    assert traces["fits"]["marker"]["symbol"] != traces["refused"]["marker"]["symbol"]
+    assert traces["fits"]["marker"]["color"] != traces["refused"]["marker"]["color"]
+    assert "lora r16 1x512" in traces["fits"]["hovertext"][0]
+    history = draw(study)["history"]
+    assert history is not None and history["data"][0]["name"] == "best so far"
+
+
+def test_figures_with_too_little_are_none(study: StudySummary) -> None:
+    one = replace(study, trials=study.trials[:1], importances={"compile": 1.0}, recipe=None)
+    drawn = draw(replace(one, probes=()))
+    assert drawn.keys() == draw(study).keys() and set(drawn.values()) == {None}
+    failed = replace(study, trials=tuple(row for row in study.trials if row.outcome is not Outcome.OK), recipe=None)
+    assert draw(failed)["history"] is None
+
+
+def test_a_far_miss_is_drawn_at_the_edge_with_its_number_in_full(study: StudySummary) -> None:
+    rows = (study.trials[0], replace(study.trials[4], margin=9.0))
+    drawn = draw(replace(study, trials=rows))["scatter"]
+    assert drawn is not None
+    refused = next(trace for trace in drawn["data"] if trace.get("name") == "refused")
+    assert refused["x"] == [132.0 * figures.EDGE]
+    assert "1320.0 GiB needed at least" in refused["hovertext"][0]
+
+
+def test_what_more_capability_costs_is_drawn_with_its_interval(study: StudySummary) -> None:
+    """The winner, a cell of a higher rank at 4 / 5 of its speed, and one that differs in nothing learned."""
+    recipe = study.recipe
+    assert recipe is not None
+    fast = recipe.winner.performance.tokens_per_second
+    speed = replace(recipe.winner.performance, tokens_per_second=0.8 * fast, spread=(-0.1, 0.2))
+    higher = replace(recipe.winner, config=replace(recipe.winner.config, lora_rank=64), performance=speed)
+    winner, row = infos.learning_cells(replace(recipe, cells=(higher, recipe.winner)))
+    assert winner.is_winner and (row.changes, row.extra) == ("lora_rank 64 instead of 16", pytest.approx(0.25))
+    assert row.interval == (pytest.approx(0.125), pytest.approx(0.5))
+    drawn = figures.capability((winner, row))
+    assert drawn is not None
+    assert (drawn["data"][0]["x"], drawn["data"][0]["y"]) == ([pytest.approx(0.25)], ["lora_rank 64 instead of 16"])
+    assert drawn["data"][0]["error_x"]["array"] == [pytest.approx(0.25)]
+    assert drawn["data"][0]["error_x"]["arrayminus"] == [pytest.approx(0.125)]
+    assert figures.capability((winner,)) is None
+
+
+def test_horizontal_bars_draw_what_is_asked_for() -> None:
+    plain = figures.horizontal_bars(["a", "<b>"], [1.0, 2.0], x="s", ticks=",", row_px=10)
+    (bars,) = plain["data"]
+    assert bars["y"] == ["a", "&lt;b&gt;"] and "error_x" not in bars and "text" not in bars
+    assert bars["hoverinfo"] == "skip" and "shapes" not in plain["layout"]
+    rich = figures.horizontal_bars(
+        ["a", "b"],
+        [1.0, 2.0],
+        x="s",
+        ticks=",",
+        row_px=10,
+        hover=["one", "two"],
+        errors=[(0.1, 0.2), (0.3, 0.4)],
+        texts=["1", "2"],
+        highlighted=[True, False],
+        line_at=1.5,
+        end=3.0,
+    )
+    (bars,) = rich["data"]
+    assert (bars["error_x"]["arrayminus"], bars["error_x"]["array"]) == ([0.1, 0.3], [0.2, 0.4])
+    assert (bars["hovertext"], bars["text"]) == (["one", "two"], ["1", "2"])
+    assert bars["marker"]["color"] == [style.ACCENT, style.BLUE]
+    assert rich["layout"]["shapes"][0]["x0"] == 1.5 and rich["layout"]["xaxis"]["range"] == [0.0, 3.0]
