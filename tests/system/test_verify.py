@@ -111,7 +111,7 @@ def test_what_was_not_probed_breaks_no_promise_unless_it_dies() -> None:
     assert "not what was probed" in describe.verification(done)[-1]
     assert not done_as(other, None, "OutOfMemoryError: CUDA out of memory", 3).holds
     page = render(replace(summary(), verification=done), "out")
-    assert "winner&#39;s trl_sft.yaml" in page.replace("'", "&#39;") and "Nothing was promised of it" in page
+    assert "winner&#39;s trl_sft.yaml" in page.replace("'", "&#39;") and "Nothing was predicted for this file" in page
 
 
 def test_every_second_batch_of_a_soak_is_as_long_as_can_be() -> None:

@@ -96,4 +96,4 @@ def test_the_report_shows_them() -> None:
     page = render(replace(summary(), cards=cards), "out")
     assert "The same run on other cards" in page and ">has no bf16</td>" in page and ">out of memory</td>" in page
     assert price_text(priced[0].price, date.today()) in page
-    assert "What was measured on a processor says nothing of cards." in render(summary(), "out")
+    assert "Measurements on a CPU say nothing about GPUs." in render(summary(), "out")
