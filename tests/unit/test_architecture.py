@@ -62,7 +62,7 @@ HOMES = {
     "plotly": {"report.style", "report.dashboard", "api"},
     "gpuhunt": {"catalog.live_prices"},
     "ray": {"cli.commands.on_ray"},
-    "jinja2": {"report.html", "report.comparison"},
+    "jinja2": {"report.style"},
     "pynvml": {"core.nvml"},
     "numpy": set[str](),
     "pandas": set[str](),
