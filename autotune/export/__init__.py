@@ -1,6 +1,7 @@
 """Writes the winner in formats that others run. An exporter is one pure function: a Recipe in, file texts out."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from autotune.core.errors import UsageError
 from autotune.export import (
@@ -25,9 +26,9 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "llamafactory": llamafactory.export,
     "transformers": transformers.export,
     "accelerate": accelerate.export,
-    "kubernetes": clusters.kubernetes,
-    "skypilot": clusters.skypilot,
-    "slurm": clusters.slurm,
+    "kubernetes": partial(clusters.export, system="kubernetes"),
+    "skypilot": partial(clusters.export, system="skypilot"),
+    "slurm": partial(clusters.export, system="slurm"),
     "torchtune": torchtune.export,
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked

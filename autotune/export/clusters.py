@@ -1,128 +1,271 @@
-"""job.yaml, sky.yaml and train.sbatch: launch.sh on one GPU of Kubernetes, SkyPilot or Slurm. Image and data are yours.
+"""Files that start a job on Kubernetes, SkyPilot or Slurm: the full training run, or the workers of a study.
 
-Nothing that others named reaches a shell: names stand in comments, in YAML strings, or sanitised.
+A JobSpec says what runs, and a renderer for each system writes it. Image and data are the user's. Names that other
+people chose reach no shell: they stand in comments, in YAML strings, in quotes, or sanitised. The URL of a study's
+database is in no file: it comes from a secret or the environment.
 """
 
 import math
 import re
 import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+from autotune import __version__
 from autotune.catalog import DeviceSpec
 from autotune.core.probe_types import Fingerprint
 from autotune.export.header import ALLOCATOR, ALLOCATOR_VARIABLE, comment, facts, has_published_weights
 from autotune.study.summary import Recipe
 
-UNPROJECTED_H = 0.5  # start-up, downloads and saves are in no projection
-PREEMPTED = 75  # exit codes: come back later,
-HOPELESS = [2, 4]  # and what no other attempt mends: wrong arguments, nothing fits
-GRACE_S = 120  # from the signal to the end: a step and a checkpoint, from which the next attempt goes on
-RETRIES = 3  # of a run that was preempted; one that fails otherwise has a single one
+URL = "AUTOTUNE_STORAGE"
+UNPROJECTED_H = 0.5  # hours of a training run that no projection has: start-up, downloads and saves
+STARTING_S = 1800.0  # seconds of a worker beside the study's budget: packages, images, a queue
+PREEMPTED = 75  # the exit code that asks for another attempt later
+GRACE_S = 120  # seconds from the signal to the end: for a step and a checkpoint, from which the next attempt goes on
+RETRIES = 3  # attempts after a preemption; a run that fails otherwise has a single one
 _MAKER = re.compile(r"^(nvidia-)?(geforce-|tesla-)?")
 _FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")  # and the size that a plain name means
 
 
-def kubernetes(recipe: Recipe) -> dict[str, str]:
-    """`job.yaml`: a batch/v1 Job, whose pod failure policy is stable since Kubernetes 1.31."""
-    name, gpu = slug(recipe.study), recipe.device.kind != "cpu"
-    head = [
-        "Kubernetes: change the image and both claims, then, in this folder:",
-        f"  kubectl create configmap {name} --from-file=. && kubectl apply -f job.yaml",
-        "GPU feature discovery labels the nodes: kubectl get nodes -L nvidia.com/gpu.product",
-    ]
-    container: dict[str, Any] = {
-        "name": "train",
-        "image": "your-registry/your-image:tag",
-        "command": [
-            "bash",
-            "/export/launch.sh",
-            "--dataset",
-            "/data/train.jsonl",
-            "--output-dir",
-            "/output",
-            "--resume",
-        ],
-        "env": [{"name": ALLOCATOR_VARIABLE, "value": ALLOCATOR}],
-        "volumeMounts": [{"name": folder, "mountPath": f"/{folder}"} for folder in ("export", "data", "output")],
-    }
-    label = gpu_product(recipe.device, recipe.fingerprint)
-    pod = {
-        "restartPolicy": "Never",
-        "activeDeadlineSeconds": 3600 * limit_hours(recipe),  # of a pod that runs; waiting for a GPU does not count
-        "terminationGracePeriodSeconds": GRACE_S,
-        **({"nodeSelector": {"nvidia.com/gpu.product": label}} if label else {}),
-        "containers": [container | ({"resources": {"limits": {f"{recipe.device.vendor}.com/gpu": 1}}} if gpu else {})],
-        "volumes": [
+# How each use is started, by system: lines of the head, with the job's name and count.
+_TRAINING_STEPS = {
+    "kubernetes": """\
+Kubernetes: change the image and both claims, then, in this folder:
+  kubectl create configmap {name} --from-file=. && kubectl apply -f job.yaml
+GPU feature discovery labels the nodes: kubectl get nodes -L nvidia.com/gpu.product""",
+    "skypilot": """\
+SkyPilot: `sky launch -c {name} sky.yaml` in this folder, or `sky jobs launch sky.yaml`.
+An image is `image_id: docker:your-registry/your-image:tag` under resources. OUTPUT is to be fetched, or a
+mounted bucket. Clouds name forms of a card apart (H200-SXM); `sky show-gpus -a` lists the names.""",
+    "slurm": """\
+Slurm: `DATASET=data.jsonl sbatch train.sbatch` in this folder, PYTHON=... for another interpreter.
+Clusters name their GPUs as they like: sinfo -o %G. With pyxis, srun takes --container-image=your-image:tag.""",
+}
+_WORKER_STEPS = {
+    "kubernetes": f"""\
+Kubernetes: change the image, which needs autotune-llm[postgres] {__version__}; then, with {URL} set:
+  printf %s "${URL}" | kubectl create secret generic {{name}} --from-file=url=/dev/stdin
+  kubectl apply -f workers.yaml
+A pod that is preempted or drained comes again and counts for nothing; its trial is queued for the others.""",
+    "skypilot": f"""\
+SkyPilot: a job for each worker, so that one that is preempted takes no other with it; with {URL} set:
+  for n in $(seq {{count}}); do sky jobs launch -y -d --secret {URL} workers.sky.yaml; done
+Clouds name forms of a card apart (H200-SXM); `sky show-gpus -a` lists the names.""",
+    "slurm": f"""\
+Slurm: with {URL} set, `sbatch workers.sbatch` where `autotune` is on the PATH.
+Clusters name their GPUs as they like: sinfo -o %G.""",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A job on one GPU, or `count` such jobs side by side.
+
+    The head of its file is `about`, the `steps` that start it on the system, and `notes`. No attempt follows an exit
+    code of `hopeless`. `command`, `env` and `volumes` are those of a Kubernetes container, `task` are further keys of
+    SkyPilot, which runs `run` in a shell; Slurm runs `srun` after the lines of `before`.
+    """
+
+    name: str
+    role: str
+    files: dict[str, str]  # by system
+    about: list[str]
+    steps: dict[str, str]
+    device: DeviceSpec
+    fingerprint: Fingerprint
+    limit_s: int
+    hopeless: list[int]
+    annotations: dict[str, str]
+    packages: list[str]
+    command: list[str]
+    env: list[dict[str, Any]]
+    task: dict[str, Any]
+    run: str
+    before: list[str]
+    srun: str
+    notes: list[str] = field(default_factory=list)
+    volumes: list[dict[str, Any]] = field(default_factory=list)
+    cpus: int = 4
+    count: int | None = None
+
+
+def export(recipe: Recipe, system: str) -> dict[str, str]:
+    """The file that runs launch.sh on one GPU of a system of SYSTEMS."""
+    return render(training_job(recipe), system)
+
+
+def render(job: JobSpec, system: str) -> dict[str, str]:
+    """The job's file for a system of SYSTEMS, by its name."""
+    return {job.files[system]: SYSTEMS[system](job)}
+
+
+def training_job(recipe: Recipe) -> JobSpec:
+    """The full run by launch.sh, as long as the upper end of the projection and what that leaves out."""
+    name = slug(recipe.study)
+    hours = math.ceil(recipe.winner.cost.interval_hours[1] + UNPROJECTED_H)
+    limit = f"{hours} h, the longest that is projected and {60 * UNPROJECTED_H:.0f} min, rounded up"
+    notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
+    if recipe.model.weights:
+        notes.append(f"The weights are a local directory, to be had there too: {recipe.model.weights}")
+    elif not has_published_weights(recipe):
+        notes.append("There are no published weights of this shape: add --model.")
+    return JobSpec(
+        name=name,
+        role="train",
+        files={"kubernetes": "job.yaml", "skypilot": "sky.yaml", "slurm": "train.sbatch"},
+        about=facts(recipe),
+        steps=_TRAINING_STEPS,
+        notes=notes,
+        device=recipe.device,
+        fingerprint=recipe.fingerprint,
+        limit_s=3600 * hours,
+        cpus=4 + recipe.winner.config.loader_workers,
+        hopeless=[2, 4],  # wrong arguments, nothing fits
+        annotations={
+            "autotune-study": recipe.study,
+            "autotune-model": recipe.model.name,
+            "autotune-fingerprint": recipe.fingerprint.digest,
+        },
+        command=["bash", "/export/launch.sh", "--dataset", "/data/train.jsonl", "--output-dir", "/output", "--resume"],
+        env=[{"name": ALLOCATOR_VARIABLE, "value": ALLOCATOR}],
+        volumes=[
             {"name": "export", "configMap": {"name": name}},
             {"name": "data", "persistentVolumeClaim": {"claimName": "your-data"}},
             {"name": "output", "persistentVolumeClaim": {"claimName": "your-output"}},
         ],
+        task={"envs": {"DATASET": "your-data.jsonl", "OUTPUT": "out", ALLOCATOR_VARIABLE: ALLOCATOR}},
+        packages=_packages(recipe.fingerprint),
+        before=[
+            'cd -- "${SLURM_SUBMIT_DIR:?submit it with sbatch}"',
+            f"export {ALLOCATOR_VARIABLE}={shlex.quote(ALLOCATOR)}",
+        ],
+        run='bash launch.sh --dataset "$DATASET" --output-dir "$OUTPUT" --resume',
+        srun='bash launch.sh --dataset "${DATASET:?name your data}" --output-dir "${OUTPUT:-out}" --resume',
+    )
+
+
+def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, budget_s: float, count: int) -> JobSpec:
+    """`count` workers of a study, which end with its budget of `budget_s` seconds; `device` is the card that probes."""
+    name = f"{slug(study)[:44].strip('-')}-workers"
+    versions = ", ".join(f"{package} {version}" for package, version in sorted(fingerprint.packages.items()))
+    argument = f"--study={study}"
+    return JobSpec(
+        name=name,
+        role="worker",
+        files={"kubernetes": "workers.yaml", "skypilot": "workers.sky.yaml", "slurm": "workers.sbatch"},
+        about=[
+            f"autotune study {study}: {count} workers on {device.name}, beside `autotune run`, which leads",
+            f"A worker joins with the same packages only: python {fingerprint.python}, {versions}",
+        ],
+        steps=_WORKER_STEPS,
+        device=device,
+        fingerprint=fingerprint,
+        limit_s=math.ceil((budget_s + STARTING_S) / 60) * 60,
+        hopeless=[2, 3, 4, 6],  # 1 and 5 may be the node's
+        annotations={"autotune-study": study},
+        # Kubernetes replaces $(NAME) in here, and $$ by $.
+        command=["autotune", "worker", argument.replace("$", "$$"), "--out=/tmp/worker"],
+        env=[{"name": URL, "valueFrom": {"secretKeyRef": {"name": name, "key": "url"}}}],
+        task={"secrets": {URL: None}},
+        packages=[f"autotune-llm[postgres]=={__version__}", *_packages(fingerprint)],
+        before=[f': "${{{URL}:?the database of the study}}"'],
+        run=f"autotune worker {shlex.quote(argument)}",
+        srun=f'autotune worker {shlex.quote(argument)} --out="workers/${{SLURM_ARRAY_TASK_ID:?}}"',
+        count=count,
+    )
+
+
+def _kubernetes(job: JobSpec) -> str:
+    """A batch/v1 Job, whose pod failure policy is stable since Kubernetes 1.31; for several pods it is Indexed."""
+    container: dict[str, Any] = {
+        "name": job.role,
+        "image": "your-registry/your-image:tag",
+        "command": job.command,
+        "env": job.env,
     }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "activeDeadlineSeconds": job.limit_s,  # of a pod that runs: waiting for a GPU does not count
+        "terminationGracePeriodSeconds": GRACE_S,
+    }
+    if label := gpu_product(job.device, job.fingerprint):
+        pod["nodeSelector"] = {"nvidia.com/gpu.product": label}
+    pod["containers"] = [container]
+    if job.volumes:
+        container["volumeMounts"] = [{"name": one["name"], "mountPath": f"/{one['name']}"} for one in job.volumes]
+        pod["volumes"] = job.volumes
+    if job.device.kind != "cpu":
+        container["resources"] = {"limits": {f"{job.device.vendor}.com/gpu": 1}}
+
+    def on_codes(values: list[int]) -> dict[str, Any]:
+        return {"containerName": job.role, "operator": "In", "values": values}
+
     rules = [
-        {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": HOPELESS}},
-        {"action": "Ignore", "onExitCodes": {"containerName": "train", "operator": "In", "values": [PREEMPTED]}},
+        {"action": "FailJob", "onExitCodes": on_codes(job.hopeless)},
+        {"action": "Ignore", "onExitCodes": on_codes([PREEMPTED])},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
-    told = {"study": recipe.study, "model": recipe.model.name, "fingerprint": recipe.fingerprint.digest}
-    job = {
+    spec: dict[str, Any] = {}
+    if job.count is not None:
+        spec = {"completionMode": "Indexed", "completions": job.count, "parallelism": job.count}
+    spec |= {"backoffLimit": job.count or 1, "podFailurePolicy": {"rules": rules}, "template": {"spec": pod}}
+    values = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "annotations": {f"autotune-{key}": value for key, value in told.items()}},
-        "spec": {"backoffLimit": 1, "podFailurePolicy": {"rules": rules}, "template": {"spec": pod}},
+        "metadata": {"name": job.name, "annotations": job.annotations},
+        "spec": spec,
     }
-    return {"job.yaml": _yaml(recipe, head, job)}
+    return _yaml(job, "kubernetes", values)
 
 
-def skypilot(recipe: Recipe) -> dict[str, str]:
-    """`sky.yaml`: a task, in the fields of SkyPilot 0.14."""
-    packages = [f"{name}=={version.partition('+')[0]}" for name, version in recipe.fingerprint.packages.items()]
-    head = [
-        f"SkyPilot: `sky launch -c {slug(recipe.study)} sky.yaml` in this folder, or `sky jobs launch sky.yaml`.",
-        "An image is `image_id: docker:your-registry/your-image:tag` under resources. OUTPUT is to be fetched, or a",
-        "mounted bucket. Clouds name forms of a card apart (H200-SXM); `sky show-gpus -a` lists the names.",
-    ]
-    gpu = {"accelerators": f"{sky_gpu(recipe.device)}:1"} if recipe.device.kind != "cpu" else {}
-    task = {
-        "name": slug(recipe.study),
-        "workdir": ".",
-        "resources": {**gpu, "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [PREEMPTED]}},
-        "envs": {"DATASET": "your-data.jsonl", "OUTPUT": "out", ALLOCATOR_VARIABLE: ALLOCATOR},
-        "setup": f"pip install -- {shlex.join(packages)}",  # as probed; which build of torch is the index's to say
-        "run": 'bash launch.sh --dataset "$DATASET" --output-dir "$OUTPUT" --resume',
+def _skypilot(job: JobSpec) -> str:
+    """A task in the fields of SkyPilot 0.14, for one worker: all nodes of a task end with the first."""
+    gpu = {"accelerators": f"{sky_gpu(job.device)}:1"} if job.device.kind != "cpu" else {}
+    recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [PREEMPTED]}
+    workdir = {"workdir": "."} if job.count is None else {}  # a training run needs the other exported files
+    values = {
+        "name": job.name,
+        **workdir,
+        "resources": {**gpu, "job_recovery": recovery},
+        **job.task,
+        "setup": f"pip install -- {shlex.join(job.packages)}",  # as probed; the index decides on the build of torch
+        "run": job.run,
     }
-    return {"sky.yaml": _yaml(recipe, head, task)}
+    return _yaml(job, "skypilot", values)
 
 
-def slurm(recipe: Recipe) -> dict[str, str]:
-    """`train.sbatch`, to be submitted from the folder of the exports."""
-    gpu = f"#SBATCH --gres=gpu:{slurm_gpu(recipe.device)}:1\n" if recipe.device.kind != "cpu" else ""
-    head = [
-        "Slurm: `DATASET=data.jsonl sbatch train.sbatch` in this folder, PYTHON=... for another interpreter.",
-        "Clusters name their GPUs as they like: sinfo -o %G. With pyxis, srun takes --container-image=your-image:tag.",
+def _slurm(job: JobSpec) -> str:
+    """A batch script, to be submitted from its folder; several jobs are an array."""
+    hours, minutes = divmod(job.limit_s // 60, 60)
+    options = [f"--job-name={job.name}"]
+    if job.count is not None:
+        options.append(f"--array=1-{job.count}")
+    options.append(f"--nodes=1 --ntasks=1 --cpus-per-task={job.cpus}")
+    if job.device.kind != "cpu":
+        options.append(f"--gres=gpu:{slurm_gpu(job.device)}:1")
+    options += [
+        f"--time={hours}:{minutes:02}:00",
+        f"--signal=TERM@{GRACE_S} --requeue",
+        f"--open-mode=append --output={'%x-%j.log' if job.count is None else '%x-%A_%a.log'}",
     ]
-    script = f"""#!/usr/bin/env bash
-{_head(recipe, head)}
-#SBATCH --job-name={slug(recipe.study)}
-#SBATCH --nodes=1 --ntasks=1 --cpus-per-task={4 + recipe.winner.config.loader_workers}
-{gpu}#SBATCH --time={limit_hours(recipe)}:00:00
-#SBATCH --signal=TERM@{GRACE_S} --requeue
-#SBATCH --open-mode=append --output=%x-%j.log
+    sbatch = "\n".join(f"#SBATCH {option}" for option in options)
+    before = "\n".join(job.before)
+    return f"""#!/usr/bin/env bash
+{_head(job, "slurm")}
+{sbatch}
 set -euo pipefail
-cd -- "${{SLURM_SUBMIT_DIR:?submit it with sbatch}}"
-export {ALLOCATOR_VARIABLE}={shlex.quote(ALLOCATOR)}
+{before}
 code=0
-srun bash launch.sh --dataset "${{DATASET:?name your data}}" --output-dir "${{OUTPUT:-out}}" --resume "$@" || code=$?
+srun {job.srun} "$@" || code=$?
 if [ "$code" -eq {PREEMPTED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RETRIES} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
 """
-    return {"train.sbatch": script}
 
 
-def limit_hours(recipe: Recipe) -> int:
-    """The upper end of the projection and what it leaves out, in whole hours."""
-    return math.ceil(recipe.winner.cost.interval_hours[1] + UNPROJECTED_H)
+SYSTEMS: dict[str, Callable[[JobSpec], str]] = {"kubernetes": _kubernetes, "skypilot": _skypilot, "slurm": _slurm}
 
 
 def slug(name: str) -> str:
@@ -135,7 +278,7 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
     """The card as GPU feature discovery labels it: the driver's name with dashes for blanks. None if not NVIDIA's."""
     if device.vendor != "nvidia":
         return None
-    name = device.nvml_names[0] if device.nvml_names else fingerprint.device  # uncatalogued: it is the one here
+    name = device.nvml_names[0] if device.nvml_names else fingerprint.device  # uncatalogued: the card of the study
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("-_.")
 
 
@@ -150,17 +293,17 @@ def slurm_gpu(device: DeviceSpec) -> str:
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"-\d+gb(?=-|$)", "", _MAKER.sub("", _FORM.sub("", device.name))))
 
 
-def _head(recipe: Recipe, lines: list[str]) -> str:
-    limit = f"{limit_hours(recipe)} h, the longest that is projected and {60 * UNPROJECTED_H:.0f} min, rounded up"
-    told = [*facts(recipe), "", *lines, f"The speed holds for train.py on this card. Time limit: {limit}."]
-    if recipe.model.weights:
-        told.append(f"The weights are a local directory, to be had there too: {recipe.model.weights}")
-    elif not has_published_weights(recipe):
-        told.append("There are no published weights of this shape: add --model.")
-    return comment(told)
+def _packages(fingerprint: Fingerprint) -> list[str]:
+    """The probed packages as pip takes them, without the build of a version."""
+    return [f"{name}=={version.partition('+')[0]}" for name, version in fingerprint.packages.items()]
 
 
-def _yaml(recipe: Recipe, lines: list[str], values: dict[str, Any]) -> str:
+def _head(job: JobSpec, system: str) -> str:
+    steps = job.steps[system].format(name=job.name, count=job.count)
+    return comment([*job.about, "", *steps.splitlines(), *job.notes])
+
+
+def _yaml(job: JobSpec, system: str, values: dict[str, Any]) -> str:
     import yaml
 
-    return f"{_head(recipe, lines)}\n\n{yaml.safe_dump(values, sort_keys=False, width=120)}"
+    return f"{_head(job, system)}\n\n{yaml.safe_dump(values, sort_keys=False, width=120)}"

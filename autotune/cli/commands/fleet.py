@@ -10,11 +10,11 @@ from autotune.study.storage.location import storage_url
 
 def command(study: str | None, storage: str | None, *, workers: int, formats: list[str], out: Path | None) -> None:
     """Write them, and say where. Raises UsageError where no other machine could reach the study."""
-    from autotune.export.workers import FORMATS, Workers
+    from autotune.export.clusters import SYSTEMS, render, workers_job
 
     for wanted in formats:
-        if wanted not in FORMATS:
-            raise UsageError(f"there is no format {wanted!r}", remedy=f"the formats are {', '.join(FORMATS)}")
+        if wanted not in SYSTEMS:
+            raise UsageError(f"there is no format {wanted!r}", remedy=f"the formats are {', '.join(SYSTEMS)}")
     if storage_url(storage).startswith("sqlite"):
         raise UsageError(
             "the study is in an SQLite file, which other machines cannot share",
@@ -25,7 +25,7 @@ def command(study: str | None, storage: str | None, *, workers: int, formats: li
         raise UsageError(
             f"study {found.summary.study!r} cannot be joined yet", remedy="wait until `autotune run` has begun it"
         )
-    coordinator = Workers(
+    job = workers_job(
         study=found.summary.study,
         device=found.task.measured_on or found.task.device,
         fingerprint=found.record.fingerprint,
@@ -34,7 +34,7 @@ def command(study: str | None, storage: str | None, *, workers: int, formats: li
     )
     folder = out or found.out
     folder.mkdir(parents=True, exist_ok=True)
-    for wanted in formats or FORMATS:
-        for name, text in FORMATS[wanted](coordinator).items():
+    for wanted in formats or SYSTEMS:
+        for name, text in render(job, wanted).items():
             write_atomic(folder / name, text)
             print(folder / name)

@@ -1,7 +1,8 @@
-"""Job, task and batch script: of the documented form, the card named as each system does, and nothing hostile runs.
+"""Files for clusters, of a training run and of a study's workers.
 
-They were read by kubernetes-validate (strict, Kubernetes 1.37) and by the schemas and Task of SkyPilot 0.14.1. Neither
-is a dependency: their form is held here by name.
+They are of the documented form, they name the card as each system does, and nothing hostile in them runs. They were
+read by kubernetes-validate (strict, Kubernetes 1.37) and by the schemas and Task of SkyPilot 0.14.1. Neither is a
+dependency: the tests check their form by name.
 """
 
 import os
@@ -18,6 +19,7 @@ import yaml
 from autotune.catalog import list_devices, resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.export import clusters, script
+from tests.helpers.factories import FINGERPRINT
 from tests.unit.export.test_script import HOSTILE, demo, recipe, write
 
 NAMES = [HOSTILE, "-rf $(touch CANARY)", "--wrap='touch CANARY'", "模型 é\n#SBATCH --wrap=touch", "7B"]
@@ -37,7 +39,7 @@ def loaded(text: str) -> Any:
 
 def test_the_job_is_of_the_documented_form() -> None:
     made = recipe(TrainConfig())
-    text = clusters.kubernetes(made)["job.yaml"]
+    text = clusters.export(made, "kubernetes")["job.yaml"]
     job = loaded(text)
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
     assert set(job["spec"]) == {"backoffLimit", "podFailurePolicy", "template"}
@@ -63,7 +65,7 @@ def test_the_task_is_of_the_documented_form() -> None:
     packages = {"torch": "2.13.0+cu130", "transformers": "5.23.0"}
     made = recipe(TrainConfig())
     made = replace(made, fingerprint=replace(made.fingerprint, packages=packages))
-    task = loaded(clusters.skypilot(made)["sky.yaml"])
+    task = loaded(clusters.export(made, "skypilot")["sky.yaml"])
     assert set(task) == {"name", "workdir", "resources", "envs", "setup", "run"}
     assert task["resources"]["accelerators"] == "H200:1"
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
@@ -73,7 +75,7 @@ def test_the_task_is_of_the_documented_form() -> None:
 
 
 def test_the_batch_script_asks_for_one_gpu() -> None:
-    text = clusters.slurm(recipe(TrainConfig(loader_workers=4)))["train.sbatch"]
+    text = clusters.export(recipe(TrainConfig(loader_workers=4)), "slurm")["train.sbatch"]
     lines = text.splitlines()
     first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
     asked = " ".join(line.removeprefix("#SBATCH ") for line in lines[:first] if line.startswith("#SBATCH ")).split()
@@ -84,9 +86,9 @@ def test_the_batch_script_asks_for_one_gpu() -> None:
 @pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.name)
 def test_every_card_has_its_names(device: Any) -> None:
     made = recipe(TrainConfig(), device=device)
-    task = loaded(clusters.skypilot(made)["sky.yaml"])
-    pod = loaded(clusters.kubernetes(made)["job.yaml"])["spec"]["template"]["spec"]
-    script = clusters.slurm(made)["train.sbatch"]
+    task = loaded(clusters.export(made, "skypilot")["sky.yaml"])
+    pod = loaded(clusters.export(made, "kubernetes")["job.yaml"])["spec"]["template"]["spec"]
+    script = clusters.export(made, "slurm")["train.sbatch"]
     if device.kind == "cpu":
         assert "accelerators" not in task["resources"]
         assert "nodeSelector" not in pod and "resources" not in pod["containers"][0]
@@ -110,37 +112,39 @@ def test_a_card_that_is_not_catalogued_is_labelled_by_the_driver() -> None:
     assert (clusters.sky_gpu(device), clusters.slurm_gpu(device)) == ("RTX4070", "rtx_4070")
 
 
-def test_the_limit_is_the_upper_end_and_more() -> None:
+def test_the_time_limit_is_the_upper_end_of_the_projection_and_half_an_hour() -> None:
     made = recipe(TrainConfig())
     for hours, limit in ((0.2, 1), (0.6, 2), (30.5, 31), (30.6, 32)):
         cost = replace(made.winner.cost, interval_hours=(0.1, hours))
         longer = replace(made, winner=replace(made.winner, cost=cost))
-        assert f"#SBATCH --time={limit}:00:00" in clusters.slurm(longer)["train.sbatch"]
-        assert f"activeDeadlineSeconds: {3600 * limit}\n" in clusters.kubernetes(longer)["job.yaml"]
+        assert f"#SBATCH --time={limit}:00:00" in clusters.export(longer, "slurm")["train.sbatch"]
+        assert f"activeDeadlineSeconds: {3600 * limit}\n" in clusters.export(longer, "kubernetes")["job.yaml"]
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_missing_weights_are_reported() -> None:
     local = demo(TrainConfig())
-    for make in (clusters.kubernetes, clusters.skypilot, clusters.slurm):
-        (text,) = make(local).values()
+    for system in clusters.SYSTEMS:
+        (text,) = clusters.export(local, system).values()
         assert "# There are no published weights of this shape" in text
-        (text,) = make(replace(local, model=replace(local.model, weights=f"/w\n{HOSTILE}"))).values()
+        with_weights = replace(local, model=replace(local.model, weights=f"/w\n{HOSTILE}"))
+        (text,) = clusters.export(with_weights, system).values()
         assert "# The weights are a local directory, to be had there too: /w a'; touch CANARY" in text
 
 
 @each_name
-def test_names_are_sanitised_and_told_as_they_are(name: str) -> None:
+def test_names_are_sanitised_in_labels_and_whole_in_annotations(name: str) -> None:
     base = recipe(TrainConfig())
     made = replace(base, study=name, model=replace(base.model, name=name))
-    job, task = loaded(clusters.kubernetes(made)["job.yaml"]), loaded(clusters.skypilot(made)["sky.yaml"])
+    job = loaded(clusters.export(made, "kubernetes")["job.yaml"])
+    task = loaded(clusters.export(made, "skypilot")["sky.yaml"])
     label = job["metadata"]["name"]
     assert re.fullmatch(r"[a-z][a-z0-9-]{0,50}[a-z0-9]", label)
     assert task["name"] == label
-    assert f"\n#SBATCH --job-name={label}\n" in clusters.slurm(made)["train.sbatch"]
+    assert f"\n#SBATCH --job-name={label}\n" in clusters.export(made, "slurm")["train.sbatch"]
     assert job["metadata"]["annotations"]["autotune-study"] == name
     assert job["metadata"]["annotations"]["autotune-model"] == name
-    (plain,) = clusters.slurm(base).values()
-    (script,) = clusters.slurm(made).values()
+    (plain,) = clusters.export(base, "slurm").values()
+    (script,) = clusters.export(made, "slurm").values()
     body = [[line for line in text.splitlines() if not line.startswith("# ")] for text in (script, plain)]
     assert [line for line in body[0] if "job-name" not in line] == [line for line in body[1] if "job-name" not in line]
 
@@ -170,8 +174,8 @@ def test_scripts_run_launch_sh_and_nothing_else(
     packages = base.fingerprint.packages | {"peft": name.replace("\0", "")}
     made = replace(base, study=name, trainer=name, model=replace(base.model, name=name, weights=name))
     made = replace(made, fingerprint=replace(base.fingerprint, device=name, packages=packages))
-    folder = write(script.export(made) | clusters.slurm(made), tmp_path / "out; touch CANARY $(touch CANARY)")
-    task = loaded(clusters.skypilot(made)["sky.yaml"])
+    folder = write(script.export(made) | clusters.export(made, "slurm"), tmp_path / "out; touch CANARY $(touch CANARY)")
+    task = loaded(clusters.export(made, "skypilot")["sky.yaml"])
     (tmp_path / "bin").mkdir()
     for command, body in (("srun", '"$@"'), ("scontrol", ""), ("pip", ""), ("python", f"exit {code}")):
         stub(tmp_path / "bin", command, body)
@@ -193,15 +197,103 @@ def test_scripts_run_launch_sh_and_nothing_else(
     ended, called = shell(tmp_path, task["setup"])
     wanted = [f"{package}=={version.partition('+')[0]}" for package, version in packages.items()]
     assert "\n".join(called) == "\n".join(["pip", "install", "--", *wanted])
-    pod = loaded(clusters.kubernetes(made)["job.yaml"])["spec"]["template"]["spec"]
+    pod = loaded(clusters.export(made, "kubernetes")["job.yaml"])["spec"]["template"]["spec"]
     assert pod["containers"][0]["command"][0] == "bash"  # called without a shell: no name is among its arguments
-    assert pod["containers"] == loaded(clusters.kubernetes(base)["job.yaml"])["spec"]["template"]["spec"]["containers"]
+    assert (
+        pod["containers"]
+        == loaded(clusters.export(base, "kubernetes")["job.yaml"])["spec"]["template"]["spec"]["containers"]
+    )
     assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
 
 
-def test_missing_data_is_said(tmp_path: Path) -> None:
-    script = clusters.slurm(recipe(TrainConfig(), device=resolve_device("a10")))["train.sbatch"]
+def test_a_missing_dataset_is_reported(tmp_path: Path) -> None:
+    script = clusters.export(recipe(TrainConfig(), device=resolve_device("a10")), "slurm")["train.sbatch"]
     (tmp_path / "bin").mkdir()
     stub(tmp_path / "bin", "srun", "")
     ended, called = shell(tmp_path, script, SLURM_SUBMIT_DIR=str(tmp_path))
     assert ended != 0 and called == []
+
+
+def workers_file(system: str, *, study: str = "seven", device: str = "a10") -> str:
+    """The text of the file that starts four workers."""
+    card = resolve_device(device)
+    job = clusters.workers_job(study=study, device=card, fingerprint=FINGERPRINT, budget_s=900.0, count=4)
+    (text,) = clusters.render(job, system).values()
+    return text
+
+
+def test_the_job_of_workers_is_indexed_and_retries_by_exit_code() -> None:
+    job = loaded(workers_file("kubernetes"))
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("batch/v1", "Job", "seven-workers")
+    assert set(spec) == {
+        *("completionMode", "completions", "parallelism", "backoffLimit", "podFailurePolicy", "template"),
+    }
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    assert pod["restartPolicy"] == "Never" and pod["activeDeadlineSeconds"] == 2700
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A10"}
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    assert container["command"] == ["autotune", "worker", "--study=seven", "--out=/tmp/worker"]
+    secret = {"secretKeyRef": {"name": "seven-workers", "key": "url"}}
+    assert container["env"] == [{"name": "AUTOTUNE_STORAGE", "valueFrom": secret}]
+    *by_code, disrupted = spec["podFailurePolicy"]["rules"]
+    assert [(rule["action"], rule["onExitCodes"]["values"]) for rule in by_code] == [
+        ("FailJob", [2, 3, 4, 6]),
+        ("Ignore", [75]),  # 1 and 5 count
+    ]
+    assert {rule["onExitCodes"]["containerName"] for rule in by_code} == {container["name"]}
+    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+
+
+def test_the_task_of_workers_runs_one_worker() -> None:
+    text = workers_file("skypilot")
+    task = loaded(text)
+    assert set(task) == {"name", "resources", "secrets", "setup", "run"}
+    assert task["resources"]["accelerators"] == "A10:1" and task["secrets"] == {"AUTOTUNE_STORAGE": None}
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert "'autotune-llm[postgres]==" in task["setup"] and "torch==2.11.0" in task["setup"]
+    assert "seq 4" in text
+
+
+def test_the_batch_script_of_workers_is_an_array() -> None:
+    lines = workers_file("slurm").splitlines()
+    first = next(index for index, line in enumerate(lines) if not line.startswith("#"))
+    asked = " ".join(line.removeprefix("#SBATCH ") for line in lines[:first] if line.startswith("#SBATCH ")).split()
+    assert "#SBATCH" not in "\n".join(lines[first:])
+    assert {"--array=1-4", "--gres=gpu:a10:1", "--time=0:45:00", "--requeue", "--signal=TERM@120"} <= set(asked)
+
+
+def test_workers_on_a_cpu_ask_for_no_gpu() -> None:
+    pod = loaded(workers_file("kubernetes", device="cpu"))["spec"]["template"]["spec"]
+    assert "nodeSelector" not in pod and "resources" not in pod["containers"][0]
+    assert "accelerators" not in loaded(workers_file("skypilot", device="cpu"))["resources"]
+    assert "--gres" not in workers_file("slurm", device="cpu")
+
+
+@pytest.mark.parametrize(("code", "restarts", "requeued"), [(0, 0, 0), (3, 0, 0), (75, 0, 1), (75, 3, 0)])
+@each_name
+def test_scripts_run_the_worker_and_nothing_else(
+    name: str, code: int, restarts: int, requeued: bool, tmp_path: Path
+) -> None:
+    name = name.replace("\0", "")  # no study can have such a name
+    (tmp_path / "bin").mkdir()
+    for tool, body in (("srun", '"$@"'), ("scontrol", ""), ("pip", ""), ("autotune", f"exit {code}")):
+        stub(tmp_path / "bin", tool, body)
+    wanted = f"autotune\nworker\n--study={name}".split("\n")
+    environment = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": str(restarts)}
+    script = workers_file("slurm", study=name)
+    ended, called = shell(tmp_path, script, "--quiet", AUTOTUNE_STORAGE="x", **environment)
+    once = [*wanted, "--out=workers/2", "--quiet"]
+    assert (ended, called) == (code, ["srun", *once, *once, *["scontrol", "requeue", "7"] * requeued])
+    ended, called = shell(tmp_path, script, **environment)
+    assert ended != 0 and called == []  # without a database
+
+    task = loaded(workers_file("skypilot", study=name))
+    assert shell(tmp_path, task["run"]) == (code, wanted)
+    job = loaded(workers_file("kubernetes", study=name))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"][2] == f"--study={name.replace('$', '$$')}"  # Kubernetes makes one $ of two
+    assert job["metadata"]["name"] == task["name"] and len(task["name"]) <= 52
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]

@@ -1,0 +1,49 @@
+"""`autotune fleet` writes the files of a study's workers, and no password of its database."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.cli.commands.fleet import command
+from autotune.core.errors import UsageError
+from autotune.study.storage.study_record import start_record, update_record
+from tests.helpers.sessions import Start, record_of
+from tests.unit.export.test_clusters import loaded
+
+CANARY = "s3cr3t-c4n4ry"
+
+
+@pytest.fixture
+def shared(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A function that writes the files of a study, which is taken to be on a server."""
+    session = start(trials=1)
+    session.study.run()
+    start_record(session.search, record_of(session.study.task, tmp_path))
+    update_record(session.search, limits=session.study.limits)
+    url = f"sqlite:///{tmp_path / 'autotune.db'}"
+    monkeypatch.setattr("autotune.cli.commands.session.storage_url", lambda storage: url)
+    server = f"postgresql+psycopg://me:{CANARY}@host/db"
+    return lambda *formats, out=None: command("one", server, workers=3, formats=list(formats), out=out)
+
+
+def test_the_command_writes_the_files_and_no_password(
+    shared: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared(out=tmp_path / "fleet")
+    written = {path.name: path.read_text() for path in (tmp_path / "fleet").iterdir()}
+    assert set(written) == {"workers.yaml", "workers.sky.yaml", "workers.sbatch"}
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "fleet" / name) for name in ("workers.yaml", "workers.sky.yaml", "workers.sbatch")
+    ]
+    assert not [name for name, text in written.items() if CANARY in text or "postgresql" in text]
+    assert "#SBATCH --array=1-3\n" in written["workers.sbatch"]
+    assert loaded(written["workers.yaml"])["spec"]["completions"] == 3
+
+
+def test_an_unknown_format_and_a_study_on_sqlite_are_refused(shared: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no format 'swarm'"):
+        shared("swarm")
+    with pytest.raises(UsageError, match="an SQLite file, which other machines cannot share"):
+        command("one", f"sqlite:///{tmp_path / 'autotune.db'}", workers=1, formats=[], out=None)
