@@ -32,14 +32,14 @@ TABLE = Path(__file__).parent / "data" / "mistral_7b_h200.jsonl"
 SPACE = SearchSpace(
     name="search_efficiency",
     knobs=(
-        Knob(name="quantization", values=("none", "nf4"), kind="learning"),
-        Knob(name="precision", values=("bf16_mixed", "bf16_pure"), kind="learning"),
+        Knob(name="quantization", values=("none", "nf4")),
+        Knob(name="precision", values=("bf16_mixed", "bf16_pure")),
         Knob(name="checkpointing", values=("none", "every_2", "full")),
         Knob(name="compile", values=("none", "per_layer")),
         Knob(name="micro_batch_size", values=(1, 2, 4, 8, 16)),
         Knob(name="optimizer", values=("adamw_torch_fused", "adamw_8bit")),
-        Knob(name="seq_len", values=(512,), kind="learning"),
-        Knob(name="lora_rank", values=(16,), kind="learning"),
+        Knob(name="seq_len", values=(512,)),
+        Knob(name="lora_rank", values=(16,)),
     ),
 )
 OPTIMIZER = "adamw_torch_fused"

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.catalog import DeviceSpec, Price
-from autotune.core.train_config import KNOBS
+from autotune.core.knobs import KNOBS
+from autotune.core.train_config import learning_differences
 from autotune.core.units import fmt_seconds, fmt_usd
 from autotune.planning.observations import Observation
 from autotune.planning.plan import FITS, Plan, Planned, limit_of, make_plan, planned
 from autotune.prediction.memory_formula import ERROR
-from autotune.problem.performance import differences, leanest
+from autotune.problem.performance import leanest
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.task import Task
 
@@ -250,7 +251,7 @@ def unlike(group: Group) -> dict[str, list[str]]:
     """The cards on which what is learned is not the same as on the fastest, by how it differs."""
     first, found = group.fastest, dict[str, list[str]]()
     for one in group.entries:
-        if one.best and first and first.best and (how := differences(one.best.config, first.best.config)):
+        if one.best and first and first.best and (how := learning_differences(one.best.config, first.best.config)):
             found.setdefault(how, []).append(one.device.name)
     return found
 

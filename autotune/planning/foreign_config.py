@@ -13,7 +13,8 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
-from autotune.core.train_config import ATTENTIONS, LOADER_WORKERS, OPTIMIZERS, TrainConfig
+from autotune.core.knobs import KNOBS
+from autotune.core.train_config import TrainConfig
 
 MAX_BYTES = 2**20
 MAX_KNOB, MAX_COUNT = 2**24, 10**15  # the most that TrainConfig takes; some write "all examples" as a large number
@@ -42,10 +43,12 @@ _DEFAULTS |= {"double_quant": (False, True, True)}  # ... and its default; Axolo
 _ALL_LINEAR = [{"all"}, {"all-linear"}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}]
 _ALL_LINEAR += [{"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}]
 _ATTENTION_FLAGS = ("xformers", "sage", "flex", "flash", "sdp", "eager")  # Axolotl's older ones, as it prefers them
-_ATTENTIONS = dict(zip(ATTENTIONS, ATTENTIONS, strict=True)) | dict.fromkeys(("", "auto", "sdp"), "sdpa")
+_ATTENTIONS = {name: name for name in KNOBS["attention"].choices} | dict.fromkeys(("", "auto", "sdp"), "sdpa")
 _ATTENTIONS |= {"disabled": "eager", "flex": "flex_attention", "kernels-community/flash-attn2": "flash_attention_2"}
 _ATTENTIONS |= dict.fromkeys(("flash", "fa2", "kernels-community/flash-attn"), "flash_attention_2")
-_OPTIMIZERS = dict(zip(OPTIMIZERS, OPTIMIZERS, strict=True)) | {"": OPTIMIZERS[0], "paged_lion_8bit": "lion_8bit"}
+_OPTIMIZERS = {name: name for name in KNOBS["optimizer"].choices}
+_OPTIMIZERS |= {"": KNOBS["optimizer"].default, "paged_lion_8bit": "lion_8bit"}
+_LOADER_WORKERS = KNOBS["loader_workers"].choices
 _OPTIMIZERS |= dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), "adamw_8bit")
 # By a part of the name, what keeps as much state a trained parameter: 1, 2 and 2 bytes, next to none; else AdamW's 8.
 _NEAR_OPTIMIZERS = {"4bit": "lion_8bit", "8bit": "adamw_8bit", "fp8": "adamw_8bit", "sgd": "adafactor"}
@@ -273,7 +276,7 @@ def _read(file: _File, tool: str) -> ForeignConfig:
             seq_len=file.whole(keys["length"], "max_seq_length", default=defaults["length"]),
             optimizer=_OPTIMIZERS.get(optimizer, state),
             attention=_ATTENTIONS.get(attention, "sdpa"),
-            loader_workers=next((known for known in LOADER_WORKERS if known >= workers), LOADER_WORKERS[-1]),
+            loader_workers=next((known for known in _LOADER_WORKERS if known >= workers), _LOADER_WORKERS[-1]),
             compile="per_layer" if compiled else "none",
             double_quant=file.flag(keys["double_quant"], default=bool(defaults["double_quant"])),
             **knobs,

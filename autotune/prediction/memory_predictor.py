@@ -7,27 +7,15 @@ MemoryModel: what a configuration will need, learned from what others needed.
 import math
 import statistics
 from dataclasses import dataclass
+from functools import cache
 
+from autotune.core.knobs import KNOBS, affecting
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.train_config import TrainConfig
 
 LINE_DOUBT = 0.02  # of what a line adds beyond its points; assumed: `benchmarks/oom_gate.py` is to hold it to account
 
-# Bytes of optimizer state a parameter, in order; optimizers that are not here are compared only with themselves.
-_STATE_ORDER = {"paged_adamw_8bit": 0, "lion_8bit": 1, "adamw_8bit": 2, "adamw_torch": 3, "adamw_torch_fused": 3}
 HEAD_CHUNK = 1024  # tokens, from which on a loss in chunks takes no more for its logits (`chunked_loss.CHUNK_TOKENS`)
-_SAME = (
-    "method",
-    "precision",
-    "quantization",
-    "double_quant",
-    "attention",
-    "compile",
-    "loss",
-    "kernels",
-    "packing",
-    "dora",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +54,7 @@ class Frontier:
 
 def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
     """Whether `config` surely needs as much memory as `other`. False where they cannot be compared."""
-    if any(getattr(config, name) != getattr(other, name) for name in _SAME):
-        return False
-    if config.optimizer != other.optimizer:
-        state, other_state = _STATE_ORDER.get(config.optimizer), _STATE_ORDER.get(other.optimizer)
-        if state is None or other_state is None or state < other_state:
-            return False
-    return (
-        config.micro_batch_size >= other.micro_batch_size
-        and config.seq_len >= other.seq_len
-        and (config.lora_rank or 0) >= (other.lora_rank or 0)
-        and config.kept >= other.kept
-        and config.offloads <= other.offloads
-    )
+    return all(knob.surely_needs_at_least(getattr(config, name), getattr(other, name)) for name, knob in KNOBS.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,17 +179,7 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
     # a mask of that form, as packed rows do.
     length = 0 if config.attention != "eager" and not config.packing else config.seq_len
     return (
-        config.method,
-        config.precision,
-        config.quantization,
-        config.double_quant,
-        config.attention,
-        config.compile,
-        config.loss,
-        config.kernels,
-        config.packing,
-        config.dora,
-        config.checkpointing,
+        *(getattr(config, name) for name in _compute_knobs()),
         config.optimizer if config.method == "full" else None,
         min(micro_steps, 2),
         length,
@@ -221,8 +187,16 @@ def _way(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
     )
 
 
+@cache
+def _compute_knobs() -> tuple[str, ...]:
+    """The knobs that decide how many bytes a token takes: all with an effect on memory but sizes and the optimizer."""
+    return tuple(
+        name for name in affecting("memory") if KNOBS[name].form != "integer" and not KNOBS[name].surely_leanest_first
+    )
+
+
 def _base(config: TrainConfig) -> tuple[object, ...]:
-    return (config.method, config.precision, config.quantization, config.double_quant, config.dora)
+    return tuple(getattr(config, name) for name in affecting("weights"))
 
 
 def _rank(config: TrainConfig) -> int:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.core.errors import UsageError
+from autotune.core.knobs import ADAMW
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
 
-ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 # Models and attention that were tried to keep packed examples apart (tests/probe/test_packing.py). With
 # flash_attention_2 transformers does so only in micro batches of one row.
 PACKED_APART = {"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"}

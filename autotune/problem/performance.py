@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Measurement, Outcome, ProbeResult
-from autotune.core.train_config import TrainConfig, checkpoint_every
+from autotune.core.train_config import TrainConfig
 from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.run_shape import RunShape
 from autotune.problem.search_space import SearchSpace
@@ -119,27 +120,15 @@ def margins(result: ProbeResult) -> dict[str, float]:
     return {"memory": 0.0, "health": 1.0}
 
 
-def capability(config: TrainConfig) -> tuple[float, ...]:
-    """Larger is more capable: unquantised base, rank, length, precision of the trained parameters, of their state."""
-    return (
-        {"none": 3, "fp8": 2, "int8": 1, "nf4": 0}[config.quantization],
-        config.lora_rank or 0,
-        config.dora,
-        config.seq_len,
-        {"fp32": 2, "bf16_mixed": 2, "fp16_mixed": 1, "bf16_pure": 0}[config.precision],
-        {"adamw_torch_fused": 3, "adamw_torch": 3, "adamw_8bit": 2, "paged_adamw_8bit": 2}.get(config.optimizer, 1),
-    )
-
-
 def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
     """This one with every learning knob at its most capable, then each alone: within the slack one of them wins.
 
     Then the ranks between, for what they cost.
     """
     raised = {
-        knob.name: max((capability(replace(config, **{knob.name: value})), value) for value in knob.choices())[1]
+        knob.name: max((replace(config, **{knob.name: value}).capability, value) for value in knob.choices())[1]
         for knob in space.knobs
-        if knob.kind == "learning" and len(knob.choices()) > 1
+        if KNOBS[knob.name].capability_priority is not None and len(knob.choices()) > 1
     }
     wanted = [raised, *({name: value} for name, value in raised.items())]
     if "lora_rank" in raised and config.lora_rank:
@@ -150,39 +139,8 @@ def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
 
 def leanest(space: SearchSpace) -> dict[str, Any]:
     """The choice of the space that needs the least memory, judged knob by knob."""
-    frugal: dict[str, tuple[Any, ...]] = {
-        "method": ("lora", "full"),
-        "quantization": ("nf4", "int8", "none", "fp8"),
-        "double_quant": (True, False),
-        "precision": ("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
-        "optimizer": ("lion_8bit", "adafactor", "paged_adamw_8bit", "adamw_8bit", "adamw_torch_fused", "adamw_torch"),
-        "attention": ("flash_attention_2", "sdpa", "sdpa_cudnn", "flex_attention", "eager"),
-        "compile": ("none", "per_layer"),
-        "loss": ("chunked", "full"),
-        "kernels": ("torch", "liger"),
-        "packing": (False, True),
-        "dora": (False, True),
-        "rslora": (False, True),
-    }
     chosen: dict[str, Any] = {}
     for knob in space.knobs:
-        if not knob.is_active(chosen):
-            continue
-        values = knob.choices()
-        if knob.name == "checkpointing":
-            chosen[knob.name] = min(values, key=lambda value: (checkpoint_every(value) or math.inf, value != "offload"))
-        elif knob.name in frugal:
-            chosen[knob.name] = min(values, key=frugal[knob.name].index)
-        else:
-            chosen[knob.name] = min(values)
+        if knob.is_active(chosen):
+            chosen[knob.name] = min(knob.choices(), key=KNOBS[knob.name].memory_rank)
     return chosen
-
-
-def differences(one: TrainConfig, other: TrainConfig) -> str:
-    """What changes the result of training, as 'lora_rank 64 instead of 16'."""
-    names = ("quantization", "lora_rank", "dora", "rslora", "seq_len", "precision", "optimizer")
-    return ", ".join(
-        f"{name} {getattr(one, name)} instead of {getattr(other, name)}"
-        for name in names
-        if getattr(one, name) != getattr(other, name)
-    )

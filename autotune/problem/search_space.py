@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import read_user_yaml
-from autotune.core.train_config import ACTIVE_WHEN, KNOBS, TrainConfig, check_value, digest_of
+from autotune.core.knobs import KNOBS, Kind, check_value
+from autotune.core.train_config import TrainConfig, digest_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-Kind = Literal["system", "learning"]
 _DEFAULTS = TrainConfig()
 MAX_RANGE = 1024  # integers between min and max: nobody can try more, and all of them are looked at
 
@@ -35,8 +35,12 @@ class Knob:
     low: int | None = None
     high: int | None = None
     log: bool = False
-    kind: Kind = "system"
     when: dict[str, Any] | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """Whether the knob changes what the model learns: a property of the knob, whatever the file says."""
+        return KNOBS[self.name].kind
 
     @property
     def is_range(self) -> bool:
@@ -66,7 +70,7 @@ class Knob:
 
     def is_active(self, chosen: dict[str, Any]) -> bool:
         """Whether this knob has an effect beside the values chosen so far."""
-        conditions = ACTIVE_WHEN.get(self.name, {}) | (self.when or {})
+        conditions = _conditions(self)
         return all(chosen.get(name, getattr(_DEFAULTS, name)) in _as_list(want) for name, want in conditions.items())
 
 
@@ -118,7 +122,7 @@ class SearchSpace:
                 raise UsageError(f"{knob}: a list has values, each once, not {given!r}", remedy="give some to search")
             for value in values:
                 space = space.pin(knob, value)  # which says what cannot be
-            space = space._with(Knob(name=knob, values=values, kind=_kinds().get(knob, "system")))
+            space = space._with(Knob(name=knob, values=values))
         return space
 
     def as_yaml(self) -> str:
@@ -135,10 +139,6 @@ class SearchSpace:
 
     def knob(self, name: str) -> Knob | None:
         return next((knob for knob in self.knobs if knob.name == name), None)
-
-    def kind(self, name: str) -> Kind:
-        knob = self.knob(name)
-        return knob.kind if knob else "system"
 
     def narrow(self, name: str, allowed: Callable[[Any], bool], reason: str) -> tuple["SearchSpace", list[Removal]]:
         """The space without the values of knob `name` that are not allowed. Raises UsageError if none is left."""
@@ -165,12 +165,12 @@ class SearchSpace:
             check_value(name, value)
         except ValueError as error:
             raise UsageError(f"--set {name}: {error}", remedy="give one of the values named") from None
-        return self._with(Knob(name=name, values=(value,), kind=self.kind(name)))
+        return self._with(Knob(name=name, values=(value,)))
 
     def idle(self, name: str) -> str | None:
         """What knob `name` needs of another and no choice of the space gives it; None where it can have an effect."""
         knob = self.knob(name)
-        for other, want in (ACTIVE_WHEN.get(name, {}) | ((knob.when or {}) if knob else {})).items():
+        for other, want in ({**KNOBS[name].active_when, **((knob.when or {}) if knob else {})}).items():
             deciding = self.knob(other)
             values = deciding.choices() if deciding else (getattr(_DEFAULTS, other),)
             if not any(value in _as_list(want) for value in values):
@@ -209,7 +209,7 @@ class SearchSpace:
         """How many distinct configurations there are."""
         asked: dict[str, list[Any]] = {}  # values that conditions tell from others
         for knob in self.knobs:
-            for name, want in (ACTIVE_WHEN.get(knob.name, {}) | (knob.when or {})).items():
+            for name, want in _conditions(knob).items():
                 asked.setdefault(name, []).extend(_as_list(want))
         ways: Counter[tuple[tuple[str, Any], ...]] = Counter([()])  # by what conditions can tell of a choice
         for knob in self.knobs:
@@ -272,10 +272,9 @@ def load_space(name_or_path: str) -> SearchSpace:
     return SearchSpace(name=path.stem, knobs=tuple(_in_order(knobs)))
 
 
-@cache
-def _kinds() -> dict[str, Kind]:
-    """Of every knob, as the shipped spaces have it."""
-    return {knob.name: knob.kind for knob in load_space("everything").knobs}
+def _conditions(knob: Knob) -> dict[str, Any]:
+    """What the knob needs of others to have an effect: by its meaning, and by the space."""
+    return {**KNOBS[knob.name].active_when, **(knob.when or {})}
 
 
 def _in_order(knobs: list[Knob]) -> Iterator[Knob]:
@@ -285,7 +284,7 @@ def _in_order(knobs: list[Knob]) -> Iterator[Knob]:
     while waiting:
         names = {knob.name for knob in waiting}
         for knob in waiting:
-            needs = set(ACTIVE_WHEN.get(knob.name, {}) | (knob.when or {}))
+            needs = set(_conditions(knob))
             if not needs & (names - done):
                 break
         else:
@@ -307,7 +306,7 @@ def _file_model() -> "type[BaseModel]":
         min: int | None = None
         max: int | None = None
         log: bool = False
-        kind: Kind = "system"
+        kind: Kind | None = None
         when: dict[str, Any] | None = None
 
         @model_validator(mode="after")
@@ -329,7 +328,6 @@ def _file_model() -> "type[BaseModel]":
                 "low": self.min,
                 "high": self.max,
                 "log": self.log,
-                "kind": self.kind,
                 "when": self.when,
             }
 
@@ -376,6 +374,8 @@ def _problems(name: str, entry: Any) -> Iterator[tuple[tuple[int | str, ...], st
         *(((name, "values", place), name, value) for place, value in enumerate(entry.values)),
         *(((name, end), name, value) for end, value in (("min", entry.min), ("max", entry.max)) if value is not None),
     ]
+    if entry.kind not in (None, KNOBS[name].kind):
+        yield (name, "kind"), f"{name} is a {KNOBS[name].kind} knob: leave kind: out"
     for other, want in (entry.when or {}).items():
         if other in KNOBS and other != name:
             found += [((name, "when", other), other, value) for value in _as_list(want)]

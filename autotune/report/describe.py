@@ -5,11 +5,13 @@ header of their own (`export.header`), since exports come before reports.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
+from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
-from autotune.problem.performance import differences
 from autotune.problem.run_cost import CostProjection
 from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.summary import Candidate, Learned, Recipe, TrialRecord, Verification
@@ -124,17 +126,8 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
         "full fine-tuning" if config.method == "full" else method,
         _batch(recipe),
         recomputed.get(every, f"activation checkpointing in one layer of {every}"),
-        _PRECISIONS[config.precision],
-        _OPTIMIZERS[config.optimizer],
-        _ATTENTIONS[config.attention],
-        "not compiled" if config.compile == "none" else "compiled layer by layer (torch.compile)",
+        *_phrases(config),
     ]
-    if config.loss == "chunked":
-        phrases.append("head and cross-entropy in chunks of tokens")
-    if config.kernels == "liger":
-        phrases.append("Liger's kernels for norms, rotary positions and MLPs")
-    if config.loader_workers:
-        phrases.append(f"batches made by {config.loader_workers} other processes")
     return tuple(phrases)
 
 
@@ -143,7 +136,7 @@ def trade_offs(recipe: Recipe) -> list[str]:
     winner, workload = recipe.winner, recipe.workload
     lines = []
     for cell in recipe.cells:
-        changes = differences(cell.config, winner.config)
+        changes = learning_differences(cell.config, winner.config)
         if not changes:
             continue
         extra = winner.performance.tokens_per_second / cell.performance.tokens_per_second - 1.0
@@ -247,24 +240,9 @@ def _memory_growth(done: Verification) -> str:
     )
 
 
-_PRECISIONS = {
-    "bf16_mixed": "bf16 mixed precision, trained parameters kept in fp32",
-    "bf16_pure": "everything in bf16, without fp32 master weights",
-    "fp16_mixed": "fp16 mixed precision",
-    "fp32": "fp32 throughout",
-}
-_OPTIMIZERS = {
-    "adamw_torch_fused": "fused AdamW",
-    "adamw_torch": "AdamW",
-    "adamw_8bit": "8-bit AdamW",
-    "paged_adamw_8bit": "paged 8-bit AdamW",
-    "adafactor": "Adafactor",
-    "lion_8bit": "8-bit Lion",
-}
-_ATTENTIONS = {
-    "sdpa": "PyTorch's fused attention (SDPA)",
-    "sdpa_cudnn": "cuDNN's fused attention (SDPA)",
-    "eager": "unfused (eager) attention",
-    "flash_attention_2": "FlashAttention 2",
-    "flex_attention": "FlexAttention",
-}
+def _phrases(config: TrainConfig) -> Iterator[str]:
+    """What the registry says about the value of each knob, precision before the optimizer."""
+    for name in ("precision", *(name for name in KNOBS if name != "precision")):
+        phrase = KNOBS[name].phrases.get(getattr(config, name))
+        if phrase is not None:
+            yield phrase

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome, to_data
-from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import DASH
-from autotune.problem.performance import differences
 from autotune.problem.run_cost import CostProjection
 from autotune.report import describe
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
@@ -263,7 +263,7 @@ def learning_cells(recipe: Recipe) -> tuple[CellRow, ...]:
         rows.append(
             CellRow(
                 candidate=candidate,
-                changes=differences(candidate.config, recipe.winner.config),
+                changes=learning_differences(candidate.config, recipe.winner.config),
                 extra=extra,
                 interval=((1 + extra) * (1 + low) - 1, (1 + extra) * (1 + high) - 1),
                 cut=recipe.workload.truncated(candidate.config.seq_len),

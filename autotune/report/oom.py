@@ -9,36 +9,15 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
-from autotune.core.train_config import INTEGERS, TrainConfig
+from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, fmt_count, fmt_gib
 from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
 # A second term is worth advice of its own from this share of the memory on.
 WORTH_ADVICE = 0.25
-
-# What it costs a person to move along each knob: learning knobs weigh more, since moving them changes the result.
-# Integers count per doubling, choices once.
-WEIGHTS = {
-    "method": 4.0,
-    "quantization": 3.0,
-    "precision": 2.0,
-    "seq_len": 2.0,
-    "lora_rank": 1.5,
-    "optimizer": 1.0,
-    "micro_batch_size": 1.0,
-    "checkpointing": 1.0,
-    "double_quant": 0.5,
-    "attention": 0.5,
-    "compile": 0.5,
-    "loss": 0.5,
-    "kernels": 0.5,
-    "packing": 0.5,
-    "dora": 1.5,
-    "rslora": 0.5,
-    "loader_workers": 0.25,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,15 +144,15 @@ def oom_report(summary: StudySummary) -> OomReport:
 def distance(one: TrainConfig, other: TrainConfig) -> float:
     """Weighted count of the knobs that differ; integer knobs count |log2 ratio| (one for each doubling)."""
     total = 0.0
-    for knob, weight in WEIGHTS.items():
-        here, there = getattr(one, knob), getattr(other, knob)
+    for name, knob in KNOBS.items():
+        here, there = getattr(one, name), getattr(other, name)
         if here == there:
             continue
-        if knob in INTEGERS:
+        if knob.form == "integer":
             # No rank on one side: the method differs, which is counted already.
-            total += 0.0 if here is None or there is None else weight * abs(math.log2(here / there))
+            total += 0.0 if here is None or there is None else knob.distance_weight * abs(math.log2(here / there))
         else:
-            total += weight
+            total += knob.distance_weight
     return total
 
 
@@ -249,7 +228,7 @@ def _nearest(config: TrainConfig, fits: dict[TrainConfig, TrialRecord]) -> tuple
             distance=round(far, 3),
             differs={
                 knob: [getattr(config, knob), getattr(row.config, knob)]
-                for knob in WEIGHTS
+                for knob in sorted(KNOBS, key=lambda name: -KNOBS[name].distance_weight)
                 if getattr(config, knob) != getattr(row.config, knob)
             },
             tokens_per_second=row.tokens_per_second,

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autotune.core.errors import EnvironmentProblem
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeResult
-from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.core.train_config import TrainConfig
 from autotune.problem.task import Task
 
 if TYPE_CHECKING:

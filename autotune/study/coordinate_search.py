@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
@@ -28,16 +29,6 @@ ORDER = (
 )
 # The same arithmetic in less memory, which later moves may use: taken unless it is slower.
 MAKES_ROOM = ("loss",)
-# The fastest first. Values after the present one are slower wherever both fit, and are not tried.
-FASTEST_FIRST = {
-    "precision": ("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
-    "attention": ("flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"),
-    "compile": ("per_layer", "none"),
-    "loss": ("chunked", "full"),
-    "kernels": ("liger", "torch"),
-    "quantization": ("fp8", "none", "int8", "nf4"),
-    "packing": (True, False),
-}
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 
 
@@ -80,14 +71,10 @@ def _faster_values(knob: Knob, current: TrainConfig) -> list[Any]:
         larger = sorted(value for value in values if value > present)
         smaller = sorted(value for value in values if value < present)
         return [*larger[:1], *smaller[-1:]]
-    if knob.name == "checkpointing":
-        configs = {value: replace(current, checkpointing=value) for value in (*values, present)}
-        speed = {value: (config.kept, not config.offloads) for value, config in configs.items()}
-        return sorted((value for value in values if speed[value] > speed[present]), key=speed.__getitem__, reverse=True)
     if knob.name == "quantization" and present != "none":
         return []  # another base to learn from, not a faster way to the same result
-    order = FASTEST_FIRST[knob.name]
-    return sorted((value for value in values if order.index(value) < order.index(present)), key=order.index)
+    speed_rank = KNOBS[knob.name].speed_rank
+    return sorted((value for value in values if speed_rank(value) < speed_rank(present)), key=speed_rank)
 
 
 def smaller_batches(space: SearchSpace, config: TrainConfig) -> Iterator[TrainConfig]:

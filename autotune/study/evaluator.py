@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune.core.errors import TooManyFailures
+from autotune.core.knobs import KNOBS, affecting
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import (
     Evidence,
@@ -333,8 +334,8 @@ def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
 
 def _kind(config: TrainConfig, foretold: Extrapolation) -> tuple[Any, ...]:
     """Steps whose extrapolated time is off by the same ratio."""
-    way = (config.method, config.dora, config.quantization, config.compile, config.packing, config.checkpointing)
-    return (*way, config.kernels, foretold.host_bound, foretold.shortest)
+    values = [getattr(config, name) for name in affecting("depth_error")]
+    return (*values, foretold.host_bound, foretold.shortest)
 
 
 def _of_the_device(result: ProbeResult) -> bool:
@@ -346,7 +347,8 @@ def _of_the_device(result: ProbeResult) -> bool:
 
 
 def _but_optimizer(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:
-    return micro_steps, replace(config, optimizer=TrainConfig().optimizer)
+    after_them = set(affecting("rest_of_step")) - set(affecting("micro_time"))
+    return micro_steps, replace(config, **{name: KNOBS[name].default for name in after_them})
 
 
 def _decided(request: ProbeRequest, outcome: Outcome, rung: Rung, reason: str | None, **fields: Any) -> ProbeResult:

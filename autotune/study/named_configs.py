@@ -9,8 +9,9 @@ from typing import Any
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import write_atomic
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
-from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, GIB, fmt_count
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths

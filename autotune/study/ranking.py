@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.core.train_config import TrainConfig
-from autotune.problem.performance import capability, differences
+from autotune.core.train_config import TrainConfig, learning_differences
 
 # A configuration that leaves less than this share of the memory limit free is tight. Beyond it, more room is not worth
 # any speed, and it must not decide: which of several equally fast configurations comes out fastest is chance.
@@ -37,10 +36,10 @@ def choose(candidates: Sequence[Scored], slack: float) -> tuple[Scored, str]:
     winner = max(close, key=_preference)
     if winner is cheapest:
         return winner, "the cheapest above the floors; nothing more capable is within the slack"
-    if capability(winner.config) == capability(cheapest.config):
+    if winner.config.capability == cheapest.config.capability:
         advantage = "it leaves more memory free"
     else:
-        advantage = "it is more capable: " + differences(winner.config, cheapest.config)
+        advantage = "it is more capable: " + learning_differences(winner.config, cheapest.config)
     extra = cheapest.score / winner.score - 1.0
     return winner, f"{advantage}, for {extra:.1%} more cost than the cheapest (slack {slack:.0%})"
 
@@ -62,4 +61,4 @@ def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
 
 def _preference(candidate: Scored) -> tuple[Any, ...]:
     """A key by which the winner among those within the slack sorts last."""
-    return capability(candidate.config), candidate.free_fraction >= ROOMY, candidate.score
+    return candidate.config.capability, candidate.free_fraction >= ROOMY, candidate.score

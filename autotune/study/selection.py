@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import SAYS
-from autotune.problem.performance import AGAIN, capability, step_time_s
+from autotune.problem.performance import AGAIN, step_time_s
 from autotune.problem.run_cost import by_examples, project
 from autotune.problem.task import Task
 from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
@@ -93,7 +94,7 @@ class Selection:
             error = self.extrapolated[one.config.digest].time_error if one.config.digest in self.extrapolated else 0.0
             if one.score * (1 + error) >= to_beat(one, pool, slack):
                 close.append(one)
-        ranked = sorted(close, key=lambda one: (capability(one.config), one.score), reverse=True)
+        ranked = sorted(close, key=lambda one: (one.config.capability, one.score), reverse=True)
         return [config for config in dict.fromkeys(one.config for one in ranked) if config.digest not in self.measured]
 
     def confirm(self, config: TrainConfig, measurement: Measurement) -> None:
@@ -355,4 +356,4 @@ class Selection:
 
 def _cell(config: TrainConfig) -> tuple[object, ...]:
     """What of a configuration changes the result of training."""
-    return (config.method, config.lora_rank, config.dora, config.rslora, config.seq_len, config.quantization)
+    return tuple(getattr(config, knob.name) for knob in KNOBS.values() if knob.separates_results)

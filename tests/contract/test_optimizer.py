@@ -19,7 +19,7 @@ SPACE = SearchSpace(
         Knob(name="method", values=("lora", "full")),
         Knob(name="micro_batch_size", values=(1, 2, 4, 8)),
         Knob(name="seq_len", low=64, high=256),
-        Knob(name="lora_rank", values=(8, 16, 32), kind="learning"),
+        Knob(name="lora_rank", values=(8, 16, 32)),
     ),
 )
 FITS, TOO_LARGE = {"memory": -0.25, "health": 0.0}, {"memory": 0.1, "health": 0.0}

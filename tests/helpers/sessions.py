@@ -32,13 +32,9 @@ from tests.helpers.replay import Answers, ReplayProber, machine
 
 
 def space(**knobs: tuple[Any, ...]) -> SearchSpace:
-    learning = ("lora_rank", "seq_len")
     return SearchSpace(
         name="test",
-        knobs=tuple(
-            Knob(name=name, values=values, kind="learning" if name in learning else "system")
-            for name, values in knobs.items()
-        ),
+        knobs=tuple(Knob(name=name, values=values) for name, values in knobs.items()),
     )
 
 

@@ -18,7 +18,7 @@ from autotune.export import export_all
 from autotune.prediction.memory_predictor import needs_at_least
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.performance import capability, leanest
+from autotune.problem.performance import leanest
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.setup import set_up, suit
 from autotune.problem.study_spec import StudySpec
@@ -245,7 +245,7 @@ def test_what_does_not_fit_recomputed_may_fit_offloaded() -> None:
 
 def test_fp8_is_less_capable_than_an_unquantised_base_and_more_than_others() -> None:
     ranked = [TrainConfig(quantization=one) for one in ("nf4", "int8", "fp8", "none")]
-    assert sorted(ranked, key=capability) == ranked
+    assert sorted(ranked, key=lambda config: config.capability) == ranked
 
 
 @pytest.mark.parametrize(("gpu", "kept"), [("h200", True), ("l4", True), ("a100-80gb", False), ("cpu", False)])

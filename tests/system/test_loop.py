@@ -146,7 +146,7 @@ def test_confirming_measures_all_finalists_and_the_baseline_once_and_the_winner_
 def test_rivals_that_a_second_measurement_may_part_get_one(start: Start) -> None:
     """Two of one capability that are half a percent apart."""
     alike = space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
-    alike = replace(alike, knobs=(*alike.knobs, Knob(name="compile", values=("none", "per_layer"), kind="system")))
+    alike = replace(alike, knobs=(*alike.knobs, Knob(name="compile", values=("none", "per_layer"))))
 
     def rate(config: TrainConfig) -> float:
         return (1000.0 if config.compile == "none" else 1005.0) * (0.7 if config.checkpointing == "full" else 1.0)

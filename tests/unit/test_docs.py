@@ -13,8 +13,8 @@ from autotune.catalog.devices import _device
 from autotune.catalog.models import ModelSpec
 from autotune.core import errors
 from autotune.core.errors import AutotuneError
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence
-from autotune.core.train_config import KNOBS
 from autotune.report import draw
 from tests.helpers.factories import summary
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from autotune.catalog import resolve_model
-from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.core.knobs import KNOBS
+from autotune.core.train_config import TrainConfig
 from autotune.export import axolotl, keys
 from autotune.planning.foreign_config import read_foreign
 from autotune.study.summary import Recipe

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.core.knobs import KNOBS
+from autotune.core.train_config import TrainConfig
 from autotune.export import axolotl, keys
 from tests.unit.export.test_axolotl import CONFIGS, recipe
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from autotune.catalog import resolve_model
-from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.core.knobs import KNOBS
+from autotune.core.train_config import TrainConfig
 from autotune.export import keys, llamafactory
 from autotune.planning.foreign_config import read_foreign
 from autotune.study.summary import Recipe
@@ -157,10 +158,8 @@ def test_hostile_names_stay_names(name: str) -> None:
 
 
 def test_configurations_hold_every_value_of_every_knob() -> None:
-    from autotune.core.train_config import CHOICES
-
-    for knob, values in CHOICES.items():
-        missing = (
-            set(values) - {getattr(config, knob) for config in CONFIGS} - ({4} if knob == "loader_workers" else set())
-        )
+    for knob, spec in KNOBS.items():
+        missing = set(spec.choices) - {getattr(config, knob) for config in CONFIGS}
+        if knob == "loader_workers":
+            missing.discard(4)
         assert not missing, knob

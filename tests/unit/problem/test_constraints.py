@@ -21,6 +21,7 @@ def narrowed(searched: SearchSpace, workload: Workload = WORKLOAD, **floors) -> 
 def test_the_default_floors():
     kept, removals = apply_floors(load_space("default"), WORKLOAD, Floors())
     assert {knob.name: knob.choices() for knob in kept.knobs if knob.kind == "learning"} == {
+        "method": ("lora",),
         "quantization": ("none",),
         "double_quant": (True, False),
         "seq_len": (1024,),

@@ -10,7 +10,6 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import (
     AGAIN,
     UNSEEN,
-    capability,
     leanest,
     margins,
     performance,
@@ -156,5 +155,5 @@ def test_capability_is_an_order():
         TrainConfig(lora_rank=32),
         TrainConfig(lora_rank=32, dora=True, seq_len=512),
     ]
-    assert sorted(evaluator, key=capability) == evaluator
-    assert capability(TrainConfig(micro_batch_size=1, compile="per_layer")) == capability(TrainConfig())
+    assert sorted(evaluator, key=lambda config: config.capability) == evaluator
+    assert TrainConfig(micro_batch_size=1, compile="per_layer").capability == TrainConfig().capability

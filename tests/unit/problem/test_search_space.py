@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from autotune.core.errors import UsageError
-from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.core.knobs import KNOBS
+from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, Removal, SearchSpace, load_space, shipped_spaces
 
 HEAD = "version: 1\nknobs:\n"
@@ -59,12 +60,12 @@ def test_size_is_the_number_of_distinct_configurations(name, size):
 def test_kinds():
     lora = load_space("lora")
     assert [knob.name for knob in lora.knobs if knob.kind == "learning"] == [
+        "method",
         "seq_len",
         "lora_rank",
         "precision",
         "optimizer",
     ]
-    assert lora.kind("quantization") == "system"  # not in the space
 
 
 def test_an_unknown_space():
@@ -112,6 +113,8 @@ def test_a_file(tmp_path):
         (HEAD + "  method: lora\n  lora_rnk: 8\n", "FILE:4: knobs.lora_rnk: there is no knob 'lora_rnk'; did you mean "
          "'lora_rank'?"),
         (HEAD + "  lora_rank: {values: [8], kid: x}\n", "FILE:3: knobs.lora_rank.kid: Extra inputs are not permitted"),
+        (HEAD + "  lora_rank: {values: [8], kind: system}\n",
+         "FILE:3: knobs.lora_rank.kind: lora_rank is a learning knob: leave kind: out"),
         (HEAD + "  lora_rank: {values: [8], kind: hard}\n",
          "FILE:3: knobs.lora_rank.kind: Input should be 'system' or 'learning'"),
         (HEAD + "  precision:\n    values:\n      - fp32\n      - bf16_mixd\n", "FILE:6: knobs.precision.values.1: "
@@ -180,9 +183,7 @@ def test_what_nobody_wrote_counts_with_its_default():
 def test_a_wide_space_is_never_written_out():
     wide = SearchSpace(
         name="wide",
-        knobs=tuple(
-            Knob(name=name, low=1, high=5000, kind="learning") for name in ("micro_batch_size", "seq_len", "lora_rank")
-        ),
+        knobs=tuple(Knob(name=name, low=1, high=5000) for name in ("micro_batch_size", "seq_len", "lora_rank")),
     )
     assert wide.size() == 5000**3
     assert list(islice(wide.enumerate(), 2)) == [
@@ -234,7 +235,7 @@ def test_narrow_leaves_at_least_one():
 def test_pin():
     lora = load_space("lora")
     pinned = lora.pin("seq_len", 777)  # a value that the file does not list
-    assert pinned.knob("seq_len") == Knob(name="seq_len", values=(777,), kind="learning")
+    assert pinned.knob("seq_len") == Knob(name="seq_len", values=(777,))
     assert [knob.name for knob in pinned.knobs] == [knob.name for knob in lora.knobs]
 
 

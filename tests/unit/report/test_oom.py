@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from autotune.core.probe_types import Outcome, Rung
-from autotune.core.train_config import KNOBS, TrainConfig
+from autotune.core.train_config import TrainConfig
 from autotune.report import oom_report
-from autotune.report.oom import WEIGHTS, Term, advise, code, distance
+from autotune.report.oom import Term, advise, code, distance
 from autotune.study.summary import StudySummary, TrialRecord
 from tests.helpers.factories import oom_detail, summary
 
@@ -167,8 +167,3 @@ def test_data_is_json_and_complete() -> None:
     assert first["config"]["micro_batch_size"] == 4
     assert first["terms"][0]["name"] == "activations"
     assert first["nearest"] and first["changes"]
-
-
-def test_every_knob_has_its_distance() -> None:
-    """A knob without one would make two configurations that differ in it the same."""
-    assert set(WEIGHTS) == set(KNOBS)

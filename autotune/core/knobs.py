@@ -1,0 +1,437 @@
+"""The knob registry: one row for each knob, with everything that the program knows about it as a knob.
+
+Checks, canonical form, search moves, preferences, memory comparison, labels and reports are derived from these rows.
+What a knob does to a training run is in `probe`, how another tool spells it in `export`.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["system", "learning"]
+Form = Literal["choice", "boolean", "integer", "checkpointing"]
+Effect = Literal["memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"]
+
+MAX_INTEGER = 2**24
+ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
+MEMORY: frozenset[Effect] = frozenset({"memory"})
+MEMORY_AND_TIME: frozenset[Effect] = frozenset({"memory", "micro_time"})
+LEARNING: frozenset[Effect] = frozenset({"learning"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnobSpec:
+    """What is known about one knob.
+
+    Attributes:
+        name: The field of `TrainConfig`.
+        label: A few plain words for tables and headings.
+        description: One sentence on what the knob does.
+        form: How values are checked. A choice has `choices`, an integer is 1 to `MAX_INTEGER`.
+        default: The value of a configuration that does not name the knob.
+        affects: What the knob changes. `weights` are the bytes of the base model or its adapters beyond their rank,
+            `micro_time` the seconds of a micro batch, `rest_of_step` those of the optimizer step after them,
+            `depth_error` the error of a time extrapolated from few layers, `learning` what the model learns.
+        active_when: The value that each of these other knobs must have for this one to have an effect.
+        never_with: The values of other knobs that force this one to `inactive_value`.
+        inactive_value: What an inactive knob is set to.
+        listed_when_inactive: Whether the data form of a configuration has the knob although it has no effect. A change
+            would change digests, and stored probes would not be found again.
+        required: The message where the knob is active and its value is None.
+        choices: The possible values of a choice.
+        fastest_first: Values by speed, where they differ in it.
+        leanest_first: Values by need of memory; numbers and booleans are in their own order without it.
+        capability_priority: The rank of the knob in comparing what two configurations can learn: 1 is compared first.
+        least_capable_first: Groups of equally capable values; numbers and booleans are in their own order without it.
+        surely_leanest_first: Groups of values. A value surely needs at least the memory of all in its own group and the
+            groups before. Values that are not listed are comparable only with themselves.
+        separates_results: Whether reports keep the best configuration of each value apart.
+        distance_weight: What a change of the knob counts in the distance of two configurations; an integer's counts
+            for each doubling. Changes of learning knobs cost the user more.
+        tag: Format of a value that is not the default in a configuration's label; None leaves the knob out.
+        tag_order: Place among the tags of a label, the lowest first.
+        phrases: For each value the words in which a report describes it; a missing value needs none.
+    """
+
+    name: str
+    label: str
+    description: str
+    form: Form
+    default: Any
+    affects: frozenset[Effect]
+    distance_weight: float
+    active_when: Mapping[str, Any] = field(default_factory=dict)
+    never_with: Mapping[str, Any] = field(default_factory=dict)
+    inactive_value: Any = None
+    listed_when_inactive: bool = False
+    required: str | None = None
+    choices: tuple[Any, ...] = ()
+    fastest_first: tuple[Any, ...] = ()
+    leanest_first: tuple[Any, ...] = ()
+    capability_priority: int | None = None
+    least_capable_first: tuple[tuple[Any, ...], ...] = ()
+    surely_leanest_first: tuple[tuple[Any, ...], ...] = ()
+    separates_results: bool = False
+    tag: str | None = None
+    tag_order: int = 100
+    phrases: Mapping[Any, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> Kind:
+        """`learning` for a knob that changes what the model learns, `system` for one that changes speed and memory."""
+        return "learning" if "learning" in self.affects else "system"
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError for what cannot be a value of this knob."""
+        if self.form == "checkpointing":
+            checkpoint_every(value)
+        elif self.form == "integer":
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_INTEGER:
+                raise ValueError(f"{self.name} is a positive integer, not {value!r}")
+        elif self.form == "boolean":
+            if not isinstance(value, bool):
+                raise ValueError(f"{self.name} is true or false, not {value!r}")
+        elif value not in self.choices or isinstance(value, bool):
+            raise ValueError(f"{self.name} is one of {', '.join(map(str, self.choices))}, not {value!r}")
+
+    def is_active(self, values: Mapping[str, Any]) -> bool:
+        """Whether the knob has an effect with these values of all knobs."""
+        if any(values[name] == excluded for name, excluded in self.never_with.items()):
+            return False
+        return all(values[name] == wanted for name, wanted in self.active_when.items())
+
+    def speed_rank(self, value: Any) -> Any:
+        """A key by which the fastest value sorts first. Equal for all values where no order is known."""
+        if self.form == "checkpointing":
+            return 1.0 / (checkpoint_every(value) or math.inf), value == "offload"
+        return self.fastest_first.index(value) if self.fastest_first else 0
+
+    def memory_rank(self, value: Any) -> Any:
+        """A key by which the value that needs the least memory sorts first."""
+        if self.form == "checkpointing":
+            return checkpoint_every(value) or math.inf, value != "offload"
+        return self.leanest_first.index(value) if self.leanest_first else value
+
+    def capability_rank(self, value: Any) -> float:
+        """Larger for a value with which a model can learn more; None, an inactive number, is 0."""
+        if self.least_capable_first:
+            return _group_of(value, self.least_capable_first) or 0
+        return float(value or 0)
+
+    def surely_needs_at_least(self, value: Any, other: Any) -> bool:
+        """Whether `value` surely needs at least the memory of `other`. False where they cannot be compared."""
+        if value == other or "memory" not in self.affects:
+            return True
+        if self.form == "integer":
+            return bool((value or 0) >= (other or 0))
+        if self.form == "checkpointing":
+            recomputed, other_recomputed = (1.0 / (checkpoint_every(one) or math.inf) for one in (value, other))
+            return recomputed <= other_recomputed and (value == "offload") <= (other == "offload")
+        group, other_group = (_group_of(one, self.surely_leanest_first) for one in (value, other))
+        return group is not None and other_group is not None and group >= other_group
+
+
+def checkpoint_every(checkpointing: str) -> int | None:
+    """'none' -> None, 'full' and 'offload' -> 1, 'every_3' -> 3. Raises ValueError on anything else."""
+    if checkpointing == "none":
+        return None
+    if checkpointing in ("full", "offload"):
+        return 1
+    match = re.fullmatch(r"every_([2-9]|[1-9][0-9]{1,3})", checkpointing) if isinstance(checkpointing, str) else None
+    if match is None:
+        raise ValueError(f"checkpointing is none, full, offload or every_K with K of 2 or more, not {checkpointing!r}")
+    return int(match.group(1))
+
+
+def check_value(knob: str, value: Any) -> None:
+    """Raise ValueError when there is no such knob, or `value` cannot be a value of it."""
+    if knob not in KNOBS:
+        raise ValueError(f"there is no knob {knob!r}")
+    KNOBS[knob].check(value)
+
+
+def affecting(*effects: Effect) -> tuple[str, ...]:
+    """The names of the knobs that change any of these."""
+    return tuple(name for name, knob in KNOBS.items() if knob.affects & set(effects))
+
+
+def _group_of(value: Any, groups: tuple[tuple[Any, ...], ...]) -> int | None:
+    return next((place for place, group in enumerate(groups) if value in group), None)
+
+
+_ROWS = (
+    KnobSpec(
+        name="method",
+        label="method",
+        description="Trains adapters on every linear layer but the head (lora), or every parameter (full).",
+        form="choice",
+        choices=("full", "lora"),
+        default="lora",
+        affects=frozenset({"memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"}),
+        leanest_first=("lora", "full"),
+        separates_results=True,
+        distance_weight=4.0,
+    ),
+    KnobSpec(
+        name="micro_batch_size",
+        label="micro batch size",
+        description="Rows in one forward pass on one GPU; the global batch stays, by gradient accumulation.",
+        form="integer",
+        default=8,
+        affects=MEMORY_AND_TIME,
+        distance_weight=1.0,
+    ),
+    KnobSpec(
+        name="seq_len",
+        label="sequence length",
+        description="Tokens in a row: longer examples are cut off, shorter ones are padded or packed.",
+        form="integer",
+        default=1024,
+        affects=MEMORY_AND_TIME | LEARNING,
+        capability_priority=5,
+        separates_results=True,
+        distance_weight=2.0,
+    ),
+    KnobSpec(
+        name="lora_rank",
+        label="LoRA rank",
+        description="The rank of the adapters.",
+        form="integer",
+        default=16,
+        affects=frozenset({"memory", "micro_time", "rest_of_step", "learning"}),
+        active_when={"method": "lora"},
+        required="lora_rank is needed with method lora",
+        capability_priority=2,
+        separates_results=True,
+        distance_weight=1.5,
+    ),
+    KnobSpec(
+        name="optimizer",
+        label="optimizer",
+        description="The optimizer, and with it the bytes of its state.",
+        form="choice",
+        choices=("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion_8bit"),
+        default="adamw_torch_fused",
+        affects=frozenset({"memory", "rest_of_step", "learning"}),
+        leanest_first=(
+            "lion_8bit",
+            "adafactor",
+            "paged_adamw_8bit",
+            "adamw_8bit",
+            "adamw_torch_fused",
+            "adamw_torch",
+        ),
+        capability_priority=7,
+        least_capable_first=(
+            ("adafactor", "lion_8bit"),
+            ("adamw_8bit", "paged_adamw_8bit"),
+            ("adamw_torch_fused", "adamw_torch"),
+        ),
+        # Bytes of state for a parameter. Adafactor's depend on the form of each matrix.
+        surely_leanest_first=(
+            ("paged_adamw_8bit",),
+            ("lion_8bit",),
+            ("adamw_8bit",),
+            ("adamw_torch", "adamw_torch_fused"),
+        ),
+        distance_weight=1.0,
+        phrases={
+            "adamw_torch_fused": "fused AdamW",
+            "adamw_torch": "AdamW",
+            "adamw_8bit": "8-bit AdamW",
+            "paged_adamw_8bit": "paged 8-bit AdamW",
+            "adafactor": "Adafactor",
+            "lion_8bit": "8-bit Lion",
+        },
+    ),
+    KnobSpec(
+        name="precision",
+        label="precision",
+        description="Keeps trained parameters in fp32 under autocast (mixed), or everything in one type.",
+        form="choice",
+        choices=("bf16_mixed", "bf16_pure", "fp16_mixed", "fp32"),
+        default="bf16_mixed",
+        affects=frozenset({"memory", "weights", "micro_time", "rest_of_step", "learning"}),
+        fastest_first=("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
+        leanest_first=("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
+        capability_priority=6,
+        least_capable_first=(("bf16_pure",), ("fp16_mixed",), ("bf16_mixed", "fp32")),
+        distance_weight=2.0,
+        phrases={
+            "bf16_mixed": "bf16 mixed precision, trained parameters kept in fp32",
+            "bf16_pure": "everything in bf16, without fp32 master weights",
+            "fp16_mixed": "fp16 mixed precision",
+            "fp32": "fp32 throughout",
+        },
+    ),
+    KnobSpec(
+        name="quantization",
+        label="quantisation",
+        description="Stores the frozen base in fewer bits (int8, nf4), or multiplies it in 8-bit floats (fp8).",
+        form="choice",
+        choices=("none", "fp8", "int8", "nf4"),
+        default="none",
+        affects=frozenset({"memory", "weights", "micro_time", "depth_error", "learning"}),
+        active_when={"method": "lora"},
+        inactive_value="none",
+        fastest_first=("fp8", "none", "int8", "nf4"),
+        leanest_first=("nf4", "int8", "none", "fp8"),
+        capability_priority=1,
+        least_capable_first=(("nf4",), ("int8",), ("fp8",), ("none",)),
+        separates_results=True,
+        distance_weight=3.0,
+    ),
+    KnobSpec(
+        name="double_quant",
+        label="double quantisation",
+        description="Quantises the constants of an nf4 base too.",
+        form="boolean",
+        choices=(True, False),
+        default=False,
+        affects=frozenset({"memory", "weights", "micro_time", "learning"}),
+        active_when={"quantization": "nf4"},
+        inactive_value=False,
+        leanest_first=(True, False),
+        distance_weight=0.5,
+    ),
+    KnobSpec(
+        name="checkpointing",
+        label="activation checkpointing",
+        description="Recomputes no layer, every layer, or each K-th; offload keeps the inputs of all in host memory.",
+        form="checkpointing",
+        default="full",
+        affects=frozenset({"memory", "micro_time", "depth_error"}),
+        distance_weight=1.0,
+    ),
+    KnobSpec(
+        name="attention",
+        label="attention",
+        description="The attention kernel: sdpa leaves the choice to torch, sdpa_cudnn is cuDNN's.",
+        form="choice",
+        choices=("sdpa", "sdpa_cudnn", "eager", "flash_attention_2", "flex_attention"),
+        default="sdpa",
+        affects=MEMORY_AND_TIME,
+        fastest_first=("flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"),
+        leanest_first=("flash_attention_2", "sdpa", "sdpa_cudnn", "flex_attention", "eager"),
+        distance_weight=0.5,
+        tag="{}",
+        tag_order=2,
+        phrases={
+            "sdpa": "PyTorch's fused attention (SDPA)",
+            "sdpa_cudnn": "cuDNN's fused attention (SDPA)",
+            "eager": "unfused (eager) attention",
+            "flash_attention_2": "FlashAttention 2",
+            "flex_attention": "FlexAttention",
+        },
+    ),
+    KnobSpec(
+        name="compile",
+        label="compilation",
+        description="Compiles each decoder layer by itself with torch.compile.",
+        form="choice",
+        choices=("none", "per_layer"),
+        default="none",
+        affects=frozenset({"memory", "micro_time", "depth_error"}),
+        # Dynamo does not follow the hooks that offload, and would leave the whole layer as it is.
+        never_with={"checkpointing": "offload"},
+        inactive_value="none",
+        listed_when_inactive=True,
+        fastest_first=("per_layer", "none"),
+        leanest_first=("none", "per_layer"),
+        distance_weight=0.5,
+        tag="compiled",
+        tag_order=1,
+        phrases={"none": "not compiled", "per_layer": "compiled layer by layer (torch.compile)"},
+    ),
+    KnobSpec(
+        name="loss",
+        label="loss",
+        description="Holds the logits of a whole micro batch (full), or computes head and loss in chunks of tokens.",
+        form="choice",
+        choices=("full", "chunked"),
+        default="full",
+        affects=MEMORY_AND_TIME,
+        fastest_first=("chunked", "full"),
+        leanest_first=("chunked", "full"),
+        distance_weight=0.5,
+        tag="chunked-loss",
+        tag_order=4,
+        phrases={"chunked": "head and cross-entropy in chunks of tokens"},
+    ),
+    KnobSpec(
+        name="kernels",
+        label="kernels",
+        description="The kernels of norms, rotary positions and MLPs in layers that are not compiled.",
+        form="choice",
+        choices=("torch", "liger"),
+        default="torch",
+        affects=frozenset({"memory", "micro_time", "depth_error"}),
+        active_when={"compile": "none"},
+        inactive_value="torch",
+        listed_when_inactive=True,
+        fastest_first=("liger", "torch"),
+        leanest_first=("torch", "liger"),
+        distance_weight=0.5,
+        tag="{}",
+        tag_order=3,
+        phrases={"liger": "Liger's kernels for norms, rotary positions and MLPs"},
+    ),
+    KnobSpec(
+        name="packing",
+        label="packing",
+        description="Puts as many whole examples into a row as it holds, each attending to itself alone.",
+        form="boolean",
+        choices=(True, False),
+        default=False,
+        affects=frozenset({"memory", "micro_time", "depth_error"}),
+        fastest_first=(True, False),
+        distance_weight=0.5,
+        tag="packed",
+        tag_order=5,
+    ),
+    KnobSpec(
+        name="dora",
+        label="DoRA",
+        description="Trains a magnitude for each output of a layer in addition to its adapters.",
+        form="boolean",
+        choices=(True, False),
+        default=False,
+        affects=frozenset({"memory", "weights", "micro_time", "depth_error", "learning"}),
+        active_when={"method": "lora"},
+        inactive_value=False,
+        capability_priority=3,
+        separates_results=True,
+        distance_weight=1.5,
+    ),
+    KnobSpec(
+        name="rslora",
+        label="rank-stabilised LoRA",
+        description="Scales adapters by the root of the rank instead of the rank.",
+        form="boolean",
+        choices=(True, False),
+        default=False,
+        affects=LEARNING,
+        active_when={"method": "lora"},
+        inactive_value=False,
+        capability_priority=4,
+        least_capable_first=((True, False),),  # neither is more capable, but they learn differently
+        separates_results=True,
+        distance_weight=0.5,
+    ),
+    KnobSpec(
+        name="loader_workers",
+        label="loader workers",
+        description="Processes that prepare batches; with 0 the training process prepares them itself.",
+        form="choice",
+        choices=(0, 2, 4, 8),
+        default=0,
+        affects=frozenset({"micro_time"}),
+        distance_weight=0.25,
+        tag="loader-{}",
+        tag_order=6,
+        phrases={count: f"batches made by {count} other processes" for count in (2, 4, 8)},
+    ),
+)
+KNOBS: dict[str, KnobSpec] = {row.name: row for row in _ROWS}

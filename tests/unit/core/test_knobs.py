@@ -1,0 +1,175 @@
+"""The registry is complete and consistent, and checks values."""
+
+import math
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from autotune.core.knobs import KNOBS, affecting, check_value, checkpoint_every
+from autotune.core.train_config import TrainConfig
+
+
+def names(form: str) -> list[str]:
+    return [name for name, knob in KNOBS.items() if knob.form == form]
+
+
+def test_every_knob_is_a_field_with_its_default():
+    assert list(KNOBS) == [field.name for field in fields(TrainConfig)]
+    assert all(knob.name == name for name, knob in KNOBS.items())
+    assert {field.name: field.default for field in fields(TrainConfig)} == {
+        name: knob.default for name, knob in KNOBS.items()
+    }
+    for name, knob in KNOBS.items():
+        check_value(name, knob.default)
+        assert knob.label and knob.description.endswith(".") and knob.distance_weight > 0
+
+
+def test_orders_hold_every_choice_once():
+    for name, knob in KNOBS.items():
+        for order in (knob.fastest_first, knob.leanest_first, tuple(chain(*knob.least_capable_first))):
+            assert not order or sorted(order, key=str) == sorted(knob.choices, key=str), name
+        assert set(chain(*knob.surely_leanest_first)) <= set(knob.choices), name
+        assert set(knob.phrases) <= set(knob.choices), name
+        assert knob.form != "choice" or not knob.affects & {"memory"} or knob.leanest_first, name
+
+
+def test_a_knob_stands_after_those_that_decide_whether_it_is_active():
+    order = list(KNOBS)
+    for name, knob in KNOBS.items():
+        for other in (*knob.active_when, *knob.never_with):
+            assert order.index(other) < order.index(name)
+
+
+def test_learning_knobs_are_those_that_change_what_is_learned():
+    assert {name for name, knob in KNOBS.items() if knob.kind == "learning"} == {
+        *("method", "seq_len", "lora_rank", "optimizer", "precision", "quantization", "double_quant", "dora", "rslora")
+    }
+
+
+def test_effects_select_knobs():
+    assert affecting("weights") == ("method", "precision", "quantization", "double_quant", "dora")
+    assert set(affecting("rest_of_step")) - set(affecting("micro_time")) == {"optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("checkpointing", ["none", "every_4", "every_2", "full", "offload"]),
+        ("attention", ["flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"]),
+        ("packing", [True, False]),
+    ],
+)
+def test_values_by_speed(name, values):
+    shuffled = values[1:] + values[:1]
+    assert sorted(shuffled, key=KNOBS[name].speed_rank) == values
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("checkpointing", ["offload", "full", "every_2", "every_4", "none"]),
+        ("double_quant", [True, False]),
+        ("packing", [False, True]),
+        ("lora_rank", [4, 8, 16]),
+    ],
+)
+def test_values_by_memory(name, values):
+    shuffled = values[1:] + values[:1]
+    assert sorted(shuffled, key=KNOBS[name].memory_rank) == values
+
+
+def test_values_by_capability():
+    precision, rank = KNOBS["precision"].capability_rank, KNOBS["lora_rank"].capability_rank
+    assert precision("bf16_pure") < precision("fp16_mixed") < precision("bf16_mixed") == precision("fp32")
+    assert rank(None) < rank(8) < rank(16)
+    assert KNOBS["rslora"].capability_rank(True) == KNOBS["rslora"].capability_rank(False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "other", "expected"),
+    [
+        ("optimizer", "adamw_torch", "adamw_8bit", True),
+        ("optimizer", "adamw_8bit", "adamw_torch", False),
+        ("optimizer", "adafactor", "adamw_8bit", False),
+        ("optimizer", "adafactor", "adafactor", True),
+        ("seq_len", 16, 8, True),
+        ("seq_len", 8, 16, False),
+        ("lora_rank", 8, None, True),
+        ("checkpointing", "every_2", "full", True),
+        ("checkpointing", "full", "offload", True),
+        ("checkpointing", "offload", "full", False),
+        ("attention", "eager", "sdpa", False),
+        ("loader_workers", 0, 8, True),
+        ("rslora", False, True, True),
+    ],
+)
+def test_sure_comparison_of_memory(name, value, other, expected):
+    assert KNOBS[name].surely_needs_at_least(value, other) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "every"), [("none", None), ("full", 1), ("every_2", 2), ("every_10", 10), ("every_9999", 9999)]
+)
+def test_checkpoint_every(text, every):
+    assert checkpoint_every(text) == every
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["every_1", "every_0", "every_02", "every_-2", "every_2\n", "every_2.5", "every_", "every_1٣", "Full", "", None, 3,
+     True, math.nan, ["full"], {"a": 1}, "every_" + "9" * 5000],
+)  # fmt: skip
+def test_what_is_no_checkpointing(text):
+    with pytest.raises(ValueError, match="checkpointing is none, full, offload or every_K with K of 2 or more, not"):
+        checkpoint_every(text)
+    with pytest.raises(ValueError, match="checkpointing is none, full, offload or every_K"):
+        TrainConfig(checkpointing=text)
+
+
+@pytest.mark.parametrize("knob", names("integer"))
+@pytest.mark.parametrize("value", [0, -1, 2**24 + 1, 10**400, 1.0, math.nan, math.inf, True, "8", [8], b"8"])
+def test_what_is_no_size(knob, value):
+    with pytest.raises(ValueError, match=f"^{knob} is a positive integer, not "):
+        TrainConfig(**{knob: value})
+
+
+def test_the_ends_of_a_size():
+    assert TrainConfig(seq_len=1).seq_len == 1
+    assert TrainConfig(seq_len=2**24).seq_len == 16_777_216
+
+
+@pytest.mark.parametrize("knob", names("choice"))
+@pytest.mark.parametrize("value", ["bogus", "", "NONE ", None, 1, True, math.nan, ["none"], {}])
+def test_what_is_no_choice(knob, value):
+    with pytest.raises(ValueError, match=f"{knob} is one of {KNOBS[knob].choices[0]}, "):
+        check_value(knob, value)
+    with pytest.raises(ValueError, match=f"{knob} is one of "):
+        TrainConfig(**{knob: value})
+
+
+@pytest.mark.parametrize("knob", names("boolean"))
+@pytest.mark.parametrize("value", [1, 0, "true", None, []])
+def test_what_is_no_bool(knob, value):
+    with pytest.raises(ValueError, match=f"{knob} is true or false, not"):
+        TrainConfig(quantization="nf4", **{knob: value})
+
+
+def test_an_unknown_knob():
+    with pytest.raises(ValueError, match="there is no knob 'learning_rate'"):
+        check_value("learning_rate", 1e-4)
+
+
+def test_every_knob_and_value_is_documented():
+    rows = {
+        line.split("`")[1]: line
+        for line in (Path(__file__).parents[3] / "docs" / "knobs.md").read_text().splitlines()
+        if line.startswith("| `")
+    }
+    assert set(rows) == set(KNOBS)
+    for name, knob in KNOBS.items():
+        _, _, values, kind, *_ = (cell.strip() for cell in rows[name].split("|"))
+        assert kind == knob.kind, name
+        for value in knob.choices:
+            assert f"`{str(value).lower() if isinstance(value, bool) else value}`" in values, name
