@@ -1,12 +1,14 @@
-"""What `autotune run` shows while it works, on stderr: rich lines on a terminal, plain ones elsewhere."""
+"""The output of `autotune run` on stderr: a live status and colours on a terminal, plain lines elsewhere."""
 
 import json
+import os
 import shlex
+import shutil
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord,
 if TYPE_CHECKING:
     from rich.text import Text
 
-PLAIN_S = 30.0
+STATUS_EVERY_S = 30.0  # without a terminal
 _COLUMNS = {  # of the table of results: the heading, and the number's name in `describe`
     "tokens/s": "useful tokens/s",
     "step": "optimizer step",
@@ -35,9 +37,9 @@ _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", O
 
 
 class Display(AbstractContextManager["Display"]):
-    """One run's output. `quiet` shows only warnings and errors, `events` prints a JSON line on stdout for each event.
+    """One run's output. `quiet` prints nothing on stderr, `events` prints a JSON line on stdout for each event.
 
-    Without a terminal a line says every half minute how far it is.
+    Without a terminal a status line is printed every STATUS_EVERY_S seconds.
     """
 
     def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
@@ -46,19 +48,21 @@ class Display(AbstractContextManager["Display"]):
         tty = sys.stderr.isatty()
         self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
         self._status: Any = self._console.status("") if tty and not quiet else None
-        self._budget_s, self._events = budget_s, events
+        self._budget_s = budget_s
+        self._events = events
         self._started = time.monotonic()
         self._best: TrialRecord | None = None
-        self._doing, self._headed = "starting", False
+        self._doing = "starting"
+        self._has_heading = False
         self._usd_per_hour: float | None = None
         self._ended = threading.Event()
 
     def __enter__(self) -> "Display":
         if self._status is not None:
-            self._status.update(_Live(self._header))
+            self._status.update(_Live(self._status_line))
             self._status.start()
         else:
-            threading.Thread(target=self._beat, daemon=True).start()
+            threading.Thread(target=self._print_status, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,36 +70,34 @@ class Display(AbstractContextManager["Display"]):
         if self._status is not None:
             self._status.stop()
 
-    def _beat(self) -> None:
-        while not self._ended.wait(PLAIN_S):
-            self._print(self._header(), "dim")
+    def _print_status(self) -> None:
+        while not self._ended.wait(STATUS_EVERY_S):
+            self._print(self._status_line(), "dim")
 
-    def _event(self, kind: str, **facts: Any) -> None:
+    def _event(self, kind: str, **data: Any) -> None:
         if self._events:
-            about = {"event": kind, "seconds": round(time.monotonic() - self._started, 3)}
-            sys.stdout.write(json.dumps(about | facts) + "\n")
+            header = {"event": kind, "seconds": round(time.monotonic() - self._started, 3)}
+            sys.stdout.write(json.dumps(header | data) + "\n")
             sys.stdout.flush()
 
     def say(self, text: str) -> None:
-        """A step that takes a while: shown at the spinner on a terminal, as a line elsewhere."""
+        """Show a step that takes a while: next to the spinner on a terminal, as a line elsewhere."""
         self._event("step", text=text)
         self._doing = text
         if self._status is None:
             self._print(text)
 
     def note(self, text: str, style: str | None = None) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._event("note", text=text)
         self._print(text, style)
 
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
-        """What is about to happen, before any GPU time is spent."""
+        """Print what is about to happen, before any GPU time is spent."""
         task, workload = setup.task, setup.task.workload
         space, price, device = task.space, task.search_price, task.device
-        here = f", by {task.measured_on.name} under a cap" if task.measured_on else ""
-        examples = f"{workload.examples:,} examples" + (" (assumed)" if workload.examples_assumed else "")
-        passes = "1 epoch" if workload.epochs == 1 else f"{workload.epochs} epochs"
-        budget = fmt_seconds(self._budget_s) + (f" or {trials} trials in all" if trials else "")
+        proxy = f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
+        budget = fmt_seconds(self._budget_s) + (f" or {trials} trials in total" if trials else "")
         if price is None:
             cost = "no price is known for this device (--price USD_PER_HOUR)"
         else:
@@ -108,8 +110,8 @@ class Display(AbstractContextManager["Display"]):
         lines = {
             "study": task.study,
             "model": f"{task.model.name}, " + ("local weights" if task.model.weights else "random weights"),
-            "device": f"{device.name}{here}, {fmt_gib(fits_gib)} before headroom and context",
-            "workload": f"{examples}, {passes}, global batch {workload.global_batch} examples",
+            "device": f"{device.name}{proxy}, {fmt_gib(fits_gib)} before the reserve and the context",
+            "workload": f"{describe.workload(workload)}, global batch {workload.global_batch} examples",
             "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",
             "baseline": task.baselines()[0].label(),
@@ -120,34 +122,32 @@ class Display(AbstractContextManager["Display"]):
         self._event("plan", **lines, left_out=left_out, warnings=list(setup.warnings))
         for name, text in lines.items():
             self._fact(name, text)
-        for place, removal in enumerate(left_out):
-            self._fact("" if place else "left out", removal, "dim")
-        for warning in setup.warnings:
-            self._fact("warning", warning, "yellow")
+        self._facts("left out", left_out, "dim")
+        self._facts("warning", setup.warnings, "yellow")
 
     def trial(self, row: TrialRecord) -> None:
-        """One line for a finished trial: what it came to, then what it was and what there is to say of it."""
+        """Print one line for a finished trial: its numbers and outcome, its configuration, details."""
         self._event("trial", **to_data(row))
         if row.outcome is Outcome.OK and row.tokens_per_second is not None:
             best = self._best.tokens_per_second if self._best else None
             if best is None or row.tokens_per_second > best:
                 self._best = row
-        if not self._headed:
-            self._headed = True
+        if not self._has_heading:
+            self._has_heading = True
             self._print(f"\n{'trial':>5}  {'tok/s':>7}  {'GiB':>5}  outcome  configuration", "dim")
         verdict = "best" if row is self._best else row.outcome.value
         gib = fmt_gib(describe.memory_gib(row)).removesuffix(" GiB")
         start = f"{row.number:>5}  {fmt_count(row.tokens_per_second):>7}  {gib:>5}  {verdict:<7}  "
-        told = "; ".join(_details(row))
-        self._hang(start, row.config.label() + (f": {told}" if told else ""), _STYLES.get(row.outcome, "red"))
+        text = ": ".join(filter(None, (row.config.label(), "; ".join(_details(row)))))
+        self._hang(start, text, _STYLES.get(row.outcome, "red"))
         self._doing = "searching"
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
-        """The winner against the baseline, what it will cost, where the files are and what to do next."""
+        """Print the winner against the baseline, what it will cost, where the files are and what to do next."""
         self._event("result", **summary_data(summary, out_dir))
         recipe = summary.recipe
         if recipe is None:
-            self._print("no configuration came through", "red")
+            self._print("no configuration succeeded", "red")
             return
         winner, baseline = recipe.winner, recipe.baseline
         self._print("")
@@ -158,79 +158,86 @@ class Display(AbstractContextManager["Display"]):
             self._print(line)
         self._print("")
         if baseline is None:
-            self._fact("baseline", "none was measured: it did not fit, or failed")
+            self._fact("baseline", "none was measured: it did not fit, or it failed")
         if recipe.speedup is not None:
             self._fact("speed-up", f"{recipe.speedup:.2f} times the baseline", "bold")
         self._fact("evidence", describe.evidence(winner))
         self._fact("full run", describe.full_run(winner.cost))
         self._fact("numerics", recipe.numerics)
-        for place, price in enumerate(describe.trade_offs(recipe)):
-            self._fact("" if place else "trade", price)
-        for text in describe.verification(summary.verification) if summary.verification else ():
-            self._fact("verified", text)
-        for each in summary.quality.ranked() if summary.quality else ():
-            self._fact("learned", f"{each.config.label()}: {describe.learned(each)}")
-        for caveat in (*recipe.caveats, *summary.notes):
-            self._fact("note", caveat, "yellow")
+        self._facts("trade", describe.trade_offs(recipe))
+        if summary.verification:
+            self._facts("verified", describe.verification(summary.verification))
+        if summary.quality:
+            finalists = summary.quality.ranked()
+            self._facts("learned", [f"{one.config.label()}: {describe.learned(one)}" for one in finalists])
+        self._facts("note", (*recipe.caveats, *summary.notes), "yellow")
         self._fact("files", out_dir)
         self._next(summary, recipe, out_dir)
 
     def _next(self, summary: StudySummary, recipe: Recipe, out_dir: str) -> None:
-        """What to do now: commands are never broken, so that they can be copied."""
+        """Print what to do now. Commands are never broken across lines, so that they can be copied."""
         launch = f"bash {shlex.quote(f'{out_dir}/export/launch.sh')}"
         steps = {}
         if recipe.trainer == "trl":
-            from autotune.export.trl import command
+            from autotune.export.trl import command as trl_command
 
-            steps[f"name your dataset in {out_dir}/export/trl_sft.yaml, then run the full run there"] = (
-                f"cd {shlex.quote(out_dir)}/export && {command(recipe)}"
+            steps[f"name your dataset in {out_dir}/export/trl_sft.yaml, then start the full run"] = (
+                f"cd {shlex.quote(out_dir)}/export && {trl_command(recipe)}"
             )
         else:
             steps["try the exported run"] = f"{launch} --random-weights --max-steps 5"
             if recipe.model.weights or "/" in recipe.model.name:
                 steps["start the full run"] = f"{launch} --dataset data.jsonl"
         steps["ask why it won"] = f"autotune explain {shlex.quote(summary.study)}"
-        steps["read the report"] = f"open {shlex.quote(out_dir + '/report.html')}"
-        for place, (why, what) in enumerate(steps.items()):
-            self._fact("" if place else "next", f"{why}:")
-            self._console.print(f"{'':>9}    {what}", style="cyan", markup=False, emoji=False, soft_wrap=True)
+        steps["read the report"] = _open_command(f"{out_dir}/report.html")
+        for index, (purpose, command) in enumerate(steps.items()):
+            self._fact("" if index else "next", f"{purpose}:")
+            self._console.print(f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True)
 
-    def configs(self, told: list[dict[str, Any]]) -> bool:
-        """What a suite came to, where events are printed, instead of a table. Returns whether they are."""
-        self._event("result", configs=told)
+    def configs(self, results: list[dict[str, Any]]) -> bool:
+        """Print the results of named configurations as an event. Returns False if events are off."""
+        self._event("result", configs=results)
         return self._events
 
-    def _header(self) -> str:
-        """How far it is, then what is being done: a narrow terminal cuts off the end."""
-        elapsed = time.monotonic() - self._started
-        best = f", best {fmt_count(self._best.tokens_per_second)} tokens/s" if self._best else ""
-        gone, remaining = _clock(elapsed), self._budget_s - elapsed
+    def _status_line(self) -> str:
+        """Progress first, then the current step: a narrow terminal cuts off the end."""
+        elapsed_s = time.monotonic() - self._started
+        elapsed = f"{_clock(elapsed_s)} elapsed"
         if self._usd_per_hour is not None:
-            gone += f" and ${elapsed / 3600 * self._usd_per_hour:.2f}"
-        left = f", {_clock(remaining)} left" if remaining > 0 else ""  # a verification is outside the budget
-        return f"{gone} gone{left}{best}: {self._doing}"
+            elapsed += f" (${elapsed_s / 3600 * self._usd_per_hour:.2f})"
+        parts = [elapsed]
+        if self._budget_s > elapsed_s:  # a verification is outside the budget
+            parts.append(f"{_clock(self._budget_s - elapsed_s)} left")
+        if self._best is not None:
+            parts.append(f"best {fmt_count(self._best.tokens_per_second)} tokens/s")
+        return ", ".join([*parts, self._doing])
 
     def _fact(self, name: str, text: str, style: str | None = None) -> None:
         """A named line of the plan or the result."""
         self._hang(f"{name:>9}  ", text, style, start_style="dim")
 
+    def _facts(self, name: str, texts: Iterable[str], style: str | None = None) -> None:
+        """Several lines, of which the first has the name."""
+        for index, text in enumerate(texts):
+            self._fact("" if index else name, text, style)
+
     def _hang(self, start: str, text: str, style: str | None, *, start_style: str | None = None) -> None:
-        """A line that goes on below its own text where a terminal is too narrow."""
+        """Print a line that continues below its own text where a terminal is too narrow."""
         from rich.text import Text
 
         if self._status is not None:
             width = max(self._console.width - len(start), 30)
             lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
             text = ("\n" + " " * len(start)).join(lines)
-        parts = Text.assemble((start, start_style or style or ""), (text, style or ""))
-        self._console.print(parts, emoji=False, soft_wrap=True)
+        line = Text.assemble((start, start_style or style or ""), (text, style or ""))
+        self._console.print(line, emoji=False, soft_wrap=True)
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False, emoji=False)
 
 
 class _Live:
-    """The spinner's text, made anew whenever the terminal is drawn."""
+    """The text next to the spinner, made again at each refresh of the terminal."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text
@@ -247,16 +254,24 @@ def _clock(seconds: float) -> str:
     return f"{minutes}:{rest:02}"
 
 
+def _open_command(page: str) -> str:
+    """A command that opens a page where a desktop is known, else the path of the page."""
+    desktop = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    return f"xdg-open {shlex.quote(page)}" if desktop and shutil.which("xdg-open") else os.path.abspath(page)
+
+
 def _details(row: TrialRecord) -> list[str]:
     """What a trial's line adds to its numbers."""
-    told = []
+    details = []
     if row.outcome is Outcome.OOM and row.margin is not None:
-        told.append(f"over by {row.margin:.1%}" + (f" in {row.oom.phase}" if row.oom else ""))
+        details.append(f"{row.margin:.1%} over the limit" + (f" in {row.oom.phase}" if row.oom else ""))
     elif row.outcome is not Outcome.REFUSED and row.reason:
-        told.append(row.reason)
+        details.append(row.reason)
     if row.evidence is Evidence.EXTRAPOLATED and row.rung is Rung.SHALLOW:
-        told.append("extrapolated")
-    return told + ["known"] * row.reused
+        details.append("extrapolated")
+    if row.reused:
+        details.append("reused")
+    return details
 
 
 def _side_by_side(candidates: dict[str, Candidate | None]) -> list[str]:

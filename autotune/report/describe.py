@@ -13,6 +13,7 @@ from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.run_cost import CostProjection
+from autotune.problem.workload import Workload
 from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.summary import Candidate, Learned, Recipe, TrialRecord, Verification
 
@@ -78,6 +79,12 @@ def evidence(candidate: Candidate) -> str:
     return f"speed {candidate.evidence}, memory {candidate.memory_evidence}"
 
 
+def workload(task: Workload) -> str:
+    """'10,000 examples (assumed), 1 epoch'."""
+    examples = f"{task.examples:,} examples" + (" (assumed)" if task.examples_assumed else "")
+    return f"{examples}, 1 epoch" if task.epochs == 1 else f"{examples}, {task.epochs} epochs"
+
+
 def hours_range(cost: CostProjection) -> str:
     """'10 min 13 s to 10 min 26 s'."""
     return " to ".join(fmt_seconds(hours * 3600) for hours in cost.interval_hours)
@@ -133,7 +140,7 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
 
 def trade_offs(recipe: Recipe) -> list[str]:
     """What the best of each other learning cell would cost against the winner, the cheapest first."""
-    winner, workload = recipe.winner, recipe.workload
+    winner, work = recipe.winner, recipe.workload
     lines = []
     for cell in recipe.cells:
         changes = learning_differences(cell.config, winner.config)
@@ -141,8 +148,8 @@ def trade_offs(recipe: Recipe) -> list[str]:
             continue
         extra = winner.performance.tokens_per_second / cell.performance.tokens_per_second - 1.0
         text = f"{changes}: {extra:+.1%} cost"
-        before = workload.truncated(winner.config.seq_len)
-        after = workload.truncated(cell.config.seq_len)
+        before = work.truncated(winner.config.seq_len)
+        after = work.truncated(cell.config.seq_len)
         if before != after:
             text += f", {after:.1%} instead of {before:.1%} of the tokens cut off"
         lines.append((extra, f"{text} [{cell.evidence}]"))

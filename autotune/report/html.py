@@ -99,9 +99,6 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
         speedup = f"from {fmt_count(baseline.performance.tokens_per_second)} tokens/s of the baseline"
     rank = list(Evidence)
     weakest = max((candidate.evidence for candidate in (winner, baseline) if candidate), key=rank.index)
-    workload = recipe.workload
-    run = f"{workload.examples:,} examples" + (" (assumed)" if workload.examples_assumed else "")
-    run += ", 1 epoch" if workload.epochs == 1 else f", {workload.epochs} epochs"
     usd = describe.usd_range(cost) if cost.interval_usd else "no price is known"
     # A duration is not broken across lines.
     hours = describe.hours_range(cost).replace(" ", "\u00a0").replace("\u00a0to\u00a0", " to ")
@@ -113,7 +110,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
     rows = (
         ("Speed-up", DASH if recipe.speedup is None else f"{recipe.speedup:.2f}×", speedup, weakest),
-        ("Cost of the full run", text["USD"], f"{usd}; {run}", cost.evidence),
+        ("Cost of the full run", text["USD"], f"{usd}; {describe.workload(recipe.workload)}", cost.evidence),
         ("Time of the full run", text["time"], time, cost.evidence),
         ("Useful tokens/s", text["useful tokens/s"], f"without padding and cut-off tokens{mfu}", winner.evidence),
         ("Peak reserved memory", text["peak reserved"], free, winner.memory_evidence),

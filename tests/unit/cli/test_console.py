@@ -1,4 +1,4 @@
-"""What a run shows: lines for people on stderr, events for programs on stdout."""
+"""The output of a run: lines for people on stderr, events for programs on stdout."""
 
 import io
 import json
@@ -39,20 +39,20 @@ def test_events_are_lines_of_json_and_the_last_has_the_result(capsys: pytest.Cap
     assert all(one["seconds"] >= 0 for one in events) and err == ""
     assert events[1]["model"].startswith("mistralai/Mistral-7B") and events[1]["left_out"]
     assert events[2]["number"] == 0 and events[2]["outcome"] == "ok"
-    told = json.loads(json.dumps(summary_data(summary(), "runs/one")))
-    assert {key: events[-1][key] for key in told} == told
+    data = json.loads(json.dumps(summary_data(summary(), "runs/one")))
+    assert {key: events[-1][key] for key in data} == data
 
 
-def test_what_several_gpus_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cost_of_several_gpus_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(budget_s=1200.0) as one:
         one.plan(SETUP, fits_gib=100.0, trials=None, workers=4)
-        said = capsys.readouterr().err
-        assert "$3.00/h" in said and "the search itself costs about $4.00" in said
+        err = capsys.readouterr().err
+        assert "$3.00/h" in err and "the search itself costs about $4.00" in err
         one._started -= 600.0
-        assert "$2.00 gone" in one._header()
+        assert one._status_line() == "10:00 elapsed ($2.00), 9:59 left, starting"
 
 
-def test_a_suite_is_one_event_where_events_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_configurations_are_one_event(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(budget_s=600.0, events=True, quiet=True) as one:
         assert one.configs([{"name": "one"}]) is True
     with Display(budget_s=600.0, quiet=True) as one:
@@ -66,20 +66,20 @@ def test_without_events_stdout_is_empty(capsys: pytest.CaptureFixture[str]) -> N
     assert out == "" and "winner" in err and "\x1b[" not in err
 
 
-def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
+def test_without_a_terminal_a_status_line_is_printed_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "PLAIN_S", 0.01)
+    monkeypatch.setattr(console, "STATUS_EVERY_S", 0.01)
     with Display(budget_s=600.0) as one:
         one.plan(SETUP, fits_gib=100.0, trials=None)
         one.trial(replace(summary().trials[0], tokens_per_second=12_345.0))
         end = time.monotonic() + 20
         err = ""
-        while "best 12,345 tokens/s: searching" not in err and time.monotonic() < end:
+        while "best 12,345 tokens/s, searching" not in err and time.monotonic() < end:
             time.sleep(0.02)
             err += capsys.readouterr().err
-    beats = [line for line in err.splitlines() if line.endswith(": searching")]
-    assert beats[-1].startswith("0:00 and $0.00 gone, 9:59 left, best 12,345 tokens/s")
+    status = [line for line in err.splitlines() if line.endswith(", searching")]
+    assert status[-1].startswith("0:00 elapsed ($0.00), 9:59 left, best 12,345 tokens/s")
     capsys.readouterr()
     time.sleep(0.1)
     assert capsys.readouterr().err == ""  # it ends with the run
@@ -107,7 +107,7 @@ def plain(text: str) -> list[str]:
 
 
 def test_on_a_terminal_the_clock_goes_on_while_a_step_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    got, wanted = terminal(monkeypatch), "0:01 gone, 9:58 left: starting the probe worker"
+    got, wanted = terminal(monkeypatch), "0:01 elapsed, 9:58 left, starting the probe worker"
     with Display(budget_s=600.0) as one:
         one.say("starting the probe worker")
         end = time.monotonic() + 20
@@ -116,9 +116,11 @@ def test_on_a_terminal_the_clock_goes_on_while_a_step_takes_long(monkeypatch: py
     assert wanted in got.getvalue()
 
 
-def test_on_a_terminal_a_long_line_goes_on_below_itself_and_a_command_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_a_long_line_continues_below_itself_and_a_command_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = shown_on(terminal(monkeypatch, COLUMNS="64"), "runs/" + "long-" * 20)
-    commands = [line for line in lines if line.lstrip().startswith(("bash", "open", "autotune"))]
+    commands = [line for line in lines if line.lstrip().startswith(("bash", "/", "autotune"))]
     assert len(commands) == 4 and any(len(line) > 100 for line in commands)
     named = [line for line in lines if line not in commands and "long-long" not in line]
     assert max(map(len, named)) <= 64
@@ -126,14 +128,34 @@ def test_on_a_terminal_a_long_line_goes_on_below_itself_and_a_command_is_whole(m
     assert named[place + 1] == " " * 11 + "adamw_torch_fused"
 
 
-def test_the_numbers_of_the_trials_stand_below_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_of_trials_are_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown_on(terminal(monkeypatch), "runs/one")
     head = next(line for line in lines if line.startswith("trial"))
     fits, out = (next(line for line in lines if line.startswith(f"    {number}  ")) for number in (0, 2))
     assert head == "trial    tok/s    GiB  outcome  configuration"
     assert fits.startswith("    0    8,000   20.0  best     lora r16 1x512")
     assert out.startswith("    2        –  134.6  oom      lora r16 4x2048")
-    assert any("over by 2.0% in backward" in line for line in lines)
+    assert "2.0% over the limit in backward" in " ".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize(
+    ("display", "tool", "command"),
+    [
+        (":0", "/usr/bin/xdg-open", "xdg-open 'runs/it'\"'\"'s here/report.html'"),
+        ("", "/usr/bin/xdg-open", "/work place/runs/it's here/report.html"),
+        (":0", None, "/work place/runs/it's here/report.html"),
+    ],
+)
+def test_the_report_is_opened_by_a_command_of_linux_or_named_by_its_path(
+    monkeypatch: pytest.MonkeyPatch, display: str, tool: str | None, command: str
+) -> None:
+    """`open` opens a virtual console on Linux, and a machine without a desktop has no browser to start."""
+    monkeypatch.setenv("DISPLAY", display)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: tool if name == "xdg-open" else None)
+    monkeypatch.setattr("os.getcwd", lambda: "/work place")
+    lines = [line.strip() for line in shown_on(terminal(monkeypatch), "runs/it's here")]
+    assert lines[lines.index("read the report:") + 1] == command
 
 
 def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
