@@ -19,7 +19,7 @@ from wsgiref.util import setup_testing_defaults
 import pytest
 import sqlalchemy as sa
 
-from autotune.cli.app import app
+from autotune.cli import app
 from autotune.cli.commands.session import open_study
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.probe_types import Outcome

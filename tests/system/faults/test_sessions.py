@@ -17,7 +17,7 @@ import psutil
 import pytest
 from optuna.trial import TrialState
 from sqlalchemy.engine import make_url
-from tuner import STEPS, TOTAL
+from tests.system.faults.tuner import STEPS, TOTAL
 
 from autotune.core.errors import StorageError
 from autotune.core.probe_types import ProbeRequest, ProbeResult, Rung

@@ -105,8 +105,9 @@ def test_what_a_worker_did_that_was_killed_is_tried_once_more(
     result = faulty.probe_while(number.name, lambda: os.kill(faulty.worker, number), timed_s=0.5)
     assert result.notes == (f"tried twice, since the first time the worker was killed by {number.name}",)
     assert result.log == f"{number.name}.log"
-    fine = result.outcome is Outcome.OK and pid_of(faulty.prober) != faulty.worker
-    tell(f"{number.name} to the worker", survived=fine, orphans=left(faulty))
+    assert result.outcome is Outcome.OK, result.reason
+    replaced = pid_of(faulty.prober) != faulty.worker
+    tell(f"{number.name} to the worker", survived=replaced, orphans=left(faulty))
 
 
 def test_a_worker_that_is_killed_twice_is_a_crash_and_the_next_probe_works(faulty: Faulty, tell: Tell) -> None:
