@@ -17,7 +17,6 @@ import psutil
 import pytest
 from optuna.trial import TrialState
 from sqlalchemy.engine import make_url
-from tests.system.faults.tuner import STEPS, TOTAL
 
 from autotune.core.errors import StorageError
 from autotune.core.probe_types import ProbeRequest, ProbeResult, Rung
@@ -25,6 +24,7 @@ from autotune.study.storage.probe_store import ProbeStore, StoredProbe
 from tests.helpers.outage import away, cut_off, make_tables
 from tests.helpers.replay import machine
 from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, starter, states
+from tests.system.faults.tuner import STEPS, TOTAL
 
 HERE = Path(__file__).parent
 Tell = Callable[..., None]
