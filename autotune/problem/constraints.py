@@ -1,22 +1,28 @@
-"""What a study may search: learning knobs above their floors, and packing only where it goes with the other knobs."""
+"""What a study may search: what is possible on its device and for its model, and what its floors allow.
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+Every rule narrows the space before the study begins, so that nothing impossible is proposed, and records its reason.
+"""
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autotune.core.errors import UsageError
+from autotune.catalog import DeviceSpec, ModelSpec
+from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.knobs import ADAMW
-from autotune.core.train_config import TrainConfig
+from autotune.core.probe_types import ModelShape
+from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
 
-# Models and attention that were tried to keep packed examples apart (tests/probe/test_packing.py). With
-# flash_attention_2 transformers does so only in micro batches of one row.
+NO_SDPA = {"gemma2", "gpt_oss"}  # transformers refuses SDPA for them
+# The model types and attentions that keep packed examples apart, by tests/probe/test_packing.py. With flash_attention_2
+# transformers keeps them apart only in micro batches of one row.
 PACKED_APART = {"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"}
 PACKED_APART |= {"qwen3_moe"}
 ATTENTIONS = ("sdpa", "eager")
 OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
-WORTH_PACKING = 1.05  # examples a row from which on packing is worth a look
+WORTH_PACKING = 1.05  # examples in a row from which on packing is worth a trial
 MOST_LENGTHS = 16  # each is packed once
 
 
@@ -32,117 +38,274 @@ class Floors:
     slack: float = 0.05
 
 
-def apply_floors(space: SearchSpace, workload: Workload, floors: Floors) -> tuple[SearchSpace, list[Removal]]:
-    """The space above the floors, and what was taken out and why. A knob with one value is the user's choice."""
-    removals: list[Removal] = []
+@dataclass(slots=True)
+class Narrowing:
+    """A search space while values are removed from it.
 
-    def narrow(name: str, allowed: Callable[[Any], bool], reason: str) -> None:
-        nonlocal space
-        knob = space.knob(name)
+    `reserve` is what is searched where nothing of `space` fits: it loses what is impossible, but keeps what only the
+    floors forbid. `removals` are those of `space`.
+    """
+
+    space: SearchSpace
+    reserve: SearchSpace
+    removals: list[Removal] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, space: SearchSpace) -> "Narrowing":
+        """The start: nothing is removed."""
+        return cls(space=space, reserve=space)
+
+    def choices(self, name: str) -> tuple[Any, ...]:
+        """The values of a knob that are left; the default alone where the space does not name the knob."""
+        knob = self.space.knob(name)
+        return knob.choices() if knob else (getattr(TrainConfig(), name),)
+
+    def searches(self, name: str, value: Any) -> bool:
+        """Whether the space names this value of a knob."""
+        knob = self.space.knob(name)
+        return knob is not None and value in knob.choices()
+
+    def keep(self, name: str, possible: Callable[[Any], bool], reason: str) -> None:
+        """Remove the values of a knob that are not possible.
+
+        Raises:
+            UsageError: no value is left.
+        """
+        self.space, removed = self.space.narrow(name, possible, reason)
+        self.removals += removed
+        self.reserve, _ = self.reserve.narrow(name, possible, reason)
+
+    def remove(self, name: str, impossible: Container[Any], reason: str) -> None:
+        """Remove these values of a knob. Raises UsageError where no other is left."""
+        self.keep(name, lambda value: value not in impossible, reason)
+
+    def prefer(self, name: str, allowed: Callable[[Any], bool], reason: str, *, reserve: bool = False) -> None:
+        """Remove the values that are not allowed, unless none is allowed or the user fixed the knob.
+
+        With `reserve` the reserve loses them too.
+        """
+        knob = self.space.knob(name)
         if knob is None or len(knob.choices()) == 1 or not any(map(allowed, knob.choices())):
             return
-        space, removed = space.narrow(name, allowed, reason)
-        removals.extend(removed)
+        self.space, removed = self.space.narrow(name, allowed, reason)
+        self.removals += removed
+        if reserve:
+            self.reserve, _ = self.reserve.narrow(name, allowed, reason)
 
-    length = workload.lengths.longest
-    seq_len = space.knob("seq_len")
-    if seq_len:
-        longest = max(seq_len.choices())
-        least_cut = workload.truncated(longest)
-        limit = max(floors.max_truncated, least_cut)
-        cut = f"would cut off more than {limit:.0%} of the tokens (--max-truncated)"
-        narrow("seq_len", lambda value: workload.truncated(value) <= limit + 1e-9, cut)
-        covering = [value for value in space.knob("seq_len").choices() if value >= length]  # type: ignore[union-attr]
-        if covering:
-            padding = f"no example is longer than {length} tokens: the rest of a row would be padding"
-            narrow("seq_len", lambda value: value <= min(covering), padding)
-    narrow(
-        "lora_rank", lambda value: value >= floors.min_rank, f"below the rank floor of {floors.min_rank} (--min-rank)"
-    )
+    def only_with(self, name: str, other: str, allowed: tuple[Any, ...]) -> None:
+        """Let a knob have an effect only with these values of another."""
+        self.space = self.space.condition(name, other, allowed)
+        self.reserve = self.reserve.condition(name, other, allowed)
+
+    def pin(self, name: str, value: Any) -> None:
+        """Fix a knob, be it in the space or not."""
+        self.space = self.space.pin(name, value)
+        self.reserve = self.reserve.pin(name, value)
+
+
+def narrow_to_model(narrowing: Narrowing, model: ModelSpec, global_batch: int) -> None:
+    """Remove what the model, or the global batch, makes impossible."""
+    uneven = {size for size in narrowing.choices("micro_batch_size") if global_batch % size}
+    narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {global_batch} (--global-batch)")
+    context = model.max_seq_len
+    if context:
+        narrowing.keep("seq_len", lambda length: length <= context, f"longer than the model's context of {context}")
+    model_type = model.config["model_type"]
+    if model_type in NO_SDPA:
+        reason = f"{model_type} has no SDPA attention"
+        narrowing.remove("attention", {"sdpa_cudnn"}, reason)
+        if narrowing.choices("attention") == ("sdpa",):
+            narrowing.pin("attention", "eager")
+            narrowing.removals.append(Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is used"))
+        else:
+            narrowing.remove("attention", {"sdpa"}, reason)
+    if narrowing.searches("checkpointing", "offload"):
+        compiled = tuple(value for value in narrowing.choices("checkpointing") if value != "offload")
+        if compiled:
+            narrowing.only_with("compile", "checkpointing", compiled)
+        else:
+            narrowing.remove("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
+
+
+def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
+    """Remove what the device that is tuned for cannot do."""
+    if not device.supports_bf16:
+        narrowing.remove("precision", {"bf16_mixed", "bf16_pure"}, f"{device.name} has no bf16")
+    elif narrowing.searches("precision", "bf16_mixed"):
+        narrowing.remove("precision", {"fp16_mixed"}, f"{device.name} has bf16, which needs no loss scaling")
+    if not device.supports_fp8:
+        narrowing.remove("quantization", {"fp8"}, f"{device.name} does not multiply 8-bit floats")
+    if device.kind == "cpu":
+        narrowing.remove("precision", {"fp16_mixed"}, "fp16 does not train on a CPU")
+        narrowing.remove("optimizer", {"lion_8bit"}, "has no CPU kernel")
+        narrowing.remove("attention", {"flash_attention_2", "flex_attention", "sdpa_cudnn"}, "needs a GPU")
+        narrowing.remove("kernels", {"liger"}, "needs a GPU")
+        narrowing.remove("checkpointing", {"offload"}, "there is no other memory to offload to")
+    elif not device.supports_bf16:  # compute capability 8.0, which these kernels need too
+        narrowing.remove("attention", {"sdpa_cudnn", "flash_attention_2"}, f"{device.name} is too old for it")
+
+
+def narrow_to_packages(narrowing: Narrowing) -> None:
+    """Remove what needs a package that is not installed on this machine."""
+    from importlib.util import find_spec
+
+    if find_spec("flash_attn") is None:
+        narrowing.remove("attention", {"flash_attention_2"}, "flash-attn is not installed")
+    if find_spec("bitsandbytes") is None:
+        reason = "bitsandbytes is not installed"
+        narrowing.remove("quantization", {"int8", "nf4"}, reason)
+        narrowing.remove("optimizer", {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"}, reason)
+    if find_spec("liger_kernel") is None:
+        narrowing.remove("kernels", {"liger"}, "liger-kernel is not installed")
+    if find_spec("torchao") is None:
+        narrowing.remove("quantization", {"fp8"}, "torchao is not installed")
+
+
+def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:
+    """Remove what TRL's SFTTrainer cannot do. With `installed` its packages on this machine count too.
+
+    Raises:
+        EnvironmentProblem: TRL should be installed and is not.
+    """
+    if installed:
+        from importlib.metadata import version
+        from importlib.util import find_spec
+
+        if find_spec("trl") is None:
+            raise EnvironmentProblem("--trainer trl: TRL is not installed", remedy="pip install trl")
+        if not checkpoints_some(version("transformers")):
+            reason = "TrainingArguments before transformers 5.23 recomputes every layer or none"
+            narrowing.keep("checkpointing", lambda value: value in ("none", "full"), reason)
+    if narrowing.space.knob("loss"):
+        narrowing.keep("loss", lambda value: value == "chunked", "TRL has a chunked loss of its own, and no other")
+    else:
+        narrowing.pin("loss", "chunked")
+    narrowing.remove("packing", {True}, "TRL lays packed rows out as one, which is not probed yet")
+    narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
+    narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
+    if "lora" in narrowing.choices("method") and "none" in narrowing.choices("quantization"):
+        narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")
+
+
+def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | None) -> None:
+    """Remove what the layers of the model cannot do; None where its shape is not known.
+
+    Raises:
+        UsageError: no value of a knob is left.
+    """
+    if trainer == "transformers" and (shape is None or not shape.plain_head):
+        reason = "the model changes its logits after its head, which cannot be done in chunks"
+        if shape is None:
+            reason = "whether the model changes its logits after its head is not known"
+        narrowing.remove("loss", {"chunked"}, reason)
+    if shape is None or not shape.liger:
+        narrowing.remove("kernels", {"liger"}, "Liger has no kernels for this model")
+    if shape is not None and shape.parametrized and narrowing.choices("method") != ("full",):
+        reason = "adapters on fused experts replace whole weights in each forward pass, which does not compile"
+        narrowing.remove("compile", {"per_layer"}, reason)
+
+
+def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> None:
+    """Remove what is below the floors. A knob with one value is the user's choice and stays."""
+    if narrowing.space.knob("seq_len"):
+        _apply_floor_of_length(narrowing, workload, floors.max_truncated)
+    reason = f"below the rank floor of {floors.min_rank} (--min-rank)"
+    narrowing.prefer("lora_rank", lambda rank: rank >= floors.min_rank, reason, reserve=True)
     if not floors.allow_quantized:
         reason = "a quantised base learns differently: used only where nothing else fits (--allow-quantized)"
-        narrow("quantization", lambda value: value == "none", reason)
+        narrowing.prefer("quantization", lambda value: value == "none", reason)
+        bases = narrowing.reserve.knob("quantization")
+        if bases and "none" in bases.choices():
+            narrowing.reserve, _ = narrowing.reserve.narrow(
+                "quantization", lambda value: value != "fp8", "it saves no memory"
+            )
     if not floors.allow_any_optimizer:
         reason = "not AdamW: used only where nothing else fits (--allow-any-optimizer)"
-        narrow("optimizer", lambda value: value in ADAMW, reason)
-    method = space.knob("method")
-    if not floors.allow_pure_bf16 and method and "full" in method.choices():
+        narrowing.prefer("optimizer", lambda value: value in ADAMW, reason)
+    if not floors.allow_pure_bf16 and narrowing.searches("method", "full"):
         reason = "no fp32 master weights: used only where nothing else fits (--allow-pure-bf16)"
-        narrow("precision", lambda value: value != "bf16_pure", reason)
-    return space, removals
+        narrowing.prefer("precision", lambda value: value != "bf16_pure", reason)
 
 
-def packable(space: SearchSpace, workload: Workload, model_type: str) -> tuple[SearchSpace, list[Removal]]:
-    """The space with packing only beside what it goes with, and what was taken out.
+def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncated: float) -> None:
+    """Remove lengths that cut off too many tokens, and lengths beyond the shortest that holds every example."""
+    limit = max(max_truncated, workload.truncated(max(narrowing.choices("seq_len"))))
+    reason = f"would cut off more than {limit:.0%} of the tokens (--max-truncated)"
+    narrowing.prefer("seq_len", lambda length: workload.truncated(length) <= limit + 1e-9, reason, reserve=True)
+    longest = workload.lengths.longest
+    covering = [length for length in narrowing.choices("seq_len") if length >= longest]
+    if covering:
+        shortest = min(covering)
+        reason = f"no example is longer than {longest} tokens: the rest of a row would be padding"
+        narrowing.prefer("seq_len", lambda length: length <= shortest, reason, reserve=True)
 
-    Raises UsageError where packing was asked for and cannot be.
+
+def narrow_packing(narrowing: Narrowing, workload: Workload, model_type: str) -> None:
+    """Search packing only with the values of other knobs that it goes with.
+
+    Raises:
+        UsageError: packing was asked for and is impossible.
     """
-    knob = space.knob("packing")
-    if knob is None or True not in knob.choices():
-        return space, []
-    asked_for = knob.choices() == (True,)
-    beside = _beside(space, workload, model_type, asked_for)
-    if isinstance(beside, str):
+    if not narrowing.searches("packing", True):
+        return
+    asked_for = narrowing.choices("packing") == (True,)
+    conditions = _packing_conditions(narrowing, workload, model_type, asked_for)
+    if isinstance(conditions, str):
         if asked_for:
             raise UsageError(
-                f"packing was asked for, but {beside}", remedy="leave packing out, or change what it names"
+                f"packing was asked for, but {conditions}", remedy="leave packing out, or change what it names"
             )
-        return space.narrow("packing", lambda value: not value, beside)
-    removals = []
-    for name, (allowed, reason) in beside.items():
-        left = tuple(value for value in _choices(space, name) if value not in allowed)
-        if not left:
+        narrowing.remove("packing", {True}, conditions)
+        return
+    for name, (allowed, reason) in conditions.items():
+        excluded = tuple(value for value in narrowing.choices(name) if value not in allowed)
+        if not excluded:
             continue
         if asked_for:
-            space, removed = space.narrow(name, lambda value, allowed=allowed: value in allowed, reason)  # type: ignore[misc]
-            removals += removed
+            narrowing.remove(name, excluded, reason)
         else:
-            space = space.condition("packing", name, allowed)
-            why = f"not beside {name} {', '.join(map(str, left))}: {reason}"
-            removals.append(Removal(knob="packing", values=(True,), reason=why))
-    return space, removals
+            narrowing.only_with("packing", name, allowed)
+            reason = f"not with {name} {', '.join(map(str, excluded))}: {reason}"
+            narrowing.removals.append(Removal(knob="packing", values=(True,), reason=reason))
 
 
-def _beside(
-    space: SearchSpace, workload: Workload, model_type: str, asked_for: bool
+def _packing_conditions(
+    narrowing: Narrowing, workload: Workload, model_type: str, asked_for: bool
 ) -> dict[str, tuple[tuple[Any, ...], str]] | str:
-    """Beside which values of other knobs packing may be, and why not beside others; only why if beside none."""
+    """For other knobs the values that packing goes with, and why not with others; only the reason if with none."""
     if model_type not in PACKED_APART:
         return f"whether {model_type} keeps packed examples apart was not tried"
     if workload.lengths.source == "assumed" and not asked_for:
         return "how long the examples are was not given (--dataset, --lengths)"
-    attentions = tuple(one for one in _choices(space, "attention") if one in ATTENTIONS)
+    attentions = tuple(value for value in narrowing.choices("attention") if value in ATTENTIONS)
     untried = f"it was tried with {' and '.join(ATTENTIONS)} attention alone"
     if not attentions:
         return untried
-    lengths, sizes = _choices(space, "seq_len"), _choices(space, "micro_batch_size")
+    lengths, sizes = narrowing.choices("seq_len"), narrowing.choices("micro_batch_size")
     if len(lengths) > MOST_LENGTHS:
         return f"the space has more than {MOST_LENGTHS} values of seq_len (--seq-len)"
     rows = {length: TrainConfig(seq_len=length, packing=True) for length in lengths}
-    held = {length: workload.examples_per_row(row) for length, row in rows.items()}
-    if max(held.values()) < WORTH_PACKING and not asked_for:
+    examples_per_row = {length: workload.examples_per_row(row) for length, row in rows.items()}
+    if max(examples_per_row.values()) < WORTH_PACKING and not asked_for:
         return "no row has room for a second example"
 
-    def fits(length: int, size: int) -> bool:
+    def is_near_batch(length: int, size: int) -> bool:
         step = workload.run_shape(replace(rows[length], micro_batch_size=size)).examples_per_step
-        return abs(step / workload.global_batch - 1) <= OFF_BATCH and step <= max(workload.examples, held[length])
+        near = abs(step / workload.global_batch - 1) <= OFF_BATCH
+        return near and step <= max(workload.examples, examples_per_row[length])
 
-    fitting = {length: {size for size in sizes if fits(length, size)} for length in lengths}
-    reason = f"a step would be over {OFF_BATCH:.0%} off the global batch of {workload.global_batch} (--global-batch)"
-    # The shortest rows allow most micro batches; each longer one takes some away, and is left out where it takes all.
-    allowed, kept = set(sizes), []
+    # The shortest rows allow most micro batches; a longer row removes some, and is left out where it removes all.
+    allowed_sizes, allowed_lengths = set(sizes), []
     for length in sorted(lengths):
-        if allowed & fitting[length]:
-            allowed &= fitting[length]
-            kept.append(length)
-    if not kept:
-        return f"{reason}: a row holds {min(held.values()):.1f} examples"
+        common = {size for size in allowed_sizes if is_near_batch(length, size)}
+        if common:
+            allowed_sizes = common
+            allowed_lengths.append(length)
+    reason = f"a step would be over {OFF_BATCH:.0%} off the global batch of {workload.global_batch} (--global-batch)"
+    if not allowed_lengths:
+        return f"{reason}: a row holds {min(examples_per_row.values()):.1f} examples"
     return {
         "attention": (attentions, untried),
-        "seq_len": (tuple(kept), reason),
-        "micro_batch_size": (tuple(size for size in sizes if size in allowed), reason),
+        "seq_len": (tuple(allowed_lengths), reason),
+        "micro_batch_size": (tuple(size for size in sizes if size in allowed_sizes), reason),
     }
-
-
-def _choices(space: SearchSpace, name: str) -> tuple[Any, ...]:
-    return knob.choices() if (knob := space.knob(name)) else (getattr(TrainConfig(), name),)

@@ -15,12 +15,12 @@ from autotune.core.errors import UsageError
 from autotune.core.probe_types import Measurement, Outcome, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
-from autotune.problem.constraints import ATTENTIONS, PACKED_APART
+from autotune.problem.constraints import ATTENTIONS, NO_SDPA, PACKED_APART
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import Performance, performance
 from autotune.problem.run_cost import by_examples
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.setup import NO_SDPA, Setup, set_up
+from autotune.problem.setup import Setup, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import PROBED_ROWS, Workload
 from autotune.study.coordinate_search import next_move
@@ -155,7 +155,7 @@ def test_packing_is_proposed_beside_micro_batches_that_keep_the_global_batch(ske
     # A row of 2,048 tokens holds 6 of these examples: 32 of them are 5 rows.
     assert knob.when is not None and knob.when["micro_batch_size"] == [1, 2, 4]
     reason = "a step would be over 25% off the global batch of 32 (--global-batch)"
-    assert removed(setup) == [f"packing True: not beside micro_batch_size 8, 16, 32: {reason}"]
+    assert removed(setup) == [f"packing True: not with micro_batch_size 8, 16, 32: {reason}"]
     for chosen in setup.task.space.enumerate():
         config = setup.task.space.config(chosen)
         assert setup.task.workload.run_shape(config).examples_per_step == pytest.approx(32, rel=0.25)
@@ -184,7 +184,7 @@ def test_a_row_length_that_does_not_go_with_the_global_batch_is_left_out_alone()
     setup = prepared(mean_tokens=200, p99_tokens=900)  # 4,096 tokens hold 20 of them: 32 are no whole rows
     packed = {one.seq_len for one in map(setup.task.space.config, setup.task.space.enumerate()) if one.packing}
     assert packed == {2048}
-    assert any("not beside seq_len 4096" in line for line in removed(setup))
+    assert any("not with seq_len 4096" in line for line in removed(setup))
 
 
 def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) -> None:

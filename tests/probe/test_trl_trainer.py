@@ -16,6 +16,7 @@ from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import set_up, suit
 from autotune.problem.study_spec import StudySpec
+from autotune.problem.target import Target
 from autotune.study.evaluator import shortened
 from tests.helpers.factories import TINY, summary
 
@@ -67,7 +68,8 @@ def test_two_depths_foretell_what_sfttrainer_needs(prober: WorkerProber) -> None
 
 def narrowed(monkeypatch: pytest.MonkeyPatch, transformers: str = "5.23.0", **asked: Any) -> Any:
     monkeypatch.setattr("importlib.metadata.version", lambda name: transformers)
-    return set_up(StudySpec(model="mistral-7b", gpu="h200", trainer="trl", **asked), resolve_device("h200"))
+    spec = StudySpec(model="mistral-7b", gpu="h200", trainer="trl", **asked)
+    return set_up(spec, Target(device=resolve_device("h200")))
 
 
 def choices(setup: Any, knob: str) -> tuple[Any, ...]:
@@ -101,7 +103,7 @@ def test_without_trl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     there = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "trl" else there(name))
     with pytest.raises(EnvironmentProblem, match="TRL is not installed") as caught:
-        set_up(StudySpec(model="mistral-7b", gpu="h200", trainer="trl"), resolve_device("h200"))
+        set_up(StudySpec(model="mistral-7b", gpu="h200", trainer="trl"), Target(device=resolve_device("h200")))
     assert caught.value.remedy == "pip install trl"
 
 

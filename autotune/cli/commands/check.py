@@ -28,8 +28,9 @@ from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, read_fore
 from autotune.planning.plan import FITS, OOM, TIGHT, limit_of, make_plan
 from autotune.planning.run_check import Change, Checked, Duration, FixSearch, Setting, check, duration, smallest_card
 from autotune.prediction.memory_formula import ERROR
+from autotune.problem.constraints import NO_SDPA
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.setup import DEFAULT_TOKENS, NO_SDPA, set_up
+from autotune.problem.setup import DEFAULT_TOKENS, set_up
 from autotune.problem.study_spec import StudySpec, make_spec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload

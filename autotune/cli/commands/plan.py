@@ -98,6 +98,8 @@ def plan_of(spec: StudySpec, device: DeviceSpec, seen: Sequence[Observation]) ->
 
 def _setup(spec: StudySpec, device: DeviceSpec) -> Setup:
     setup = set_up(spec, device, partial(print, file=sys.stderr))
+    for removal in setup.removals:
+        print(f"left out: {removal}", file=sys.stderr)
     for warning in setup.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return setup

@@ -158,6 +158,17 @@ def test_the_command_says_what_it_knows_and_how(capsys: pytest.CaptureFixture[st
     assert "full fine-tuning, bf16_mixed, adamw_torch_fused: does not fit" in text
 
 
+def test_a_plan_prints_what_it_left_out_and_does_not_miss_packages_of_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    command.plan(StudySpec(model="mistral-7b", gpu="a10", allow_quantized=True), evidence=HERE)
+    text = capsys.readouterr().err
+    assert "left out: lora_rank 8: below the rank floor of 16 (--min-rank)" in text
+    assert "left out: quantization fp8: a10 does not multiply 8-bit floats" in text
+    assert "is not installed" not in text
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     command.plan(StudySpec(model="mistral-7b", gpu="a10", price=0.5), evidence=HERE, as_json=True)
     said = json.loads(capsys.readouterr().out)

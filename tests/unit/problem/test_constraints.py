@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.problem.constraints import Floors, apply_floors
+from autotune.problem.constraints import Floors, Narrowing, apply_floors
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import Knob, SearchSpace, load_space
 from autotune.problem.workload import Workload
@@ -14,13 +14,19 @@ def space(**knobs) -> SearchSpace:
     return SearchSpace(name="test", knobs=tuple(Knob(name=name, values=values) for name, values in knobs.items()))
 
 
+def floored(searched: SearchSpace, workload: Workload = WORKLOAD, **floors) -> Narrowing:
+    narrowing = Narrowing.of(searched)
+    apply_floors(narrowing, workload, Floors(**floors))
+    return narrowing
+
+
 def narrowed(searched: SearchSpace, workload: Workload = WORKLOAD, **floors) -> dict[str, tuple]:
-    return {knob.name: knob.choices() for knob in apply_floors(searched, workload, Floors(**floors))[0].knobs}
+    return {knob.name: knob.choices() for knob in floored(searched, workload, **floors).space.knobs}
 
 
 def test_the_default_floors():
-    kept, removals = apply_floors(load_space("default"), WORKLOAD, Floors())
-    assert {knob.name: knob.choices() for knob in kept.knobs if knob.kind == "learning"} == {
+    narrowing = floored(load_space("default"))
+    assert {knob.name: knob.choices() for knob in narrowing.space.knobs if knob.kind == "learning"} == {
         "method": ("lora",),
         "quantization": ("none",),
         "double_quant": (True, False),
@@ -29,7 +35,7 @@ def test_the_default_floors():
         "precision": ("bf16_mixed", "bf16_pure", "fp16_mixed"),
         "optimizer": ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"),
     }
-    assert [str(removal) for removal in removals] == [
+    assert [str(removal) for removal in narrowing.removals] == [
         "seq_len 512: would cut off more than 1% of the tokens (--max-truncated)",
         "seq_len 2048, 4096: no example is longer than 1024 tokens: the rest of a row would be padding",
         "lora_rank 8: below the rank floor of 16 (--min-rank)",

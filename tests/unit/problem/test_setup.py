@@ -14,10 +14,12 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import open_reserve, set_up, slug, suit
 from autotune.problem.study_spec import StudySpec
+from autotune.problem.target import Target
 from autotune.problem.task import BASELINE
 
 CPU = resolve_device("cpu")
 H200 = resolve_device("h200")
+HERE = Target(device=H200)  # probes run on this machine
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def installed(monkeypatch):
 
     def pretend(*names):
         def find(name, package=None):
-            if name in ("flash_attn", "bitsandbytes", "torchao"):
+            if name in ("flash_attn", "bitsandbytes", "torchao", "liger_kernel", "trl"):
                 return object() if name in names else None
             return real(name, package)
 
@@ -37,11 +39,11 @@ def installed(monkeypatch):
     return pretend
 
 
-# --- the subject
+# --- the task
 
 
-def test_a_subject(installed):
-    setup = set_up(StudySpec(model="mistral-7b"), H200)
+def test_a_task(installed):
+    setup = set_up(StudySpec(model="mistral-7b"), HERE)
     task = setup.task
     assert task.study == "h200-sxm-mistral-7b-v0.3-default"
     assert (task.model.short, task.device, task.space.name) == ("Mistral-7B-v0.3", H200, "default")
@@ -83,14 +85,25 @@ def test_what_a_processor_cannot_do(installed):
         (("bitsandbytes", "torchao"), ("sdpa",), ("none", "int8", "nf4")),  # fp8 saves no memory
     ],
 )
-def test_packages_that_are_not_here(installed, packages, attention, quantization):
+def test_what_needs_a_missing_package_is_not_searched(installed, packages, attention, quantization):
     installed(*packages)
-    reserve = set_up(StudySpec(model="mistral-7b"), H200).reserve
+    reserve = set_up(StudySpec(model="mistral-7b"), HERE).reserve
     assert reserve.knob("attention").values == attention
     assert reserve.knob("quantization").values == quantization
-    allowed = set_up(StudySpec(model="mistral-7b", allow_quantized=True), H200)
+    allowed = set_up(StudySpec(model="mistral-7b", allow_quantized=True), HERE)
     assert ("fp8" in allowed.task.space.knob("quantization").values) == ("torchao" in packages)
     assert allowed.reserve.knob("quantization") == allowed.task.space.knob("quantization")
+
+
+def test_an_estimate_for_another_machine_does_not_depend_on_the_packages_of_this_one(installed):
+    installed()
+    spec = StudySpec(model="mistral-7b", space="everything", allow_quantized=True, allow_any_optimizer=True)
+    space = set_up(spec, H200).task.space
+    assert {"fp8", "int8", "nf4"} <= set(space.knob("quantization").choices())
+    assert "flash_attention_2" in space.knob("attention").choices()
+    assert "liger" in space.knob("kernels").choices()
+    assert "lion_8bit" in space.knob("optimizer").choices()
+    assert set_up(replace(spec, trainer="trl"), H200).task.trainer == "trl"
 
 
 def test_bf16(installed):
@@ -225,7 +238,7 @@ def test_no_two_names_share_a_slug():
 
 def test_a_model_without_sdpa_is_probed_with_eager_attention_and_that_is_told(installed):
     for space in ("lora", "default"):
-        setup = set_up(StudySpec(model="gemma-2-9b", space=space), H200)
+        setup = set_up(StudySpec(model="gemma-2-9b", space=space), HERE)
         assert setup.task.space.knob("attention").choices() == ("eager",)
         assert setup.task.baselines()[0].attention == "eager"
         assert any(removal.knob == "attention" and "SDPA" in removal.reason for removal in setup.removals)
