@@ -147,15 +147,17 @@ def test_the_numbers_of_trials_are_in_columns(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_the_report_is_opened_by_a_command_of_linux_or_named_by_its_path(
-    monkeypatch: pytest.MonkeyPatch, display: str, tool: str | None, command: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], display: str, tool: str | None, command: str
 ) -> None:
     """`open` opens a virtual console on Linux, and a machine without a desktop has no browser to start."""
     monkeypatch.setenv("DISPLAY", display)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: tool if name == "xdg-open" else None)
     monkeypatch.setattr("os.getcwd", lambda: "/work place")
-    lines = [line.strip() for line in shown_on(terminal(monkeypatch), "runs/it's here")]
-    assert lines[lines.index("read the report:") + 1] == command
+    with Display(budget_s=600.0) as one:
+        one.result(summary(), "runs/it's here")
+    label, shown_command = capsys.readouterr().err.splitlines()[-2:]
+    assert label.strip() == "read the report:" and shown_command.strip() == command
 
 
 def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
