@@ -5,12 +5,11 @@ header of their own (`export.header`), since exports come before reports.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
-from autotune.core.train_config import TrainConfig, learning_differences
+from autotune.core.train_config import learning_differences
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.workload import Workload
@@ -129,13 +128,12 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
     recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
     if config.offloads:
         recomputed[1] += ", with its inputs in host memory"
-    phrases = [
+    return (
         "full fine-tuning" if config.method == "full" else method,
         _batch(recipe),
         recomputed.get(every, f"activation checkpointing in one layer of {every}"),
-        *_phrases(config),
-    ]
-    return tuple(phrases)
+        *(knob.phrases[value] for name, knob in KNOBS.items() if (value := getattr(config, name)) in knob.phrases),
+    )
 
 
 def trade_offs(recipe: Recipe) -> list[str]:
@@ -245,11 +243,3 @@ def _memory_growth(done: Verification) -> str:
         f"memory grows from {fmt_gib(before)} in the second quarter of the steps to {fmt_gib(after)} in the last "
         f"({after / before - 1:+.1%})"
     )
-
-
-def _phrases(config: TrainConfig) -> Iterator[str]:
-    """What the registry says about the value of each knob, precision before the optimizer."""
-    for name in ("precision", *(name for name in KNOBS if name != "precision")):
-        phrase = KNOBS[name].phrases.get(getattr(config, name))
-        if phrase is not None:
-            yield phrase

@@ -1,11 +1,12 @@
-"""The OOM report: what did not fit, by how much, what held the memory, the nearest thing that fits, what to change.
+"""The OOM report: what did not fit, by how much, what held the memory, the nearest configuration that fits, advice.
 
-Pure: StudySummary -> OomReport, as Markdown or as plain data. Refusals (predicted, never launched) stand beside OOMs.
+Pure: StudySummary -> OomReport, as Markdown or as plain data. Refusals (predicted, never probed) are listed with OOMs.
 """
 
 import heapq
 import math
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from autotune.core.units import DASH, fmt_count, fmt_gib
 from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
-# A second term is worth advice of its own from this share of the memory on.
+# Any term with this share of the memory gets advice of its own, in addition to the largest term.
 WORTH_ADVICE = 0.25
+Advice = Iterator[tuple[str, Any, str]]  # knob, suggested value, why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +41,13 @@ class Change:
     why: str
 
     def __str__(self) -> str:
+        """'loss full → chunked: why'."""
         return self.why if self.knob is None else f"{self.knob} {self.current} → {self.suggested}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """A configuration of the study that fits. `differs` is {knob: [here, there]}."""
+    """A configuration of the study that fits. `differs` is {knob: [value that did not fit, value that fits]}."""
 
     number: int
     label: str
@@ -78,22 +81,25 @@ class OomEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomReport:
+    """Every OOM and refusal of a study, in the order they ran."""
+
     study: str
     num_trials: int
     entries: tuple[OomEntry, ...]
 
     def count(self, outcome: Outcome) -> int:
+        """The number of entries with this outcome."""
         return sum(entry.outcome == outcome.value for entry in self.entries)
 
     def headline(self) -> str:
-        """'3 of 12 trials ran out of memory, 2 were refused before launch.'"""
+        """One sentence: '3 of 12 trials ran out of memory, 2 were refused before launch.'."""
         if not self.entries:
             return f"No trial of {self.num_trials} ran out of memory and none was refused."
         oom, refused = self.count(Outcome.OOM), self.count(Outcome.REFUSED)
         return f"{oom} of {self.num_trials} trials ran out of memory, {refused} were refused before launch."
 
     def data(self) -> dict[str, Any]:
-        """oom_report.json."""
+        """The content of oom_report.json."""
         return {
             "schema_version": 1,
             "study": self.study,
@@ -104,12 +110,12 @@ class OomReport:
         }
 
     def markdown(self) -> str:
-        """oom_report.md."""
+        """The content of oom_report.md."""
         lines = [f"# Out of memory: {code(self.study)}", "", self.headline(), ""]
         if self.entries:
             lines += [
-                "Need and limit are reserved GiB (2^30 bytes). `refused` means predicted not to fit: nothing was "
-                "launched, and its need is an estimate.",
+                "Need and limit are reserved GiB (2^30 bytes). `refused` means predicted not to fit: no probe ran, and "
+                "the need is an estimate.",
                 "",
                 "| trial | config | outcome | phase | limit | missed by |",
                 "|---:|---|---|---|---:|---:|",
@@ -144,27 +150,27 @@ def oom_report(summary: StudySummary) -> OomReport:
 def distance(one: TrainConfig, other: TrainConfig) -> float:
     """Weighted count of the knobs that differ; integer knobs count |log2 ratio| (one for each doubling)."""
     total = 0.0
-    for name, knob in KNOBS.items():
-        here, there = getattr(one, name), getattr(other, name)
-        if here == there:
-            continue
-        if knob.form == "integer":
-            # No rank on one side: the method differs, which is counted already.
-            total += 0.0 if here is None or there is None else knob.distance_weight * abs(math.log2(here / there))
-        else:
+    for name, (value, other_value) in _differences(one, other).items():
+        knob = KNOBS[name]
+        if knob.form != "integer":
             total += knob.distance_weight
+        elif value is not None and other_value is not None:  # without a rank the method differs, which counts already
+            total += knob.distance_weight * abs(math.log2(value / other_value))
     return total
 
 
 def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
-    """What to change, from the term that holds most; from all levers of the configuration where no term is known."""
+    """What to change, from the largest term on; from the usual terms where none is known."""
     ranked = sorted(terms, key=lambda term: -term.gib)
     names = [term.name for i, term in enumerate(ranked) if i == 0 or term.share >= WORTH_ADVICE]
     changes: list[Change] = []
     for name in names or ["activations", "optimizer", "weights"]:
-        changes += [change for change in _LEVERS.get(name, _activations)(config) if change not in changes]
+        for knob, suggested, why in _ADVICE.get(name, _activations)(config):
+            change = Change(knob=knob, current=getattr(config, knob), suggested=suggested, why=why)
+            if change not in changes:
+                changes.append(change)
     if not changes:
-        why = "no knob reduces what holds the memory here: take a smaller model, or a GPU with more memory"
+        why = "no knob reduces what holds the memory: take a smaller model, or a GPU with more memory"
         changes.append(Change(knob=None, current=None, suggested=None, why=why))
     return tuple(changes)
 
@@ -216,94 +222,81 @@ def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
 
 
 def _nearest(config: TrainConfig, fits: dict[TrainConfig, TrialRecord]) -> tuple[Neighbour, ...]:
-    close = heapq.nsmallest(
-        NUM_NEAREST,
-        ((distance(config, other), row.number, row) for other, row in fits.items()),
-        key=lambda one: one[:2],
-    )
+    rows = heapq.nsmallest(NUM_NEAREST, fits.values(), key=lambda row: (distance(config, row.config), row.number))
     return tuple(
         Neighbour(
-            number=number,
+            number=row.number,
             label=row.config.label(),
-            distance=round(far, 3),
-            differs={
-                knob: [getattr(config, knob), getattr(row.config, knob)]
-                for knob in sorted(KNOBS, key=lambda name: -KNOBS[name].distance_weight)
-                if getattr(config, knob) != getattr(row.config, knob)
-            },
+            distance=round(distance(config, row.config), 3),
+            differs=_differences(config, row.config),
             tokens_per_second=row.tokens_per_second,
             peak_reserved_gib=row.peak_reserved_gib,
         )
-        for far, number, row in close
+        for row in rows
     )
 
 
-def _change(config: TrainConfig, knob: str, suggested: Any, why: str) -> Change:
-    return Change(knob=knob, current=getattr(config, knob), suggested=suggested, why=why)
+def _differences(one: TrainConfig, other: TrainConfig) -> dict[str, list[Any]]:
+    """{knob: [value, other value]}, the knobs with the largest weight first."""
+    values = {name: [getattr(one, name), getattr(other, name)] for name in _HEAVIEST_FIRST}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 
 
-def _shorter(config: TrainConfig) -> list[Change]:
-    changes = []
+def _smaller_batch(config: TrainConfig) -> Advice:
     if config.micro_batch_size > 1:
-        why = "fewer sequences at a time; the global batch stays, more micro batches are accumulated"
-        changes.append(_change(config, "micro_batch_size", config.micro_batch_size // 2, why))
+        why = "fewer sequences at a time; more micro batches are accumulated, so that the global batch stays"
+        yield "micro_batch_size", config.micro_batch_size // 2, why
     if config.seq_len > 1:
-        why = "only if few examples are longer: what is longer is cut off"
-        changes.append(_change(config, "seq_len", config.seq_len // 2, why))
-    return changes
+        yield "seq_len", config.seq_len // 2, "only if few examples are longer: the rest of each is cut off"
 
 
-def _activations(config: TrainConfig) -> list[Change]:
-    changes = []
+def _activations(config: TrainConfig) -> Advice:
     if config.checkpoint_every != 1:
-        why = "activations are recomputed in backward rather than kept, for about one more forward pass"
-        changes.append(_change(config, "checkpointing", "full", why))
+        yield "checkpointing", "full", "recomputes activations in the backward pass, for about one more forward pass"
     elif config.micro_batch_size == 1 and not config.offloads:
-        why = "on a GPU: what layers are recomputed from waits in the host's memory; the copies make a step slower"
-        changes.append(_change(config, "checkpointing", "offload", why))
+        why = "on a GPU: the inputs of the layers wait in host memory; the copies make a step slower"
+        yield "checkpointing", "offload", why
     if config.attention == "eager":
-        changes.append(_change(config, "attention", "sdpa", "does not keep the matrix of attention scores"))
-    return changes + _shorter(config)
+        yield "attention", "sdpa", "does not store the matrix of attention scores"
+    yield from _smaller_batch(config)
 
 
-def _logits(config: TrainConfig) -> list[Change]:
-    why = "head and cross-entropy in chunks never hold all logits at once; not where a model caps or scales them"
-    return [*([_change(config, "loss", "chunked", why)] if config.loss == "full" else []), *_shorter(config)]
+def _logits(config: TrainConfig) -> Advice:
+    if config.loss == "full":
+        why = "never holds all logits at once; not for a model that caps or scales its logits"
+        yield "loss", "chunked", why
+    yield from _smaller_batch(config)
 
 
-def _optimizer(config: TrainConfig) -> list[Change]:
-    smaller = {
-        "adamw_torch_fused": ("adamw_8bit", "keeps its state in 8 bits, about a quarter of the memory"),
-        "adamw_torch": ("adamw_8bit", "keeps its state in 8 bits, about a quarter of the memory"),
-        "adamw_8bit": ("paged_adamw_8bit", "its state can move to host memory while it is not used"),
-    }
-    changes = [_change(config, "optimizer", *smaller[config.optimizer])] if config.optimizer in smaller else []
-    return changes + _fewer_trained(config)
+def _optimizer(config: TrainConfig) -> Advice:
+    if config.optimizer in ("adamw_torch_fused", "adamw_torch"):
+        yield "optimizer", "adamw_8bit", "its state has 8 bits for each value, about a quarter of the memory"
+    elif config.optimizer == "adamw_8bit":
+        yield "optimizer", "paged_adamw_8bit", "its state can move to host memory while it is not used"
+    yield from _fewer_trained(config)
 
 
-def _fewer_trained(config: TrainConfig) -> list[Change]:
-    """Gradients, optimizer state and adapters are all proportional to what is trained."""
+def _fewer_trained(config: TrainConfig) -> Advice:
+    """Gradients, optimizer state and adapters are all proportional to the trained parameters."""
     if config.method == "full":
-        return [_change(config, "method", "lora", "trains adapters only: hardly any gradients and optimizer state")]
-    if config.lora_rank is not None and config.lora_rank > 1:
-        return [_change(config, "lora_rank", config.lora_rank // 2, "half the adapters, gradients and state")]
-    return []
+        yield "method", "lora", "trains adapters only, with hardly any gradients and optimizer state"
+    elif config.lora_rank is not None and config.lora_rank > 1:
+        yield "lora_rank", config.lora_rank // 2, "half the adapters, gradients and state"
 
 
-def _weights(config: TrainConfig) -> list[Change]:
+def _weights(config: TrainConfig) -> Advice:
     if config.method == "full":
-        changes = [_change(config, "method", "lora", "the base is frozen, and can then be quantised")]
+        yield "method", "lora", "the base is frozen and can then be quantised"
         if config.precision != "bf16_pure":
-            changes.append(_change(config, "precision", "bf16_pure", "no fp32 master weights; learns differently"))
-        return changes
-    if config.quantization != "nf4":
-        return [_change(config, "quantization", "nf4", "a frozen base in 4 bits (QLoRA); learns a little differently")]
-    if not config.double_quant:
-        return [_change(config, "double_quant", True, "quantises the constants of the quantisation too")]
-    return []
+            yield "precision", "bf16_pure", "no fp32 master weights; learns differently"
+    elif config.quantization != "nf4":
+        yield "quantization", "nf4", "a frozen base in 4 bits (QLoRA); learns a little differently"
+    elif not config.double_quant:
+        yield "double_quant", True, "quantises the constants of the quantisation too"
 
 
-_LEVERS = {
+_HEAVIEST_FIRST = sorted(KNOBS, key=lambda name: -KNOBS[name].distance_weight)
+_ADVICE: dict[str, Callable[[TrainConfig], Advice]] = {
     "activations": _activations,
     "logits": _logits,
     "optimizer": _optimizer,
@@ -331,13 +324,14 @@ def _section(entry: OomEntry) -> list[str]:
     if entry.log:
         lines.append(f"- Log: {code(entry.log)}")
     lines += ["", "Nearest configurations that fit:", ""]
-    for one in entry.nearest:
-        differs = ", ".join(f"{knob} {here} → {there}" for knob, (here, there) in one.differs.items())
-        speed = f"{fmt_count(one.tokens_per_second)} tokens/s, {fmt_gib(one.peak_reserved_gib)}"
-        lines.append(f"- trial {one.number} ({speed}): {code(differs or 'the same configuration')}")
+    for neighbour in entry.nearest:
+        changes = ", ".join(f"{knob} {value} → {fitting}" for knob, (value, fitting) in neighbour.differs.items())
+        speed = f"{fmt_count(neighbour.tokens_per_second)} tokens/s, {fmt_gib(neighbour.peak_reserved_gib)}"
+        lines.append(f"- trial {neighbour.number} ({speed}): {code(changes or 'the same configuration')}")
     if not entry.nearest:
-        lines.append("- none: nothing of this study fitted")
+        lines.append("- none: no configuration of this study fits")
     lines += ["", "What to change:", ""]
-    lines += [f"{i}. {code(f'{c.knob} {c.current} → {c.suggested}')}: {c.why}" if c.knob else f"{i}. {c.why}"
-              for i, c in enumerate(entry.changes, 1)]  # fmt: skip
+    for index, change in enumerate(entry.changes, 1):
+        edit = code(f"{change.knob} {change.current} → {change.suggested}") + ": " if change.knob else ""
+        lines.append(f"{index}. {edit}{change.why}")
     return [*lines, ""]

@@ -117,7 +117,7 @@ def test_advice_is_not_repeated_for_two_large_terms() -> None:
     assert [change.knob for change in advise(TrainConfig(), terms)] == ["micro_batch_size", "seq_len", "loss"]
 
 
-def test_markdown_says_what_happened() -> None:
+def test_markdown_of_a_study() -> None:
     text = oom_report(summary()).markdown()
     assert "# Out of memory: `h200-mistral-7b`" in text
     assert "## Trial 2: oom" in text
@@ -132,7 +132,7 @@ def test_markdown_without_any() -> None:
 
 
 def test_markdown_when_nothing_fits() -> None:
-    assert "nothing of this study fitted" in oom_report(study(row(0, Outcome.OOM, oom=oom_detail()))).markdown()
+    assert "no configuration of this study fits" in oom_report(study(row(0, Outcome.OOM, oom=oom_detail()))).markdown()
 
 
 @pytest.mark.parametrize(
