@@ -15,7 +15,6 @@ from autotune.core.units import fmt_seconds, fmt_usd
 from autotune.planning.observations import Observation
 from autotune.planning.plan import FITS, Plan, Planned, limit_of, make_plan, planned
 from autotune.prediction.memory_formula import ERROR
-from autotune.problem.performance import leanest
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.task import Task
 
@@ -228,7 +227,7 @@ def enter(
 def least(task: Task, limit_gib: float) -> Planned | None:
     """What needs the least memory of the space; None where no formula knows any of it."""
     space = task.space
-    for name, value in leanest(space).items():
+    for name, value in space.leanest().items():
         if name in KNOBS and name not in UNSETTLED:
             space = space.pin(name, value)
     configs = dict.fromkeys(map(space.config, space.enumerate()))

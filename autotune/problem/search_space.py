@@ -238,6 +238,14 @@ class SearchSpace:
         """The configuration for {knob: value}; knobs that the space does not name keep their defaults."""
         return TrainConfig(**{name: value for name, value in chosen.items() if name in KNOBS})
 
+    def leanest(self) -> dict[str, Any]:
+        """The choice that needs the least memory, decided knob by knob."""
+        chosen: dict[str, Any] = {}
+        for knob in self.knobs:
+            if knob.is_active(chosen):
+                chosen[knob.name] = min(knob.choices(), key=KNOBS[knob.name].memory_rank)
+        return chosen
+
     def clip(self, config: TrainConfig) -> dict[str, Any]:
         """The choice nearest to `config`: its own value where the space has it, else the nearest in number or order."""
         chosen: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Subject: what is tuned for what, and how a measurement is read as the speed of the full run on the target."""
+"""Task: a study with all names resolved, and what follows from it for a probe and for its result."""
 
 import math
 from collections.abc import Sequence
@@ -13,21 +13,16 @@ from autotune.problem.performance import Performance, performance, score
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.workload import Workload
 
-# The configuration that guides give: it is measured first, and what the winner is compared with.
-BASELINE = TrainConfig(
-    method="lora",
-    micro_batch_size=8,
-    seq_len=1024,
-    lora_rank=16,
-    optimizer="adamw_torch_fused",
-    precision="bf16_mixed",
-    checkpointing="full",
-)
+BASELINE = TrainConfig()  # what guides give: it is measured first, and the winner is compared with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is tuned for what: the facts that every number of the study depends on."""
+    """What is tuned for what: the facts that every number of the study depends on.
+
+    `measured_on` is a larger device of this machine that probes for `device` under a memory cap; `carried` then
+    transfers its speed to `device`. Both are None where the device itself probes.
+    """
 
     study: str
     model: ModelSpec
@@ -37,38 +32,41 @@ class Task:
     floors: Floors
     space: SearchSpace
     trainer: str = "transformers"
-    measured_on: DeviceSpec | None = None  # a larger card, under a cap, that stands in for the device
-    carried: SpeedTransfer | None = None  # how much faster the device is than that
+    measured_on: DeviceSpec | None = None
+    carried: SpeedTransfer | None = None
 
     @property
     def search_price(self) -> Price | None:
-        """Of the card that probes."""
+        """The price of the device that probes."""
         return self.price if self.measured_on is None else find_price(self.measured_on.name)
 
     def performance(self, config: TrainConfig, measurements: Sequence[Measurement]) -> Performance:
-        """What the full run will do on the device; projected where another card measured."""
-        # With an fp8 base part of the arithmetic is at twice the rate: no one peak is its measure.
+        """The performance of the full run on the device; projected where another device measured."""
+        # With an fp8 base some of the arithmetic runs at twice the rate, so that no single peak applies.
         peak = None if config.quantization == "fp8" else self.device.bf16_tflops or self.device.fp16_tflops
-        found = performance(
+        speed = performance(
             config,
             list(measurements),
             self.workload,
             flops_per_token=self.model.flops_per_token(config.method, config.seq_len),
             peak_tflops=peak,
         )
-        return found if self.carried is None else found.carried(self.carried)
+        return speed if self.carried is None else speed.transferred(self.carried)
 
     def score(self, result: ProbeResult) -> float | None:
-        """Useful tokens a second of the full run; None where there is no number."""
-        found = score(result, self.workload)
-        return found if found is None or self.carried is None else found * self.carried.ratio
+        """Useful tokens per second of the full run on the device; None where the probe gave no measurement."""
+        speed = score(result, self.workload)
+        return speed if speed is None or self.carried is None else speed * self.carried.ratio
 
     def request(
         self, config: TrainConfig, *, device: str, memory_gib: float, headroom: float, seed: int
     ) -> ProbeRequest:
-        """What a probe of the whole model is asked: two micro batches a step, of rows like the workload's."""
+        """The request for a probe of the whole model, with rows like those of the workload.
+
+        `memory_gib` is the cap and `headroom` the reserve of the memory budget.
+        """
         workload = self.workload
-        # TRL pads to the longest row of a batch, and packs in its own way: its rows are full.
+        # TRL pads to the longest row of a batch and packs in its own way: its probes have full rows.
         rows = workload.rows(config) if self.trainer == "transformers" else ()
         return ProbeRequest(
             config=config,
@@ -85,12 +83,12 @@ class Task:
         )
 
     @property
-    def kin(self) -> str:
-        """Whose probes tell of this study's: those of the model, in the same trainer."""
+    def model_key(self) -> str:
+        """A key of model and trainer: memory and depth learned from probes hold for all studies with the same key."""
         return self.model.digest if self.trainer == "transformers" else digest_of([self.model.digest, self.trainer])
 
     def baselines(self) -> list[TrainConfig]:
-        """The reference configuration clipped to the space, then with its micro batch halved, as a person would."""
+        """The reference configuration clipped to the space, then with smaller and smaller micro batches."""
         methods = knob.choices() if (knob := self.space.knob("method")) else ("lora",)
         wanted = BASELINE if "lora" in methods else replace(BASELINE, method="full")
         first = self.space.config(self.space.clip(wanted))

@@ -6,7 +6,6 @@ from autotune.core.errors import NothingFits
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.problem.performance import leanest
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
 from autotune.study.evaluator import FAILED, Evaluator
@@ -41,7 +40,7 @@ def find_feasible(
         if outcome not in (Outcome.OOM, Outcome.REFUSED):
             return False, tried
     for space in (task.space, reserve):
-        config = space.config(leanest(space))
+        config = space.config(space.leanest())
         say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
         result = evaluator.evaluate(config, None).result
         if result.outcome not in (Outcome.OOM, Outcome.REFUSED):

@@ -16,7 +16,7 @@ from autotune.core.errors import Cancelled
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
-from autotune.problem.performance import AGAIN, more_capable
+from autotune.problem.performance import AGAIN
 from autotune.problem.task import Task
 from autotune.study.confirmation import Confirmation, measure_close_calls
 from autotune.study.coordinate_search import MAKES_ROOM, ORDER, TOO_LARGE, neighbours, next_move, smaller_batches
@@ -25,7 +25,7 @@ from autotune.study.evaluator import Evaluation, Evaluator, Pruner
 from autotune.study.formula_seeds import formula_seeds
 from autotune.study.history import restore
 from autotune.study.optimizer import Optimizer, Proposal
-from autotune.study.ranking import Scored, to_beat
+from autotune.study.ranking import Scored, more_capable, to_beat
 from autotune.study.selection import Selection
 from autotune.study.storage.coordinator import Coordinator, SingleWorker
 from autotune.study.storage.probe_store import StoredProbe

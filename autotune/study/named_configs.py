@@ -150,7 +150,7 @@ def probe_configs(
             )
 
         study, logs = case_task.study, out / "logs"
-        evaluator = Evaluator(prober, store, study=study, logs=logs, request=request, model=case_task.kin)
+        evaluator = Evaluator(prober, store, study=study, logs=logs, request=request, model=case_task.model_key)
         results.append(to_config_result(case, config, case_task, evaluator.evaluate(config, None).result))
         write_results(results, out)
     return results

@@ -126,5 +126,5 @@ class NodeMonitor:
             reasons = differences(own, others, timed=self._timed)
         self._is_warm = True
         result = replace(result, notes=tuple(reasons))
-        self._store.add(task.study, None, result, self._prober.fingerprint, model=task.kin)
+        self._store.add(task.study, None, result, self._prober.fingerprint, model=task.model_key)
         return reasons

@@ -4,10 +4,12 @@ The score of a configuration is its useful tokens per second (`performance.score
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig, learning_differences
+from autotune.problem.search_space import SearchSpace
 
 # A configuration that leaves less than this share of the memory limit free is tight. Beyond it, more room is not worth
 # any speed, and it must not decide: which of several equally fast configurations comes out fastest is chance.
@@ -62,3 +64,20 @@ def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
 def _preference(candidate: Scored) -> tuple[Any, ...]:
     """A key by which the winner among those within the slack sorts last."""
     return candidate.config.capability, candidate.free_fraction >= ROOMY, candidate.score
+
+
+def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:
+    """More capable configurations of the space, one of which may win within the slack.
+
+    First every learning knob at its most capable value, then each knob alone, then the LoRA ranks between.
+    """
+    raised = {
+        knob.name: max((replace(config, **{knob.name: value}).capability, value) for value in knob.choices())[1]
+        for knob in space.knobs
+        if KNOBS[knob.name].capability_priority is not None and len(knob.choices()) > 1
+    }
+    wanted = [raised, *({name: value} for name, value in raised.items())]
+    if "lora_rank" in raised and config.lora_rank:
+        ranks = space.knob("lora_rank").choices()  # type: ignore[union-attr]
+        wanted += [{"lora_rank": rank} for rank in sorted(ranks) if rank > config.lora_rank]
+    return list(dict.fromkeys(space.config(space.clip(replace(config, **changes))) for changes in wanted))

@@ -18,7 +18,6 @@ from autotune.export import export_all
 from autotune.prediction.memory_predictor import needs_at_least
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.performance import leanest
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.setup import set_up, suit
 from autotune.problem.study_spec import StudySpec
@@ -198,7 +197,7 @@ def test_the_exported_script_applies_the_same_patches(tmp_path: Path, knobs: dic
 def test_offloading_is_the_last_resort_and_the_first_to_be_given_up() -> None:
     knob = Knob(name="checkpointing", values=("none", "offload", "full"))
     space = SearchSpace(name="levers", knobs=(Knob(name="method", values=("lora",)), knob))
-    assert leanest(space)["checkpointing"] == "offload"
+    assert space.leanest()["checkpointing"] == "offload"
     here = TrainConfig(checkpointing="offload")
     first = next_move(space, here, "checkpointing", {})
     assert first is not None and first["checkpointing"] == "none"

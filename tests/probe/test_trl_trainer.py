@@ -95,7 +95,7 @@ def test_the_space_is_what_sfttrainer_does(monkeypatch: pytest.MonkeyPatch) -> N
 def test_probes_of_another_trainer_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     task = narrowed(monkeypatch).task
     plain = replace(task, trainer="transformers")
-    assert task.kin != plain.kin == plain.model.digest
+    assert task.model_key != plain.model_key == plain.model.digest
     assert request("trl").digest != request("transformers").digest
 
 

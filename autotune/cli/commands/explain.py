@@ -63,7 +63,7 @@ def command(name: str | None, storage: str | None, *, as_json: bool = False) -> 
                 study=f"{found.summary.study}, explained",  # apart, or a lucky probe would be another winner
                 logs=logs,
                 request=request,
-                model=task.kin,
+                model=task.model_key,
                 shape=shape,
                 shallow_only=shallow,
             )

@@ -171,7 +171,7 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
         study=name,
         logs=out / "logs",
         request=request,
-        model=setup.task.kin,
+        model=setup.task.model_key,
         shape=shape,
         shallow_only=spec.shallow_only,
     )

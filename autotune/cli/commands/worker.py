@@ -143,7 +143,7 @@ def _work(
         study=name,
         logs=folder / "logs",
         request=request,
-        model=task.kin,
+        model=task.model_key,
         shape=prober.describe(task.model.config),
         shallow_only=record.shallow_only,
     )

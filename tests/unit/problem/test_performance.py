@@ -10,14 +10,13 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import (
     AGAIN,
     UNSEEN,
-    leanest,
     margins,
     performance,
     score,
     step_spread,
     step_time_s,
 )
-from autotune.problem.search_space import Knob, SearchSpace, load_space
+from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.workload import Workload
 from tests.helpers.factories import measurement, oom_detail, result
 
@@ -112,33 +111,6 @@ def test_only_what_came_through_or_was_pruned_as_slow_has_a_score():
 )
 def test_margins(outcome, changes, memory, health):
     assert margins(result(outcome=outcome, **changes)) == pytest.approx({"memory": memory, "health": health})
-
-
-def test_the_leanest_choice():
-    assert leanest(load_space("default")) == {
-        "method": "lora",
-        "quantization": "nf4",
-        "double_quant": True,
-        "micro_batch_size": 1,
-        "seq_len": 512,
-        "lora_rank": 8,
-        "precision": "bf16_pure",
-        "optimizer": "paged_adamw_8bit",
-        "checkpointing": "full",
-        "compile": "none",
-        "attention": "flash_attention_2",
-        "loss": "chunked",
-        "packing": False,
-    }
-    assert leanest(space(checkpointing=("none", "every_4", "every_2"))) == {"checkpointing": "every_2"}
-    assert leanest(space(method=("full", "lora"), lora_rank=(8, 4))) == {"method": "lora", "lora_rank": 4}
-    assert leanest(space(method=("full",), lora_rank=(8,))) == {"method": "full"}
-
-
-@pytest.mark.parametrize("name", ["cpu", "default", "full", "lora", "qlora"])
-def test_the_leanest_is_a_configuration_of_every_space(name):
-    shipped = load_space(name)
-    assert shipped.clip(shipped.config(leanest(shipped))) == leanest(shipped)
 
 
 def test_capability_is_an_order():

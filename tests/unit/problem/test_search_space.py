@@ -312,3 +312,30 @@ def test_the_size_of_a_space_is_known_at_once_and_a_sample_is_of_it():
     drawn = list(large.sample(50))
     assert drawn == list(large.sample(50)) and len({str(one) for one in drawn}) > 40
     assert all(set(one) <= set(knobs) and ("seq_len" in one) is (one["micro_batch_size"] in (1, 2)) for one in drawn)
+
+
+def test_the_leanest_choice():
+    assert load_space("default").leanest() == {
+        "method": "lora",
+        "quantization": "nf4",
+        "double_quant": True,
+        "micro_batch_size": 1,
+        "seq_len": 512,
+        "lora_rank": 8,
+        "precision": "bf16_pure",
+        "optimizer": "paged_adamw_8bit",
+        "checkpointing": "full",
+        "compile": "none",
+        "attention": "flash_attention_2",
+        "loss": "chunked",
+        "packing": False,
+    }
+    assert space(checkpointing=("none", "every_4", "every_2")).leanest() == {"checkpointing": "every_2"}
+    assert space(method=("full", "lora"), lora_rank=(8, 4)).leanest() == {"method": "lora", "lora_rank": 4}
+    assert space(method=("full",), lora_rank=(8,)).leanest() == {"method": "full"}
+
+
+@pytest.mark.parametrize("name", ["cpu", "default", "full", "lora", "qlora"])
+def test_the_leanest_is_a_configuration_of_every_space(name):
+    shipped = load_space(name)
+    assert shipped.clip(shipped.config(shipped.leanest())) == shipped.leanest()
