@@ -1,7 +1,7 @@
-"""A study in optuna-dashboard: a copy of it in memory, with what the report says, behind a gate that lets nobody write.
+"""A study in optuna-dashboard: a copy in memory with the report's notes and figures, which nobody can change.
 
-The dashboard asks for no password and has routes that delete, so it never gets the study's own database. Reading that,
-and serving this, is left to `commands.dashboard`.
+The dashboard asks for no password and has routes that delete, so it never gets the study's own database.
+`cli.commands.dashboard` reads that database and serves this application.
 """
 
 import copy
@@ -30,19 +30,19 @@ from autotune.study.optimizer import METRIC
 from autotune.study.summary import StudySummary, TrialRecord
 
 REFRESH_S = 5.0
-PAGE = "/dashboard/studies/0"  # of a storage in memory, the first study
-TITLES = {  # of the figures that have room in half a window
+PAGE = "/dashboard/studies/0"  # the first study of a storage in memory
+TITLES = {  # of the figures that fit in half a window
     "scatter": "Useful tokens/s against peak reserved memory",
     "history": "Useful tokens/s of each trial",
     "importances": "Importance of each knob for speed",
     "memory": "Memory of winner and baseline",
     "quality": "Held-out loss of the finalists against the hours of their full run",
 }
-Record = tuple[dict[str, Any], list[FrozenTrial]]
+Record = tuple[dict[str, Any], list[FrozenTrial]]  # user attributes of a study, and its trials
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine reaches it: 127.0.0.1, ::1, localhost and the like."""
+    """Whether only this machine can reach the host: 127.0.0.1, ::1, localhost and the like."""
     try:
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:
@@ -50,9 +50,9 @@ def is_loopback(host: str | None) -> bool:
 
 
 def gate(app: WSGIApplication) -> WSGIApplication:
-    """`app` for GET and HEAD (else 405) by those who call it by a name of this machine (else 403).
+    """Let only GET and HEAD through (else 405), and only requests for a loopback host (else 403).
 
-    A page of somebody else's whose name is made to mean 127.0.0.1 comes with that name.
+    The check of the host stops DNS rebinding: a foreign page whose name resolves to 127.0.0.1 sends that name.
     """
 
     def gated(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -70,35 +70,41 @@ def _refuse(start_response: StartResponse, status: str, reason: str) -> Iterable
     return [json.dumps({"reason": reason}).encode()]
 
 
-class Following:
-    """The dashboard of a study that may still run: read again when it is looked at, at most every REFRESH_S seconds."""
+class LiveDashboard:
+    """The dashboard of a study that may still run. A request reads the study again, at most every REFRESH_S seconds."""
 
     def __init__(self, read: Callable[[], Record], summarize: Callable[[], StudySummary], out: str) -> None:
-        self._read, self._summarize, self._documents = read, summarize, Documents(out)
-        self._lock, self._looked = Lock(), time.monotonic()
+        self._read = read
+        self._summarize = summarize
+        self._reports = ReportStore(out)
+        self._lock = Lock()
+        self._read_at = time.monotonic()
         self._show(read())
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """Answer one request from the newest copy."""
         with self._lock:
-            if time.monotonic() - self._looked > REFRESH_S:
+            if time.monotonic() - self._read_at > REFRESH_S:
                 try:
-                    if (now := self._read()) != self._shown:
-                        self._show(now)
-                except Exception as error:  # whatever it is, the last copy can still be looked at
-                    print(f"not read again: {error}", file=sys.stderr)
-                self._looked = time.monotonic()
+                    record = self._read()
+                    if record != self._record:
+                        self._show(record)
+                except Exception as error:  # the last copy can still be served
+                    print(f"cannot read the study again: {error}", file=sys.stderr)
+                self._read_at = time.monotonic()
             app = self._app
         return app(environ, start_response)
 
     def _show(self, record: Record) -> None:
         summary = self._summarize()
-        storage = copied(summary, record, self._documents)
-        self._app: WSGIApplication = optuna_dashboard.wsgi(storage, artifact_store=self._documents)
-        self._documents.summary, self._shown = summary, record
+        storage = copy_study(summary, record, self._reports)
+        self._app: WSGIApplication = optuna_dashboard.wsgi(storage, artifact_store=self._reports)
+        self._reports.summary = summary
+        self._record = record
 
 
-class Documents:
-    """An artifact store of the reports, each written when it is opened. Names that nobody can guess: any page may ask.
+class ReportStore:
+    """An artifact store of the reports, each made when it is opened, under names that no foreign page can guess.
 
     `out` is the study's directory, as the report shows it.
     """
@@ -111,20 +117,21 @@ class Documents:
         }
 
     def open_reader(self, artifact_id: str) -> BinaryIO:
+        """The text of one report. Part of optuna-dashboard's protocol."""
         assert self.summary is not None
         return io.BytesIO(self._write[artifact_id][-1](self.summary).encode())
 
     def attributes(self) -> dict[str, str]:
-        """What Optuna's upload_artifact writes into a study."""
-        facts = {
+        """The attributes that Optuna's upload_artifact writes into a study."""
+        artifacts = {
             key: {"artifact_id": key, "filename": name, "mimetype": f"{kind}; charset=utf-8", "encoding": None}
             for key, (name, kind, _) in self._write.items()
         }
-        return {f"artifacts:{key}": json.dumps(one) for key, one in facts.items()}
+        return {f"artifacts:{key}": json.dumps(artifact) for key, artifact in artifacts.items()}
 
 
-def copied(summary: StudySummary, record: Record, documents: Documents) -> optuna.storages.InMemoryStorage:
-    """The study with its notes, figures and reports, in memory."""
+def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> optuna.storages.InMemoryStorage:
+    """A copy of the study in memory, with notes, figures and reports."""
     storage = optuna.storages.InMemoryStorage()
     study = optuna.create_study(
         storage=storage, study_name=summary.study, direction="maximize", sampler=optuna.samplers.RandomSampler()
@@ -134,32 +141,30 @@ def copied(summary: StudySummary, record: Record, documents: Documents) -> optun
         study.set_metric_names([METRIC])
     attributes, trials = record
     for key, value in attributes.items():
-        if not isinstance(value, dict | list):  # those are for the program, and would fill the page
+        if not isinstance(value, dict | list):  # those are for the program and would fill the page
             study.set_user_attr(key, value)
     for trial in trials:
         study.add_trial(_with_visible_constraints(trial))
-    for key, text in documents.attributes().items():
+    for key, text in reports.attributes().items():
         storage.set_study_system_attr(0, key, text)
     optuna_dashboard.save_note(study, _note(summary))
     for row in summary.trials:
-        if row.number < len(trials):  # the summary was read later
+        if row.number < len(trials):  # the summary was read after the record
             optuna_dashboard.save_note(optuna.trial.Trial(study, row.number), _trial_note(row, summary))
     _save_figures(study, summary)
     return storage
 
 
 def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
-    """A copy whose constraints stand where optuna-dashboard 0.21 reads them: all under one key, as before Optuna 5.
+    """A copy with its constraints where optuna-dashboard 0.21 reads them: all under one key, as before Optuna 5.
 
-    They may not stand in both places, where they would count twice.
+    The other keys go, since constraints in both places would count twice. `config` repeats the parameters.
     """
-    shown = copy.copy(trial)
-    kept = {key: value for key, value in trial.system_attrs.items() if not key.startswith("constraints")}
-    shown.system_attrs = kept | {"constraints": [value for _, value in sorted(trial.constraints.items())]}
-    shown.user_attrs = {
-        key: value for key, value in trial.user_attrs.items() if key != "config"
-    }  # the parameters again
-    return shown
+    visible = copy.copy(trial)
+    others = {key: value for key, value in trial.system_attrs.items() if not key.startswith("constraints")}
+    visible.system_attrs = others | {"constraints": [value for _, value in sorted(trial.constraints.items())]}
+    visible.user_attrs = {key: value for key, value in trial.user_attrs.items() if key != "config"}
+    return visible
 
 
 def _save_figures(study: optuna.Study, summary: StudySummary) -> None:
@@ -173,7 +178,7 @@ def _save_figures(study: optuna.Study, summary: StudySummary) -> None:
                 title={"text": title, "x": 0.02, "y": 0.98, "yanchor": "top"},
                 margin={"t": 110, "r": 44},  # for the title and a legend of three lines, and for the mode bar
                 height=450,
-                paper_bgcolor="white",  # the window's is white or black, at its user's wish
+                paper_bgcolor="white",  # the window may be white or black
                 plot_bgcolor="white",
                 modebar={"orientation": "v", "bgcolor": "white"},
             )
@@ -181,9 +186,9 @@ def _save_figures(study: optuna.Study, summary: StudySummary) -> None:
 
 
 def _note(summary: StudySummary) -> str:
-    """What the study says so far, in Markdown."""
+    """The best of the study so far, in Markdown."""
     if (recipe := summary.recipe) is None:
-        return "No configuration came through so far."
+        return "No configuration has succeeded so far."
     best = recipe.winner
     number = next((f" (trial {row.number})" for row in summary.trials if row.config == best.config), "")
     return "\n\n".join(
@@ -197,13 +202,15 @@ def _note(summary: StudySummary) -> str:
 
 
 def _trial_note(row: TrialRecord, summary: StudySummary) -> str:
-    """What became of a trial, in Markdown: the verdict, its reason, its log."""
+    """A trial in Markdown: its outcome, numbers, reason and log."""
     won = summary.recipe is not None and summary.recipe.winner.config == row.config
-    facts = [f"{fmt_count(row.tokens_per_second)} tokens/s"] if row.tokens_per_second is not None else []
-    how = "reserved" if row.tokens_per_second is not None else "needed"
-    facts += [f"{fmt_gib(row.peak_reserved_gib)} {how}"] if row.peak_reserved_gib is not None else []
-    facts += [f"limit {fmt_gib(row.limit_gib)}"] if row.limit_gib is not None else []
-    lines = [f"**{LABELS[row.outcome]}**{', the winner' * won} [{row.evidence}]", ", ".join(facts)]
+    ran = row.tokens_per_second is not None
+    numbers = [f"{fmt_count(row.tokens_per_second)} tokens/s"] if ran else []
+    if row.peak_reserved_gib is not None:
+        numbers.append(f"{fmt_gib(row.peak_reserved_gib)} {'reserved' if ran else 'needed'}")
+    if row.limit_gib is not None:
+        numbers.append(f"limit {fmt_gib(row.limit_gib)}")
+    lines = [f"**{LABELS[row.outcome]}**{', the winner' if won else ''} [{row.evidence}]", ", ".join(numbers)]
     lines += [f"Reason: {code(row.reason)}"] if row.reason else []
     lines += [f"Log: {code(row.log)}"] if row.log else []
     return "\n\n".join(filter(None, lines))

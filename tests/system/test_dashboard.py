@@ -1,4 +1,4 @@
-"""`autotune dashboard`: the real command over a real study, and that looking at it changes nothing."""
+"""`autotune dashboard`: the real command over a real study, and that a request changes nothing."""
 
 import http.client
 import importlib.util
@@ -24,7 +24,7 @@ from autotune.cli.commands.session import open_study
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.probe_types import Outcome
 from autotune.report import dashboard
-from autotune.report.dashboard import Following, gate
+from autotune.report.dashboard import LiveDashboard, gate
 from autotune.study.optimizer import METRIC, Optimizer
 from autotune.study.storage.database import read_only
 from autotune.study.storage.probe_store import ProbeStore
@@ -40,7 +40,7 @@ COMMAND = (
 
 
 def finished(start: Start, out: Path) -> Session:
-    """A study of eight trials with what the command keeps beside them. Some ran out of memory."""
+    """A study of eight trials with the record of the command. Some ran out of memory."""
     session = whole(start, machine(limit_gib=2.2, rate=by_tokens), trials=8)
     start_record(session.search, record_of(out=out))
     return session
@@ -63,8 +63,8 @@ class Served:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.said = self._until("Ctrl-C")
-        self.url = next(line for line in self.said if line.startswith("http"))
+        self.lines = self._until("Ctrl-C")
+        self.url = next(line for line in self.lines if line.startswith("http"))
         self.host = urlsplit(self.url).netloc
 
     def _until(self, last: str) -> list[str]:
@@ -120,13 +120,13 @@ def study(served: Served) -> dict[str, Any]:
     return data
 
 
-def test_the_study_is_there_with_the_name_of_what_is_sought(served: Served, study: dict[str, Any]) -> None:
+def test_the_study_is_served_with_the_name_of_its_metric(served: Served, study: dict[str, Any]) -> None:
     assert [one["study_name"] for one in served.get("/api/studies")["study_summaries"]] == ["one"]
     assert (study["directions"], study["objective_names"], len(study["trials"])) == (["maximize"], [METRIC], 8)
     assert urlsplit(served.url).path == "/dashboard/studies/0"
 
 
-def test_what_does_not_fit_violates_a_constraint(study: dict[str, Any]) -> None:
+def test_a_trial_that_does_not_fit_violates_a_constraint(study: dict[str, Any]) -> None:
     outcomes = [{one["key"]: one["value"] for one in trial["user_attrs"]}["outcome"] for trial in study["trials"]]
     assert {"ok", "oom"} <= set(outcomes)
     for outcome, trial in zip(outcomes, study["trials"], strict=True):
@@ -144,7 +144,7 @@ def test_every_trial_has_a_note(study: dict[str, Any]) -> None:
     assert study["note"]["body"].startswith("**Winner** (trial ")
 
 
-def test_the_reports_figures_are_there(study: dict[str, Any]) -> None:
+def test_the_figures_of_the_report_are_served(study: dict[str, Any]) -> None:
     drawn = {one["id"]: json.loads(one["graph_object"])["layout"] for one in study["plotly_graph_objects"]}
     assert {"scatter", "history", "memory"} <= drawn.keys()
     assert drawn["scatter"]["title"]["text"] == "Useful tokens/s against peak reserved memory"
@@ -174,8 +174,8 @@ def test_nothing_can_be_written(
     served: Served, folder: Path, study: dict[str, Any], method: str, path: str, body: Any
 ) -> None:
     before = (folder / "autotune.db").read_bytes()
-    status, said = served.ask(path, method, body)
-    assert (status, json.loads(said)) == (405, {"reason": "this view is read-only"})
+    status, answer = served.ask(path, method, body)
+    assert (status, json.loads(answer)) == (405, {"reason": "this view is read-only"})
     assert served.get("/api/studies/0") == study
     assert (folder / "autotune.db").read_bytes() == before
     assert sorted(path.name for path in folder.iterdir()) == ["autotune.db", "tmp"]
@@ -184,7 +184,7 @@ def test_nothing_can_be_written(
 @pytest.mark.parametrize(
     ("host", "status"), [("localhost:9", 200), ("[::1]:9", 200), ("example.com", 403), ("127.0.0.1.example.com", 403)]
 )
-def test_a_foreign_name_is_not_answered(served: Served, host: str, status: int) -> None:
+def test_a_foreign_host_name_is_refused(served: Served, host: str, status: int) -> None:
     assert served.ask("/api/studies", Host=host)[0] == status
 
 
@@ -205,20 +205,18 @@ def test_a_browser_shows_the_study_with_its_figures_and_reports(served: Served, 
     page.open(served.url)
     shown = page.text("one (id=0)", "Best Trial", "Useful tokens/s against peak reserved memory", "oom_report.md")
     assert "report.html" in shown
-    assert "fingerprint" not in shown  # what is kept for the program is nothing to look at
+    assert "fingerprint" not in shown  # data for the program is not shown
     assert page.run("document.querySelectorAll('.js-plotly-plot .point').length") > 8
 
 
 @needs_chromium
-def test_a_browser_shows_notes_and_what_violates_a_constraint(
-    served: Served, page: Page, study: dict[str, Any]
-) -> None:
+def test_a_browser_shows_notes_and_violated_constraints(served: Served, page: Page, study: dict[str, Any]) -> None:
     page.open(f"{served.url}/note")
     page.text("Winner (trial ", "tokens/s [measured]")
     ran_out = next(one for one in study["trials"] if one["note"]["body"].startswith("**out of memory**"))
     page.open(f"{served.url}/trials?numbers={ran_out['number']}")
     page.text(f"Trial {ran_out['number']} (trial_id=", "out of memory [measured]", "Reason: out of memory in backward")
-    # The best is sought among those that fit alone: it is the winner that is marked, and no trial that ran out.
+    # The best trial is among those that fit: the winner is marked, not a trial that ran out of memory.
     best = page.run("[...document.querySelectorAll('li')].filter(one => one.innerText.includes('Best Trial')).length")
     fits = [one["number"] for one in study["trials"] if max(one["constraints"]) <= 0]
     assert best == 1 and ran_out["number"] not in fits
@@ -236,21 +234,21 @@ def test_a_browser_cannot_write(served: Served, page: Page, folder: Path, study:
     assert served.get("/api/studies/0") == study and (folder / "autotune.db").read_bytes() == before
 
 
-def test_a_port_that_is_taken_and_ctrl_c(served: Served, folder: Path) -> None:
+def test_a_taken_port_and_ctrl_c(served: Served, folder: Path) -> None:
     port = str(urlsplit(served.url).port)
     other = Served(folder, "--port", port)
-    assert other.said[0] == f"port {port} is taken; this is another"
+    assert other.lines[0] == f"port {port} is taken; this is another"
     own = urlsplit(other.url).port
-    assert f"ssh -N -L {own}:127.0.0.1:{own} {socket.gethostname()}" in other.said[2]
+    assert f"ssh -N -L {own}:127.0.0.1:{own} {socket.gethostname()}" in other.lines[2]
     assert other.ask("/dashboard/studies/0")[0] == 200
     assert other.end(signal.SIGINT) == (130, "")
     assert list((folder / "tmp").iterdir()) == []
 
 
-# ---- what it refuses
+# ---- refusals
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[object, str]:
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[object, str]:
     monkeypatch.setattr(sys, "argv", ["autotune", "dashboard", *flags])
     with pytest.raises(SystemExit) as ended:
         app.main()
@@ -261,25 +259,25 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_a_public_address_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str
 ) -> None:
-    code, said = refused(monkeypatch, capsys, "--host", host, "--port", "8099")
+    code, message = refusal(monkeypatch, capsys, "--host", host, "--port", "8099")
     assert code == 2
-    assert f"--host {host}: the dashboard asks for no password" in said
-    assert "ssh -N -L 8099:127.0.0.1:8099 " in said
+    assert f"--host {host}: the dashboard asks for no password" in message
+    assert "ssh -N -L 8099:127.0.0.1:8099 " in message
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, said = refused(monkeypatch, capsys)
+    code, message = refusal(monkeypatch, capsys)
     assert code == 3
-    assert said.startswith("error: optuna-dashboard is not installed\n  try: pip install optuna-dashboard\n")
+    assert message.startswith("error: optuna-dashboard is not installed\n  try: pip install optuna-dashboard\n")
 
 
 def test_no_database_is_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, said = refused(monkeypatch, capsys, "--storage", f"sqlite:///{tmp_path}/no.db")
+    code, message = refusal(monkeypatch, capsys, "--storage", f"sqlite:///{tmp_path}/no.db")
     assert code == 2
-    assert "there is no database sqlite:///" in said
+    assert "there is no database sqlite:///" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,14 +300,14 @@ def get(app: Any, path: str) -> Any:
     return json.loads(b"".join(app(environ, lambda *_: None)))
 
 
-def test_a_study_that_runs_is_followed(
+def test_a_running_study_is_read_again(
     start_anywhere: Start, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, url = finished(start_anywhere, tmp_path / "one"), read_only(database)
     monkeypatch.setattr(dashboard, "REFRESH_S", 0.0)
     with closing(Optimizer.open(url, "one", SPACE)) as search:
         before = rows(database)
-        app = gate(Following(search.record, lambda: open_study("one", url).summary, "one"))
+        app = gate(LiveDashboard(search.record, lambda: open_study("one", url).summary, "one"))
         assert len(get(app, "/api/studies/0")["trials"]) == 8
         assert rows(database) == before
 
@@ -320,25 +318,25 @@ def test_a_study_that_runs_is_followed(
         assert (last["state"], last["constraints"]) == ("Pruned", [1.0, 0.0])
         assert last["note"]["body"].endswith("Reason: `` a `tick` ``")
 
-        attributes, trials = search.record()  # what ends between the two readings is not there yet
-        early = Following(lambda: (attributes, trials[:5]), lambda: open_study("one", url).summary, "one")
+        attributes, trials = search.record()  # a trial that ends between the two readings is not in the record yet
+        early = LiveDashboard(lambda: (attributes, trials[:5]), lambda: open_study("one", url).summary, "one")
         assert len(get(early, "/api/studies/0")["trials"]) == 5
 
 
-def test_the_last_copy_stays_where_the_database_goes_away(
+def test_the_last_copy_is_served_when_the_database_breaks(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished(start, tmp_path)
     url = read_only(f"sqlite:///{tmp_path / 'autotune.db'}")
     monkeypatch.setattr(dashboard, "REFRESH_S", 0.0)
     with closing(Optimizer.open(url, "one", SPACE)) as search:
-        app = Following(search.record, lambda: open_study("one", url).summary, "one")
+        app = LiveDashboard(search.record, lambda: open_study("one", url).summary, "one")
         (tmp_path / "autotune.db").write_text("certainly not SQLite" * 100)
         assert len(get(app, "/api/studies/0")["trials"]) == 8
-    assert "not read again: the database" in capsys.readouterr().err
+    assert "cannot read the study again: the database" in capsys.readouterr().err
 
 
-def test_the_database_itself_refuses(start_anywhere: Start, database: str, tmp_path: Path) -> None:
+def test_a_read_only_database_refuses_writes(start_anywhere: Start, database: str, tmp_path: Path) -> None:
     finished(start_anywhere, tmp_path)
     with closing(ProbeStore(read_only(database))) as store:
         assert store.of_study("one")
@@ -351,7 +349,7 @@ def test_the_database_itself_refuses(start_anywhere: Start, database: str, tmp_p
         search.remember("mine", 1)
 
 
-def test_a_url_keeps_what_it_says(tmp_path: Path) -> None:
+def test_a_read_only_url_keeps_its_options(tmp_path: Path) -> None:
     assert sa.make_url(read_only("postgresql+psycopg://me:pw@host/db?options=-c%20a%3Db")).query == {
         "options": "-c a=b -c default_transaction_read_only=on"
     }

@@ -23,7 +23,7 @@ def dashboard(name: str | None, storage: str | None, *, host: str, port: int) ->
     """
     if importlib.util.find_spec("optuna_dashboard") is None:
         raise EnvironmentProblem("optuna-dashboard is not installed", remedy="pip install optuna-dashboard")
-    from autotune.report.dashboard import PAGE, Following, gate, is_loopback
+    from autotune.report.dashboard import PAGE, LiveDashboard, gate, is_loopback
     from autotune.study.optimizer import Optimizer
     from autotune.study.storage.database import read_only
 
@@ -37,7 +37,7 @@ def dashboard(name: str | None, storage: str | None, *, host: str, port: int) ->
     name = found.summary.study
     search = Optimizer.open(url, name, found.task.space)
     logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)  # it warns of too few trials at each look
-    app = Following(search.record, lambda: open_study(name, url).summary, found.out.name)
+    app = LiveDashboard(search.record, lambda: open_study(name, url).summary, found.out.name)
     with _listen(host, port) as server:
         server.set_app(gate(app))
         bound = server.server_port
