@@ -15,7 +15,8 @@ from typing import Any
 from autotune import __version__
 from autotune.catalog import DeviceSpec
 from autotune.core.probe_types import Fingerprint
-from autotune.export.header import ALLOCATOR, ALLOCATOR_VARIABLE, comment, facts, has_published_weights
+from autotune.export.header import comment, facts, has_published_weights
+from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
 
 URL = "AUTOTUNE_STORAGE"

@@ -3,16 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
-from autotune.probe.runtime import settings
+from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
 
-ALLOCATOR_VARIABLE, ALLOCATOR = settings.ALLOCATOR_VARIABLE, settings.ALLOCATOR
 # One GPU, counted as nvidia-smi does: of several that they see Trainer splits each batch, and TRL refuses to run.
 ENVIRONMENT = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
 
-LIGER = settings.LIGER_KERNELS
 UNTUNED = "the learning rate is a common default and was not tuned"
 EVERY_LINEAR = "adapters on every linear layer but the LM head"
 WARMUP_SHARE = 0.03
@@ -94,16 +91,6 @@ def loop_difference(recipe: Recipe) -> str:
 def weights_note(recipe: Recipe) -> str:
     """A note for the section that names the model; "" where its weights are published."""
     return "" if has_published_weights(recipe) else "no published weights: name your model here"
-
-
-def base_dtype(config: TrainConfig) -> str:
-    """Dtype of the base weights, by torch's name."""
-    return config.base_dtype
-
-
-def learning_rate(config: TrainConfig) -> float:
-    """A common default. It is not tuned: no probe is long enough for that."""
-    return config.learning_rate
 
 
 def warmup_steps(recipe: Recipe) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.core.train_config import TrainConfig, checkpoints_some
-from autotune.export.header import LIGER, base_dtype, learning_rate, model_source, save_steps, warmup_steps
+from autotune.export.header import model_source, save_steps, warmup_steps
+from autotune.probe.runtime.settings import LIGER_KERNELS
 from autotune.study.summary import Recipe
 
 TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "torchtune": "torchtune"}
@@ -69,11 +70,10 @@ class Row:
 # What the tools are given besides the knobs; None where it has no effect.
 SETTINGS: dict[str, Callable[[Recipe], Any]] = {
     "model": model_source,
-    "base_dtype": lambda recipe: base_dtype(recipe.winner.config),
+    "base_dtype": lambda recipe: recipe.winner.config.base_dtype,
     "lora_alpha": lambda recipe: recipe.winner.config.lora_alpha,
-    "lora_dropout": lambda recipe: 0.0 if recipe.winner.config.method == "lora" else None,
     "accumulation": lambda recipe: recipe.accumulation,
-    "learning_rate": lambda recipe: learning_rate(recipe.winner.config),
+    "learning_rate": lambda recipe: recipe.winner.config.learning_rate,
     "warmup_steps": warmup_steps,
     "epochs": lambda recipe: recipe.workload.epochs,
     "save_steps": save_steps,
@@ -94,6 +94,10 @@ def attention_of(tool: str, config: TrainConfig) -> str:
     # It refuses flash attention with more than one packed row.
     can_flash = config.attention == "flash_attention_2" and not (config.packing and config.micro_batch_size > 1)
     return "fa2" if can_flash else "sdpa"
+
+
+def _llamafactory_attention(recipe: Recipe) -> Entries:
+    return {"flash_attn": attention_of("llamafactory", recipe.winner.config)}
 
 
 def checkpoints_by_layer(recipe: Recipe) -> bool:
@@ -126,6 +130,10 @@ def _trl_row_length(recipe: Recipe) -> Entries:
         return {}
     # All rows need one length, since each length is compiled anew. Packed rows become a single row.
     return {"pad_to_multiple_of": config.tokens if config.packing else config.seq_len}
+
+
+def _trl_packing(recipe: Recipe) -> Entries:
+    return {"packing_strategy": "bfd"} if recipe.winner.config.packing else {}
 
 
 def _axolotl_rows(recipe: Recipe) -> Entries:
@@ -175,7 +183,7 @@ def _llamafactory_liger(recipe: Recipe) -> Entries:
     # Not by its own enable_liger_kernel, which switches kernels and loss together.
     layers = dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu"), config.kernels == "liger")
     loss = {"fused_linear_cross_entropy": config.loss == "chunked"}
-    return {"use_liger_kernel": True, "liger_kernel_config": layers | LIGER | loss}
+    return {"use_liger_kernel": True, "liger_kernel_config": layers | LIGER_KERNELS | loss}
 
 
 def _torchtune_alpha(recipe: Recipe) -> Entries:
@@ -189,26 +197,21 @@ def _torchtune_alpha(recipe: Recipe) -> Entries:
 # --- the table
 
 
-def _flag(name: str, *values: Any) -> Key:
-    """A key that is true at `values`, else false."""
-    return Key(name=name, values=dict.fromkeys(values, True), other=False)
-
-
-def _only(name: str, values: Mapping[Any, Any]) -> Key:
-    """A key that is written at these values alone."""
-    return Key(name=name, values=values, other=None)
+def _key(name: str, other: Any = None, /, **values: Any) -> Key:
+    """A key with the tool's value for each of ours, and for all others `other`: by default it is left out then."""
+    return Key(name=name, values=values, other=other)
 
 
 def _row(
     what: str,
     trl: Cell | str | None,
-    axolotl: Cell | str | None,
-    llamafactory: Cell | str | None,
+    axolotl: Cell | str | None = None,
+    llamafactory: Cell | str | None = None,
     torchtune: Cell | str | None = None,
     *,
     defaults: tuple[Any, ...] = (),
 ) -> Row:
-    """A row whose cells may also be a key that takes our own value, SAME, or None where the tool writes nothing.
+    """A row whose cells may also be the name of a key that takes our own value, or SAME.
 
     `defaults` has one value for each of TRL, Axolotl and LLaMA-Factory.
     """
@@ -216,181 +219,145 @@ def _row(
     for tool, written in zip(TOOLS, (trl, axolotl, llamafactory, torchtune), strict=True):
         cell = trl if written == SAME else written
         if cell is not None:
-            cells[tool] = Key(name=cell, values={}) if isinstance(cell, str) else cell
+            cells[tool] = _key(cell, SAME) if isinstance(cell, str) else cell
     return Row(what=what, cells=cells, defaults=dict(zip(TOOLS, defaults, strict=False)))
 
 
 _HF_BATCH = "per_device_train_batch_size"
-_NF4 = "bnb_config_kwargs.bnb_4bit_quant_type"
-_NESTED = "bnb_config_kwargs.bnb_4bit_use_double_quant"
-_REENTRANT = "gradient_checkpointing_kwargs.use_reentrant"
-_CHUNKED = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
-_UPCASTS = {"upcast_layernorm": False, "upcast_lmhead_output": False}
-_AXOLOTL_TARGETS = {"lora_target_linear": True}
-_TORCHTUNE_LORA = {"lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True}
-_TORCHTUNE_DTYPES = {"bf16_mixed": "bf16", "bf16_pure": "bf16"}
-_TORCHTUNE_DATA = {
+_AXOLOTL_DATA = {"datasets": [{"path": "your/dataset", "type": "chat_template"}]}
+_AXOLOTL_NF4 = "bnb_config_kwargs.bnb_4bit_quant_type"
+_AXOLOTL_NESTED = "bnb_config_kwargs.bnb_4bit_use_double_quant"
+_HF_LOGS = {"logging_nan_inf_filter": False, "report_to": "none", "save_strategy": "steps"}
+_HF_REENTRANT = _key("gradient_checkpointing_kwargs.use_reentrant", False, none=None)
+_HF_RECOMPUTES = _key("gradient_checkpointing", True, none=False)
+_TUNE_RECOMPUTES = _key("enable_activation_checkpointing", True, none=False)
+_LLAMAFACTORY_TARGET = {"lora_target": "all"}
+_TUNE_LORA = {"lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True}
+_TUNE_LOSS = _key(
+    "loss",
+    {"_component_": "torch.nn.CrossEntropyLoss"},
+    chunked={"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+)
+_TUNE_DATA = {
     "dataset._component_": "torchtune.datasets.chat_dataset",
     "dataset.source": "your/dataset",
     "dataset.conversation_column": "messages",
     "dataset.conversation_style": "openai",
 }
-_TORCHTUNE_SCHEDULER = {
+_TUNE_SCHEDULER = {
     "optimizer.weight_decay": 0.0,
     "lr_scheduler._component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
 }
-_TORCHTUNE_LOGS = {
+_TUNE_LOGS = {
     "resume_from_checkpoint": False,
     "metric_logger._component_": "torchtune.training.metric_logging.DiskLogger",
     "metric_logger.log_dir": "out/logs",
     "log_every_n_steps": 10,
     "log_peak_memory_stats": True,
 }
+_ADAFACTOR = {"_component_": "transformers.optimization.Adafactor", "scale_parameter": False, "relative_step": False}
 TORCHTUNE_OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw_torch_fused": {"_component_": "torch.optim.AdamW", "fused": True},
     "adamw_torch": {"_component_": "torch.optim.AdamW", "fused": False},
     "adamw_8bit": {"_component_": "bitsandbytes.optim.AdamW8bit"},
     "paged_adamw_8bit": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"},
     "lion_8bit": {"_component_": "bitsandbytes.optim.Lion8bit", "betas": [0.9, 0.999]},
-    "adafactor": {
-        "_component_": "transformers.optimization.Adafactor",
-        "scale_parameter": False,
-        "relative_step": False,
-    },
+    "adafactor": _ADAFACTOR,
 }
 
 # By section of a file, in the order in which the keys are written. Columns: TRL, Axolotl, LLaMA-Factory, torchtune.
 TABLE: dict[str, tuple[Row, ...]] = {
     "model": (
         _row("model", "model_name_or_path", "base_model", SAME),
-        _row("base_dtype", "dtype", None, None),
+        _row("base_dtype", "dtype"),
+        _row("attention", _key("attn_implementation", SAME, sdpa_cudnn="sdpa"), SAME, _llamafactory_attention),
+        _row("quantization", _key("load_in_4bit", nf4=True), SAME, _key("quantization_method", nf4="bnb", int8="bnb")),
+        _row("quantization", None, None, _key("quantization_bit", nf4=4, int8=8)),
+        _row("quantization", _key("bnb_4bit_quant_type", nf4="nf4"), _key(_AXOLOTL_NF4, nf4="nf4")),
+        _row("quantization", None, None, _key("quantization_type", nf4="nf4")),
         _row(
-            "attention",
-            Key(name="attn_implementation", values={"sdpa_cudnn": "sdpa"}),
-            SAME,
-            lambda recipe: {"flash_attn": attention_of("llamafactory", recipe.winner.config)},
+            *("double_quant", "use_bnb_nested_quant", _AXOLOTL_NESTED, "double_quantization"),
+            defaults=(False, True, True),
         ),
-        _row(
-            "quantization",
-            _only("load_in_4bit", {"nf4": True}),
-            SAME,
-            _only("quantization_method", {"nf4": "bnb", "int8": "bnb"}),
-        ),
-        _row("quantization", None, None, _only("quantization_bit", {"nf4": 4, "int8": 8})),
-        _row(
-            "quantization",
-            _only("bnb_4bit_quant_type", {"nf4": "nf4"}),
-            _only(_NF4, {"nf4": "nf4"}),
-            _only("quantization_type", {"nf4": "nf4"}),
-        ),
-        _row("double_quant", "use_bnb_nested_quant", _NESTED, "double_quantization", defaults=(False, True, True)),
-        _row("quantization", _only("load_in_8bit", {"int8": True}), SAME, None),
+        _row("quantization", _key("load_in_8bit", int8=True), SAME),
     ),
     "tokenizer": (_row("seq_len", None, None, None, "max_seq_len"),),
     "data": (
-        _row(
-            "",
-            {"dataset_name": "your/dataset"},
-            {"datasets": [{"path": "your/dataset", "type": "chat_template"}]},
-            {"dataset_dir": ".", "dataset": "your_dataset"},
-            _TORCHTUNE_DATA,
-        ),
+        _row("", {"dataset_name": "your/dataset"}, _AXOLOTL_DATA, {"dataset_dir": ".", "dataset": "your_dataset"}),
+        _row("", None, None, None, _TUNE_DATA),
         _row("packing", None, None, None, "dataset.packed"),
         _row("", None, None, None, {"shuffle": True, "seed": 42}),
     ),
     "adapters": (
         _row("", None, None, {"stage": "sft", "do_train": True}),
-        _row("method", _flag("use_peft", "lora"), _axolotl_adapter, "finetuning_type", {}),  # torchtune: by the recipe
-        _row("lora_rank", None, None, None, _TORCHTUNE_LORA),
+        # torchtune has a recipe for each method, which its command names.
+        _row("method", _key("use_peft", False, lora=True), _axolotl_adapter, "finetuning_type", {}),
+        _row("lora_rank", None, None, None, _TUNE_LORA),
         _row("lora_rank", "lora_r", SAME, "lora_rank", "lora_rank", defaults=(16, 0, 8)),
         _row("lora_alpha", "lora_alpha", SAME, SAME, _torchtune_alpha),
-        _row("lora_dropout", "lora_dropout", SAME, SAME, SAME),
+        _row("lora_rank", {"lora_dropout": 0.0}, SAME, SAME, SAME),
         _row(
             "lora_rank", {"lora_target_modules": ["all-linear"]}, {"lora_target_linear": True}, {"lora_target": "all"}
         ),
         _row("dora", "use_dora", "peft_use_dora", SAME, SAME),
         _row("rslora", "use_rslora", "peft_use_rslora", SAME, {}),  # torchtune: by lora_alpha
-        _row("lora_rank", None, _axolotl_lora_defaults, None),
-        _row("quantization", None, None, None, _flag("quantize_base", "nf4")),
+        _row("lora_rank", None, _axolotl_lora_defaults),
+        _row("quantization", None, None, None, _key("quantize_base", False, nf4=True)),
     ),
     "batch": (
         _row("seq_len", "max_length", "sequence_len", "cutoff_len", defaults=(1024, 512, 2048)),
-        _row("", None, {"excess_length_strategy": "truncate"}, None),  # it would drop longer examples
+        _row("", None, {"excess_length_strategy": "truncate"}),  # by default it drops longer examples
         _row("packing", "packing", "sample_packing", SAME),
         # Without neat_packing, examples that share a row see each other.
-        _row("packing", _only("packing_strategy", {True: "bfd"}), _axolotl_rows, "neat_packing"),
+        _row("packing", _trl_packing, _axolotl_rows, "neat_packing"),
         _row("micro_batch_size", _HF_BATCH, "micro_batch_size", SAME, "batch_size", defaults=(8, 1, 8)),
         _row("accumulation", "gradient_accumulation_steps", SAME, SAME, SAME),
         _row("epochs", None, None, None, "epochs"),
         _row("", {"dataloader_drop_last": True}, SAME, SAME, {"max_steps_per_epoch": None}),
         _row("loader_workers", "dataloader_num_workers", SAME, SAME),
-        _row("", None, {"dataloader_pin_memory": True}, None),
-        _row("compile", _trl_row_length, None, None),
+        _row("", None, {"dataloader_pin_memory": True}),
+        _row("compile", _trl_row_length),
     ),
     "memory": (
         _row("", None, None, None, {"device": "cuda"}),
-        _row(
-            "precision",
-            _flag("bf16", "bf16_mixed"),
-            _flag("bf16", "bf16_mixed", "bf16_pure"),
-            SAME,
-            Key(name="dtype", values=_TORCHTUNE_DTYPES, other="fp32"),
-        ),
-        _row("precision", _flag("fp16", "fp16_mixed"), _axolotl_fp16, SAME),
-        _row("precision", None, {"tf32": False}, _flag("pure_bf16", "bf16_pure")),  # Axolotl's default, auto, is true
-        _row("", None, None, _UPCASTS),
-        # TRL and LLaMA-Factory checkpoints by default. Transformers calls it activation_checkpointing since 5.23, and
+        _row("precision", _key("bf16", False, bf16_mixed=True), None, SAME),
+        _row("precision", None, _key("bf16", False, bf16_mixed=True, bf16_pure=True)),
+        _row("precision", _key("fp16", False, fp16_mixed=True), _axolotl_fp16, SAME),
+        _row("precision", None, None, _key("pure_bf16", False, bf16_pure=True)),
+        _row("precision", None, None, None, _key("dtype", "fp32", bf16_mixed="bf16", bf16_pure="bf16")),
+        # Axolotl's default for tf32, auto, is true.
+        _row("", None, {"tf32": False}, {"upcast_layernorm": False, "upcast_lmhead_output": False}),
+        # TRL and LLaMA-Factory recompute by default. Transformers calls it activation_checkpointing since 5.23, and
         # takes this name until version 6; LLaMA-Factory ignores it.
-        _row(
-            "checkpointing",
-            Key(name="gradient_checkpointing", values={"none": False}, other=True),
-            SAME,
-            _flag("disable_gradient_checkpointing", "none"),
-            Key(name="enable_activation_checkpointing", values={"none": False}, other=True),
-        ),
-        _row(
-            "checkpointing",
-            Key(name=_REENTRANT, values={"none": None}, other=False),
-            SAME,
-            {"use_reentrant_gc": False},
-            _flag("enable_activation_offloading", "offload"),
-        ),
-        _row(
-            "checkpointing",
-            _trl_checkpointing,
-            _only(
-                "activation_offloading", {"offload": "hidden_states"}
-            ),  # true offloads everything, recomputes nothing
-            _flag("use_unsloth_gc", "offload"),
-        ),
-        _row("kernels", _only("use_liger_kernel", {"liger": True}), _axolotl_liger, _llamafactory_liger),
-        _row("kernels", _only("liger_kernel_config", {"liger": LIGER}), None, None),
+        _row("checkpointing", _HF_RECOMPUTES, SAME, _key("disable_gradient_checkpointing", False, none=True)),
+        _row("checkpointing", _HF_REENTRANT, SAME, {"use_reentrant_gc": False}, _TUNE_RECOMPUTES),
+        # With true, Axolotl would offload everything and recompute nothing.
+        _row("checkpointing", _trl_checkpointing, _key("activation_offloading", offload="hidden_states")),
+        _row("checkpointing", None, None, _key("use_unsloth_gc", False, offload=True)),
+        _row("checkpointing", None, None, None, _key("enable_activation_offloading", False, offload=True)),
+        _row("kernels", _key("use_liger_kernel", liger=True), _axolotl_liger, _llamafactory_liger),
+        _row("kernels", _key("liger_kernel_config", liger=LIGER_KERNELS)),
         _row("optimizer", "optim", "optimizer", SAME),
-        _row("compile", _flag("torch_compile", "per_layer"), SAME, SAME, _flag("compile", "per_layer")),
-        _row("compile", _only("tf32", {"per_layer": False}), None, {"tf32": False}),  # torch_compile switches it on
-        _row(
-            "loss",
-            None,
-            {},  # with the kernels
-            {},
-            Key(name="loss", values={"chunked": _CHUNKED}, other={"_component_": "torch.nn.CrossEntropyLoss"}),
-        ),
-        _row("method", None, None, None, _only("optimizer_in_bwd", {"full": False})),
+        _row("compile", _key("torch_compile", False, per_layer=True), SAME, SAME),
+        _row("compile", _key("tf32", per_layer=False), None, {"tf32": False}),  # torch_compile switches it on
+        _row("compile", None, None, None, _key("compile", False, per_layer=True)),
+        _row("loss", None, {}, {}, _TUNE_LOSS),  # Axolotl and LLaMA-Factory: with the kernels
+        _row("method", None, None, None, _key("optimizer_in_bwd", full=False)),
     ),
     "schedule": (
         _row("optimizer", None, None, None, Key(name="optimizer", values=TORCHTUNE_OPTIMIZERS)),
         _row("learning_rate", "learning_rate", SAME, SAME, "optimizer.lr"),
-        _row("", {"lr_scheduler_type": "cosine"}, {"lr_scheduler": "cosine"}, SAME, _TORCHTUNE_SCHEDULER),
+        _row("", {"lr_scheduler_type": "cosine"}, {"lr_scheduler": "cosine"}, SAME, _TUNE_SCHEDULER),
         _row("warmup_steps", "warmup_steps", SAME, SAME, "lr_scheduler.num_warmup_steps"),
         _row("epochs", "num_train_epochs", "num_epochs", SAME, defaults=(3, 1, 3)),
         _row("", {"max_grad_norm": 1.0}, SAME, SAME, {"clip_grad_norm": 1.0}),
-        _row("", None, {"weight_decay": 0.0}, None),
+        _row("", None, {"weight_decay": 0.0}),
         _row("", {"logging_steps": 10}, SAME, SAME),
-        _row("", None, {"include_tkps": False}, None),  # it would wait for the device in every micro batch
-        _row("", {"logging_nan_inf_filter": False, "report_to": "none", "save_strategy": "steps"}, None, SAME),
+        _row("", None, {"include_tkps": False}),  # it would wait for the device in every micro batch
+        _row("", _HF_LOGS, None, SAME),
         _row("save_steps", "save_steps", SAME, SAME),
         _row("", {"output_dir": "out"}, SAME, SAME, SAME),
-        _row("", None, None, None, _TORCHTUNE_LOGS),
+        _row("", None, None, None, _TUNE_LOGS),
     ),
 }
 
@@ -417,7 +384,7 @@ def _gap_in_precision(tool: str, recipe: Recipe) -> str:
         case "llamafactory", "bf16_pure" if config.method == "lora":
             return "PEFT makes the adapters fp32 there, they were measured in bf16"
         case "llamafactory", "fp16_mixed" | "fp32" if config.method == "lora":
-            return f"the base has the dtype of its checkpoint there, mostly bfloat16, and not {base_dtype(config)}"
+            return f"the base has the dtype of its checkpoint there, mostly bfloat16, and not {config.base_dtype}"
         case "torchtune", "bf16_mixed":
             trained = "adapters and their state" if config.method == "lora" else "weights, gradients and state"
             written = f"torchtune has no autocast; written as bf16 throughout, {trained} too"

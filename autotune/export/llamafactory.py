@@ -6,7 +6,6 @@ from autotune.export import keys
 from autotune.export.header import (
     ENVIRONMENT,
     UNTUNED,
-    base_dtype,
     loop_difference,
     sectioned,
     tool_head,
@@ -67,7 +66,7 @@ def _differences(recipe: Recipe) -> list[str]:
     else:
         items.append("It pads to the longest row of a batch, with a mask; the probe had rows of cutoff_len, and none.")
     if config.method == "lora" or config.precision == "bf16_pure":
-        items.append(f"The base has the dtype of its checkpoint; what was measured has {base_dtype(config)}.")
+        items.append(f"The base has the dtype of its checkpoint; what was measured has {config.base_dtype}.")
     if config.kernels == "liger" or config.loss == "chunked":
         items.append("Liger's code (pip install liger-kernel) does nothing for a model that it does not know.")
     if config.loss == "chunked":

@@ -6,7 +6,8 @@ from typing import Any
 import yaml
 
 from autotune.core.probe_types import to_data
-from autotune.export.header import ALLOCATOR, ALLOCATOR_VARIABLE, comment, facts
+from autotune.export.header import comment, facts
+from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe, candidate_data
 
 SCHEMA_VERSION = 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.export import keys
 from autotune.export.accelerate import COMMAND
-from autotune.export.header import base_dtype, facts, has_published_weights, model_source, one_line
+from autotune.export.header import facts, has_published_weights, model_source, one_line
 from autotune.probe.model_settings import model_settings
 from autotune.study.summary import Recipe
 
@@ -26,7 +26,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         base = {"peft_type": "LORA", "base_model_name_or_path": model_source(recipe), "inference_mode": False}
         values["adapter_config.json"] = base | lora
     if bitsandbytes := built.bitsandbytes_arguments():
-        compute = {"bnb_4bit_compute_dtype": base_dtype(config)}
+        compute = {"bnb_4bit_compute_dtype": config.base_dtype}
         values["quantization_config.json"] = {"quant_method": "bitsandbytes", **bitsandbytes, **compute}
     files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
     return files | {"transformers_notes.md": _notes(recipe, files)}
@@ -97,7 +97,7 @@ def _snippet(recipe: Recipe, files: dict[str, str]) -> str:
     adapters, quantized = "adapter_config.json" in files, "quantization_config.json" in files
     names = ["AutoModelForCausalLM", "HfArgumentParser", "TrainingArguments"]
     names += ["BitsAndBytesConfig"] if quantized else []
-    kwargs = [f'dtype="{base_dtype(config)}"', f'attn_implementation="{config.attention}"', "use_safetensors=True"]
+    kwargs = [f'dtype="{config.base_dtype}"', f'attn_implementation="{config.attention}"', "use_safetensors=True"]
     if quantized:
         kwargs += ["quantization_config=BitsAndBytesConfig.from_dict(quantization)", 'device_map={"": 0}']
     lines = ["import json"] if quantized else []

@@ -15,7 +15,7 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
-from autotune.export import FORMATS, USUAL, export_all, header, inexpressible, script
+from autotune.export import FORMATS, USUAL, export_all, inexpressible, script
 from autotune.probe.runtime.settings import ModelSettings, RunSettings
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
@@ -108,7 +108,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "seq_len": data["max_length"] == config.seq_len,
         "lora_rank": data.get("lora_r") == config.lora_rank and data.get("lora_alpha") == config.lora_alpha,
         "optimizer": data["optim"] == config.optimizer,
-        "precision": data["dtype"] == header.base_dtype(config)
+        "precision": data["dtype"] == config.base_dtype
         and data["bf16"] is (config.precision == "bf16_mixed")
         and data["fp16"] is (config.precision == "fp16_mixed"),
         "quantization": data.get("load_in_4bit", False) is (config.quantization == "nf4")

@@ -53,7 +53,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "optimizer": said["optim"] == config.optimizer,
         "precision": said["bf16"] is (config.precision == "bf16_mixed")
         and said["fp16"] is (config.precision == "fp16_mixed")
-        and f'dtype="{header.base_dtype(config)}"' in code,
+        and f'dtype="{config.base_dtype}"' in code,
         "quantization": (quantization.get("load_in_4bit", False), quantization.get("load_in_8bit", False))
         == (config.quantization == "nf4", config.quantization == "int8")
         and config.quantization != "fp8",
@@ -107,7 +107,7 @@ def test_the_libraries_load_the_files(config: TrainConfig, tmp_path: Path) -> No
             assert adapter.inference_mode is False
     if "quantization_config.json" in files:
         quantization = BitsAndBytesConfig.from_dict(data(files, "quantization_config.json"))
-        assert str(quantization.bnb_4bit_compute_dtype) == f"torch.{header.base_dtype(config)}"
+        assert str(quantization.bnb_4bit_compute_dtype) == f"torch.{config.base_dtype}"
         assert quantization.bnb_4bit_use_double_quant is config.double_quant
         assert quantization.quantization_method() == {"nf4": "nf4", "int8": "llm_int8"}[config.quantization]
 
