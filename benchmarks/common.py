@@ -12,7 +12,8 @@ from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.files import write_atomic
-from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, to_data
+from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths

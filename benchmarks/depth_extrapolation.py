@@ -25,7 +25,8 @@ from typing import Any
 from common import Rows, save, table
 
 from autotune.catalog import resolve_model
-from autotune.core.probe_types import Fingerprint, Measurement, Outcome, ProbeRequest, from_data, to_data
+from autotune.core.probe_types import Fingerprint, Measurement, Outcome, ProbeRequest
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import DEVICE_BOUND, Extrapolation, depths, extrapolate
 from autotune.probe.supervisor import WorkerProber

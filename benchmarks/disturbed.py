@@ -23,7 +23,8 @@ import psutil
 from common import save, table
 from optuna.trial import TrialState
 
-from autotune.core.probe_types import Fingerprint, from_data
+from autotune.core.probe_types import Fingerprint
+from autotune.core.serialization import from_data
 from autotune.core.train_config import TrainConfig
 
 AWAY_S, INTO_S = 6.0, 0.7  # how long the server stays away; how far into a probe its worker is struck

@@ -35,8 +35,8 @@ from autotune.core.probe_types import (
     Outcome,
     ProbeRequest,
     ProbeResult,
-    from_data,
 )
+from autotune.core.serialization import from_data
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import footprint
 from autotune.prediction.step_time import pace

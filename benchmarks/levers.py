@@ -14,7 +14,8 @@ from typing import Any
 from common import Rows, save, speed, studied, table
 
 from autotune.catalog import resolve_device, resolve_model
-from autotune.core.probe_types import Fingerprint, from_data, to_data
+from autotune.core.probe_types import Fingerprint
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 

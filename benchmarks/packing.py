@@ -13,7 +13,8 @@ from typing import Any
 
 from common import Rows, ran, save, studied, table
 
-from autotune.core.probe_types import Fingerprint, from_data
+from autotune.core.probe_types import Fingerprint
+from autotune.core.serialization import from_data
 
 LENGTHS = Path(__file__).parent.absolute() / "data" / "skewed_lengths.txt"
 PINS = {"method": "lora", "lora_rank": 16, "optimizer": "adamw_torch_fused", "attention": "sdpa"}

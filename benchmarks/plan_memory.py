@@ -25,7 +25,8 @@ from common import RESULTS, Rows, save, table
 from depth_extrapolation import CONFIGS, EAGER
 
 from autotune.catalog import ModelSpec, resolve_device, resolve_model
-from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, from_data, to_data
+from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.plan import limit_of

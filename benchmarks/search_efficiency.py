@@ -31,7 +31,8 @@ from search_table import SPACE, TABLE, WORKLOAD, Charges, Table, request_of
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.files import write_atomic
-from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, from_data, to_data
+from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.constraints import Floors

@@ -18,7 +18,8 @@ from typing import Any
 from common import own_cache
 
 from autotune.catalog import resolve_model
-from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, ProbeResult, from_data, to_data
+from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, ProbeResult
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import depths
 from autotune.probe.supervisor import WorkerProber

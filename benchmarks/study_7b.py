@@ -16,7 +16,8 @@ from typing import Any
 from common import save, studied, table
 
 from autotune.cli.commands.session import open_study
-from autotune.core.probe_types import Evidence, Fingerprint, Outcome, from_data
+from autotune.core.probe_types import Evidence, Fingerprint, Outcome
+from autotune.core.serialization import from_data
 from autotune.study.storage.probe_store import ProbeStore
 
 SPENT_ON = ("load", "first_step", "steady", "evaluate", "save", "cleanup", "total")

@@ -19,7 +19,8 @@ from typing import Any
 
 from common import Rows, ran, save, studied, table
 
-from autotune.core.probe_types import Fingerprint, from_data
+from autotune.core.probe_types import Fingerprint
+from autotune.core.serialization import from_data
 from autotune.core.train_config import TrainConfig
 from autotune.study.summary import Verification
 

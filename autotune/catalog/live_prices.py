@@ -15,6 +15,7 @@ from typing import Any
 from autotune.catalog.devices import MEMORY_TOLERANCE, DeviceSpec, match_device, resolve_device
 from autotune.catalog.prices import Price, best_first
 from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.text import printable
 
 TIMEOUT_S = 20.0  # gpuhunt waits for its server forever
 # Sold under conditions that one study does not meet: two machines at least, or reserved days ahead.
@@ -45,13 +46,13 @@ def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
                 kinds[item.spot] = item
     return [
         Price(
-            provider=_plain(provider),
+            provider=_one_line(provider),
             device=name,
             usd_per_hour=kinds[False].price / count,
             spot_usd_per_hour=kinds[True].price / count if True in kinds else None,
             count=count,
             as_of=today.isoformat(),
-            source=_plain(f"gpuhunt {version}, {kinds[False].instance_name} in {kinds[False].location}"),
+            source=_one_line(f"gpuhunt {version}, {kinds[False].instance_name} in {kinds[False].location}"),
         )
         for (provider, name, count), kinds in cheapest.items()
         if False in kinds
@@ -105,7 +106,7 @@ def _fetch() -> tuple[list[Any], str]:
             items = gpuhunt.Catalog().query(min_gpu_count=1)
     except Exception as error:
         raise EnvironmentProblem(
-            f"live prices could not be fetched: {_plain(str(error)) or type(error).__name__}",
+            f"live prices could not be fetched: {_one_line(str(error)) or type(error).__name__}",
             remedy="check the network, or leave --live out",
         ) from None
     return items, version("gpuhunt")
@@ -125,6 +126,6 @@ def _quick_and_quiet() -> Iterator[None]:
         socket.setdefaulttimeout(timeout)
 
 
-def _plain(text: str) -> str:
-    """On one line of a terminal, whatever a server sent."""
-    return "".join(char if char.isprintable() else " " for char in text)[:200]
+def _one_line(text: str) -> str:
+    """What a server sent, fit for one line of a terminal."""
+    return printable(text, " ")[:200]

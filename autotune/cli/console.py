@@ -14,7 +14,8 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import age
-from autotune.core.probe_types import Evidence, Outcome, Rung, to_data
+from autotune.core.probe_types import Evidence, Outcome, Rung
+from autotune.core.serialization import to_data
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.setup import Setup
 from autotune.report import describe

@@ -157,23 +157,28 @@ def list_gpus() -> list[GpuInfo]:
 
 def visible() -> list[int | str]:
     """The cards CUDA would use, in its order, by index or UUID."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = _named_cards()
     if named is None:
         return [card.index for card in list_gpus()]
-    names = [name.strip() for name in named.split(",")]
-    return [int(name) if name.isdecimal() else name for name in names if name and name != "-1"]
+    return [card for card in named if card not in ("", "-1")]
 
 
 def first_visible() -> int | str:
-    """The card CUDA would call device 0: the first of CUDA_VISIBLE_DEVICES (an index or a UUID), or card 0.
+    """The card CUDA would call device 0, by index or UUID; card 0 where CUDA_VISIBLE_DEVICES is not set.
 
-    No card has the name "" that an empty variable gives: it hides them all, and so does -1.
+    "" and "-1", which hide all cards, are returned as they are: no card has such a name.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return 0
-    first = visible.split(",")[0].strip()
-    return int(first) if first.isdecimal() else first
+    named = _named_cards()
+    return 0 if named is None else named[0]
+
+
+def _named_cards() -> list[int | str] | None:
+    """The entries of CUDA_VISIBLE_DEVICES: at least one, which may be empty. None where it is not set."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return None
+    names = [name.strip() for name in named.split(",")]
+    return [int(name) if name.isdecimal() else name for name in names]
 
 
 def _quiet(read: Callable[[], T]) -> T | None:

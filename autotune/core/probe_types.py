@@ -5,14 +5,14 @@ A failed probe is a ProbeResult too. GiB is 2**30 bytes, seconds are wall or dev
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
+from autotune.core.parallelism import Parallelism
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
 PROBE_VERSION = 3  # raised whenever a probe comes to measure something else; stored ones are then measured again
-T = TypeVar("T")
-_adapters: dict[type[Any], Any] = {}  # made once: it takes milliseconds
 
 
 class Outcome(StrEnum):
@@ -98,8 +98,7 @@ class ProbeRequest:
     rung: Rung = Rung.FULL
     depth: int | None = None
     trainer: str = "transformers"
-    num_gpus: int = 1
-    strategy: str = "none"
+    parallelism: Parallelism = field(default_factory=Parallelism)
     min_timed_micros: int = 2
     max_timed_steps: int = 40
     min_timed_s: float = 1.0
@@ -122,8 +121,8 @@ class ProbeRequest:
                 "headroom": self.headroom,
                 "depth": self.depth,
                 "trainer": self.trainer,
-                "num_gpus": self.num_gpus,
-                "strategy": self.strategy,
+                "num_gpus": self.parallelism.world_size,
+                "strategy": self.parallelism.sharding,
                 "rows": self.rows,
             }
         )
@@ -259,25 +258,6 @@ class ProbeResult:
     log: str | None = None
     started_at: str | None = None  # ISO 8601, UTC
     schema_version: int = SCHEMA_VERSION
-
-
-def _adapter(kind: type[Any]) -> Any:
-    from pydantic import TypeAdapter
-
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
-
-
-def to_data(value: Any) -> Any:
-    """A value of this module as plain JSON-able data."""
-    return _adapter(type(value)).dump_python(value, mode="json")
-
-
-def from_data(kind: type[T], data: Any) -> T:
-    """The inverse of `to_data`. Raises pydantic.ValidationError on data of another form."""
-    value: T = _adapter(kind).validate_python(data)
-    return value
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from autotune import __version__
 from autotune.catalog import DeviceSpec
 from autotune.core.probe_types import Fingerprint
+from autotune.core.text import dashed
 from autotune.export.header import comment, facts, has_published_weights
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
@@ -271,7 +272,7 @@ SYSTEMS: dict[str, Callable[[JobSpec], str]] = {"kubernetes": _kubernetes, "skyp
 
 def slug(name: str) -> str:
     """A label of DNS (RFC 1123), which is a name to Kubernetes, SkyPilot and Slurm alike."""
-    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    name = dashed(name)
     return (name if name[:1].isalpha() else f"autotune-{name}")[:52].strip("-")
 
 

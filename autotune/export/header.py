@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from autotune.core.text import printable
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
@@ -18,7 +19,7 @@ SAVE_EVERY_S = 1800.0
 
 def one_line(text: str) -> str:
     """`text` fit for a comment: one line of printable characters, since study and model names are anybody's."""
-    return "".join(char if char.isprintable() else " " for char in text).rstrip()
+    return printable(text, " ").rstrip()
 
 
 def comment(lines: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from autotune.core.probe_types import to_data
+from autotune.core.serialization import to_data
 from autotune.export.header import comment, facts
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe, candidate_data

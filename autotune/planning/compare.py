@@ -193,11 +193,6 @@ def fmt_hours(value: float) -> str:
     return fmt_seconds(value * 3600)
 
 
-def printable(text: str) -> str:
-    """On one line, and nothing that steers a terminal: a directory may be called anything."""
-    return "".join(char if char.isprintable() else "?" for char in text)
-
-
 def speed(entry: Entry | None) -> float:
     """Useful tokens a second; 0 where there are none."""
     return (entry.best.tokens_per_s if entry and entry.best else None) or 0.0

@@ -20,7 +20,9 @@ from autotune import __version__
 from autotune.catalog import list_devices, list_models, match_device
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
-from autotune.core.probe_types import Evidence, Fingerprint, to_data
+from autotune.core.probe_types import Evidence, Fingerprint
+from autotune.core.serialization import to_data
+from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.study.summary import Candidate, Recipe
 
@@ -383,4 +385,4 @@ def _within(name: str, value: float, low: float, high: float) -> None:
 
 def _plain(text: str) -> str:
     """On one line of a terminal, whatever stood in a file."""
-    return "".join(char if char.isprintable() else "?" for char in text)[:300]
+    return printable(text)[:300]

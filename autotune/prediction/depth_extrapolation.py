@@ -85,20 +85,6 @@ class Extrapolation:
         )
 
 
-def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
-    """(prefix, period) of a sequence: the fewest items that tell all of it; period None where nothing repeats twice."""
-    length = len(kinds)
-    best: tuple[int, int] | None = None
-    for prefix in range(length // 2):
-        for period in range(1, (length - prefix) // 2 + 1):
-            if best is not None and prefix + period >= sum(best):
-                break
-            if all(kinds[index] == kinds[index + period] for index in range(prefix, length - period)):
-                best = (prefix, period)
-                break
-    return best if best is not None else (0, None)
-
-
 def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
     """The two depths to probe: whole periods are left out of each. None where that would save too little.
 

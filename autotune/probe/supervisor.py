@@ -22,19 +22,12 @@ from typing import Any
 
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures
 from autotune.core.nvml import Nvml
-from autotune.core.probe_types import (
-    Fingerprint,
-    ModelShape,
-    Outcome,
-    Phase,
-    ProbeRequest,
-    ProbeResult,
-    from_data,
-    to_data,
-)
+from autotune.core.probe_types import Fingerprint, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.fault_injection import throttles
 from autotune.probe.monitor import Watch
+from autotune.probe.runtime.settings import ALLOCATOR, one_gpu
 
 # Seconds a phase may take before the worker is held to be hung. Compilation happens in the first step.
 DEADLINES: dict[Phase, float] = {
@@ -47,7 +40,6 @@ DEADLINES: dict[Phase, float] = {
     Phase.CLEANUP: 300,
 }
 SAMPLE_EVERY_S = 0.1
-ALLOCATOR = "expandable_segments:True"
 HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
 
 # On a CPU, peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back. Threads that
@@ -92,10 +84,7 @@ def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    # One card alone, the one that is watched: over all that it sees, Trainer splits a batch. Cards are counted as NVML
-    # counts them, and not, as CUDA does by itself, the fastest first.
-    card = parent.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    on_cuda = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card}
+    on_cuda = one_gpu(parent.get("CUDA_VISIBLE_DEVICES", "0"))  # the card that is watched
     return kept | fixed | (ON_CPU if device == "cpu" else on_cuda)
 
 

@@ -20,17 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from autotune.core.probe_types import (
-    Measurement,
-    OomDetail,
-    Outcome,
-    Phase,
-    ProbeRequest,
-    ProbeResult,
-    from_data,
-    to_data,
-)
+from autotune.core.probe_types import Measurement, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.process import die_with_parent, take_group_along
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.fault_injection import injected
 

@@ -4,13 +4,13 @@ Memory carries from card to card, so that under a cap of what the target offers 
 would; its speed is projected. What the target has and the card here lacks cannot be tried.
 """
 
-import re
 from dataclasses import dataclass
 
 from autotune.catalog import DeviceSpec, match_device, resolve_device
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.memory_budget import MemoryBudget
+from autotune.core.text import dashed
 from autotune.core.units import fmt_gib
 from autotune.prediction.transfer import SpeedTransfer, carry
 
@@ -159,7 +159,7 @@ def _lacks(wanted: DeviceSpec, found: DeviceSpec, card: nvml.GpuInfo) -> str | N
 def _uncatalogued(card: nvml.GpuInfo) -> DeviceSpec:
     """A card that the catalogue does not know: its rates are unknown, not guessed."""
     return DeviceSpec(
-        name=re.sub(r"[^a-z0-9]+", "-", card.name.lower()).strip("-"),
+        name=dashed(card.name),
         vendor="nvidia",
         arch="unknown",
         compute_capability=card.compute_capability,

@@ -22,10 +22,10 @@ import optuna
 import optuna_dashboard
 from optuna.trial import FrozenTrial
 
+from autotune.core.text import code_span
 from autotune.core.units import fmt_count, fmt_gib
 from autotune.report import draw, oom_report, render
 from autotune.report.describe import LABELS, candidate_line
-from autotune.report.oom import code
 from autotune.study.optimizer import METRIC
 from autotune.study.summary import StudySummary, TrialRecord
 
@@ -193,10 +193,10 @@ def _note(summary: StudySummary) -> str:
     number = next((f" (trial {row.number})" for row in summary.trials if row.config == best.config), "")
     return "\n\n".join(
         (
-            f"**Winner**{number}: {code(best.config.label())}",
+            f"**Winner**{number}: {code_span(best.config.label())}",
             candidate_line(best),
-            code(recipe.reason),
-            *(f"- {code(caveat)}" for caveat in recipe.caveats),
+            code_span(recipe.reason),
+            *(f"- {code_span(caveat)}" for caveat in recipe.caveats),
         )
     )
 
@@ -211,6 +211,6 @@ def _trial_note(row: TrialRecord, summary: StudySummary) -> str:
     if row.limit_gib is not None:
         numbers.append(f"limit {fmt_gib(row.limit_gib)}")
     lines = [f"**{LABELS[row.outcome]}**{', the winner' if won else ''} [{row.evidence}]", ", ".join(numbers)]
-    lines += [f"Reason: {code(row.reason)}"] if row.reason else []
-    lines += [f"Log: {code(row.log)}"] if row.log else []
+    lines += [f"Reason: {code_span(row.reason)}"] if row.reason else []
+    lines += [f"Log: {code_span(row.log)}"] if row.log else []
     return "\n\n".join(filter(None, lines))

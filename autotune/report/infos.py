@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.core.knobs import KNOBS
-from autotune.core.probe_types import Outcome, to_data
+from autotune.core.probe_types import Outcome
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import DASH
 from autotune.problem.run_cost import CostProjection

@@ -5,13 +5,13 @@ Pure: StudySummary -> OomReport, as Markdown or as plain data. Refusals (predict
 
 import heapq
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
+from autotune.core.text import code_span
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, fmt_count, fmt_gib
 from autotune.study.summary import StudySummary, TrialRecord
@@ -111,7 +111,7 @@ class OomReport:
 
     def markdown(self) -> str:
         """The content of oom_report.md."""
-        lines = [f"# Out of memory: {code(self.study)}", "", self.headline(), ""]
+        lines = [f"# Out of memory: {code_span(self.study)}", "", self.headline(), ""]
         if self.entries:
             lines += [
                 "Need and limit are reserved GiB (2^30 bytes). `refused` means predicted not to fit: no probe ran, and "
@@ -121,7 +121,7 @@ class OomReport:
                 "|---:|---|---|---|---:|---:|",
             ]
             for entry in self.entries:
-                cells = [str(entry.number), code(entry.label), entry.outcome, entry.phase or DASH]
+                cells = [str(entry.number), code_span(entry.label), entry.outcome, entry.phase or DASH]
                 cells += [fmt_gib(entry.limit_gib), missed(entry)]
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
             lines.append("")
@@ -180,15 +180,6 @@ def missed(entry: OomEntry) -> str:
     if entry.margin is None:
         return DASH
     return f"{entry.margin:.1%}" + (f" ({fmt_gib(entry.missed_gib)})" if entry.missed_gib is not None else "")
-
-
-def code(text: str) -> str:
-    """Any text as one Markdown code span, in which nothing is interpreted."""
-    flat = "".join(char if char.isprintable() else " " for char in text)
-    flat = " ".join(flat.split()) or DASH
-    fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
-    pad = " " if "`" in (flat[0], flat[-1]) else ""
-    return f"{fence}{pad}{flat}{pad}{fence}"
 
 
 def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
@@ -308,30 +299,30 @@ _ADVICE: dict[str, Callable[[TrainConfig], Advice]] = {
 
 def _section(entry: OomEntry) -> list[str]:
     """One trial in Markdown."""
-    lines = [f"## Trial {entry.number}: {entry.outcome}", "", code(entry.label), ""]
+    lines = [f"## Trial {entry.number}: {entry.outcome}", "", code_span(entry.label), ""]
     if entry.reason:
-        lines.append(f"- Reason: {code(entry.reason)}")
+        lines.append(f"- Reason: {code_span(entry.reason)}")
     lines.append(f"- Missed the limit of {fmt_gib(entry.limit_gib)} by {missed(entry)}; phase: {entry.phase or DASH}")
     lines.append(
         f"- Requested {fmt_gib(entry.requested_gib)} on top of {fmt_gib(entry.allocated_gib)} allocated, "
         f"{fmt_gib(entry.reserved_gib)} reserved"
     )
     if entry.terms:
-        parts = (f"{code(term.name)} {fmt_gib(term.gib)} ({term.share:.0%})" for term in entry.terms)
+        parts = (f"{code_span(term.name)} {fmt_gib(term.gib)} ({term.share:.0%})" for term in entry.terms)
         lines.append("- What held the memory: " + ", ".join(parts))
     else:
         lines.append("- What held the memory is not known")
     if entry.log:
-        lines.append(f"- Log: {code(entry.log)}")
+        lines.append(f"- Log: {code_span(entry.log)}")
     lines += ["", "Nearest configurations that fit:", ""]
     for neighbour in entry.nearest:
         changes = ", ".join(f"{knob} {value} → {fitting}" for knob, (value, fitting) in neighbour.differs.items())
         speed = f"{fmt_count(neighbour.tokens_per_second)} tokens/s, {fmt_gib(neighbour.peak_reserved_gib)}"
-        lines.append(f"- trial {neighbour.number} ({speed}): {code(changes or 'the same configuration')}")
+        lines.append(f"- trial {neighbour.number} ({speed}): {code_span(changes or 'the same configuration')}")
     if not entry.nearest:
         lines.append("- none: no configuration of this study fits")
     lines += ["", "What to change:", ""]
     for index, change in enumerate(entry.changes, 1):
-        edit = code(f"{change.knob} {change.current} → {change.suggested}") + ": " if change.knob else ""
+        edit = code_span(f"{change.knob} {change.current} → {change.suggested}") + ": " if change.knob else ""
         lines.append(f"{index}. {edit}{change.why}")
     return [*lines, ""]

@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.core.errors import StorageError
 from autotune.core.files import storage_errors, write_atomic
-from autotune.core.probe_types import to_data
+from autotune.core.serialization import to_data
 from autotune.study.summary import StudySummary, TrialRecord, summary_data
 
 FREE_BYTES = 200 * 2**20

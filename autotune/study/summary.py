@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
-from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung, to_data
+from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDetail, Outcome, ProbeResult, Rung
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import CostProjection

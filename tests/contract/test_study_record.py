@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.core.errors import StorageError, UsageError
-from autotune.core.probe_types import to_data
+from autotune.core.serialization import to_data
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.optuna_storage import all_attributes, delete_study, read_record, study_names
 from autotune.study.storage.study_record import (

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from autotune.core.probe_types import ProbeRequest, to_data
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import TINY
 
@@ -21,7 +22,8 @@ TINY_LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 8}
 SERVE = """
 import json, sys
 from autotune.probe.worker import Worker
-from autotune.core.probe_types import ProbeRequest, from_data
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.serialization import from_data
 
 worker = Worker("cpu", lambda **message: None)
 from torch._dynamo.utils import counters

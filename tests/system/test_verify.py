@@ -13,7 +13,8 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.cli.commands import verify as command
 from autotune.core.errors import Cancelled, EnvironmentProblem, StorageError, UsageError
-from autotune.core.probe_types import Evidence, from_data, to_data
+from autotune.core.probe_types import Evidence
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.export.run.verify import done_as, verify, worst
 from autotune.problem.length_distribution import Lengths

@@ -22,6 +22,7 @@ from autotune.cli.commands.plan import HOW_SURE, hours, sightings, target
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import load_yaml
 from autotune.core.probe_types import Evidence
+from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_usd
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, read_foreign
@@ -359,11 +360,6 @@ def shown(edits: dict[str, Any]) -> str:
     """'gradient_checkpointing: true, micro_batch_size: 2', as YAML takes it."""
     texts = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in edits.items()}
     return ", ".join(f"{key}: {text}" for key, text in texts.items())
-
-
-def printable(text: str) -> str:
-    """Without what a terminal would act on."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def as_data(answer: Answer) -> dict[str, Any]:

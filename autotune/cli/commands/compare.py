@@ -15,7 +15,8 @@ from autotune.cli.commands.catalogs import print_table
 from autotune.cli.commands.plan import HOW_SURE, gpus_of, sightings
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
-from autotune.planning.compare import Budget, Comparison, Entry, Group, Owned, enter, least, printable, smallest, unmet
+from autotune.core.text import printable
+from autotune.planning.compare import Budget, Comparison, Entry, Group, Owned, enter, least, smallest, unmet
 from autotune.planning.observations import Observation
 from autotune.planning.plan import Planned
 from autotune.problem.search_space import load_space

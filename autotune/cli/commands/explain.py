@@ -6,7 +6,8 @@ import sys
 from autotune.cli.commands.session import open_study
 from autotune.cli.stop import Stop
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits
-from autotune.core.probe_types import ProbeRequest, to_data
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import depths
 from autotune.probe.supervisor import WorkerProber

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from autotune.cli.commands.session import open_study
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
-from autotune.core.probe_types import Evidence, to_data
+from autotune.core.probe_types import Evidence
+from autotune.core.serialization import to_data
 from autotune.export.run.verify import FILES, usual, verify
 from autotune.problem.target import find_target
 from autotune.report import describe

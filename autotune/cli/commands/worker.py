@@ -17,6 +17,7 @@ from autotune.core.probe_types import ProbeRequest
 from autotune.core.process import die_with_parent
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, parse_duration
+from autotune.export.clusters import PREEMPTED
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import slug
 from autotune.problem.target import IGNORED_GIB, find_target
@@ -30,7 +31,6 @@ from autotune.study.summary import TrialRecord
 if TYPE_CHECKING:
     from autotune.study.storage.probe_store import StoredProbe
 
-PREEMPTED = 75
 LOOK_EVERY_S = 2.0
 
 

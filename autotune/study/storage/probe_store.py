@@ -13,7 +13,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from autotune.core.errors import StorageError
-from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung, from_data, to_data
+from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung
+from autotune.core.serialization import from_data, to_data
 from autotune.study.storage.database import Database, Outages, retried
 from autotune.study.storage.outbox import Outbox
 

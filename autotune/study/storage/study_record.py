@@ -9,7 +9,8 @@ from enum import StrEnum
 from typing import Any, Protocol, Self
 
 from autotune.core.errors import StorageError, UsageError
-from autotune.core.probe_types import Fingerprint, ProbeRequest, from_data, to_data
+from autotune.core.probe_types import Fingerprint, ProbeRequest
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_difference
 from autotune.problem.study_spec import StudySpec

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import (
     Fingerprint,
     Measurement,
@@ -16,9 +17,8 @@ from autotune.core.probe_types import (
     ProbeRequest,
     ProbeResult,
     Rung,
-    from_data,
-    to_data,
 )
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import FINGERPRINT, measurement, oom_detail, result
 
@@ -93,12 +93,18 @@ def test_what_is_no_result_at_all(data):
         {"headroom": 0.1},
         {"depth": 2},
         {"trainer": "trl"},
-        {"num_gpus": 2},
-        {"strategy": "ddp"},
+        {"parallelism": Parallelism(world_size=2)},
     ],
 )
 def test_another_question_has_another_digest(change):
     assert replace(REQUEST, **change).digest != REQUEST.digest
+
+
+def test_stored_requests_keep_their_digest():
+    """Also those that an earlier version wrote, with two fields in place of the parallelism."""
+    assert REQUEST.digest == "13c26911faf7"
+    earlier = {key: value for key, value in to_data(REQUEST).items() if key != "parallelism"}
+    assert from_data(ProbeRequest, earlier | {"num_gpus": 1, "strategy": "none"}) == REQUEST
 
 
 @pytest.mark.parametrize(

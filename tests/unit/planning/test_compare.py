@@ -308,7 +308,6 @@ def test_a_spreadsheet_calculates_nothing() -> None:
 
 def test_a_hostile_name_is_text_to_a_program_and_on_a_terminal() -> None:
     assert json.loads(FORMATS["json"](hostile(), TODAY))["groups"][0]["model"] == HOSTILE
-    assert rules.printable("a\x1b[31m\nb") == "a?[31m?b"
 
 
 def test_json_has_it_all() -> None:

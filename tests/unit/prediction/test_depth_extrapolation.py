@@ -17,36 +17,10 @@ from autotune.prediction.depth_extrapolation import (
     Extrapolation,
     depths,
     extrapolate,
-    repetition,
 )
 from tests.helpers.factories import measurement
 
 LAYERS = 32
-
-# How layers repeat
-
-
-@pytest.mark.parametrize(
-    ("kinds", "prefix", "period"),
-    [
-        ("AAAAAAAA", 0, 1),
-        ("AA", 0, 1),
-        ("ABABABAB", 0, 2),
-        ("ABABABABA", 0, 2),  # the last period is cut short
-        ("SSSSSFSSSSSFSSSSSFSSSSSFSS", 0, 6),
-        ("DDDSSSSSSSS", 3, 1),
-        ("DABABABAB", 1, 2),
-        ("AABAABAAB", 0, 3),
-        ("ABCDEFGH", 0, None),
-        ("SSSSSFSS", 0, None),  # the pattern is not seen twice
-        ("AAAAAAAB", 0, None),
-        ("A", 0, None),
-        ("", 0, None),
-    ],
-)
-def test_a_sequence_is_told_by_its_fewest_items(kinds: str, prefix: int, period: int | None) -> None:
-    assert repetition(kinds) == (prefix, period)
-
 
 # Which depths are probed
 

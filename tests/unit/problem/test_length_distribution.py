@@ -3,7 +3,7 @@
 import pytest
 
 from autotune.core.errors import UsageError
-from autotune.core.probe_types import from_data, to_data
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths, read_lengths
 from autotune.problem.workload import Workload

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotune.core.errors import UsageError
-from autotune.core.probe_types import from_data, to_data
+from autotune.core.serialization import from_data, to_data
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.study_spec import OPTIONS, SPEC_FIELDS, NamedConfig, Published, StudySpec, make_spec
 

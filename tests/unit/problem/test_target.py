@@ -8,7 +8,8 @@ from autotune.catalog import resolve_device
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.nvml import GpuInfo, GpuProcess
-from autotune.core.probe_types import Evidence, from_data, to_data
+from autotune.core.probe_types import Evidence
+from autotune.core.serialization import from_data, to_data
 from autotune.planning.plan import published, tightened
 from autotune.prediction.transfer import carry
 from autotune.problem.setup import set_up

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from autotune.core.probe_types import Outcome, Rung
+from autotune.core.text import code_span
 from autotune.core.train_config import TrainConfig
 from autotune.report import oom_report
-from autotune.report.oom import Term, advise, code, distance
+from autotune.report.oom import Term, advise, distance
 from autotune.study.summary import StudySummary, TrialRecord
 from tests.helpers.factories import oom_detail, summary
 
@@ -135,25 +136,11 @@ def test_markdown_when_nothing_fits() -> None:
     assert "no configuration of this study fits" in oom_report(study(row(0, Outcome.OOM, oom=oom_detail()))).markdown()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("plain", "`plain`"),
-        ("a\n# b\x1b[0m", "`a # b [0m`"),
-        ("`x`", "`` `x` ``"),
-        ("a ``` b", "````a ``` b````"),
-        ("", "`–`"),
-    ],
-)
-def test_code_span(text: str, expected: str) -> None:
-    assert code(text) == expected
-
-
 def test_hostile_text_stays_in_code_spans() -> None:
     hostile = replace(study(row(0, Outcome.OOM, reason=HOSTILE, log=HOSTILE, oom=oom_detail())), study=HOSTILE)
     detail = replace(oom_detail(), terms_gib={HOSTILE: 9.0, "weights": 1.0})
     hostile = replace(hostile, trials=(replace(hostile.trials[0], oom=detail),))
-    span = code(HOSTILE)
+    span = code_span(HOSTILE)
     assert "\n" not in span
     text = oom_report(hostile).markdown()
     assert text.count(span) == 4

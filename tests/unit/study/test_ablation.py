@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from autotune.core.errors import EnvironmentProblem
-from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, from_data, to_data
+from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.report import describe, render
 from autotune.study.ablation import AblatedKnob, Ablation, ablate, ablated_configs, to_ablated_knob

@@ -1,0 +1,23 @@
+"""Text of unknown origin, made safe for a terminal, a file name, or Markdown."""
+
+import re
+
+from autotune.core.units import DASH
+
+
+def printable(text: str, replacement: str = "?") -> str:
+    """The text on one line, without characters that a terminal would act on."""
+    return "".join(char if char.isprintable() else replacement for char in text)
+
+
+def dashed(text: str) -> str:
+    """The lower-case letters and digits of the text, with one dash for each run of other characters between them."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def code_span(text: str) -> str:
+    """Any text as one Markdown code span, in which nothing is interpreted; a dash for text without content."""
+    flat = " ".join(printable(text, " ").split()) or DASH
+    fence = "`" * (1 + max(map(len, re.findall("`+", flat)), default=0))
+    padding = " " if "`" in (flat[0], flat[-1]) else ""
+    return f"{fence}{padding}{flat}{padding}{fence}"
