@@ -163,14 +163,14 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
         while not (log.parent / "go").exists():
             time.sleep(0.01)
         study = Study(task, search, evaluator, limits, time.monotonic(), coordinator=coordinator)
-        study.new_rows = lambda: store.new_rows(STUDY)
+        study.trials.new_rows = lambda: store.new_rows(STUDY)
         study.resume(store.of_study(STUDY))
         if number:
             study.work(lambda: False)
         else:
             study.begin([task.baselines()[0]])
             study.run()
-            study.sync(reap=True)
+            study.trials.sync(reap=True)
     search.close()
     store.close()
 

@@ -119,10 +119,10 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
             evaluator,
             Limits(budget_s=LONGEST_S, patience=10_000),
             0.0,
-            on_trial=on_trial,
             should_stop=lambda: bool(reached),
             clock=lambda: prober.seconds,
         )
+        study.trials.on_trial = on_trial
         study.begin([task.baselines()[0]])
         study.run()
         search.close()
@@ -131,7 +131,7 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
 
 
 def ours_climbing(table: Table, seed: int, goal: float) -> float:
-    with patch("autotune.study.loop.formula_seeds", lambda *_: ()):
+    with patch("autotune.study.coordinate_search.formula_seeds", lambda *_: ()):
         return ours(table, seed, goal)
 
 

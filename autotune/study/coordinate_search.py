@@ -5,14 +5,20 @@ probes. The sampler continues from there, and finds what only shows in combinati
 except precision, which changes speed as much as any knob, and fp8 products where they are allowed.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
+from autotune.study.distributed import SharedTrials
+from autotune.study.evaluator import Evaluation
+from autotune.study.formula_seeds import formula_seeds
+from autotune.study.optimizer import Proposal
+from autotune.study.stopping import StoppingRule
+from autotune.study.summary import TrialRecord
 
 # Compilation comes late: it costs seconds for every configuration, and helps the one that the other knobs lead to.
 # Products of 8-bit floats come after it, since they only pay in compiled layers.
@@ -30,6 +36,90 @@ ORDER = (
 # The same arithmetic in less memory, which later moves may use: taken unless it is slower.
 MAKES_ROOM = ("loss",)
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
+MIN_GAIN = 0.01  # relative gain in speed from which on the search moves
+REMEMBERED_AS = "climbed"  # the study's attribute with the numbers of the trials of coordinate searches
+
+
+@dataclass(slots=True)
+class CoordinateSearch:
+    """Coordinate search in one study. Its trials do not count as patience.
+
+    Moves follow the speed that truncated models predict. Whole models are measured after each pass, the most promising
+    first; until then their trials wait in `_waiting`, with the predicted tokens/s.
+    """
+
+    trials: SharedTrials
+    stopping: StoppingRule
+    say: Callable[[str], None]
+    _tried: dict[str, Outcome] = field(default_factory=dict)  # by the digest of the configuration
+    _waiting: list[tuple[float, Proposal]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Try the formula seeds, then move from the best until a pass over all knobs finds nothing better."""
+        self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
+        self._try_seeds()
+        while (best := self.trials.best()) is not None and not self.stopping.is_done():
+            num_tried = len(self._tried)
+            self._pass_over_knobs(best)
+            self._measure_waiting()
+            if len(self._tried) == num_tried or self.trials.best() is best:
+                return
+
+    def _try_seeds(self) -> None:
+        """Try what the formulas find best."""
+        best, task = self.trials.best(), self.trials.task
+        for config in formula_seeds(task, best.config, best.limit_gib or 0.0) if best else ():
+            if config.digest not in self._tried and not self.stopping.is_done():
+                self._try(task.space.clip(config))
+        self._measure_waiting()
+
+    def _pass_over_knobs(self, best: TrialRecord) -> None:
+        """Make one move after another by each knob in turn."""
+        space, current, speed = self.trials.task.space, best.config, best.tokens_per_second or 0.0
+        for name in ORDER:
+            factor = 1 - MIN_GAIN if name in MAKES_ROOM else 1 + MIN_GAIN
+            while not self.stopping.is_done():
+                chosen = next_move(space, current, name, self._tried)
+                if chosen is None:
+                    break
+                config, reached = self._try(chosen)
+                if reached > speed * factor:
+                    current, speed = config, reached
+
+    def _try(self, chosen: dict[str, Any]) -> tuple[TrainConfig, float]:
+        """Try one choice on truncated models: its configuration, and tokens/s. It waits if these decide nothing."""
+        trials = self.trials
+        proposal = trials.ask(chosen)
+        if proposal is None:  # another worker is trying it
+            config = trials.task.space.config(chosen)
+            self._tried[config.digest] = Outcome.OK
+            return config, 0.0
+        self.stopping.exempt.add(proposal.number)
+        trials.optimizer.remember(REMEMBERED_AS, sorted(self.stopping.exempt))
+        config = proposal.config
+        found = trials.evaluator.evaluate_low_fidelity(config, proposal.number)
+        if found is None:  # the truncated models predict nothing
+            found = trials.evaluator.evaluate(config, proposal.number)
+        if isinstance(found, Evaluation):
+            row = trials.record(proposal, found)
+            self._tried[config.digest] = row.outcome
+            return config, row.tokens_per_second or 0.0
+        predicted = trials.selection.predicted_speed(config, found)
+        self._tried[config.digest] = Outcome.OK
+        self._waiting.append((predicted, proposal))
+        self.say(f"predicted {predicted:,.0f} tokens/s: {config.label()}")
+        return config, predicted
+
+    def _measure_waiting(self) -> None:
+        """Measure whole models of the trials that wait, the most promising first, while they can still win."""
+        waiting = sorted(self._waiting, key=lambda entry: entry[0], reverse=True)
+        self._waiting = []
+        for place, (_, proposal) in enumerate(waiting):
+            if place and self.stopping.is_spent():
+                self.trials.give_back(proposal.number)
+            else:
+                pruner = self.trials.selection.prune_reason
+                self.trials.record(proposal, self.trials.evaluator.evaluate(proposal.config, proposal.number, pruner))
 
 
 def next_move(
@@ -84,59 +174,3 @@ def smaller_batches(space: SearchSpace, config: TrainConfig) -> Iterator[TrainCo
     for size in sorted(knob.choices() if knob else (), reverse=True):
         if size < config.micro_batch_size:
             yield replace(config, micro_batch_size=size)
-
-
-def neighbours(
-    space: SearchSpace, best: TrainConfig | None, seen: set[str], rank: int | None = None
-) -> list[dict[str, Any]]:
-    """The choices nearest to `best` whose configurations are not in `seen` (digests): all of the same distance.
-
-    Configurations with another LoRA rank than `rank`, if it is given, come after all others. An empty list means that
-    every configuration of the space is in `seen`. Without `best`, distances count from the default configuration.
-    """
-    centre = best or TrainConfig()
-    if rank is not None:
-        same_rank = space.pin("lora_rank", rank)
-        if space.knob("method"):
-            same_rank = same_rank.pin("method", "lora")
-        nearest = _nearest_unseen(same_rank, centre, seen)
-        if nearest:
-            return nearest
-    return _nearest_unseen(space, centre, seen)
-
-
-def _nearest_unseen(space: SearchSpace, centre: TrainConfig, seen: set[str]) -> list[dict[str, Any]]:
-    for distance in range(len(space.knobs) + 1):
-        unseen = [chosen for chosen in at_distance(space, centre, distance) if space.config(chosen).digest not in seen]
-        if unseen:
-            return unseen
-    return []
-
-
-def by_distance(space: SearchSpace, centre: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Yield every choice of the space once, those that differ from `centre` in the fewest knobs first."""
-    for distance in range(len(space.knobs) + 1):
-        yield from at_distance(space, centre, distance)
-
-
-def at_distance(space: SearchSpace, centre: TrainConfig, distance: int) -> Iterator[dict[str, Any]]:
-    """Yield the choices that differ from `centre` (clipped to the space) in exactly `distance` active knobs.
-
-    Each is made by so many edits, so that nothing nearer or farther is enumerated.
-    """
-
-    def extend(chosen: dict[str, Any], index: int, edits: int) -> Iterator[dict[str, Any]]:
-        if edits > len(space.knobs) - index:
-            return
-        if index == len(space.knobs):
-            yield chosen
-            return
-        knob = space.knobs[index]
-        if not knob.is_active(chosen):
-            yield from extend(chosen, index + 1, edits)
-            return
-        own = knob.nearest(getattr(centre, knob.name))
-        for value in knob.choices() if edits else [own]:
-            yield from extend(chosen | {knob.name: value}, index + 1, edits if value == own else edits - 1)
-
-    return extend({}, 0, distance)

@@ -1,99 +1,208 @@
-"""What a session of a study does since others may work on it too: hear what they found out, settle what they left."""
+"""The trials of a study that several workers share: begin one, record its result, take over the results of others."""
 
+import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
-from autotune.core.probe_types import ProbeResult
+from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.problem.performance import margins
 from autotune.problem.task import Task
-from autotune.study.evaluator import Evaluation, Evaluator
-from autotune.study.history import to_record
-from autotune.study.optimizer import Optimizer
+from autotune.study.evaluator import Evaluation, Evaluator, Pruner
+from autotune.study.history import restore, to_record
+from autotune.study.neighbours import neighbours
+from autotune.study.optimizer import Optimizer, Proposal
 from autotune.study.selection import Selection
 from autotune.study.storage.coordinator import Coordinator, SingleWorker
 from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.summary import TrialRecord
 
-AWAITING_S, LOOK_EVERY_S = 0.2, 15.0
+AWAIT_S, REAP_EVERY_S = 0.2, 15.0
 
 
-class Sharing:
-    """That part of a `Study`, whose fields these are."""
+@dataclass(slots=True)
+class SharedTrials:
+    """The trials of one study as one of its workers sees them; a study without others has a SingleWorker.
+
+    `max_trials` is a total over all workers and sessions. `rows` has the finished trials of all workers, and
+    `selection` what was measured of each configuration. If `rank` is set, untried configurations of this LoRA rank are
+    proposed before all others. `new_rows` returns what others stored since the last call; `on_trial` is called with
+    every trial that this worker finished, `on_trial_of_others` with every other.
+    """
 
     task: Task
     optimizer: Optimizer
     evaluator: Evaluator
-    selection: Selection
     coordinator: Coordinator
-    rows: list[TrialRecord]
-    new_rows: Callable[[], list[StoredProbe]]
-    on_trial_of_others: Callable[[TrialRecord], None]
+    max_trials: int | None
     say: Callable[[str], None]
     clock: Callable[[], float]
-    _open: dict[int, str]
-    _heard: dict[int, ProbeResult]
-    _untold: set[int]
-    _theirs: set[int]
-    _look_at: float
+    new_rows: Callable[[], list[StoredProbe]] = list
+    on_trial: Callable[[TrialRecord], None] = lambda row: None
+    on_trial_of_others: Callable[[TrialRecord], None] = lambda row: None
+    rows: list[TrialRecord] = field(default_factory=list)
+    selection: Selection = field(init=False)
+    rank: int | None = None
+    whole_probes: list[tuple[float, bool]] = field(default_factory=list)  # seconds, and whether the probe compiled
+    by_others: set[int] = field(default_factory=set)  # the numbers of the trials that other workers finished
+    _open: dict[int, str] = field(default_factory=dict)  # this worker's unfinished trials: number -> config digest
+    _stored_by_others: dict[int, ProbeResult] = field(default_factory=dict)  # results by trial number
+    _not_finished: set[int] = field(default_factory=set)  # of these, the trials that Optuna does not have as finished
+    _reap_at: float = 0.0
+    _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (no secret hangs on it)
 
-    def _await_others(self) -> bool:
-        """Whether somebody else is still at something, or has given something back; after a moment."""
+    def __post_init__(self) -> None:
+        self.selection = Selection(self.task)
+
+    def resume(self, stored: list[StoredProbe]) -> int:
+        """Take over what earlier sessions stored and settle interrupted trials. Returns how many are queued again."""
+        self._stored_by_others = {
+            row.trial: row.result for row in stored if row.trial is not None and row.result.depth is None
+        }
+        for row in stored:
+            self.evaluator.learn(row.trial, row.result)
+        num_queued = self.optimizer.repair(self._settle, self.coordinator.workers)
+        self.rows, self.selection = restore(self.task, self.optimizer.finished(), stored)
+        self._not_finished = self._stored_by_others.keys() - {row.number for row in self.rows}
+        self.whole_probes = [
+            (row.seconds, row.config.compile != "none")
+            for row in self.rows
+            if row.outcome is Outcome.OK and not row.reused
+        ]
+        return num_queued
+
+    def run_one(self, pruner: Pruner | None, wanted: dict[str, Any] | None = None) -> TrialRecord | None:
+        """Run one trial of the `wanted` choice, or else of what comes next. None if nothing is left to this worker."""
+        proposal = self.ask(wanted)
+        if proposal is None:
+            return None
+        return self.record(proposal, self.evaluator.evaluate(proposal.config, proposal.number, pruner))
+
+    def ask(self, wanted: dict[str, Any] | None = None) -> Proposal | None:
+        """Begin a trial that no other worker is running: of the `wanted` choice, or else of what comes next."""
+        self.sync()
+        if self.max_trials is not None:
+            num_begun = len(self.coordinator.taken()) + len(self.optimizer.finished_numbers())
+            if num_begun >= self.max_trials:
+                return None
+        proposal = self.optimizer.ask(wanted, worker=self.coordinator.name)
+        digest = proposal.config.digest
+        if not self.coordinator.take(digest, proposal.number):
+            self.optimizer.withdraw(proposal.number)
+            other = self.untried() if wanted is None else None
+            return None if other is None else self.ask(other)
+        self._open[proposal.number] = digest
+        if self.max_trials is not None:
+            num_before = self.coordinator.ahead(digest) + len(self.optimizer.finished_numbers())
+            if num_before >= self.max_trials:
+                self.give_back(proposal.number)
+                return None
+        return proposal
+
+    def record(self, proposal: Proposal, evaluation: Evaluation) -> TrialRecord:
+        """Finish a trial with its result, which is stored already: if this fails, `Optimizer.repair` finishes it."""
+        result = evaluation.result
+        digest = self._open.pop(proposal.number)
+        counts = self._finish(proposal.number, evaluation)
+        self.coordinator.drop(digest)
+        if result.outcome is Outcome.OK and not evaluation.reused:
+            took_s = result.seconds.get("total", 0.0)
+            compiled = result.config.compile != "none" and evaluation.seconds == took_s
+            self.whole_probes.append((took_s, compiled))
+        row = self._add(proposal.number, evaluation, counts=counts)
+        if counts:
+            self.on_trial(row)
+        return row
+
+    def give_back(self, number: int) -> None:
+        """Put an unfinished trial of this worker back into the queue."""
+        self.optimizer.give_back(number)
+        self.coordinator.drop(self._open.pop(number))
+
+    def give_all_back(self) -> None:
+        """Put every unfinished trial of this worker back into the queue."""
+        for number in list(self._open):
+            self.give_back(number)
+
+    def is_full(self) -> bool:
+        """Whether the trials that are finished, and this worker's own, reach the maximum."""
+        if self.max_trials is None:
+            return False
+        return len(self.optimizer.finished_numbers()) + len(self._open) >= self.max_trials
+
+    def best(self) -> TrialRecord | None:
+        """The fastest trial so far that was measured, or else extrapolated."""
+        rows = [row for row in self.rows if row.outcome is Outcome.OK and row.tokens_per_second is not None]
+        return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
+
+    def digests(self) -> set[str]:
+        """The digests of the configurations of all finished trials."""
+        return {row.config.digest for row in self.rows}
+
+    def untried(self) -> dict[str, Any] | None:
+        """A choice that differs least from the best, of those that nobody has tried or is trying."""
+        best = self.best()
+        seen = self.coordinator.taken() | self.digests()
+        nearest = neighbours(self.task.space, best.config if best else None, seen, self.rank)
+        return self._random.choice(nearest) if nearest else None
+
+    def await_others(self) -> bool:
+        """Wait a moment, and return whether others are running trials or have given some back."""
         if not self.coordinator.taken() and not self.optimizer.is_waiting():
             return False
-        time.sleep(AWAITING_S)
+        time.sleep(AWAIT_S)
         return True
 
     def sync(self, *, reap: bool = False) -> None:
-        """Take over what others found out, and now and then, or to `look`, what those had begun that are gone."""
+        """Take over the results of others. Every 15 s, or with `reap`, settle the trials of workers that died."""
         for row in self.new_rows():
             self.evaluator.learn(row.trial, row.result)
             if row.trial is not None and row.result.depth is None:
-                self._heard[row.trial] = row.result
-                self._untold.add(row.trial)
-        # A trial that was given back counts for nothing, even if its result came after all.
-        for number in sorted(self._untold & self.optimizer.told()) if self._untold else ():
-            self._untold.remove(number)
-            self._theirs.add(number)
+                self._stored_by_others[row.trial] = row.result
+                self._not_finished.add(row.trial)
+        finished = self._not_finished & self.optimizer.finished_numbers() if self._not_finished else set[int]()
+        for number in sorted(finished):  # a trial that was given back does not count, even if its result came later
+            self._not_finished.remove(number)
+            self.by_others.add(number)
             self.rows = [row for row in self.rows if row.number != number]
-            found = self._heard[number]
-            self.on_trial_of_others(
-                self._keep(number, Evaluation(result=found, seconds=found.seconds.get("total", 0.0)))
-            )
-        if reap or self.clock() >= self._look_at:
+            result = self._stored_by_others[number]
+            evaluation = Evaluation(result=result, seconds=result.seconds.get("total", 0.0))
+            self.on_trial_of_others(self._add(number, evaluation))
+        if reap or self.clock() >= self._reap_at:
             self.reap()
 
     def reap(self) -> None:
-        """Settle what those had begun that are gone."""
+        """Settle the trials of workers that died."""
         if isinstance(self.coordinator, SingleWorker):
             return
-        self._look_at = self.clock() + LOOK_EVERY_S
-        if queued := self.optimizer.repair(self._settle, self.coordinator.workers):
-            self.say(f"{queued} trials of a worker that is gone are queued again")
+        self._reap_at = self.clock() + REAP_EVERY_S
+        num_queued = self.optimizer.repair(self._settle, self.coordinator.workers)
+        if num_queued:
+            self.say(f"{num_queued} trials of a worker that died are queued again")
 
     def _settle(self, number: int) -> bool:
-        """Tell a trial whose worker is gone, if it had stored what it found out."""
-        if number not in self._heard:
+        """Finish the trial of a dead worker if its result is stored."""
+        if number not in self._stored_by_others:
             return False
-        self._tell(number, Evaluation(result=self._heard[number]))
+        self._finish(number, Evaluation(result=self._stored_by_others[number]))
         return True
 
-    def _leave(self, number: int) -> None:
-        self.coordinator.drop(self._open.pop(number))
-
-    def _give_back(self, number: int) -> None:
-        self.optimizer.give_back(number)
-        self._leave(number)
-
-    def _keep(self, number: int, verdict: Evaluation, *, counts: bool = True) -> TrialRecord:
-        """What was found out may win in any case; the trial itself `counts` unless others gave it back."""
-        row = to_record(number, verdict, self.task)
+    def _add(self, number: int, evaluation: Evaluation, *, counts: bool = True) -> TrialRecord:
+        """Keep a result, which may win in any case; the trial itself `counts` unless others gave it back."""
+        row = to_record(number, evaluation, self.task)
         if counts:
             self.rows.append(row)
-        self.selection.add_result(verdict.result)
+        self.selection.add_result(evaluation.result)
         return row
 
-    def _tell(self, number: int, verdict: Evaluation) -> bool:
-        result, value = verdict.result, self.task.score(verdict.result)
+    def _finish(self, number: int, evaluation: Evaluation) -> bool:
+        result = evaluation.result
         return self.optimizer.tell(
-            number, result.outcome, value, margins(result), reused=verdict.reused, reason=result.reason
+            number,
+            result.outcome,
+            self.task.score(result),
+            margins(result),
+            reused=evaluation.reused,
+            reason=result.reason,
         )

@@ -15,7 +15,7 @@ from autotune.prediction.step_time import REFERENCE, pace
 from autotune.prediction.transfer import carry
 from autotune.problem.run_shape import RunShape
 from autotune.problem.task import Task
-from autotune.study.coordinate_search import by_distance
+from autotune.study.neighbours import by_distance
 
 VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "packing")
 HOSTS = (1.0, 0.67, 0.5)  # relative to the host speed that the step time formula assumes

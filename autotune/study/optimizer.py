@@ -265,7 +265,7 @@ class Optimizer:
             self.enqueue(chosen)
         return True
 
-    def told(self) -> set[int]:
+    def finished_numbers(self) -> set[int]:
         """The numbers of the trials with an outcome."""
         return {trial.number for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)}
 

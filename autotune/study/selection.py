@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.problem.length_distribution import SAYS
 from autotune.problem.performance import AGAIN, step_time_s
 from autotune.problem.run_cost import by_examples, project
@@ -181,6 +182,22 @@ class Selection:
         likely, _ = choose(pool, self.task.floors.slack)
         ranked = sorted(pool, key=lambda one: one.score, reverse=True)
         return list({one.config.digest: one.config for one in [likely, *ranked]}.values())[:count]
+
+    def predicted_speed(self, config: TrainConfig, extrapolation: Extrapolation) -> float:
+        """Useful tokens/s of the full run, as truncated models predict it."""
+        return self.task.performance(config, [extrapolation.measurement]).tokens_per_second
+
+    def prune_reason(self, config: TrainConfig, extrapolation: Extrapolation) -> str | None:
+        """Why an extrapolated configuration cannot win; None while it can."""
+        others = self.pool()
+        if not others:
+            return None
+        speed, measurement = self.predicted_speed(config, extrapolation), extrapolation.measurement
+        free_fraction = 1 - measurement.peak_reserved_gib / measurement.limit_gib
+        bar = to_beat(Scored(config=config, score=speed, free_fraction=free_fraction), others, self.task.floors.slack)
+        if speed * (1 + extrapolation.time_error) >= bar:
+            return None
+        return f"predicted {speed:,.0f} tokens/s (±{extrapolation.time_error:.0%}), {bar:,.0f} are needed to win"
 
     def candidate(self, config: TrainConfig) -> Candidate:
         """Everything known of one configuration that was measured."""

@@ -135,10 +135,10 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
             evaluator,
             Limits(**({"budget_s": 1e6, "patience": 16} | limits)),
             time.monotonic() if began is None else began,
-            on_trial=on_trial,
             say=said.append,
             should_stop=should_stop,
         )
+        study.trials.on_trial = on_trial
         study.resume(store.of_study(task.study))
         study.begin(begin or [])
         return Session(study=study, prober=prober, search=search, evaluator=evaluator, store=store, said=said)

@@ -334,7 +334,7 @@ def test_a_killed_study_goes_on_with_nothing_lost(tmp_path: Path) -> None:
 
     ended = autotune(folder, "run", *ARGUMENTS, "--study", "mine", "--out", "out", "--trials", str(TOTAL), "--json")
     assert ended.code == 0, ended.err
-    assert f"{len(before)} trials are done already, 1 that were cut off are queued again" in ended.err
+    assert f"{len(before)} trials are done already, 1 interrupted ones are queued again" in ended.err
     after = lines(out)
     assert after[: len(before)] == before
     assert len(after) == TOTAL == json.loads(ended.out)["trials"]["total"]

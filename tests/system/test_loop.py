@@ -58,11 +58,12 @@ def test_a_small_space_is_tried_out_and_then_it_ends(start: Start) -> None:
 def test_a_proposal_that_is_known_is_replaced_by_a_neighbour_of_the_best(start: Start) -> None:
     session = start(machine(rate=by_tokens), begin=[BASELINE], trials=6)
     session.study.run()
-    best = session.study.best()
+    best = session.study.trials.best()
     assert best is not None
     seen = {row.config.digest for row in session.study.rows}
-    assert session.study._queue_any()
-    asked = session.search.ask().config
+    untried = session.study.trials.untried()
+    assert untried is not None
+    asked = session.study.task.space.config(untried)
     assert asked.digest not in seen
     changed = [name for name, value in asked.as_dict().items() if value != best.config.as_dict()[name]]
     assert len(changed) == 1

@@ -25,7 +25,7 @@ TOTAL = 6
 
 def cut_off(session: Session, step: str) -> TrainConfig:
     """Two trials, and a third whose session is gone at a given step. A killed process runs no clean-up either."""
-    session.study.limits = replace(session.study.limits, trials=2)
+    session.study.trials.max_trials = 2
     session.study.run()
     if step == "told":
 
@@ -35,8 +35,8 @@ def cut_off(session: Session, step: str) -> TrainConfig:
         def die(row: TrialRecord) -> None:
             raise Killed
 
-        session.study.limits = replace(session.study.limits, trials=3)
-        session.study.on_trial = die
+        session.study.trials.max_trials = 3
+        session.study.trials.on_trial = die
         with pytest.raises(Killed):
             session.study.run()
         return session.study.rows[-1].config
@@ -220,7 +220,7 @@ def test_the_footing_is_the_first_trials_and_is_not_probed_twice(start: Start) -
     task = subject_of(FOOTING)
     _, tried, session = footing(start, 2.1, task)
     session.study.begin(tried)
-    session.study.limits = replace(session.study.limits, trials=3)
+    session.study.trials.max_trials = 3
     session.study.run()
     rows = session.study.rows
     assert [row.config for row in rows] == tried

@@ -215,7 +215,7 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             should_stop=stop,
             coordinator=coordinator,
         )
-        study.new_rows = partial(store.new_rows, name)
+        study.trials.new_rows = partial(store.new_rows, name)
         study.resume(store.of_study(name))
         log = TrialLog(out, study.rows)
 
@@ -224,7 +224,7 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             update_record(search, wall_seconds=earlier_s + time.monotonic() - plan.started)
             display.trial(row)
 
-        study.on_trial = study.on_trial_of_others = on_trial
+        study.trials.on_trial = study.trials.on_trial_of_others = on_trial
         study.begin(tried)
         update_record(search, limits=limits, earlier_seconds=earlier_s, phase=StudyPhase.SEARCHING)
         try:
@@ -234,14 +234,14 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             ):
                 study.run()
                 update_record(search, phase=StudyPhase.CONFIRMING)  # and the others leave
-            study.sync(reap=True)
+            study.trials.sync(reap=True)
             if not stop() and not spec.shallow_only:
                 study.confirm()
         except (TooManyFailures, EnvironmentProblem) as error:
             failure = error  # told once what was found so far is written
         finally:
             update_record(search, phase=StudyPhase.ENDED)
-            study.reap()
+            study.trials.reap()
             update_record(search, wall_seconds=earlier_s + time.monotonic() - plan.started)
     display.say("writing the report")
 

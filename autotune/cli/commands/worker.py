@@ -183,7 +183,7 @@ def _work(
             add_worker_seconds(search, me.name, time.monotonic() - begun)
             display.trial(row)
 
-        study.new_rows, study.on_trial = new_rows, on_trial
+        study.trials.new_rows, study.trials.on_trial = new_rows, on_trial
         study.work(lambda: search.remembered("phase") != StudyPhase.SEARCHING)
         add_worker_seconds(search, me.name, time.monotonic() - begun)
         display.note(f"{len(own)} trials of study {name} were done here")

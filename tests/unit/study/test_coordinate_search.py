@@ -1,11 +1,11 @@
-"""Coordinate search: one knob at a time, only where it may pay; and the nearest untried configurations."""
+"""Coordinate search: one knob at a time from the best, only where it may pay, nothing tried twice."""
 
 from dataclasses import replace
 
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace, load_space, shipped_spaces
-from autotune.study.coordinate_search import ORDER, at_distance, by_distance, neighbours, next_move
+from autotune.study.coordinate_search import ORDER, next_move
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, subject_of
 
@@ -103,80 +103,6 @@ def test_a_study_climbs_from_its_baseline_to_the_top_of_a_smooth_hill(start: Sta
 
     session = start(machine(limit_gib=60.0, rate=rate), task=subject_of(SPACE), begin=[MIDDLE], trials=14)
     session.study.run()
-    best = session.study.best()
+    best = session.study.trials.best()
     assert best is not None
     assert (best.config.checkpointing, best.config.micro_batch_size, best.config.compile) == ("none", 4, "per_layer")
-
-
-# --- the nearest untried configurations
-
-
-def differing(config: TrainConfig, other: TrainConfig) -> set[str]:
-    """The knobs in which two configurations differ."""
-    return {name for name, _ in config.as_dict().items() ^ other.as_dict().items()}
-
-
-def test_neighbours_in_a_huge_space_differ_in_one_knob_and_reach_every_knob() -> None:
-    space = load_space("everything")
-    best = TrainConfig(micro_batch_size=16, seq_len=1024)
-    assert space.size() > 20_000_000
-    found = [space.config(chosen) for chosen in neighbours(space, best, {best.digest})]
-    assert all(len(differing(config, best) - {"double_quant"}) == 1 for config in found)
-    wanted = {knob.name for knob in space.knobs if knob.is_active(space.clip(best)) and len(knob.choices()) > 1}
-    assert set[str]().union(*(differing(config, best) for config in found)) >= wanted
-
-
-def test_configurations_two_edits_away_follow_once_all_nearer_ones_were_tried() -> None:
-    space = load_space("everything")
-    best = TrainConfig(micro_batch_size=16, seq_len=1024)
-    seen = {space.config(chosen).digest for distance in (0, 1) for chosen in at_distance(space, best, distance)}
-    found = [space.config(chosen) for chosen in neighbours(space, best, seen)]
-    assert len(found) > 400 and max(len(differing(config, best)) for config in found) <= 3  # an edit may enable a knob
-
-
-def test_every_choice_has_exactly_one_distance() -> None:
-    space = SearchSpace(
-        name="conditional",
-        knobs=(
-            Knob(name="method", values=("lora", "full")),
-            Knob(name="quantization", values=("none", "nf4")),
-            Knob(name="double_quant", values=(False, True)),
-            Knob(name="micro_batch_size", low=1, high=4),
-        ),
-    )
-    found = [space.config(chosen) for chosen in by_distance(space, TrainConfig(micro_batch_size=2))]
-    assert len(found) == space.size() == 16
-    assert set(found) == {space.config(chosen) for chosen in space.enumerate()}
-    assert found[0] == TrainConfig(micro_batch_size=2)
-
-
-def test_no_neighbour_is_left_only_once_every_configuration_was_tried() -> None:
-    seen: set[str] = set()
-    while found := neighbours(SPACE, MIDDLE, seen):
-        seen |= {SPACE.config(chosen).digest for chosen in found[:7]}
-    assert len(seen) == SPACE.size()
-
-
-def test_other_ranks_come_after_everything_of_the_rank() -> None:
-    space = SearchSpace(
-        name="ranks",
-        knobs=(
-            Knob(name="method", values=("lora", "full")),
-            Knob(name="lora_rank", values=(16, 32), kind="learning"),
-            Knob(name="micro_batch_size", values=(1, 2)),
-            Knob(name="loss", values=("full", "chunked")),
-        ),
-    )
-    best = TrainConfig(micro_batch_size=2)
-    seen = {best.digest}
-    order: list[TrainConfig] = []
-    while found := neighbours(space, best, seen, 16):
-        order.append(space.config(found[0]))
-        seen.add(order[-1].digest)
-    assert [config.lora_rank == 16 for config in order] == [True] * 3 + [False] * 8
-    assert len(seen) == space.size()
-
-
-def test_without_a_best_the_search_is_around_the_default_configuration() -> None:
-    nearest = [SPACE.config(chosen) for chosen in neighbours(SPACE, None, set())]
-    assert nearest == [SPACE.config(SPACE.clip(TrainConfig()))]

@@ -13,6 +13,7 @@ import pytest
 from optuna.trial import TrialState
 
 from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
+from autotune.problem.search_space import SearchSpace
 from autotune.study.evaluator import Evaluator
 from autotune.study.loop import Limits, Study
 from autotune.study.optimizer import Optimizer
@@ -50,13 +51,14 @@ def slowly(request: ProbeRequest) -> ProbeResult:
 @pytest.fixture
 def join(database: str, tmp_path: Path) -> Iterator[Join]:
     """A worker of the study; the first begins it. All are of one process, so that names tell them apart."""
-    task, members = subject_of(WIDE), list[Member]()
+    members = list[Member]()
 
-    def start(answers: Any = slowly, **limits: Any) -> Member:
+    def start(answers: Any = slowly, space: SearchSpace = WIDE, **limits: Any) -> Member:
+        task = subject_of(space)
         number = len(members)
         me = replace(Worker.here("replay"), realm=f"machine {number}", pid=number + 1)
         prober, store = ReplayProber(answers), ProbeStore(database)
-        search = Optimizer.create(database, "one", WIDE, seed=number)
+        search = Optimizer.create(database, "one", space, seed=number)
 
         def request(config: Any) -> ProbeRequest:
             return ProbeRequest(config=config, model=task.model.config, memory_gib=100.0)
@@ -72,7 +74,7 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
             time.monotonic(),
             coordinator=coordinator,
         )
-        study.new_rows = lambda: store.new_rows("one")
+        study.trials.new_rows = lambda: store.new_rows("one")
         study.resume(store.of_study("one"))
         if not number:
             study.begin([BASELINE])
@@ -83,7 +85,7 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
     for one in members:
         one.search.close()
         one.store.close()
-        one.coordinator._engine.dispose()
+        one.coordinator.close()
 
 
 def together(members: list[Member]) -> None:
@@ -96,7 +98,7 @@ def together(members: list[Member]) -> None:
                 member.study.work(lambda: False)
             else:
                 member.study.run()
-                member.study.sync(reap=True)
+                member.study.trials.sync(reap=True)
         except BaseException as error:
             errors.append(error)
 
@@ -134,18 +136,18 @@ def test_what_one_ran_out_with_is_refused_to_the_other(join: Join) -> None:
     narrow = machine(rate=by_tokens, limit_gib=2.2)
     first, second = join(narrow), join(narrow)
     large = {"micro_batch_size": 8, "seq_len": 256, "lora_rank": 16, "checkpointing": "none"}
-    first.study._step(None, large | {"optimizer": "adamw_8bit"})
+    first.study.trials.run_one(None, large | {"optimizer": "adamw_8bit"})
     assert first.study.rows[-1].outcome is Outcome.OOM
-    row = second.study._step(None, large | {"optimizer": "adamw_torch_fused"})
+    row = second.study.trials.run_one(None, large | {"optimizer": "adamw_torch_fused"})
     assert row is not None and row.outcome is Outcome.REFUSED and second.prober.num_probes == 0
 
 
 def test_what_another_is_at_is_left_to_it(join: Join) -> None:
     first, second = join(), join()
     wanted = WIDE.clip(BASELINE)
-    asked = first.study._ask(wanted)
-    assert asked is not None and second.study._ask(wanted) is None
-    assert second.study._step(None) is not None  # the queue holds it too, and something else is taken
+    asked = first.study.trials.ask(wanted)
+    assert asked is not None and second.study.trials.ask(wanted) is None
+    assert second.study.trials.run_one(None) is not None  # the queue holds it too, and something else is taken
     assert asked.config.digest not in {row.config.digest for row in second.study.rows}
 
 
@@ -153,13 +155,13 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     join: Join, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = join(trials=6), join(trials=6)
-    asked = second.study._ask()
-    told = second.study._ask()
+    asked = second.study.trials.ask()
+    told = second.study.trials.ask()
     assert asked is not None and told is not None
-    second.study.evaluator.evaluate(told.config, told.number)  # stored, and not told
+    second.study.trials.evaluator.evaluate(told.config, told.number)  # stored, and not told
     first.coordinator.forget(second.coordinator.name)
     monkeypatch.setattr(first.coordinator, "workers", lambda: {first.coordinator.name})
-    first.study.sync(reap=True)
+    first.study.trials.sync(reap=True)
     after = states(database)
     assert after[TrialState.RUNNING] == 0 and after[TrialState.FAIL] == 1
     assert after[TrialState.COMPLETE] == 1  # what it had stored counts, and is not probed again
@@ -167,7 +169,7 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     assert {asked.config.digest, told.config.digest} <= {row.config.digest for row in first.study.rows}
     assert told.config.digest not in {config.digest for config in first.prober.configs}
     # It had only been stopped: what it found out late is kept, and its trial is not told twice.
-    second.study._close(asked, second.study.evaluator.evaluate(asked.config, asked.number))
+    second.study.trials.record(asked, second.study.trials.evaluator.evaluate(asked.config, asked.number))
     assert states(database)[TrialState.RUNNING] == 0
     assert asked.number not in {row.number for row in second.study.rows}  # another has done it since
     assert asked.config.digest in second.study.selection.measured
@@ -175,40 +177,50 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
 
 def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> None:
     leader, helper = join(), join()
-    leader.study._step(None)
+    leader.study.trials.run_one(None)
     helper.study.work(lambda: states(database)[TrialState.COMPLETE] > 150)
     tried = states(database)[TrialState.COMPLETE]
     assert tried < 100 and len({row.config.digest for row in helper.study.rows}) == 48
 
 
+def test_who_helps_keeps_to_the_rank_that_the_leader_holds(join: Join, database: str) -> None:
+    ranks = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256,), lora_rank=(16, 32, 64), checkpointing=("none", "full"))
+    leader, helper = join(space=ranks), join(space=ranks)
+    leader.study.trials.run_one(None)
+    helper.study.work(lambda: states(database)[TrialState.COMPLETE] >= 7)
+    tried = [row.config.lora_rank for row in helper.study.rows]
+    assert tried == [BASELINE.lora_rank] * 7
+    assert helper.study.trials.rank == BASELINE.lora_rank
+
+
 def test_at_the_limit_nobody_begins_what_would_be_too_much(join: Join, database: str) -> None:
     first, second = join(trials=1), join(trials=1)
-    asked = first.study._ask()
+    asked = first.study.trials.ask()
     assert asked is not None
     second.search.enqueue(WIDE.clip(BASELINE))
     for _ in range(3):
-        assert second.study._ask() is None
+        assert second.study.trials.ask() is None
     assert second.search.is_waiting() and states(database)[TrialState.FAIL] == 0
-    first.study._close(asked, first.study.evaluator.evaluate(asked.config, asked.number))
-    second.study.sync()
-    assert second.study._done() and [row.number for row in second.study.rows] == [asked.number]
+    first.study.trials.record(asked, first.study.trials.evaluator.evaluate(asked.config, asked.number))
+    second.study.trials.sync()
+    assert second.study.stopping.is_done() and [row.number for row in second.study.rows] == [asked.number]
 
 
 def test_a_result_whose_trial_was_given_back_is_no_trial(join: Join) -> None:
     first, second = join(), join()
-    asked = second.study._ask()
+    asked = second.study.trials.ask()
     assert asked is not None
     assert first.search.give_back(asked.number)
-    second.study._close(asked, second.study.evaluator.evaluate(asked.config, asked.number))
-    first.study.sync()
+    second.study.trials.record(asked, second.study.trials.evaluator.evaluate(asked.config, asked.number))
+    first.study.trials.sync()
     assert asked.number not in {row.number for row in first.study.rows}
-    first.study._step(None)  # the queue holds it again, and what was found out late answers it
+    first.study.trials.run_one(None)  # the queue holds it again, and what was found out late answers it
     assert first.study.rows[-1].config == asked.config and first.study.rows[-1].reused
 
 
 def test_who_helps_ends_when_the_study_does(join: Join) -> None:
     leader, helper = join(), join()
-    leader.study._step(None)
+    leader.study.trials.run_one(None)
     over = iter([False, False, True])
     helper.study.work(lambda: next(over))
     assert len(helper.study.rows) == 3  # one was heard of

@@ -132,7 +132,7 @@ def test_what_was_slow_is_pruned_with_what_it_would_have_done(
         assert trial.state is TrialState.PRUNED
         assert trial.intermediate_values == pytest.approx({0: row.tokens_per_second})
         assert trial.constraints["memory"] < 0 and trial.constraints["health"] == 0
-    best = session.study.best()
+    best = session.study.trials.best()
     assert best is not None and all((row.tokens_per_second or 0) < (best.tokens_per_second or 0) for row in slow)
 
 
@@ -156,7 +156,7 @@ def test_the_sampler_stays_at_the_rank_of_the_climb(open_study: Open) -> None:
     )
     session.study.run()
     ranks = [row.config.lora_rank for row in session.study.rows]
-    assert session.study.best().config.lora_rank == 32  # type: ignore[union-attr]
+    assert session.study.trials.best().config.lora_rank == 32  # type: ignore[union-attr]
     assert set(ranks[ranks.index(32) + 1 : -1]) == {16}
 
 

@@ -92,7 +92,7 @@ def test_a_node_like_the_others_is_told_nothing(start: Start, tmp_path: Path) ->
     session = begun(start)
     assert node(session, tmp_path).check() == []
     assert [one.notes for one in readings(session)] == [()]
-    session.study.sync()
+    session.study.trials.sync()
     assert len(session.study.rows) == 1  # a reading is no trial
 
 
