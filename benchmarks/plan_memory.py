@@ -29,7 +29,7 @@ from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
-from autotune.planning.plan import limit_of
+from autotune.planning.device_estimate import memory_limit_gib
 from autotune.prediction.memory_formula import NF4_STATISTICS, Sizes, footprint, kept_bytes, moving_bytes
 from autotune.prediction.step_time import pace
 from autotune.probe.supervisor import WorkerProber
@@ -140,7 +140,7 @@ def held_against(one: Measured) -> dict[str, Any] | None:
 def published(card: str) -> list[dict[str, Any]]:
     """What others measured on this card, against the formula. Of their nf4 rows, whose code is unknown, the verdict."""
     spec, found = make_spec(STUDIES / f"{card}.yaml", {}), []
-    limit_gib = limit_of(resolve_device(card), spec.headroom)
+    limit_gib = memory_limit_gib(resolve_device(card), spec.headroom)
     for case in spec.configs:
         model, config = resolve_model(case.model or spec.model), TrainConfig(**spec.pins | case.knobs)
         told = footprint(model, config, min(case.accumulation, 2))

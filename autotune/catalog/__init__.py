@@ -2,13 +2,24 @@
 
 from autotune.catalog.devices import DeviceSpec, list_devices, match_device, resolve_device
 from autotune.catalog.models import ModelSpec, list_models, resolve_model
-from autotune.catalog.prices import Price, age, find_price, list_prices, load_prices, prices_of
+from autotune.catalog.prices import (
+    NO_PRICE,
+    Price,
+    age,
+    describe_price,
+    find_price,
+    list_prices,
+    load_prices,
+    prices_of,
+)
 
 __all__ = [
+    "NO_PRICE",
     "DeviceSpec",
     "ModelSpec",
     "Price",
     "age",
+    "describe_price",
     "find_price",
     "list_devices",
     "list_models",

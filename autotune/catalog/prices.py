@@ -12,10 +12,12 @@ from autotune.catalog._data import load_data
 from autotune.catalog.devices import resolve_device
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
+from autotune.core.units import DASH, fmt_usd
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+NO_PRICE = "no price is known"
 MAX_COUNT = 1024  # GPUs of one offer
 MAX_USD = 1e6  # an hour of one offer; more is a slip of the pen
 
@@ -94,6 +96,15 @@ def age(as_of: str | None, today: date) -> str:
     if not months:
         return "of this month" if month else "of this year"
     return f"{_number(months, 'month')} old" if month and months < 24 else f"{_number(months // 12, 'year')} old"
+
+
+def describe_price(price: Price | None, today: date) -> str:
+    """'$0.75/h, lambda, 3 months old': a price with its provider, its age, and the instance that it is a part of."""
+    if price is None:
+        return f"{DASH} ({NO_PRICE})"
+    part = f", 1/{price.count} of an instance of {price.count}" if price.count > 1 else ""
+    doubt = "" if price.quotable else ", a reference and not a quote"
+    return f"{fmt_usd(price.usd_per_hour)}/h, {price.provider}, {age(price.as_of, today)}{part}{doubt}"
 
 
 def _parts(as_of: str) -> tuple[int, int | None, int | None]:

@@ -52,6 +52,11 @@ def fmt_seconds(value: float | None) -> str:
     return f"{hours:,} h {minutes} min" if minutes else f"{hours:,} h"
 
 
+def fmt_hours(value: float | None) -> str:
+    """2.5 -> '2 h 30 min'; like `fmt_seconds`, of a number of hours."""
+    return fmt_seconds(None if value is None else value * 3600)
+
+
 def parse_duration(text: str) -> float:
     """'90', '90s', '2m', '1.5h', '1h30m' -> seconds. Raises ValueError on anything else, zero included."""
     import re

@@ -1,122 +1,186 @@
-"""Cards held against one another: the cheapest, the fastest, what a budget allows, and when an own card pays.
+"""Compare cards for the same run: the cheapest, the fastest, what a budget allows, and when an own card pays.
 
-Values and rules alone. Everything rests on a `plan` for each card, and is an estimate. What the cards have in common
-may be wrong for all of them alike, so that intervals which overlap are less often in the wrong order than they look.
+Everything rests on a plan for each card, and is an estimate. The plans share errors, so that two cards whose intervals
+overlap are less often in the wrong order than the intervals suggest.
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autotune.catalog import DeviceSpec, Price
+from autotune.catalog import NO_PRICE, DeviceSpec, Price, list_devices, resolve_device, resolve_model
+from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
+from autotune.core.text import printable
 from autotune.core.train_config import learning_differences
-from autotune.core.units import fmt_seconds, fmt_usd
+from autotune.core.units import fmt_hours, fmt_usd
+from autotune.planning.device_estimate import estimate, memory_limit_gib
 from autotune.planning.observations import Observation
-from autotune.planning.plan import FITS, Plan, Planned, limit_of, make_plan, planned
+from autotune.planning.plan import Plan, Say, plan_setup, planned_setup, silent
 from autotune.prediction.memory_formula import ERROR
-from autotune.problem.run_cost import CostProjection
+from autotune.problem.run_cost import FITS, CostProjection, DeviceEstimate
+from autotune.problem.search_space import load_space
+from autotune.problem.setup import Setup, open_reserve
+from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 
-# Of these it is not plain which value needs the least memory beside the others.
-UNSETTLED = ("micro_batch_size", "optimizer", "checkpointing", "compile", "loss", "kernels")
-NO_PRICE = "no price is known"
+# Which value of these needs the least memory depends on the other knobs.
+DEPENDENT = ("micro_batch_size", "optimizer", "checkpointing", "compile", "loss", "kernels")
+QUIET_S = 2.0  # between two lines of progress
+
+Interval = Callable[["ComparedCard"], tuple[float, float] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One card. Without a `plan`, `problem` says why there is none.
-
-    `least` is what needs the least memory of the whole search space. `opened`: nothing but its reserve would fit.
-    """
+class ComparedCard:
+    """The plan for one card; without one, `problem` says why. `least` needs the least memory of the search space."""
 
     device: DeviceSpec
-    price: Price | None = None
     plan: Plan | None = None
-    least: Planned | None = None
+    least: DeviceEstimate | None = None
     problem: str | None = None
-    opened: bool = False
 
     @property
-    def best(self) -> Planned | None:
+    def best(self) -> DeviceEstimate | None:
+        """The best configuration; None where nothing surely fits."""
         return self.plan.best if self.plan else None
 
     @property
+    def price(self) -> Price | None:
+        """What an hour of the card costs; None where that is not known."""
+        return self.plan.task.price if self.plan else None
+
+    @property
     def cost(self) -> CostProjection | None:
+        """What the run with the best configuration takes."""
         return self.best.cost if self.best else None
 
     @property
     def usd(self) -> float | None:
-        """Of the run, on demand."""
+        """USD of the run, on demand."""
         return self.cost.full_run_usd if self.cost else None
 
     @property
+    def tokens_per_s(self) -> float:
+        """Useful tokens a second; 0 where nothing fits or the speed is not known."""
+        return (self.best.tokens_per_s if self.best else None) or 0.0
+
+    @property
+    def from_reserve(self) -> bool:
+        """Only a quantised base or leaner optimizer state fits."""
+        return self.plan is not None and self.plan.from_reserve
+
+    @property
     def state(self) -> str:
-        """`plan.FITS`, `TIGHT` or `OOM`; else what is not known."""
+        """FITS, TIGHT or OOM; else what is not known."""
         if self.plan is None or self.least is None:
             return self.problem or "unknown"
-        if self.best is None and self.least.fits == FITS:
+        if self.best is None and self.least.state == FITS:
             return "fits, at a speed that is not known"
-        return FITS if self.best else self.least.fits
+        return FITS if self.best else self.least.state
+
+
+def usd_interval(card: ComparedCard) -> tuple[float, float] | None:
+    """The interval of the cost of the run, in USD."""
+    return card.cost.interval_usd if card.cost else None
+
+
+def speed_interval(card: ComparedCard) -> tuple[float, float] | None:
+    """The interval of the speed, in useful tokens a second."""
+    return card.best.interval if card.best else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What can be compared: one model, trained by one method, on each card.
-
-    `smallest` is the card with the least memory of the whole catalogue that holds it.
-    """
+    """One model, trained by one method, on each card. `smallest` holds it with the least memory of the catalogue."""
 
     model: str
     method: str
-    entries: tuple[Entry, ...]
+    cards: tuple[ComparedCard, ...]
     smallest: DeviceSpec | None = None
 
     @property
-    def cheapest(self) -> Entry | None:
-        """On demand; the faster one of two that cost the same."""
-        priced = [(one.usd, -speed(one), place) for place, one in enumerate(self.entries) if one.usd is not None]
-        return self.entries[min(priced)[2]] if priced else None
+    def plan(self) -> Plan | None:
+        """The first of the plans; the workload is the same in all."""
+        return next((card.plan for card in self.cards if card.plan), None)
 
     @property
-    def fastest(self) -> Entry | None:
-        first = max(self.entries, key=speed)
-        return first if first.best else None
+    def cheapest(self) -> ComparedCard | None:
+        """The cheapest on demand; the faster of two that cost the same."""
+        priced = [card for card in self.cards if card.usd is not None]
+        return min(priced, key=lambda card: (card.usd, -card.tokens_per_s), default=None)
 
     @property
-    def smallest_here(self) -> DeviceSpec | None:
-        """Of the cards compared."""
-        held = [one.device for one in self.entries if one.state == FITS]
-        return min(held, key=lambda card: card.memory_gib or math.inf, default=None)
+    def fastest(self) -> ComparedCard | None:
+        """The fastest; None where nothing fits any card."""
+        fastest = max(self.cards, key=lambda card: card.tokens_per_s)
+        return fastest if fastest.best else None
 
-    def relative(self, entry: Entry) -> float | None:
+    @property
+    def smallest_compared(self) -> DeviceSpec | None:
+        """The card with the least memory of those compared that hold it."""
+        fitting = [card.device for card in self.cards if card.state == FITS]
+        return min(fitting, key=lambda device: device.memory_gib or math.inf, default=None)
+
+    def relative_speed(self, card: ComparedCard) -> float | None:
         """Speed over that of the fastest card."""
-        return speed(entry) / speed(self.fastest) if entry.best and self.fastest else None
+        return card.tokens_per_s / self.fastest.tokens_per_s if card.best and self.fastest else None
+
+    def rivals(self, chosen: ComparedCard | None, interval: Interval) -> tuple[str, ...]:
+        """The cards whose interval overlaps that of the chosen one, so that either may be better."""
+        bounds = interval(chosen) if chosen else None
+        if bounds is None:
+            return ()
+        names = []
+        for card in self.cards:
+            other = interval(card)
+            if card is not chosen and other and other[0] <= bounds[1] and bounds[0] <= other[1]:
+                names.append(card.device.name)
+        return tuple(names)
+
+    def training_differences(self) -> dict[str, list[str]]:
+        """The cards that would not train the same as the fastest, by how they differ."""
+        found: dict[str, list[str]] = {}
+        fastest = self.fastest.best if self.fastest else None
+        for card in self.cards:
+            if card.best and fastest and (difference := learning_differences(card.best.config, fastest.config)):
+                found.setdefault(difference, []).append(card.device.name)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What one run may cost and take at most; None: no matter."""
+    """What one run may cost and take at most; None: no limit. Raises UsageError unless both are positive."""
 
     max_usd: float | None = None
     max_hours: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_usd", "max_hours"):
-            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} cannot be {value!r}")
+        _require("max_usd", self.max_usd, self.max_usd is None or 0 < self.max_usd < math.inf)
+        _require("max_hours", self.max_hours, self.max_hours is None or 0 < self.max_hours < math.inf)
 
     def __bool__(self) -> bool:
         return self.max_usd is not None or self.max_hours is not None
 
     def __str__(self) -> str:
         usd = [fmt_usd(self.max_usd)] if self.max_usd is not None else []
-        return " and ".join(usd + ([fmt_hours(self.max_hours)] if self.max_hours is not None else []))
+        hours = [fmt_hours(self.max_hours)] if self.max_hours is not None else []
+        return " and ".join(usd + hours)
+
+    def exceeded_by(self, usd: float | None, hours: float) -> tuple[str, ...]:
+        """The limits that a run of this cost and duration exceeds, in words."""
+        reasons = []
+        if self.max_usd is not None and (usd is None or usd > self.max_usd):
+            reasons.append(NO_PRICE if usd is None else f"{fmt_usd(usd)} is over {fmt_usd(self.max_usd)}")
+        if self.max_hours is not None and hours > self.max_hours:
+            reasons.append(f"{fmt_hours(hours)} is over {fmt_hours(self.max_hours)}")
+        return tuple(reasons)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """A card that was bought, and serves for so many hours. `usd_per_kwh` is what electricity costs."""
+    """A card that the user owns or may buy. It costs `usd` and serves `hours`. Raises UsageError for other numbers."""
 
     device: DeviceSpec
     usd: float
@@ -124,33 +188,34 @@ class Owned:
     usd_per_kwh: float = 0.30
 
     def __post_init__(self) -> None:
-        for name, fine in {
-            "owned_usd": 0 < self.usd < math.inf,
-            "owned_hours": 0 < self.hours < math.inf,
-            "usd_per_kwh": 0 <= self.usd_per_kwh < math.inf,
-        }.items():
-            if not fine:
-                raise ValueError(f"{name} cannot be {getattr(self, name.removeprefix('owned_'))!r}")
+        _require("owned_usd", self.usd, 0 < self.usd < math.inf)
+        _require("owned_hours", self.hours, 0 < self.hours < math.inf)
+        _require("usd_per_kwh", self.usd_per_kwh, 0 <= self.usd_per_kwh < math.inf)
+
+
+def _require(name: str, value: float | None, valid: bool) -> None:
+    if not valid:
+        raise UsageError(f"{name} cannot be {value!r}", remedy="give a positive number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRun:
-    """One run on the own card: its share of the purchase, and electricity at its power limit.
+    """One run on the own card: its share of the purchase, and electricity at the card's power limit.
 
-    `runs` is how many of them pay for the card, against renting the cheapest: inf for never, None where nothing can be
-    rented at a known price.
+    The card pays after `runs` runs, compared with renting `rented`, the cheapest: inf for never, None where no price is
+    known.
     """
 
-    entry: Entry
+    card: ComparedCard
     usd: float
     electricity_usd: float
-    rented: Entry | None
+    rented: ComparedCard | None
     runs: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to have the run done, with the upper ends of its intervals."""
+class Option:
+    """A card, rented or owned, on which the run could be done; `_high` is the upper end of an interval."""
 
     name: str
     usd: float | None
@@ -164,182 +229,207 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a budget allows. `breaks` is what the upper ends of the chosen way break of it, `excluded` who and why."""
+    """What a budget allows.
 
-    chosen: Way | None
+    `breaks`: the limits that the upper ends of the chosen option's intervals exceed. `excluded`: (name, why not).
+    """
+
+    chosen: Option | None
     breaks: tuple[str, ...]
     excluded: tuple[tuple[str, str], ...]
-    cheapest: Way | None
-    fastest: Way | None
+    cheapest: Option | None
+    fastest: Option | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All of it. `how_sure` is what the numbers rest on, in words."""
+    """The same run, for each model and method on each card, under a budget and against an own card."""
 
     groups: tuple[Group, ...]
-    how_sure: str
     budget: Budget = Budget()
     owned: Owned | None = None
 
-    def own(self, group: Group) -> OwnRun | None:
-        return own_run(self.owned, group) if self.owned else None
+    def own_run(self, group: Group) -> OwnRun | None:
+        """The run on the own card; None without one, where it does not fit, or where speed or power are not known."""
+        if self.owned is None:
+            return None
+        card = next(card for card in group.cards if card.device.name == self.owned.device.name)
+        if card.cost is None or card.cost.kwh is None:
+            return None
+        electricity = card.cost.kwh * self.owned.usd_per_kwh
+        rented, runs = group.cheapest, None
+        if rented is not None and rented.usd is not None:
+            runs = self.owned.usd / (rented.usd - electricity) if rented.usd > electricity else math.inf
+        usd = card.cost.full_run_hours * self.owned.usd / self.owned.hours + electricity
+        return OwnRun(card=card, usd=usd, electricity_usd=electricity, rented=rented, runs=runs)
 
     def advice(self, group: Group) -> Advice | None:
-        return advise(group, self.budget, self.own(group)) if self.budget else None
+        """The cheapest option within the budget, the faster of equals, without a price last; None without a budget."""
+        if not self.budget:
+            return None
+        options = [_option(card.device.name, card.cost, card.usd) for card in group.cards if card.cost]
+        own = self.own_run(group)
+        if own is not None and own.card.cost is not None:
+            options.append(_option(f"your own {own.card.device.name}", own.card.cost, own.usd))
+        by_cost = sorted(options, key=lambda option: (option.usd is None, option.usd or 0.0, option.hours))
+        exceeded = {option.name: self.budget.exceeded_by(option.usd, option.hours) for option in options}
+        chosen = next((option for option in by_cost if not exceeded[option.name]), None)
+        unfit = [(card.device.name, card.state) for card in group.cards if card.cost is None]
+        return Advice(
+            chosen=chosen,
+            breaks=self.budget.exceeded_by(chosen.usd_high, chosen.hours_high) if chosen else (),
+            excluded=(*((name, ", ".join(reasons)) for name, reasons in exceeded.items() if reasons), *unfit),
+            cheapest=next((option for option in by_cost if option.usd is not None), None),
+            fastest=min(options, key=lambda option: option.hours, default=None),
+        )
+
+    def unmet(self) -> str | None:
+        """What is missing where the run fits no card, or no card within the budget; None where it fits one."""
+        known = [group for group in self.groups if group.plan]
+        if not any(group.fastest for group in known):
+            lines = ["nothing surely fits any of these cards"]
+            for group in known:
+                smallest = group.smallest.name if group.smallest else None
+                card = f"the smallest card that holds it is {smallest}" if smallest else "no card holds it"
+                lines.append(f"{group.model}, {group.method}: {card}")
+            return "\n".join(lines)
+        advised = [(group, advice) for group in known if (advice := self.advice(group))]
+        if not advised or any(advice.chosen for _, advice in advised):
+            return None
+        lines = [f"nothing is within {self.budget}"]
+        for group, advice in advised:
+            named = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
+            wanted = [f"{kind} is {option}" for kind, option in named if option]
+            lines.append(f"{group.model}, {group.method}: {', '.join(wanted) or 'fits none of these cards'}")
+        return "\n".join(lines)
 
 
-def fmt_hours(value: float) -> str:
-    return fmt_seconds(value * 3600)
+def _option(name: str, cost: CostProjection, usd: float | None) -> Option:
+    hours, high = cost.full_run_hours, cost.interval_hours[1]
+    usd_high = None if usd is None else usd * high / hours
+    return Option(name=name, usd=usd, usd_high=usd_high, hours=hours, hours_high=high)
 
 
-def speed(entry: Entry | None) -> float:
-    """Useful tokens a second; 0 where there are none."""
-    return (entry.best.tokens_per_s if entry and entry.best else None) or 0.0
+# --- making a comparison
 
 
-def enter(
-    task: Task,
-    reserve: Task | None = None,
+def compare(
+    specs: Sequence[StudySpec],
     *,
-    headroom: float = 0.05,
-    memory_gib: float | None = None,
-    seen: Sequence[Observation] = (),
-) -> Entry:
-    """The best that the subject's card can do, by its reserve (`setup.open_reserve`) where nothing else fits.
+    gpus: Sequence[str],
+    methods: Sequence[str] = (),
+    budget: Budget | None = None,
+    owned: Owned | None = None,
+    observations: Sequence[Observation] = (),
+    say: Say = silent,
+) -> Comparison:
+    """Compare cards for the run of each spec, a spec a model; with each of `methods`, which are search spaces.
 
-    `memory_gib` only ever lessens what a card has. Raises UsageError where no formula knows the model or the card.
+    A name of `gpus` or `methods` may be several with commas between. The own card is compared too. `say` gets warnings
+    and progress.
+
+    Raises:
+        UsageError: a part of a spec is unknown or impossible, or no formula covers any model on any card.
     """
-    device = task.device
-    here = [one for one in seen if one.device == device.name]
-    plan, opened = make_plan(task, headroom=headroom, memory_gib=memory_gib, seen=here), False
-    if plan.best is None and reserve is not None and reserve.space != task.space:
-        plan, opened = make_plan(reserve, headroom=headroom, memory_gib=memory_gib, seen=here), True
-    need = least(reserve or task, plan.limit_gib) or plan.baseline
-    return Entry(device=device, price=task.price, plan=plan, least=need, opened=opened and plan.best is not None)
+    cards = _named_cards([*gpus, owned.device.name] if owned else gpus)
+    studies = _studies(specs, methods)
+    titles = [(printable(resolve_model(spec.model).name), printable(spec.space_name or "default")) for spec in studies]
+    said: set[str] = set()
+
+    def say_once(text: str) -> None:
+        """Most warnings hold for all cards."""
+        if text not in said:
+            say(text)
+        said.add(text)
+
+    groups: list[Group] = []
+    errors: list[UsageError] = []
+    last_progress, number = time.monotonic(), 0
+    for spec, (model, method) in zip(studies, titles, strict=True):
+        compared: list[ComparedCard] = []
+        for card in cards:
+            if time.monotonic() - last_progress > QUIET_S:
+                say(f"{number} of {len(studies) * len(cards)}: {model}, {method}, {card.name}")
+                last_progress = time.monotonic()
+            number += 1
+            try:
+                setup = planned_setup(spec, card, say_once)
+                compared.append(
+                    compare_card(setup, headroom=spec.headroom, memory_gib=spec.memory_gib, observations=observations)
+                )
+            except UsageError as error:
+                errors.append(error)
+                compared.append(ComparedCard(device=card, problem=printable(str(error))))
+        held = smallest_card(_least_by_bf16(spec, compared, say_once), list_devices(), spec.headroom)
+        groups.append(Group(model=model, method=method, cards=tuple(compared), smallest=held))
+    if not any(group.plan for group in groups):
+        raise UsageError("\n".join(dict.fromkeys(map(str, errors))), remedy=errors[0].remedy)
+    return Comparison(groups=tuple(groups), budget=budget or Budget(), owned=owned)
 
 
-def least(task: Task, limit_gib: float) -> Planned | None:
-    """What needs the least memory of the space; None where no formula knows any of it."""
+def _named_cards(names: Sequence[str]) -> list[DeviceSpec]:
+    """The cards of these names, each once. Raises UsageError."""
+    names = [name for part in names for name in part.split(",") if name.strip()]
+    if not names:
+        raise UsageError("which GPUs?", remedy="for example --gpus a10,l4,a100-80gb,h100")
+    return list(dict.fromkeys(resolve_device(name) for name in names))
+
+
+def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySpec]:
+    """Each model with each method. Raises UsageError for an unknown one."""
+    names = list(dict.fromkeys(name.strip() for part in methods for name in part.split(",") if name.strip()))
+    if any(spec.configs for spec in specs):
+        raise UsageError("a suite names its configurations, and there is no best to look for", remedy="`autotune plan`")
+    if names and any(spec.space for spec in specs):
+        raise UsageError("--methods and a space of one's own cannot both be", remedy="leave out one of them")
+    for name in names:
+        load_space(name)
+    return [replace(spec, space=name) for spec in specs for name in names] or list(specs)
+
+
+def compare_card(
+    setup: Setup, *, headroom: float = 0.05, memory_gib: float | None = None, observations: Sequence[Observation] = ()
+) -> ComparedCard:
+    """The plan for the card of this study, and what needs the least memory there. Raises UsageError."""
+    made = plan_setup(setup, headroom=headroom, memory_gib=memory_gib, observations=observations)
+    least = least_memory(open_reserve(setup).task, made.limit_gib) or made.baseline
+    return ComparedCard(device=setup.task.device, plan=made, least=least)
+
+
+def least_memory(task: Task, limit_gib: float) -> DeviceEstimate | None:
+    """The configuration of the space that needs the least memory; None where no formula covers any."""
     space = task.space
     for name, value in space.leanest().items():
-        if name in KNOBS and name not in UNSETTLED:
+        if name in KNOBS and name not in DEPENDENT:
             space = space.pin(name, value)
     configs = dict.fromkeys(map(space.config, space.enumerate()))
-    found = [one for config in configs if (one := planned(task, config, limit_gib)) is not None]
-    return min(found, key=lambda one: one.footprint.peak_reserved_gib, default=None)
+    estimates = [one for config in configs if (one := estimate(task, config, limit_gib)) is not None]
+    return min(estimates, key=lambda one: one.need_gib, default=None)
 
 
-def smallest(needs: Mapping[bool, Planned], cards: Sequence[DeviceSpec], headroom: float) -> DeviceSpec | None:
-    """The card with the least memory that surely holds what is needed at least, by whether it has bf16."""
-    for card in sorted(cards, key=lambda one: one.memory_gib or 0.0):
+def _least_by_bf16(spec: StudySpec, compared: Sequence[ComparedCard], say: Say) -> dict[bool, DeviceEstimate]:
+    """What needs the least memory on cards with bf16 (True) and without it; one card stands for all of its kind."""
+    needs = {card.device.supports_bf16: card.least for card in compared if card.least}
+    missing = {True, False} - {card.device.supports_bf16 for card in compared}
+    for bf16 in missing if needs else ():
+        card = next(card for card in list_devices() if card.kind != "cpu" and card.supports_bf16 is bf16)
+        try:
+            least = least_memory(open_reserve(planned_setup(spec, card, say)).task, math.inf)
+        except UsageError:
+            continue  # nothing of the space runs on such cards
+        if least:
+            needs[bf16] = least
+    return needs
+
+
+def smallest_card(
+    needs: Mapping[bool, DeviceEstimate], cards: Sequence[DeviceSpec], headroom: float
+) -> DeviceSpec | None:
+    """The card with the least memory that surely holds what is needed; `needs` is by whether a card has bf16."""
+    for card in sorted(cards, key=lambda card: card.memory_gib or 0.0):
         need = needs.get(card.supports_bf16)
         if need is None or not card.memory_gib or card.kind == "cpu":
             continue
-        if need.footprint.peak_reserved_gib * (1 + ERROR) <= limit_of(card, headroom):
+        if need.need_gib * (1 + ERROR) <= memory_limit_gib(card, headroom):
             return card
     return None
-
-
-def unlike(group: Group) -> dict[str, list[str]]:
-    """The cards on which what is learned is not the same as on the fastest, by how it differs."""
-    first, found = group.fastest, dict[str, list[str]]()
-    for one in group.entries:
-        if one.best and first and first.best and (how := learning_differences(one.best.config, first.best.config)):
-            found.setdefault(how, []).append(one.device.name)
-    return found
-
-
-def usd_interval(entry: Entry) -> tuple[float, float] | None:
-    return entry.cost.interval_usd if entry.cost else None
-
-
-def speed_interval(entry: Entry) -> tuple[float, float] | None:
-    return entry.best.interval if entry.best else None
-
-
-def rivals(
-    chosen: Entry | None, group: Group, interval: Callable[[Entry], tuple[float, float] | None]
-) -> tuple[str, ...]:
-    """The cards that cannot be told from the chosen one: their intervals overlap."""
-    bounds = interval(chosen) if chosen else None
-    if bounds is None:
-        return ()
-    return tuple(
-        one.device.name
-        for one in group.entries
-        if one is not chosen and (other := interval(one)) and other[0] <= bounds[1] and bounds[0] <= other[1]
-    )
-
-
-def own_run(owned: Owned, group: Group) -> OwnRun | None:
-    """None where it does not fit, or where speed or power are not known."""
-    entry = next(one for one in group.entries if one.device.name == owned.device.name)
-    if entry.cost is None or entry.cost.kwh is None:
-        return None
-    electricity = entry.cost.kwh * owned.usd_per_kwh
-    rented = group.cheapest
-    runs = None
-    if rented is not None and rented.usd is not None:
-        runs = owned.usd / (rented.usd - electricity) if rented.usd > electricity else math.inf
-    usd = entry.cost.full_run_hours * owned.usd / owned.hours + electricity
-    return OwnRun(entry=entry, usd=usd, electricity_usd=electricity, rented=rented, runs=runs)
-
-
-def ways(group: Group, own: OwnRun | None = None) -> list[Way]:
-    """Every card rented, and the own one."""
-    found = [_way(one.device.name, one.cost, one.usd) for one in group.entries if one.cost]
-    if own is not None and own.entry.cost is not None:
-        found.append(_way(f"your own {own.entry.device.name}", own.entry.cost, own.usd))
-    return found
-
-
-def _way(name: str, cost: CostProjection, usd: float | None) -> Way:
-    hours, high = cost.full_run_hours, cost.interval_hours[1]
-    usd_high = None if usd is None else usd * high / hours
-    return Way(name=name, usd=usd, usd_high=usd_high, hours=hours, hours_high=high)
-
-
-def advise(group: Group, budget: Budget, own: OwnRun | None = None) -> Advice:
-    """The cheapest way within the budget, the faster of equals; where no price is known, after all others."""
-    possible = ways(group, own)
-    by_cost = sorted(possible, key=lambda one: (one.usd is None, one.usd or 0.0, one.hours))
-    over = {one.name: broken(budget, one.usd, one.hours) for one in possible}
-    chosen = next((one for one in by_cost if not over[one.name]), None)
-    unfit = [(one.device.name, one.state) for one in group.entries if one.cost is None]
-    return Advice(
-        chosen=chosen,
-        breaks=broken(budget, chosen.usd_high, chosen.hours_high) if chosen else (),
-        excluded=(*((name, ", ".join(why)) for name, why in over.items() if why), *unfit),
-        cheapest=next((one for one in by_cost if one.usd is not None), None),
-        fastest=min(possible, key=lambda one: one.hours, default=None),
-    )
-
-
-def broken(budget: Budget, usd: float | None, hours: float) -> tuple[str, ...]:
-    """What of a budget so much money and time break, in words."""
-    found = []
-    if budget.max_usd is not None and (usd is None or usd > budget.max_usd):
-        found.append(NO_PRICE if usd is None else f"{fmt_usd(usd)} is over {fmt_usd(budget.max_usd)}")
-    if budget.max_hours is not None and hours > budget.max_hours:
-        found.append(f"{fmt_hours(hours)} is over {fmt_hours(budget.max_hours)}")
-    return tuple(found)
-
-
-def unmet(comparison: Comparison) -> str | None:
-    """What is missing where no card holds any of it, or none does within the budget; None where one does."""
-    known = [group for group in comparison.groups if any(one.plan for one in group.entries)]
-    if not any(group.fastest for group in known):
-        lines = ["nothing surely fits any of these cards"]
-        for group in known:
-            card = f"the smallest card that holds it is {group.smallest.name}" if group.smallest else "no card holds it"
-            lines.append(f"{group.model}, {group.method}: {card}")
-        return "\n".join(lines)
-    advised = [(group, one) for group in known if (one := comparison.advice(group))]
-    if not advised or any(one.chosen for _, one in advised):
-        return None
-    lines = [f"nothing is within {comparison.budget}"]
-    for group, one in advised:
-        wanted = [f"{kind} is {way}" for kind, way in (("cheapest", one.cheapest), ("fastest", one.fastest)) if way]
-        lines.append(f"{group.model}, {group.method}: {', '.join(wanted) or 'fits none of these cards'}")
-    return "\n".join(lines)

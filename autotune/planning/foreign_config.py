@@ -7,14 +7,16 @@ another kind of run is refused.
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autotune.catalog import ModelSpec
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
+from autotune.problem.constraints import NO_SDPA
 
 MAX_BYTES = 2**20
 MAX_KNOB, MAX_COUNT = 2**24, 10**15  # the most that TrainConfig takes; some write "all examples" as a large number
@@ -48,10 +50,10 @@ _ATTENTIONS |= {"disabled": "eager", "flex": "flex_attention", "kernels-communit
 _ATTENTIONS |= dict.fromkeys(("flash", "fa2", "kernels-community/flash-attn"), "flash_attention_2")
 _OPTIMIZERS = {name: name for name in KNOBS["optimizer"].choices}
 _OPTIMIZERS |= {"": KNOBS["optimizer"].default, "paged_lion_8bit": "lion_8bit"}
-_LOADER_WORKERS = KNOBS["loader_workers"].choices
 _OPTIMIZERS |= dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), "adamw_8bit")
 # By a part of the name, what keeps as much state a trained parameter: 1, 2 and 2 bytes, next to none; else AdamW's 8.
 _NEAR_OPTIMIZERS = {"4bit": "lion_8bit", "8bit": "adamw_8bit", "fp8": "adamw_8bit", "sgd": "adafactor"}
+_LOADER_WORKERS = KNOBS["loader_workers"].choices
 _WORDS = {True: True, "true": True, "yes": True, "on": True, "1": True, "auto": True}  # auto: what a recent GPU can do
 _WORDS |= {False: False, "false": False, "no": False, "off": False, "0": False}
 
@@ -104,18 +106,42 @@ class ForeignConfig:
     max_examples: int | None
     dataset: str | None
     notes: tuple[str, ...]
+    values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-def read_foreign(path: Path) -> ForeignConfig:
+def with_supported_attention(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
+    """The run with eager attention where transformers refuses SDPA for the model, as it then chooses by itself."""
+    eager = model.config["model_type"] in NO_SDPA and run.config.attention == "sdpa"
+    return replace(run, config=replace(run.config, attention="eager")) if eager else run
+
+
+def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
+    """The run that the values of a file describe to `tool`, one of TOOLS.
+
+    Raises:
+        UsageError: an impossible value, or a kind of run that is not supported.
+    """
+    try:
+        return _parse(values, tool)
+    except _Refused as refusal:
+        raise UsageError(f"{refusal.key}: {refusal}", remedy=refusal.remedy) from None
+
+
+def _parse(values: dict[str, Any], tool: str) -> ForeignConfig:
+    """Like `parse`, but raises _Refused."""
+    return replace(_read(_File(values=values, notes=[]), tool), values=values)
+
+
+def read_file(path: Path) -> ForeignConfig:
     """The run that a file of TRL, Axolotl or LLaMA-Factory describes.
 
     Raises:
-        UsageError: no such file or of no such tool, a value that cannot be, or a run that is not known.
+        UsageError: no such file or of no such tool, an impossible value, or a kind of run that is not supported.
     """
     values = _load(path)
     tool = _tool_of(path, values)
     try:
-        return _read(_File(values=values, notes=[]), tool)
+        return _parse(values, tool)
     except _Refused as refusal:
         lines = path.read_text(encoding="utf-8").splitlines()
         of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")

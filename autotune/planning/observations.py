@@ -10,7 +10,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from autotune import __version__
 from autotune.catalog import list_devices, list_models, match_device
+from autotune.catalog._data import load_data
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Evidence, Fingerprint
@@ -26,6 +27,7 @@ from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.study.summary import Candidate, Recipe
 
+EVIDENCE = Path("runs/evidence")  # what `autotune import` keeps, in the current directory
 SCHEMA_VERSION = 1
 MAX_BYTES = 2**20
 STRICT: dict[str, Any] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -194,7 +196,7 @@ class Submission:
     def digest(self) -> str:
         return digest_of(to_data(self))
 
-    def sightings(self) -> Iterator[Observation]:
+    def observations(self) -> Iterator[Observation]:
         for row in self.rows:
             yield Observation(
                 device=self.gpu.name,
@@ -210,6 +212,23 @@ class Submission:
                 trainer=self.trainer,
                 evidence=row.evidence,
             )
+
+
+@functools.cache
+def published_observations() -> tuple[Observation, ...]:
+    """What comes with the package: measurements that others published."""
+    unknown = {"step_time_s": None, "peak_reserved_gib": None, "model_digest": None}
+    return tuple(
+        Observation(**unknown | row | {"config": TrainConfig(**row["config"])}) for row in load_data("sightings")
+    )
+
+
+def known_observations(directory: Path = EVIDENCE, say: Callable[[str], None] = print) -> tuple[Observation, ...]:
+    """What was published, and what was imported into `directory`; `say` gets a warning for each unreadable file."""
+    imported, problems = load_evidence(directory)
+    for problem in problems:
+        say(f"warning: {problem}")
+    return (*published_observations(), *imported)
 
 
 def submission_of(recipe: Recipe, measured_on: str) -> Submission:
@@ -257,7 +276,7 @@ def read_submission(path: Path) -> tuple[Observation, ...]:
     Raises:
         UsageError: unreadable, too large, or anything in it that a submission does not have.
     """
-    return tuple(_load(path).sightings())
+    return tuple(_load(path).observations())
 
 
 def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
@@ -295,7 +314,7 @@ def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, 
             problems.append(str(error))
         else:
             found[submission.digest] = submission
-    return tuple(sighting for one in found.values() for sighting in one.sightings()), tuple(problems)
+    return tuple(observed for one in found.values() for observed in one.observations()), tuple(problems)
 
 
 def _load(path: Path) -> Submission:

@@ -1,7 +1,7 @@
-"""The winner's run on every other card that is known: whether it fits there, how long it takes and what it costs.
+"""Estimate the winner's run on every other known card: whether it fits, how long it takes and what it costs.
 
-Memory was measured, or extrapolated, and carries; speed is projected. What another configuration would do there is for
-`compare` to say.
+Memory was measured or extrapolated, and is the same on other cards; speed is projected. `compare` looks for the best
+configuration of each card.
 """
 
 import math
@@ -11,78 +11,80 @@ from dataclasses import replace
 from autotune.catalog import DeviceSpec, find_price, list_devices
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
-from autotune.planning.plan import FITS, drawn_to, fit, limit_of, published
-from autotune.prediction.memory_formula import ERROR
-from autotune.problem.run_cost import project
+from autotune.planning.device_estimate import memory_limit_gib, memory_state, speed_transfer
+from autotune.planning.observations import published_observations
+from autotune.problem.run_cost import FITS, DeviceEstimate, project
 from autotune.problem.task import Task
 from autotune.study.selection import Selection
-from autotune.study.summary import Candidate, OnCard
+from autotune.study.summary import Candidate
 
 
-def elsewhere(
+def estimate_other_devices(
     task: Task, winner: Candidate, measurements: Sequence[Measurement], headroom: float
-) -> tuple[OnCard, ...]:
-    """The cheapest first, then those whose price, or speed, is not known, then where it does not fit.
+) -> tuple[DeviceEstimate, ...]:
+    """The winner on each card, the study's own among them: the cheapest first, those where it does not fit last.
 
-    Cards of another vendor have other kernels, and are left out; so is everything where a CPU measured.
+    Cards of another vendor have other kernels, and are left out. A study on a CPU gives nothing.
     """
     device, source = task.device, task.measured_on or task.device
     if device.kind == "cpu":
         return ()
-    need, limit = winner.measurement.peak_reserved_gib, winner.measurement.limit_gib
-    here = OnCard(
+    own = DeviceEstimate(
         device=device,
+        config=winner.config,
         state=FITS,
-        need_gib=need,
-        limit_gib=limit,
+        need_gib=winner.measurement.peak_reserved_gib,
+        limit_gib=winner.measurement.limit_gib,
         price=task.price,
         tokens_per_s=winner.performance.tokens_per_second,
         cost=winner.cost,
-        basis=task.carried.basis if task.carried else 0,
-        own=True,
+        num_observations=task.carried.basis if task.carried else 0,
     )
     others = [
-        card for card in list_devices() if card.vendor == source.vendor and card.memory_gib and card.name != device.name
+        _estimate_on(card, task, source, winner, measurements, headroom)
+        for card in list_devices()
+        if card.vendor == source.vendor and card.memory_gib and card.name != device.name
     ]
-    found = [_on(card, task, source, winner, measurements, headroom) for card in others]
-    return tuple(sorted((here, *found), key=_order))
+    return tuple(sorted((own, *others), key=_rank))
 
 
-def of_winner(headroom: float) -> Callable[[Selection, Candidate], tuple[OnCard, ...]]:
-    """`elsewhere` as a study's summary asks for it."""
-    return lambda selection, winner: elsewhere(
+def winner_on_other_devices(headroom: float) -> Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]]:
+    """`estimate_other_devices` in the form in which a study's summary calls it."""
+    return lambda selection, winner: estimate_other_devices(
         selection.task, winner, selection.measurements(winner.config.digest), headroom
     )
 
 
-def _on(
+def _estimate_on(
     card: DeviceSpec,
     task: Task,
     source: DeviceSpec,
     winner: Candidate,
     measurements: Sequence[Measurement],
     headroom: float,
-) -> OnCard:
-    need, limit, price = winner.measurement.peak_reserved_gib, limit_of(card, headroom), find_price(card.name)
-    # What is measured may need a little more elsewhere: contexts and workspaces differ from card to card.
-    state = _lacks(card, winner.config) or fit(need, limit, ERROR)
-    here = OnCard(device=card, state=state, need_gib=need, limit_gib=limit, price=price)
-    carried = drawn_to(source, card, winner.config, published())
-    if state != FITS or carried is None:
-        return here
-    speed = replace(task, device=card, carried=carried).performance(winner.config, measurements)
+) -> DeviceEstimate:
+    need, limit, price = winner.measurement.peak_reserved_gib, memory_limit_gib(card, headroom), find_price(card.name)
+    # The error of the formula is allowed for measured memory too: contexts and workspaces differ from card to card.
+    state = _missing_feature(card, winner.config) or memory_state(need, limit)
+    estimated = DeviceEstimate(
+        device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price
+    )
+    transfer = speed_transfer(source, card, winner.config, published_observations())
+    if state != FITS or transfer is None:
+        return estimated
+    speed = replace(task, device=card, carried=transfer).performance(winner.config, measurements)
     cost = project(task.workload, winner.config, speed, price)
     return replace(
-        here,
+        estimated,
         tokens_per_s=speed.tokens_per_second,
-        # The card that stood in for the study's own was measured itself.
+        # The source is the card of the probes: what was measured there is no projection.
         cost=replace(cost, evidence=winner.memory_evidence if card.name == source.name else Evidence.PROJECTED),
-        basis=carried.basis,
+        num_observations=transfer.basis,
     )
 
 
-def _lacks(card: DeviceSpec, config: TrainConfig) -> str | None:
-    """What the configuration needs and the card has not got."""
+def _missing_feature(card: DeviceSpec, config: TrainConfig) -> str | None:
+    """What the configuration needs and the card lacks."""
     if config.precision.startswith("bf16") and not card.supports_bf16:
         return "has no bf16"
     if config.quantization == "fp8" and not card.supports_fp8:
@@ -90,7 +92,9 @@ def _lacks(card: DeviceSpec, config: TrainConfig) -> str | None:
     return None
 
 
-def _order(one: OnCard) -> tuple[bool, float, float, float]:
-    usd = one.cost.full_run_usd if one.cost else None
-    hours = one.cost.full_run_hours if one.cost else math.inf
-    return one.state != FITS, math.inf if usd is None else usd, hours, -(one.device.memory_gib or 0.0)
+def _rank(estimated: DeviceEstimate) -> tuple[bool, float, float, float]:
+    cost = estimated.cost
+    usd = cost.full_run_usd if cost else None
+    hours = cost.full_run_hours if cost else math.inf
+    memory_gib = estimated.device.memory_gib or 0.0
+    return estimated.state != FITS, math.inf if usd is None else usd, hours, -memory_gib

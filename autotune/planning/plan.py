@@ -1,264 +1,311 @@
-"""A plan: what a card will hold and how fast it will train, by formula, before anything is measured.
+"""Plan a study by formula: the best configuration of its search space on a card, before anything is measured.
 
-Everything here is an estimate and says so. A speed is that of the reference card (`pace`) carried to the target
-(`carry`), and tightened by whatever somebody measured there with the same method.
+Every number is an estimate (`device_estimate`). The rule that chooses is that of a measured study.
 """
 
 import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from typing import Any
 
-from autotune.catalog import DeviceSpec, resolve_device, resolve_model
-from autotune.catalog._data import load_data
+from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
-from autotune.core.probe_types import Evidence
+from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
+from autotune.planning.device_estimate import ACCURACY, estimate, memory_limit_gib, planned_device
 from autotune.planning.observations import Observation
-from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, MemoryBreakdown, Sizes, footprint
-from autotune.prediction.step_time import REFERENCE, pace
-from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, carry, interval, log_ratio
-from autotune.problem.performance import Performance
-from autotune.problem.run_cost import CostProjection, project
+from autotune.prediction.memory_formula import CONTEXT_GIB, Sizes
+from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.target import device_budget
-from autotune.problem.task import Task
+from autotune.problem.setup import Setup, open_reserve, set_up
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.task import BASELINE, Task
 from autotune.problem.workload import Workload
+from autotune.study.named_configs import ConfigResult, cases
 from autotune.study.ranking import Scored, choose
 
-MOST = 10_000  # configurations that are looked at: in about two seconds
-MOST_STEP = 300  # to the next of them: beyond, walking there takes longer than looking
-BELIEVED = 6.0  # standard deviations between what somebody measured on a card and what is expected of it
-FITS, TIGHT, OOM = "fits", "tight", "out of memory"
+MAX_CONFIGS = 10_000  # estimated in about two seconds
+MAX_STRIDE = 300  # between two configurations of a large space: a longer walk takes longer than the estimates
+BATCHES = (1, 2, 4, 8, 16, 32)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """One configuration on one card, as the formulas see it.
-
-    `fits` is whether it does beyond the error of the formula, does not, or is too close to tell. `interval` holds 80 %
-    of the cases of `tokens_per_s`, which counts useful tokens.
-    """
-
-    config: TrainConfig
-    footprint: MemoryBreakdown
-    limit_gib: float
-    fits: str
-    tokens_per_s: float | None = None
-    interval: tuple[float, float] | None = None
-    samples_per_s: float | None = None
-    cost: CostProjection | None = None
-    carried: SpeedTransfer | None = None
-    evidence: Evidence = Evidence.ESTIMATED
-
-    @property
-    def margin(self) -> float:
-        """Signed: need / limit - 1."""
-        return self.footprint.peak_reserved_gib / self.limit_gib - 1
+def silent(text: str) -> None:
+    """Report nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is planned for one model on one card. `best` is None where nothing fits, `baseline` what guides give."""
+    """The plan for one model on one card.
+
+    `best` is None where nothing surely fits; `baseline` is the configuration that guides give. `num_estimated` of the
+    `space_size` configurations were estimated. `observations` were made on this card and corrected the speeds.
+    `from_reserve`: only a quantised base or leaner optimizer state fits.
+    """
 
     task: Task
     limit_gib: float
-    best: Planned | None
-    baseline: Planned
+    best: DeviceEstimate | None
+    baseline: DeviceEstimate
     reason: str
-    looked_at: int
-    of: int
-    seen: tuple[Observation, ...] = ()  # what was measured on this card, and tightened the speed
+    num_estimated: int
+    space_size: int
+    observations: tuple[Observation, ...] = ()
+    from_reserve: bool = False
 
 
-def limit_of(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
-    """GiB that tensors may take on the card: its memory less headroom and what a CUDA context takes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What a micro batch of rows of one length needs, without recomputation and with every layer recomputed."""
 
-    Raises UsageError for a card whose memory is not known.
-    """
-    budget = device_budget(device, reserve_fraction=headroom, asked_gib=memory_gib)
-    return max(budget.limit_gib(taken_gib=CONTEXT_GIB), 0.01)
+    micro_batch_size: int
+    seq_len: int
+    plain: DeviceEstimate
+    recomputed: DeviceEstimate
 
-
-def fit(need_gib: float, limit_gib: float, error: float) -> str:
-    """`FITS` or `OOM`; `TIGHT` where what is needed, and may be so much more, is too close to tell."""
-    return OOM if need_gib > limit_gib else TIGHT if need_gib * (1 + error) > limit_gib else FITS
-
-
-def planned(task: Task, config: TrainConfig, limit_gib: float, seen: Sequence[Observation] = ()) -> Planned | None:
-    """One configuration; None where the formulas do not know the model or the way it computes."""
-    shape = task.workload.run_shape(config)
-    need = footprint(task.model, config, shape.probe_micro_steps)
-    if need is None:
-        return None
-    told = Planned(
-        config=config, footprint=need, limit_gib=limit_gib, fits=fit(need.peak_reserved_gib, limit_gib, ERROR)
-    )
-    took = pace(task.model, config)
-    if took is None:
-        return told
-    precision = "fp8" if config.quantization == "fp8" else "bf16"
-    known = ratios(seen, task.device, config.method, config.quantization)
-    carried = carry(resolve_device(REFERENCE), task.device, known, precision=precision)
-    if carried is None:
-        return told
-    step = shape.step_time_s(took.micro_s, took.rest_s) / carried.ratio
-    error = math.hypot(took.error, carried.error)
-    low, high = interval(1.0, error)
-    speed = Performance.of_steps(shape, step, spread=(low - 1, high - 1))
-    cost = project(task.workload, config, speed, task.price, task.device.tdp_w)
-    return replace(
-        told,
-        tokens_per_s=speed.tokens_per_second,
-        interval=interval(speed.tokens_per_second, error),
-        samples_per_s=speed.samples_per_second,
-        cost=replace(cost, evidence=Evidence.ESTIMATED),
-        carried=carried,
-    )
+    @property
+    def chosen(self) -> DeviceEstimate:
+        """Without recomputation where that fits."""
+        return self.plain if self.plain.state == FITS else self.recomputed
 
 
-@functools.cache
-def published() -> tuple[Observation, ...]:
-    """What comes with the package: measurements that others printed."""
-    rows = load_data("sightings")
-    return tuple(
-        Observation(
-            **{"step_time_s": None, "peak_reserved_gib": None, "model_digest": None}
-            | row
-            | {"config": TrainConfig(**row["config"])}
-        )
-        for row in rows
-    )
-
-
-def ratios(seen: Sequence[Observation], target: DeviceSpec, method: str, quantization: str) -> list[float]:
-    """Speed on `target` over the reference card's by formula, of what was measured there with this method and base."""
-    found = []
-    for one in seen:
-        same = (one.config.method, one.config.quantization) == (method, quantization)
-        whole = one.evidence is Evidence.MEASURED and one.trainer == "transformers"
-        if one.device != target.name or one.model is None or not same or not whole:
-            continue
-        ratio, expected = _over_reference(one), log_ratio(resolve_device(REFERENCE), target)
-        # What is further off than any two cards were is a mistake, or somebody's joke.
-        if ratio and expected is not None and abs(math.log(ratio) - expected) <= BELIEVED * math.hypot(BETWEEN, WITHIN):
-            found.append(ratio)
-    return found
-
-
-@functools.cache
-def _over_reference(one: Observation) -> float | None:
-    took = pace(resolve_model(one.model or ""), one.config)
-    if took is None:
-        return None
-    step = one.accumulation * took.micro_s + took.rest_s
-    return one.tokens_per_s * step / (one.accumulation * one.config.tokens)
-
-
-def tightened(task: Task, seen: Sequence[Observation]) -> Task:
-    """The subject, its projection drawn to what was measured on the device, where another card stands in for it."""
-    if task.measured_on is None:
-        return task
-    drawn = drawn_to(task.measured_on, task.device, task.baselines()[0], seen)
-    return replace(task, carried=drawn) if drawn and drawn.basis else task
-
-
-def drawn_to(
-    source: DeviceSpec, target: DeviceSpec, config: TrainConfig, seen: Sequence[Observation]
-) -> SpeedTransfer | None:
-    """From card to card, drawn to what was measured on the target with the configuration's method and base."""
-    precision = "fp8" if config.quantization == "fp8" else "bf16"
-    known, to_source = (
-        ratios(seen, target, config.method, config.quantization),
-        carry(resolve_device(REFERENCE), source),
-    )
-    if to_source is None:
-        return None
-    return carry(source, target, [ratio / to_source.ratio for ratio in known], precision=precision)
-
-
-def make_plan(
-    task: Task, *, headroom: float = 0.05, memory_gib: float | None = None, seen: Sequence[Observation] = ()
+def plan(
+    spec: StudySpec, *, device: DeviceSpec | None = None, observations: Sequence[Observation] = (), say: Say = silent
 ) -> Plan:
-    """The best configuration of the subject's space by the formulas, under the rule that chooses a winner.
+    """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
-    Raises UsageError for a model or a card that they know nothing of.
+    The reserve of quantised bases and leaner state is opened where nothing else fits. `say` gets warnings,
+    progress, and what is left out of the space and why.
+
+    Raises:
+        UsageError: a part of the spec is unknown or impossible, or no formula covers the model or the card.
     """
-    limit = limit_of(task.device, headroom, memory_gib)
-    baseline = next(
-        (one for config in task.baselines() if (one := planned(task, config, limit, seen)) and one.fits == FITS),
-        planned(task, task.baselines()[0], limit, seen),
+    setup = planned_setup(spec, device or planned_device(spec.gpu), say)
+    for removal in setup.removals:
+        say(f"left out: {removal}")
+    return plan_setup(setup, headroom=spec.headroom, memory_gib=spec.memory_gib, observations=observations)
+
+
+def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Setup:
+    """The study that `autotune run` would do on this card; its warnings go to `say`. Raises UsageError."""
+    setup = set_up(spec, device, say)
+    for warning in setup.warnings:
+        say(f"warning: {warning}")
+    return setup
+
+
+def plan_setup(
+    setup: Setup, *, headroom: float, memory_gib: float | None = None, observations: Sequence[Observation] = ()
+) -> Plan:
+    """The plan of a study that is set up, or of its reserve where nothing else fits. Raises UsageError."""
+    made = plan_task(setup.task, headroom=headroom, memory_gib=memory_gib, observations=observations)
+    if made.best is not None or setup.reserve == setup.task.space:
+        return made
+    task = open_reserve(setup).task
+    reserve = plan_task(task, headroom=headroom, memory_gib=memory_gib, observations=observations)
+    if reserve.best is None:
+        return made
+    reason = f"nothing fits without a quantised base or leaner state; {reserve.reason}"
+    return replace(reserve, from_reserve=True, reason=reason)
+
+
+def plan_task(
+    task: Task,
+    *,
+    headroom: float = 0.05,
+    memory_gib: float | None = None,
+    observations: Sequence[Observation] = (),
+) -> Plan:
+    """Find the best configuration of the task's space by formula, under the rule that chooses a winner.
+
+    Raises:
+        UsageError: no formula covers the model or the card.
+    """
+    limit = memory_limit_gib(task.device, headroom, memory_gib)
+    baseline = _baseline(task, limit, observations)
+    space = _distinguishable(task.space, baseline.config)
+    stride = math.ceil(space.size() / MAX_CONFIGS)  # evenly spread over a space that is too large to estimate all
+    choices = islice(space.enumerate(), 0, None, stride) if stride <= MAX_STRIDE else space.sample(MAX_CONFIGS)
+    configs = dict.fromkeys(map(space.config, choices))
+    estimates = {}
+    for config in configs:
+        estimated = estimate(task, config, limit, observations)
+        if estimated is not None and estimated.state == FITS and estimated.tokens_per_s:
+            estimates[config] = estimated
+    best, reason = None, "nothing fits beyond doubt"
+    if estimates:
+        scored = [
+            Scored(config=config, score=one.tokens_per_s or 0.0, free_fraction=-one.margin)
+            for config, one in estimates.items()
+        ]
+        winner, reason = choose(scored, task.floors.slack)
+        best = estimates[winner.config]
+    return Plan(
+        task=task,
+        limit_gib=limit,
+        best=best,
+        baseline=baseline,
+        reason=reason,
+        num_estimated=len(configs),
+        space_size=space.size(),
+        observations=tuple(observed for observed in observations if observed.device == task.device.name),
     )
-    if baseline is None:
+
+
+def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation]) -> DeviceEstimate:
+    """What guides give, with the largest micro batch that fits, else with their own. Raises UsageError."""
+    first = None
+    for config in task.baselines():
+        estimated = estimate(task, config, limit_gib, observations)
+        if estimated is not None and estimated.state == FITS:
+            return estimated
+        first = first or estimated
+    if first is None:
         known = Sizes.of(task.model) is not None
         what = "int8 bases, DoRA and offloaded checkpoints" if known else f"{task.model.config['model_type']} models"
         raise UsageError(
             f"there is no formula for {what}",
             remedy="probe it on a GPU: `autotune run`, or with --shallow-only if the GPU is too small",
         )
-    space = _told_apart(task.space, baseline.config)
-    step = math.ceil(space.size() / MOST)  # equally far apart in a space that is too large to look at all of it
-    chosen = islice(space.enumerate(), 0, None, step) if step <= MOST_STEP else space.sample(MOST)
-    configs = dict.fromkeys(map(space.config, chosen))
-    found = {config: one for config in configs if (one := planned(task, config, limit, seen)) is not None}
-    fitting = [one for one in found.values() if one.fits == FITS and one.tokens_per_s]
-    here = tuple(one for one in seen if one.device == task.device.name)
-    plan = Plan(
-        task=task,
-        limit_gib=limit,
-        best=None,
-        baseline=baseline,
-        reason="nothing fits beyond doubt",
-        looked_at=len(configs),
-        of=space.size(),
-        seen=here,
-    )
-    if not fitting:
-        return plan
-    scored = [Scored(config=one.config, score=one.tokens_per_s or 0.0, free_fraction=-one.margin) for one in fitting]
-    winner, reason = choose(scored, task.floors.slack)
-    return replace(plan, best=found[winner.config], reason=reason)
+    return first
 
 
-def _told_apart(space: SearchSpace, like: TrainConfig) -> SearchSpace:
-    """The space without what the formulas do not know, and with what makes no difference to them as in `like`."""
+def _distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
+    """The space without values that no formula covers; knobs that no formula depends on are as in `baseline`."""
     for name in ("attention", "dora", "rslora", "loader_workers"):
-        if (knob := space.knob(name)) and getattr(like, name) in knob.choices():
-            space = space.pin(name, getattr(like, name))
+        if (knob := space.knob(name)) and getattr(baseline, name) in knob.choices():
+            space = space.pin(name, getattr(baseline, name))
     for name, value in (("quantization", "int8"), ("checkpointing", "offload")):
         if (knob := space.knob(name)) and knob.choices() != (value,):
             space, _ = space.narrow(name, functools.partial(operator.ne, value), "there is no formula for it")
     return space
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A micro batch of rows of this length: what it needs as it is, or with every layer recomputed."""
-
-    micro_batch_size: int
-    seq_len: int
-    plain: Planned
-    recomputed: Planned
-
-    @property
-    def shown(self) -> Planned:
-        """Without recomputation where that fits."""
-        return self.plain if self.plain.fits == FITS else self.recomputed
+# --- tables of what fits
 
 
-def what_fits(
+def memory_tables(made: Plan) -> dict[str, list[Cell]]:
+    """What fits by length and micro batch, for LoRA, QLoRA and full fine-tuning as guides give them, by their name."""
+    task = made.task
+    longest = task.model.max_seq_len or max(LENGTHS)
+    lengths = [length for length in LENGTHS if length <= longest] or [longest]
+    precision = "bf16_mixed" if task.device.supports_bf16 else "fp16_mixed"
+    lora = replace(BASELINE, precision=precision, attention=task.baselines()[0].attention)
+    full = replace(lora, method="full")
+    bases = [
+        lora,
+        replace(lora, quantization="nf4", double_quant=True),
+        full,
+        replace(full, precision="bf16_pure", optimizer="adamw_8bit"),
+    ]
+    return {_table_name(base): list(table_cells(task, base, made.limit_gib, BATCHES, lengths)) for base in bases}
+
+
+def _table_name(config: TrainConfig) -> str:
+    """What all cells of a table have in common."""
+    kind = "full fine-tuning" if config.method == "full" else f"LoRA r{config.lora_rank}"
+    base = f" on {config.quantization}" if config.quantization != "none" else ""
+    return f"{kind}{base}, {config.precision}, {config.optimizer}"
+
+
+def table_cells(
     task: Task, base: TrainConfig, limit_gib: float, batches: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[Cell]:
-    """Row by row of the table of lengths and micro batches, the rest as in `base`."""
-    alone = replace(task, workload=Workload(global_batch=2 * math.lcm(*batches)))
+    """The cells of a table, row by row of the lengths; all other knobs are as in `base`."""
+    divisible = replace(task, workload=Workload(global_batch=2 * math.lcm(*batches)))
     for length in lengths:
         for size in batches:
             config = replace(base, micro_batch_size=size, seq_len=length)
-            pair = [
-                planned(alone, replace(config, checkpointing=checkpointing), limit_gib)
-                for checkpointing in ("none", "full")
-            ]
-            if pair[0] is not None and pair[1] is not None:
-                yield Cell(micro_batch_size=size, seq_len=length, plain=pair[0], recomputed=pair[1])
+            plain = estimate(divisible, replace(config, checkpointing="none"), limit_gib)
+            recomputed = estimate(divisible, replace(config, checkpointing="full"), limit_gib)
+            if plain is not None and recomputed is not None:
+                yield Cell(micro_batch_size=size, seq_len=length, plain=plain, recomputed=recomputed)
+
+
+# --- configurations that the user named
+
+
+def estimate_named_configs(
+    spec: StudySpec, *, device: DeviceSpec, observations: Sequence[Observation] = (), say: Say = silent
+) -> list[ConfigResult]:
+    """Estimate each configuration that the spec names. Raises UsageError for what cannot be."""
+    task = planned_setup(replace(spec, pins={}, configs=()), device, say).task
+    limit_gib = memory_limit_gib(device, spec.headroom, spec.memory_gib)
+    results = []
+    for case, config, case_task in cases(spec, task):
+        result = ConfigResult(case=case, config=config, outcome=Outcome.OK, evidence=Evidence.ESTIMATED)
+        estimated = estimate(case_task, config, limit_gib, observations)
+        if estimated is None:
+            results.append(replace(result, outcome=Outcome.REFUSED, reason="there is no formula for it"))
+            continue
+        shape = case_task.workload.run_shape(config)
+        samples_per_s = estimated.samples_per_s
+        rows_per_s = None if samples_per_s is None else samples_per_s / shape.examples_per_row
+        results.append(
+            replace(
+                result,
+                outcome=Outcome.OOM if estimated.state == OOM else Outcome.OK,
+                reason="too close to tell" if estimated.state == TIGHT else None,
+                tokens_per_s=None if rows_per_s is None else rows_per_s * config.seq_len,
+                samples_per_s=samples_per_s,
+                step_time_s=None if not rows_per_s else shape.rows_per_step / rows_per_s,
+                peak_gib=estimated.need_gib,
+                whole_gib=estimated.need_gib + CONTEXT_GIB,
+            )
+        )
+    return results
+
+
+# --- as plain data
+
+
+def plan_data(made: Plan) -> dict[str, Any]:
+    """The plan as `autotune plan --json` prints it."""
+    task = made.task
+    return {
+        "model": task.model.name,
+        "device": task.device.name,
+        "workload": task.workload.facts(),
+        "price": asdict(task.price) if task.price else None,
+        "limit_gib": made.limit_gib,
+        "best": made.best and _estimate_data(made.best),
+        "baseline": _estimate_data(made.baseline),
+        "reason": made.reason,
+        "configurations": {"looked_at": made.num_estimated, "of": made.space_size},
+        "seen": [observed.source for observed in made.observations],
+        "how_sure": ACCURACY,
+        "what_fits": {name: [_cell_data(cell) for cell in cells] for name, cells in memory_tables(made).items()},
+    }
+
+
+def _estimate_data(estimated: DeviceEstimate) -> dict[str, Any]:
+    return {
+        "config": estimated.config.as_dict(),
+        "label": estimated.config.label(),
+        "fits": estimated.state,
+        "peak_reserved_gib": estimated.need_gib,
+        "limit_gib": estimated.limit_gib,
+        "memory_gib": estimated.memory and estimated.memory.terms(),
+        "tokens_per_s": estimated.tokens_per_s,
+        "interval_tokens_per_s": estimated.interval,
+        "samples_per_s": estimated.samples_per_s,
+        "cost": asdict(estimated.cost) if estimated.cost else None,
+        "measurements_on_this_card": estimated.num_observations,
+        "evidence": Evidence.ESTIMATED,
+    }
+
+
+def _cell_data(cell: Cell) -> dict[str, Any]:
+    return {
+        "micro_batch_size": cell.micro_batch_size,
+        "seq_len": cell.seq_len,
+        "none_gib": cell.plain.need_gib,
+        "full_gib": cell.recomputed.need_gib,
+        "fits": cell.chosen.state,
+        "checkpointing": cell.chosen.config.checkpointing,
+    }

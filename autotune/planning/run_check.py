@@ -1,394 +1,350 @@
-"""Somebody's own run, held against a card by formula: what it needs, how long it takes, what would make it fit.
+"""Check a run that another tool's file describes: whether it fits a card, how long it takes, and what to change.
 
-A `ForeignRun` goes in; nothing is looked up and no file is read. Where no formula knows the way it computes, what it
-needs is told between two ways that are known, or from one of them up.
+Nothing of the file is run.
 """
 
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import combinations
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
+from autotune.catalog import DeviceSpec, ModelSpec, list_devices, list_models, resolve_model
+from autotune.core.errors import UsageError
+from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import gib
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
+from autotune.core.units import fmt_gib
+from autotune.planning.device_estimate import ACCURACY, memory_limit_gib, planned_device
+from autotune.planning.fixes import FixedRun, FixSearch
+from autotune.planning.foreign_config import ForeignConfig, read_file, with_supported_attention
 from autotune.planning.observations import Observation
-from autotune.planning.plan import FITS, OOM, TIGHT, limit_of, ratios
-from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, footprint
-from autotune.prediction.step_time import REFERENCE, pace
-from autotune.prediction.transfer import carry, interval
+from autotune.planning.plan import Say, plan_task, silent
+from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
+from autotune.problem.setup import DEFAULT_TOKENS, set_up
+from autotune.problem.study_spec import StudySpec, make_spec
+from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 
-OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py`, Mistral-7B on an H200
-MOST_TRIED, LEAST_LENGTH = 1024, 256  # the largest micro batch that is advised, and the shortest sequence
-_INNER = ("model_init_kwargs", "bnb_config_kwargs")  # what stands in there goes before what stands beside it
-_CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-_MICRO = dict.fromkeys(("trl", "llamafactory"), "per_device_train_batch_size") | {"axolotl": "micro_batch_size"}
-_ACCUMULATION = "gradient_accumulation_steps"
-_LENGTH = {"trl": "max_length", "axolotl": "sequence_len", "llamafactory": "cutoff_len"}
+VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
+MIN_SPEEDUP = 1.05  # from which on a faster configuration is reported
+# Knobs that the faster configuration shares with the run, since they change what is learned.
+SHARED = ("method", "lora_rank", "rslora", "seq_len", "quantization", "double_quant", "precision", "optimizer")
+EXAMPLE_OPTIONS = (
+    "dataset",
+    "tokenizer",
+    "lengths",
+    "mean_tokens",
+    "p99_tokens",
+    "tokens_per_example",
+    "tokens",
+    "examples",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """At least and at most, at the peak of a step; equal where a formula knows the way, `most` None where none does."""
+class Faster:
+    """Another configuration that learns the same, how many times as fast it is, and the command that measures it."""
 
-    least: MemoryBreakdown
-    most: MemoryBreakdown | None
+    config: TrainConfig
+    times: float
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """The answer for one file.
+
+    `fix` is what to change, None where nothing helps or it fits; `fixes` are the single changes with the GiB that each
+    saves; `smallest_card` holds the run as it is.
+    """
+
+    file: Path
+    context: CheckContext
+    checked: CheckedRun
+    fix: FixedRun | None
+    fixes: tuple[tuple[FixedRun, float], ...]
+    smallest_card: DeviceSpec | None
+    faster: Faster | None
+    notes: tuple[str, ...]
 
     @property
-    def told(self) -> MemoryBreakdown:
-        return self.most or self.least
-
-    def fits(self, limit_gib: float) -> str:
-        """FITS beyond the error of the formula, OOM, or TIGHT where neither can be told."""
-        if self.least.peak_reserved_gib > limit_gib:
-            return OOM
-        sure = self.most is not None and self.most.peak_reserved_gib * (1 + ERROR) <= limit_gib
-        return FITS if sure else TIGHT
+    def runnable(self) -> CheckedRun | None:
+        """The run as it is, unless it does not fit: then as it is with the fix."""
+        if self.checked.state != OOM:
+            return self.checked
+        return self.fix.checked if self.fix else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duration:
-    """How fast it trains and what all of it takes; intervals hold 80 % of the cases.
+def check(
+    file: Path,
+    options: Mapping[str, Any] | None = None,
+    *,
+    observations: Sequence[Observation] = (),
+    say: Say = silent,
+) -> CheckReport:
+    """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
-    Speeds are of one GPU and count useful tokens. `usd` is that of all GPUs, None without a price.
+    `options` are fields of StudySpec about the card, the model, the examples, the memory and the price; None is absent.
+
+    Raises:
+        UsageError: the file, the model or the card cannot be read or is unknown, or no formula covers the model.
     """
-
-    tokens_per_s: float
-    interval: tuple[float, float]
-    samples_per_s: float
-    num_steps: int
-    hours: float
-    interval_hours: tuple[float, float]
-    usd: float | None
-    interval_usd: tuple[float, float] | None
-    basis: int  # measurements on this card that it rests on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What every verdict hangs on beside the run: `workload` is a pass of its examples, the batch aside."""
-
-    model: ModelSpec
-    device: DeviceSpec
-    limit_gib: float
-    workload: Workload
-    price: Price | None = None
-    seen: tuple[Observation, ...] = ()
-    padded: bool = False  # to the whole length, and not to the longest of a micro batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
-    """`duration` is None where no formula knows it; of what does not fit, it is how long it would take."""
-
-    run: ForeignConfig
-    need: Need
-    fits: str
-    duration: Duration | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """`edits` are keys of the run's own tool with the values to write there."""
-
-    edits: dict[str, Any]
-    checked: Checked
-
-
-def check(setting: Setting, run: ForeignConfig) -> Checked | None:
-    """None for a model that has no formula."""
-    need = need_of(setting.model, run)
-    if need is None:
-        return None
-    return Checked(run=run, need=need, fits=need.fits(setting.limit_gib), duration=duration(setting, run))
+    options = dict(options or {})
+    run = read_file(file)
+    device = planned_device(options.get("gpu") or "auto")
+    name = options.get("model") or run.model
+    model, assumption = find_model(name)
+    run = with_supported_attention(run, model)
+    spec = make_spec(None, options | {"gpu": device.name, "model": model.name if assumption else name})
+    task, warnings = _task(spec, device, run, say)
+    context = CheckContext(
+        model=model,
+        device=device,
+        limit_gib=memory_limit_gib(device, spec.headroom, spec.memory_gib),
+        workload=_workload(task.workload, spec, run),
+        price=task.price,
+        observations=tuple(observations),
+        padded=run.format == "axolotl" and run.values.get("pad_to_sequence_len") is True,
+    )
+    checked = check_run(context, run)
+    if checked is None:
+        raise UsageError(
+            f"there is no formula for {str(model.config['model_type'])!r} models".replace("'", ""),
+            remedy="measure it: `autotune run`, with --shallow-only where the GPU is too small",
+        )
+    report = CheckReport(
+        file=file,
+        context=context,
+        checked=checked,
+        fix=None,
+        fixes=(),
+        smallest_card=None,
+        faster=None,
+        notes=(*_notes(context, checked, assumption), *warnings, *run.notes),
+    )
+    if checked.state != FITS:
+        search = FixSearch(context=context, checked=checked)
+        report = replace(
+            report,
+            fix=search.best(),
+            fixes=tuple((fixed, search.saved_gib(fixed)) for fixed in search.each_alone()),
+            smallest_card=_smallest_card(checked, spec.headroom),
+        )
+    runnable = report.runnable
+    return replace(report, faster=_faster(task, spec, context, runnable.run)) if runnable else report
 
 
-def need_of(model: ModelSpec, run: ForeignConfig) -> Need | None:
-    """None for a model that has no formula."""
-    config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
-    least = most = replace(config, dora=False)  # DoRA takes more, nobody looked how much
-    if config.quantization == "int8":
-        least, most = replace(least, quantization="nf4"), replace(most, quantization="none")
-    low, high = (footprint(model, _kept(one), steps) for one in (least, most))
-    if sizes is None or low is None or high is None:
-        return None
-    if FP32_BASE in run.notes:
-        quantized = config.quantization != "none"
-        low, high = (_in_fp32(sizes, _kept(config), quantized, one) for one in (low, high))
-    if config.offloads:  # what waits in the host's memory
-        waits = gib(config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4))
-        low = replace(low, activations=max(low.activations - waits, 0.0))
-    return Need(least=low, most=None if config.dora else high)
+def find_model(name: str) -> tuple[ModelSpec, str | None]:
+    """The model that a file names, and a sentence where another is assumed to have its shape, by its name.
 
-
-def _kept(config: TrainConfig) -> TrainConfig:
-    """With checkpoints on the GPU."""
-    return replace(config, checkpointing="full") if config.offloads else config
-
-
-def _in_fp32(sizes: Sizes, config: TrainConfig, quantized: bool, found: MemoryBreakdown) -> MemoryBreakdown:
-    """Of a frozen base in float32 under autocast, which keeps no cast of what is frozen.
-
-    Each product casts its weight anew, and the graph holds that cast until the layer's backward pass: those of all
-    layers that are not recomputed, and of the head while its logits are there (`test_check.py` counts the first).
+    Copies of a model under another organisation or in a local directory, and models tuned from it for chats, have its
+    shape. Raises UsageError.
     """
-    frozen = sizes.params - (sizes.linear_params if quantized else 0)
-    every = config.checkpoint_every
-    recomputed = 0 if every is None else math.ceil(sizes.layers / every)
-    casts = 0 if quantized else min(sizes.layers - recomputed + 1, sizes.layers) * sizes.linear_params / sizes.layers
-    checkpoints = config.tokens * recomputed * sizes.hidden  # of 4 bytes a value instead of 2
-    head = sizes.embedding if found.logits else 0
-    return replace(
-        found,
-        weights=found.weights + gib(2 * frozen),
-        activations=found.activations + gib(2 * (casts + checkpoints)),
-        logits=found.logits + gib(2 * head),
-    )
+    specs = list_models()
+    exact = {key.lower() for spec in specs for key in (spec.name, *spec.aliases)}
+    if name.lower() not in exact and not os.path.isdir(os.path.expanduser(name)):
+        same_shape = {_shape_name(key): spec for spec in specs for key in (spec.name, *spec.aliases)}
+        if (spec := same_shape.get(_shape_name(name))) is not None:
+            return spec, f"{name} is taken to be shaped like {spec.name}, after its name (else give --model)."
+    try:
+        return resolve_model(name), None
+    except UsageError as error:
+        raise UsageError(
+            str(error),
+            remedy="give --model: a name of its shape that `autotune models` lists, or a directory with config.json",
+        ) from None
 
 
-def duration(setting: Setting, run: ForeignConfig) -> Duration | None:
-    """None where no formula knows how fast the model, the card or the way it computes is."""
-    model, workload, config = setting.model, setting.workload, run.config
-    length = config.seq_len if config.packing or setting.padded else longest_of(workload.lengths, config)
-    took = pace(model, _kept(replace(config, seq_len=length)))
-    known = ratios(setting.seen, setting.device, config.method, config.quantization)
-    carried = carry(resolve_device(REFERENCE), setting.device, known)
-    if took is None or carried is None:
+def _shape_name(name: str) -> str:
+    """'NousResearch/Meta-Llama-3.1-8B-Instruct' -> 'llama-3.1-8b'."""
+    last = re.split(r"[/\\]", name.rstrip("/\\"))[-1].lower().removeprefix("meta-")
+    return re.sub(r"-(?:instruct|chat|base|it|hf|\d{4})(?=-|$)", "", last)
+
+
+def _task(spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say) -> tuple[Task, tuple[str, ...]]:
+    """The study of the same examples with the same global batch, and warnings about their lengths."""
+    context = resolve_model(spec.model).max_seq_len or run.config.seq_len
+    rows = run.accumulation * run.config.micro_batch_size
+    pins = {"seq_len": min(run.config.seq_len, context)}
+    setup = set_up(replace(spec, gpu=device.name, pins=pins, global_batch=rows), device, say)
+    assumed = setup.task.workload.lengths.source == "assumed"
+    return setup.task, () if assumed else tuple(f"{text}." for text in setup.warnings if "cut off" in text)
+
+
+def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Workload:
+    """The examples as the user gave them; else as many as the file says."""
+    if workload.lengths.source == "assumed":
+        tokens = min(DEFAULT_TOKENS, run.config.seq_len)
+        workload = replace(workload, lengths=Lengths.constant(tokens, "assumed"))
+    if run.max_examples is None or spec.examples is not None or spec.tokens is not None:
+        return workload
+    examples = run.max_examples if workload.examples_assumed else min(workload.examples, run.max_examples)
+    return replace(workload, examples=examples, examples_assumed=False)
+
+
+def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
+    """The card with the least memory on which the run fits as it is."""
+    bf16 = checked.run.config.precision.startswith("bf16")
+    cards = [card for card in list_devices() if card.memory_gib and (card.supports_bf16 or not bf16)]
+    for card in sorted(cards, key=lambda card: card.memory_gib or 0.0):
+        if checked.bounds.state(memory_limit_gib(card, headroom)) == FITS:
+            return card
+    return None
+
+
+# --- a faster configuration
+
+
+def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig) -> Faster | None:
+    """The fastest configuration that fits and learns the same; with full rows where the lengths are not known."""
+    config, workload = run.config, context.workload
+    lengths_known = workload.lengths.source != "assumed"
+    if not lengths_known:
+        workload = replace(workload, lengths=Lengths.constant(config.seq_len, "assumed"))
+    checked = check_run(replace(context, workload=workload), run)
+    tokens_per_s = checked.estimate.tokens_per_s if checked else None
+    no_bf16 = config.precision.startswith("bf16") and not context.device.supports_bf16
+    if tokens_per_s is None or no_bf16 or config.seq_len > (context.model.max_seq_len or config.seq_len):
         return None
-    again = cast_s(model, run)
-    micro = took.micro_s * (OFFLOADED if config.offloads else 1.0) + again
-    gpus = run.num_gpus or 1
-    shape = workload.run_shape(config, accumulation=run.accumulation, world_size=gpus)
-    step = shape.step_time_s(micro, took.rest_s) / carried.ratio
-    error = math.hypot(took.error, carried.error, again / micro / 2)
-    low, high = interval(1.0, error)
-    num_steps = replace(shape, epochs=run.epochs or 1).num_steps if run.max_steps is None else run.max_steps
-    hours = num_steps * step / 3600
-    usd = None if setting.price is None else hours * gpus * setting.price.usd_per_hour
-    tokens_per_s = shape.useful_tokens_per_step / gpus / step
-    return Duration(
-        tokens_per_s=tokens_per_s,
-        interval=(tokens_per_s * low, tokens_per_s * high),
-        samples_per_s=shape.examples_per_step / gpus / step,
-        num_steps=num_steps,
-        hours=hours,
-        interval_hours=(hours * low, hours * high),
-        usd=usd,
-        interval_usd=None if usd is None else (usd * low, usd * high),
-        basis=carried.basis,
-    )
+    pins = {knob: getattr(config, knob) for knob in SHARED}
+    if config.packing or not lengths_known:
+        pins["packing"] = config.packing and lengths_known
+    space = task.space
+    for knob, value in pins.items():
+        space = space if value is None else space.pin(knob, value)
+    batch = max(1, round(workload.run_shape(config, accumulation=run.accumulation).examples_per_step))
+    space, _ = space.narrow("micro_batch_size", lambda size: batch % size == 0, "it does not divide the global batch")
+    study = replace(task, model=context.model, space=space, workload=replace(workload, global_batch=batch))
+    best = plan_task(study, headroom=spec.headroom, memory_gib=spec.memory_gib, observations=context.observations).best
+    times = (best.tokens_per_s or 0.0) / tokens_per_s if best else 0.0
+    if best is None or times < MIN_SPEEDUP:
+        return None
+    return Faster(config=best.config, times=times, command=_run_command(spec, config, workload, batch))
 
 
-def longest_of(lengths: Lengths, config: TrainConfig) -> int:
-    """Tokens of the longest of a micro batch of examples, on average: to which the other tools pad its rows."""
-    seen, before, mean = 0, 0.0, 0.0
-    for tokens, number in lengths.counts:
-        seen += number
-        share: float = (seen / lengths.number) ** config.micro_batch_size
-        mean += min(tokens, config.seq_len) * (share - before)
-        before = share
-    return max(1, min(math.ceil(round(mean, 6)), config.seq_len))
+def _run_command(spec: StudySpec, config: TrainConfig, workload: Workload, global_batch: int) -> str:
+    """The `autotune run` that measures configurations which learn the same."""
+    given = {name: getattr(spec, name) for name in ("model", "gpu", *EXAMPLE_OPTIONS)}
+    options = {name: value for name, value in given.items() if value is not None}
+    if config.method == "full":
+        options["space"] = "full"
+    else:
+        options["rank"] = config.lora_rank
+    options |= {"seq_len": config.seq_len, "global_batch": global_batch}
+    if workload.lengths.source == "assumed":
+        options["tokens_per_example"] = config.seq_len
+    if not {"examples", "tokens", "dataset", "lengths"} & set(options):
+        options["examples"] = workload.examples
+    words = ["autotune", "run"]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    for knob in SHARED:
+        value = getattr(config, knob)
+        if knob not in ("method", "lora_rank", "seq_len") and value not in (False, "none"):
+            words += ["--set", f"{knob}={value}"]
+    return shlex.join(words)
 
 
-def cast_s(model: ModelSpec, run: ForeignConfig) -> float:
-    """Seconds of a micro batch on the reference card in which a base in float32 is cast: 4 bytes read, 2 written."""
-    sizes, config = Sizes.of(model), run.config
-    if sizes is None or FP32_BASE not in run.notes:
-        return 0.0
-    every = config.checkpoint_every
-    passes = 1.0 if every is None else 1.0 + 1.0 / every
-    cast = sizes.embedding + (0 if config.quantization == "nf4" else sizes.linear_params * passes)
-    return 6 * cast / ((resolve_device(REFERENCE).bandwidth_gb_s or math.nan) * 1e9)
+# --- what the verdict leaves out
 
 
-def smallest_card(checked: Checked, cards: Iterable[DeviceSpec], headroom: float) -> DeviceSpec | None:
-    """The one with the least memory on which it fits as it is."""
-    half = checked.run.config.precision.startswith("bf16")
-    sized = sorted(
-        (card for card in cards if card.memory_gib and (card.supports_bf16 or not half)),
-        key=lambda card: card.memory_gib or 0.0,
-    )
-    return next((card for card in sized if checked.need.fits(limit_of(card, headroom)) == FITS), None)
+def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -> Iterator[str]:
+    run, config, device = checked.run, checked.run.config, context.device
+    if assumption:
+        yield assumption
+    if not device.supports_bf16 and config.precision.startswith("bf16"):
+        yield f"{device.name} has no bf16: it starts with bf16 off and fp16 on alone, which takes as much memory."
+    max_seq_len = context.model.max_seq_len
+    if max_seq_len and config.seq_len > max_seq_len and not assumption:
+        yield f"Sequences of {config.seq_len:,} tokens are longer than the model's context of {max_seq_len:,}."
+    if checked.bounds.most is None:
+        yield "How much memory DoRA takes besides its adapters is not known: the run needs more than the estimate."
+    elif checked.bounds.least != checked.bounds.most:
+        what = "A base in 8 bits" if config.quantization == "int8" else "What is offloaded"
+        between = "that of 4 bits and of 16" if config.quantization == "int8" else "none of it on the GPU and all"
+        yield f"{what} has no formula: the need lies between {between}, and the larger one is reported."
+    if run.num_gpus is None:
+        yield "The file does not say on how many GPUs it trains: one is assumed, and sharding is not modelled."
+    elif run.num_gpus > 1:
+        again = fmt_gib(checked.bounds.reported.gradients or checked.bounds.reported.adapters)
+        yield (
+            f"The estimate is for each of {run.num_gpus} GPUs, as data parallel: each holds all of it, sharding is not "
+            "modelled."
+        )
+        yield f"Their communication is not counted, nor that torch then holds the gradients twice ({again} more)."
+    if context.workload.lengths.source == "assumed":
+        lengths = context.workload.lengths
+        yield f"How long the examples are was not given: {lengths} (--dataset, --lengths, --mean-tokens)."
+    if not config.packing and not context.padded:
+        yield (
+            "Memory is estimated for rows of the whole length, speed for rows padded to the longest of a micro batch."
+        )
 
 
-# --- what would make it fit
+# --- as plain data
 
 
-def edited(values: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
-    """The file's values with these written over them, where they have an effect."""
-    new = dict(values)
-    for key, value in edits.items():
-        inner = next((name for name in _INNER if key in (values.get(name) or ())), None)
-        if inner is None:
-            new[key] = value
-        else:
-            new[inner] = new[inner] | {key: value}
-    return new
-
-
-def levers(run: ForeignConfig, values: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(rank, edits) of each change but those of micro batch and length, in the tool's own keys.
-
-    Rank 0 leaves what is learned as it is. 1 changes the optimizer's state or drops DoRA, 2 quantises the base or does
-    without fp32 master weights, 4 trains adapters instead of everything. 3 is a shorter sequence.
-    """
-    config, tool = run.config, run.format
-    if FP32_BASE in run.notes:
-        yield 0, {"dtype": "bfloat16"}
-    if config.loss == "full" and tool == "llamafactory":
-        yield 0, {"enable_liger_kernel": True}
-    if config.loss == "full" and tool == "axolotl":
-        yield 0, _fused(values)
-    if config.checkpointing == "none":
-        newer = "activation_checkpointing" if "activation_checkpointing" in values else "gradient_checkpointing"
-        on = {"trl": {newer: True}, "axolotl": {"gradient_checkpointing": True}}
-        yield 0, on.get(tool, {"disable_gradient_checkpointing": False})
-    if config.optimizer in ("adamw_torch", "adamw_torch_fused"):
-        yield 1, {"optimizer" if tool == "axolotl" else "optim": "adamw_bnb_8bit"}
-    if config.dora:
-        yield 1, {"peft_use_dora" if tool == "axolotl" else "use_dora": False}
-    four: dict[str, dict[str, Any]] = {
-        "trl": {"load_in_4bit": True},
-        "axolotl": {"adapter": "qlora", "load_in_4bit": True},
+def report_data(report: CheckReport) -> dict[str, Any]:
+    """The answer as `autotune check --json` prints it."""
+    context, run, faster = report.context, report.checked.run, report.faster
+    workload = context.workload.facts()
+    return {
+        "file": str(report.file),
+        "format": run.format,
+        "model": context.model.name,
+        "device": context.device.name,
+        **_checked_data(report.checked),
+        "limit_gib": context.limit_gib,
+        "num_gpus": run.num_gpus,
+        "epochs": run.epochs,
+        "max_steps": run.max_steps,
+        "workload": {name: workload[name] for name in ("examples", "examples_assumed", "tokens_per_example")},
+        "price": asdict(context.price) if context.price else None,
+        "change": report.fix and _fixed_data(report.fix),
+        "each_change": [_fixed_data(fixed) | {"saves_gib": saved} for fixed, saved in report.fixes],
+        "smallest_card": report.smallest_card.name if report.smallest_card else None,
+        "faster": faster and asdict(faster) | {"config": faster.config.as_dict()},
+        "notes": list(report.notes),
+        "how_sure": ACCURACY,
+        "evidence": Evidence.ESTIMATED,
     }
-    nf4 = _without(four.get(tool, {"quantization_bit": 4}), values, "load_in_8bit")
-    if config.method == "lora":
-        if config.quantization != "nf4":
-            yield 2, nf4
-        return
-    if config.precision != "bf16_pure" and tool != "axolotl":
-        yield 2, {"dtype": "bfloat16"} if tool == "trl" else {"pure_bf16": True}
-    lora = {"trl": {"use_peft": True, "dtype": "bfloat16"}, "axolotl": {"adapter": "lora", "lora_target_linear": True}}
-    adapters: dict[str, Any] = lora.get(tool, {"finetuning_type": "lora"})
-    adapters = adapters | ({"lora_r": values.get("lora_r") or 16} if tool == "axolotl" else {})
-    yield 4, adapters
-    yield 4, adapters | nf4
 
 
-def _fused(values: dict[str, Any]) -> dict[str, Any]:
-    """What fuses Axolotl's loss with the head: Liger, if it is there already."""
-    plugins = values.get("plugins") or []
-    plugins = [one.strip() for one in plugins.split(",")] if isinstance(plugins, str) else list(plugins)
-    if any("liger" in str(one).lower() for one in plugins):
-        return _without({"liger_fused_linear_cross_entropy": True}, values, "liger_cross_entropy")
-    there = any("cut_cross_entropy" in str(one).lower() for one in plugins)
-    return {"plugins": plugins if there else [*plugins, _CUT], "cut_cross_entropy": True}
+def _fixed_data(fixed: FixedRun) -> dict[str, Any]:
+    return {"edits": fixed.edits, **_checked_data(fixed.checked)}
 
 
-def _without(edits: dict[str, Any], values: dict[str, Any], key: str) -> dict[str, Any]:
-    """And with this key off, if it is on."""
-    return edits | ({key: False} if values.get(key) else {})
+def _checked_data(checked: CheckedRun) -> dict[str, Any]:
+    bounds, run = checked.bounds, checked.run
+    return {
+        "verdict": VERDICTS[checked.state],
+        "label": run.config.label(),
+        "config": run.config.as_dict(),
+        "accumulation": run.accumulation,
+        "peak_reserved_gib": bounds.reported.peak_reserved_gib,
+        "bounds_gib": [bounds.least.peak_reserved_gib, bounds.most and bounds.most.peak_reserved_gib],
+        "memory_gib": bounds.reported.terms(),
+        "phase": bounds.reported.phase,
+        "duration": _duration_data(checked.estimate),
+    }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixSearch:
-    """Tries changes of a run. `reread` reads values as the run's tool would; None where it refuses them."""
-
-    setting: Setting
-    checked: Checked
-    values: dict[str, Any]
-    reread: Callable[[dict[str, Any]], ForeignConfig | None]
-    known: dict[str, ForeignConfig | None] = field(default_factory=dict)
-
-    def alone(self) -> list[Change]:
-        """Each change by itself, if it helps; of micro batches and lengths the largest that fits."""
-        run = self.checked.run
-        found = [self._change(edits, read) for rank, edits in levers(run, self.values) if (read := self._read(edits))]
-        if sizes := self._smaller(run):
-            found.append(self._largest({}, {}, (FITS,)) or self._change({}, run, sizes[-1]))
-        if lengths := self._shorter(run):
-            made = (self._change({}, run, length) for length in lengths)
-            found.append(next((one for one in made if one and one.checked.fits == FITS), None))
-            found[-1] = found[-1] or self._change({}, run, lengths[0])
-        return [one for one in found if one and one.edits and (self.saves(one) > 0.005 or one.checked.fits == FITS)]
-
-    def saves(self, change: Change) -> float:
-        """GiB."""
-        return self.checked.need.told.peak_reserved_gib - change.checked.need.told.peak_reserved_gib
-
-    def first(self) -> Change | None:
-        """What makes it fit: what is learned changes as little as can be, then the fewest changes, then the fastest.
-
-        Of what does not fit, where nothing surely fits, what is too close to tell.
-        """
-        run = self.checked.run
-        ranked = list(levers(run, self.values))
-        for accepted in ((FITS,), (TIGHT,)) if self.checked.fits == OOM else ((FITS,),):
-            for most in range(5):
-                for shorter in [*([] if most == 3 else [{}]), *(self._shorter(run) if most > 2 else ())]:
-                    found = [
-                        (count + (len(one.edits) > len(edits)), -_speed(one), place, one)
-                        for place, (count, edits) in enumerate(_subsets(ranked, most))
-                        if (one := self._largest(edits, shorter, accepted)) and one.edits
-                    ]
-                    if found:
-                        return min(found)[-1]
+def _duration_data(estimated: DeviceEstimate) -> dict[str, Any] | None:
+    cost = estimated.cost
+    if cost is None:
         return None
-
-    def _largest(self, edits: dict[str, Any], shorter: dict[str, Any], accepted: Sequence[str]) -> Change | None:
-        """With these edits the largest micro batch that comes to what is accepted, the global batch as it is."""
-        if (run := self._read(edits)) is None:
-            return None
-        sizes = [shorter, *(shorter | size for size in self._smaller(run))]
-
-        def fits(size: dict[str, Any]) -> bool:
-            need = need_of(self.setting.model, self._resized(run, size))
-            told = OOM if need is None else need.fits(self.setting.limit_gib)
-            return told == FITS or told in accepted
-
-        if not fits(sizes[-1]):  # a smaller one never needs more
-            return None
-        return self._change(edits, run, sizes[bisect_left(sizes, True, key=fits)])
-
-    def _read(self, edits: dict[str, Any]) -> ForeignConfig | None:
-        if repr(edits) not in self.known:
-            self.known[repr(edits)] = self.reread(edited(self.values, edits)) if edits else self.checked.run
-        return self.known[repr(edits)]
-
-    def _change(self, edits: dict[str, Any], run: ForeignConfig, size: dict[str, Any] | None = None) -> Change | None:
-        checked = check(self.setting, self._resized(run, size or {}))
-        return None if checked is None else Change(edits=edits | (size or {}), checked=checked)
-
-    def _resized(self, run: ForeignConfig, size: dict[str, Any]) -> ForeignConfig:
-        config = run.config
-        micro, length = size.get(_MICRO[run.format], config.micro_batch_size), size.get(self._length, config.seq_len)
-        accumulation = size.get(_ACCUMULATION, run.accumulation)
-        return replace(run, config=replace(config, micro_batch_size=micro, seq_len=length), accumulation=accumulation)
-
-    def _smaller(self, run: ForeignConfig) -> list[dict[str, Any]]:
-        """Micro batches that leave the global batch as it is, the largest first."""
-        micro, rows = run.config.micro_batch_size, run.config.micro_batch_size * run.accumulation
-        sizes = [size for size in range(min(micro - 1, MOST_TRIED), 0, -1) if rows % size == 0]
-        return [{_MICRO[run.format]: size, _ACCUMULATION: rows // size} for size in sizes]
-
-    def _shorter(self, run: ForeignConfig) -> list[dict[str, Any]]:
-        """Powers of two."""
-        powers = range((run.config.seq_len - 1).bit_length() - 1, LEAST_LENGTH.bit_length() - 2, -1)
-        return [{self._length: 2**power} for power in powers]
-
-    @property
-    def _length(self) -> str:
-        key = _LENGTH[self.checked.run.format]
-        return "max_seq_length" if key not in self.values and "max_seq_length" in self.values else key
-
-
-def _speed(change: Change) -> float:
-    return change.checked.duration.tokens_per_s if change.checked.duration else 0.0
-
-
-def _subsets(ranked: list[tuple[int, dict[str, Any]]], most: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """How many levers, and their edits together: of ranks up to this one, which is among them if it has any."""
-    below = [one for one in ranked if one[0] <= most]
-    for count in range(len(below) + 1):
-        for some in combinations(below, count):
-            ranks = [rank for rank, _ in some]
-            if ranks.count(4) <= 1 and (most in (0, 3) or most in ranks):
-                together: dict[str, Any] = {}
-                for _, edits in some:
-                    together |= edits
-                yield count, together
+    return {
+        "tokens_per_s": estimated.tokens_per_s,
+        "interval": estimated.interval,
+        "samples_per_s": estimated.samples_per_s,
+        "num_steps": cost.num_steps,
+        "hours": cost.full_run_hours,
+        "interval_hours": cost.interval_hours,
+        "usd": cost.full_run_usd,
+        "interval_usd": cost.interval_usd,
+        "basis": estimated.num_observations,
+    }

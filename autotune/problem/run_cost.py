@@ -1,13 +1,16 @@
-"""CostProjection: hours, USD and kWh of the full run, from a measured step time. No price: no USD; no power: no kWh."""
+"""What the full run takes: hours, USD and kWh, from a step time. Without a price no USD, without a power no kWh."""
 
 from dataclasses import dataclass, replace
 
-from autotune.catalog import Price
+from autotune.catalog import DeviceSpec, Price
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.problem.performance import Performance
+from autotune.problem.run_shape import RunShape
 from autotune.problem.workload import Workload
 
+FITS, TIGHT, OOM = "fits", "tight", "out of memory"
 TABLE_EXAMPLES = (10_000, 50_000, 100_000)
 
 
@@ -20,7 +23,7 @@ class CostProjection:
     """
 
     examples: int
-    epochs: int
+    epochs: float
     num_steps: int
     full_run_hours: float
     interval_hours: tuple[float, float]
@@ -34,18 +37,48 @@ class CostProjection:
     startup_s: float | None = None
 
 
-def project(
-    workload: Workload,
-    config: TrainConfig,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEstimate:
+    """One configuration on one device: whether it fits, how fast it trains, and what the full run costs.
+
+    `state` is FITS, TIGHT, OOM, or what the device lacks. `need_gib` is reserved memory at the peak, of the `limit_gib`
+    that tensors may take; `memory` says what it is made of, None where it was measured. `tokens_per_s` counts the
+    useful tokens of one device, and 80 % of cases lie in `interval`. Speed and `cost` are None where they are not
+    known. `num_observations` counts the measurements by others on this device that the speed rests on.
+    """
+
+    device: DeviceSpec
+    config: TrainConfig
+    state: str
+    need_gib: float
+    limit_gib: float
+    price: Price | None = None
+    memory: MemoryBreakdown | None = None
+    tokens_per_s: float | None = None
+    interval: tuple[float, float] | None = None
+    samples_per_s: float | None = None
+    cost: CostProjection | None = None
+    num_observations: int = 0
+
+    @property
+    def margin(self) -> float:
+        """Signed: need / limit - 1."""
+        return self.need_gib / self.limit_gib - 1
+
+
+def run_cost(
+    shape: RunShape,
     performance: Performance,
     price: Price | None,
     power_w: float | None = None,
     *,
-    examples: int | None = None,
+    num_steps: int | None = None,
 ) -> CostProjection:
-    """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance."""
-    examples = examples or workload.examples
-    num_steps = replace(workload.run_shape(config), examples=examples).num_steps
+    """The cost of a run of this shape, or of its first `num_steps`, on all its devices.
+
+    `performance`, `price` and `power_w` are those of all devices together.
+    """
+    num_steps = shape.num_steps if num_steps is None else num_steps
     hours = num_steps * performance.step_time_s / 3600
     low, high = performance.spread
     interval = (hours * (1 + low), hours * (1 + high))
@@ -53,8 +86,8 @@ def project(
     spot = price.spot_usd_per_hour if price else None
     per_sample = 1 / performance.samples_per_second / 3600
     return CostProjection(
-        examples=examples,
-        epochs=workload.epochs,
+        examples=shape.examples,
+        epochs=shape.epochs,
         num_steps=num_steps,
         full_run_hours=hours,
         interval_hours=interval,
@@ -65,6 +98,20 @@ def project(
         cost_per_1000_samples_usd=None if usd_per_hour is None else 1000 * per_sample * usd_per_hour,
         kwh=None if power_w is None else power_w * hours / 1000,
     )
+
+
+def project(
+    workload: Workload,
+    config: TrainConfig,
+    performance: Performance,
+    price: Price | None,
+    power_w: float | None = None,
+    *,
+    examples: int | None = None,
+) -> CostProjection:
+    """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance."""
+    shape = replace(workload.run_shape(config), examples=examples or workload.examples)
+    return run_cost(shape, performance, price, power_w)
 
 
 def by_examples(

@@ -1,7 +1,7 @@
-"""The comparison of cards for a page, a document, a spreadsheet or a program.
+"""A comparison of cards as a page, a document, a spreadsheet or data for a program.
 
-Every name in it is somebody else's: each form keeps it text, whatever stands in it. Unknown is a dash to people, and
-nothing at all to programs.
+`COLUMNS` says once what a card's row shows, for every form that people read; `card_data` holds the same for programs.
+Names come from users and must stay text in each form. An unknown value is a dash for people and empty for programs.
 """
 
 import csv
@@ -10,59 +10,44 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from datetime import date
 from typing import Any
 
-from autotune.catalog import Price, age
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_usd
-from autotune.planning.compare import (
-    NO_PRICE,
-    Comparison,
-    Entry,
-    Group,
-    OwnRun,
-    fmt_hours,
-    rivals,
-    speed,
-    speed_interval,
-    unlike,
-    usd_interval,
-)
-from autotune.planning.plan import FITS
+from autotune.catalog import NO_PRICE, describe_price
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
+from autotune.planning.compare import ComparedCard, Comparison, Group, OwnRun, speed_interval, usd_interval
+from autotune.planning.device_estimate import ACCURACY
+from autotune.problem.run_cost import FITS
 from autotune.report.style import environment
 
-SPEED = ("card", "GiB of limit", "tokens/s (80 %)", "relative", "hours (80 %)", "kWh at most")
-COST = ("USD (80 %)", "USD at spot", "USD/1,000 samples", "price")
-BASIS = ("configuration", "evidence")
-COLUMNS = SPEED + COST + BASIS
-NUMBERS = {*SPEED[2:], *COST[:3]}
+Data = dict[str, Any]
 
 
-def facts(group: Group, entry: Entry) -> dict[str, Any]:
-    """One cell as plain data; what is not known is None."""
-    best, cost, price, plan = entry.best, entry.cost, entry.price, entry.plan
-    need = best or entry.least
+def card_data(group: Group, card: ComparedCard) -> Data:
+    """A card's row as plain data; what is not known is None."""
+    best, cost, price, plan = card.best, card.cost, card.price, card.plan
+    need = best or card.least
     return {
         "model": group.model,
         "method": group.method,
-        "card": entry.device.name,
-        "state": entry.state,
-        "from_reserve": entry.opened,
-        "need_gib": need and need.footprint.peak_reserved_gib,
+        "card": card.device.name,
+        "state": card.state,
+        "from_reserve": card.from_reserve,
+        "need_gib": need and need.need_gib,
         "limit_gib": plan and plan.limit_gib,
-        "guides_need_gib": plan and plan.baseline.footprint.peak_reserved_gib,
-        **_ranged("tokens_per_s", speed(entry) or None, speed_interval(entry)),
-        "relative_speed": group.relative(entry),
+        "guides_need_gib": plan and plan.baseline.need_gib,
+        **_ranged("tokens_per_s", card.tokens_per_s or None, speed_interval(card)),
+        "relative_speed": group.relative_speed(card),
         **_ranged("hours", cost.full_run_hours if cost else None, cost.interval_hours if cost else None),
-        **_ranged("usd", entry.usd, usd_interval(entry)),
+        **_ranged("usd", card.usd, usd_interval(card)),
         "usd_spot": cost and cost.spot_usd,
         "usd_per_1000_samples": cost and cost.cost_per_1000_samples_usd,
         "kwh_at_most": cost and cost.kwh,
         "configuration": best and best.config.label(),
-        "evidence": best and str(best.evidence),
-        "measurements_on_this_card": best and best.carried and best.carried.basis,
+        "evidence": best and "estimated",
+        "measurements_on_this_card": best and best.tokens_per_s and best.num_observations,
         "usd_per_hour": price and price.usd_per_hour,
         "provider": price and price.provider,
         "price_as_of": price and price.as_of,
@@ -70,98 +55,136 @@ def facts(group: Group, entry: Entry) -> dict[str, Any]:
     }
 
 
-def _ranged(name: str, value: float | None, bounds: tuple[float, float] | None) -> dict[str, float | None]:
+def _ranged(name: str, value: float | None, bounds: tuple[float, float] | None) -> Data:
     low, high = bounds or (None, None)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
-def shown(group: Group, entry: Entry, today: date) -> dict[str, str]:
-    """One cell for people, by the names of `COLUMNS`."""
-    told = facts(group, entry)
-    of = f"{_size(told['need_gib'])} of {_size(told['limit_gib'])}"
-    if entry.best is None:
-        of = entry.state
-        if entry.plan:
-            least, guides = _size(told["need_gib"]), _size(told["guides_need_gib"])
-            of += f": at least {least} of {_size(told['limit_gib'])} (guides: {guides})"
-    relative, basis = told["relative_speed"], told["measurements_on_this_card"]
-    tightened = f", tightened by {basis} measured on this card" if basis else ""
-    texts = (
-        entry.device.name,
-        of,
-        _span(told, "tokens_per_s", fmt_count),
-        DASH if relative is None else f"{relative:.2f}",
-        _span(told, "hours", fmt_count),
-        fmt_count(told["kwh_at_most"]),
-        _span(told, "usd", _usd),
-        _usd(told["usd_spot"]),
-        _usd(told["usd_per_1000_samples"]),
-        price_text(entry.price, today),
-        told["configuration"] or DASH,
-        DASH if entry.best is None else told["evidence"] + tightened,
-    )
-    return dict(zip(COLUMNS, texts, strict=True))
+def _with_range(data: Data, name: str, fmt: Callable[[float | None], str]) -> str:
+    """'1,109 (934 to 1,318)'."""
+    if data[name] is None:
+        return DASH
+    return f"{fmt(data[name])} ({fmt(data[f'{name}_low'])} to {fmt(data[f'{name}_high'])})"
 
 
-def price_text(price: Price | None, today: date) -> str:
-    """With provider and age, and what it is a part of."""
-    if price is None:
-        return f"{DASH} ({NO_PRICE})"
-    part = f", 1/{price.count} of an instance of {price.count}" if price.count > 1 else ""
-    doubt = "" if price.quotable else ", a reference and not a quote"
-    return f"{fmt_usd(price.usd_per_hour)}/h, {price.provider}, {age(price.as_of, today)}{part}{doubt}"
+def _gib(value: float | None) -> str:
+    return fmt_gib(value).removesuffix(" GiB")
+
+
+def _usd(value: float | None) -> str:
+    return fmt_usd(value).removeprefix("$")
+
+
+def _memory(data: Data) -> str:
+    limit = _gib(data["limit_gib"])
+    if data["configuration"]:
+        return f"{_gib(data['need_gib'])} of {limit}"
+    if data["limit_gib"] is None:
+        return str(data["state"])
+    return f"{data['state']}: at least {_gib(data['need_gib'])} of {limit} (guides: {_gib(data['guides_need_gib'])})"
+
+
+def _evidence(data: Data) -> str:
+    count = data["measurements_on_this_card"]
+    return (data["evidence"] or DASH) + (f", tightened by {count} measured on this card" if count else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column for people: its heading, and the text that it makes of a row's data. `table` groups narrow tables."""
+
+    title: str
+    table: str
+    text: Callable[[Data], str]
+    numeric: bool = False
+
+
+COLUMNS = (
+    Column(title="card", table="speed", text=lambda data: str(data["card"])),
+    Column(title="GiB of limit", table="speed", text=_memory),
+    Column(
+        title="tokens/s (80 %)",
+        table="speed",
+        numeric=True,
+        text=lambda data: _with_range(data, "tokens_per_s", fmt_count),
+    ),
+    Column(
+        title="relative",
+        table="speed",
+        numeric=True,
+        text=lambda data: DASH if data["relative_speed"] is None else f"{data['relative_speed']:.2f}",
+    ),
+    Column(title="hours (80 %)", table="speed", numeric=True, text=lambda data: _with_range(data, "hours", fmt_count)),
+    Column(title="kWh at most", table="speed", numeric=True, text=lambda data: fmt_count(data["kwh_at_most"])),
+    Column(title="USD (80 %)", table="cost", numeric=True, text=lambda data: _with_range(data, "usd", _usd)),
+    Column(title="USD at spot", table="cost", numeric=True, text=lambda data: _usd(data["usd_spot"])),
+    Column(title="USD/1,000 samples", table="cost", numeric=True, text=lambda data: _usd(data["usd_per_1000_samples"])),
+    Column(title="price", table="cost", text=lambda data: str(data["price"])),
+    Column(title="configuration", table="basis", text=lambda data: data["configuration"] or DASH),
+    Column(title="evidence", table="basis", text=_evidence),
+)
+
+
+def cells(group: Group, card: ComparedCard, today: date) -> dict[str, str]:
+    """A card's row for people: text by the title of its column."""
+    data = card_data(group, card) | {"price": describe_price(card.price, today)}
+    return {column.title: column.text(data) for column in COLUMNS}
+
+
+# --- what is said of a group
 
 
 def heading(group: Group) -> str:
+    """'mistralai/Mistral-7B-v0.3: lora'."""
     return f"{group.model}: {group.method}"
 
 
-def task(group: Group) -> str:
-    """What the run is."""
-    plan = next((one.plan for one in group.entries if one.plan), None)
-    if plan is None:
+def workload_text(group: Group) -> str:
+    """What the run is; empty where nothing is planned."""
+    if group.plan is None:
         return ""
-    work = plan.task.workload
+    work = group.plan.task.workload
     assumed = " (assumed)" if work.examples_assumed else ""
     return f"{work.examples:,} examples{assumed} x {work.epochs}, {work.lengths}, global batch {work.global_batch}"
 
 
 def verdicts(comparison: Comparison, group: Group) -> list[str]:
     """Sentences: the cheapest, the fastest, the smallest, what the budget allows, and the own card."""
-    if not any(one.plan for one in group.entries):
-        return list(dict.fromkeys(one.state for one in group.entries))
+    if group.plan is None:
+        return list(dict.fromkeys(card.state for card in group.cards))
     cheapest, fastest = group.cheapest, group.fastest
-    told = []
     if cheapest is None:
-        told.append(f"cheapest: {DASH} ({NO_PRICE if fastest else 'none surely fits'})")
+        sentences = [f"cheapest: {DASH} ({NO_PRICE if fastest else 'none surely fits'})"]
     else:
-        told.append(
-            f"cheapest: {cheapest.device.name}, {fmt_usd(cheapest.usd)}" + _but(rivals(cheapest, group, usd_interval))
-        )
-    if fastest is not None and fastest.best:
-        pace = f"{fastest.device.name}, {fmt_count(fastest.best.tokens_per_s)} tokens/s"
-        told.append(f"fastest: {pace}" + _but(rivals(fastest, group, speed_interval)))
-    of_all, of_these = (card.name if card else "none" for card in (group.smallest, group.smallest_here))
-    told.append(f"smallest card that holds it: {of_all} of all known, {of_these} of these")
-    if opened := [one.device.name for one in group.entries if one.opened]:
-        told.append(f"nothing fits on {' and '.join(opened)} but a quantised base or leaner state")
-    told += [
-        f"not the same training on {' and '.join(names)} as on the fastest: {how}"
-        for how, names in unlike(group).items()
-    ]
+        rivals = _rivals(group.rivals(cheapest, usd_interval))
+        sentences = [f"cheapest: {cheapest.device.name}, {fmt_usd(cheapest.usd)}{rivals}"]
+    if fastest is not None:
+        rivals = _rivals(group.rivals(fastest, speed_interval))
+        speed = fmt_count(fastest.tokens_per_s or None)
+        sentences.append(f"fastest: {fastest.device.name}, {speed} tokens/s{rivals}")
+    of_all, of_these = (card.name if card else "none" for card in (group.smallest, group.smallest_compared))
+    sentences.append(f"smallest card that holds it: {of_all} of all known, {of_these} of these")
+    if reserve := [card.device.name for card in group.cards if card.from_reserve]:
+        sentences.append(f"nothing fits on {' and '.join(reserve)} but a quantised base or leaner state")
+    for difference, names in group.training_differences().items():
+        sentences.append(f"not the same training on {' and '.join(names)} as on the fastest: {difference}")
     if (advice := comparison.advice(group)) is not None:
         text = f"within {comparison.budget}: {advice.chosen or 'none'}"
         if advice.breaks:
             text += f"; the upper end of its range breaks the budget: {', '.join(advice.breaks)}"
-        told.append(text)
+        sentences.append(text)
         if advice.excluded:
-            told.append("left out: " + "; ".join(f"{name} ({why})" for name, why in advice.excluded))
+            sentences.append("left out: " + "; ".join(f"{name} ({why})" for name, why in advice.excluded))
     if comparison.owned is not None:
-        told.append(_own(comparison, comparison.own(group)))
-    return told
+        sentences.append(_own_card(comparison, comparison.own_run(group)))
+    return sentences
 
 
-def _own(comparison: Comparison, own: OwnRun | None) -> str:
+def _rivals(names: tuple[str, ...]) -> str:
+    return f"; but {' and '.join(names)} cannot be told from it" if names else ""
+
+
+def _own_card(comparison: Comparison, own: OwnRun | None) -> str:
     owned = comparison.owned
     assert owned is not None
     name = f"your own {owned.device.name}"
@@ -176,38 +199,38 @@ def _own(comparison: Comparison, own: OwnRun | None) -> str:
     against = f"against {own.rented.device.name} rented at {fmt_usd(own.rented.usd)}"
     if own.runs == math.inf:
         return f"{text}; it never pays {against}: its electricity alone costs as much"
-    hours = own.runs * (own.entry.cost.full_run_hours if own.entry.cost else 0.0)
+    hours = own.runs * (own.card.cost.full_run_hours if own.card.cost else 0.0)
     late = f", more than its {owned.hours:,.0f} h" if hours > owned.hours else ""
     return f"{text}; it pays after {math.ceil(own.runs):,} such runs ({fmt_hours(hours)}{late}) {against}"
 
 
-def data(comparison: Comparison) -> dict[str, Any]:
-    """As plain data."""
+# --- forms
+
+
+def comparison_data(comparison: Comparison) -> Data:
+    """The comparison as plain data."""
+    owned = comparison.owned
     return {
-        "how_sure": comparison.how_sure,
+        "how_sure": ACCURACY,
         "budget": asdict(comparison.budget),
-        "owned": comparison.owned and {**asdict(comparison.owned), "device": comparison.owned.device.name},
+        "owned": owned and asdict(owned) | {"device": owned.device.name},
         "groups": [_group_data(comparison, group) for group in comparison.groups],
     }
 
 
-def _group_data(comparison: Comparison, group: Group) -> dict[str, Any]:
-    plan = next((one.plan for one in group.entries if one.plan), None)
-    advice, own = comparison.advice(group), comparison.own(group)
-    named = {
-        "cheapest": group.cheapest and group.cheapest.device.name,
-        "cheapest_rivals": rivals(group.cheapest, group, usd_interval),
-        "fastest": group.fastest and group.fastest.device.name,
-        "fastest_rivals": rivals(group.fastest, group, speed_interval),
-        "smallest_card": group.smallest and group.smallest.name,
-        "smallest_compared": group.smallest_here and group.smallest_here.name,
-    }
+def _group_data(comparison: Comparison, group: Group) -> Data:
+    advice, own = comparison.advice(group), comparison.own_run(group)
     return {
         "model": group.model,
         "method": group.method,
-        "workload": plan and plan.task.workload.facts(),
-        "cards": [facts(group, entry) for entry in group.entries],
-        **named,
+        "workload": group.plan and group.plan.task.workload.facts(),
+        "cards": [card_data(group, card) for card in group.cards],
+        "cheapest": group.cheapest and group.cheapest.device.name,
+        "cheapest_rivals": group.rivals(group.cheapest, usd_interval),
+        "fastest": group.fastest and group.fastest.device.name,
+        "fastest_rivals": group.rivals(group.fastest, speed_interval),
+        "smallest_card": group.smallest and group.smallest.name,
+        "smallest_compared": group.smallest_compared and group.smallest_compared.name,
         "advice": advice and asdict(advice),
         "own_run": own
         and {
@@ -221,70 +244,65 @@ def _group_data(comparison: Comparison, group: Group) -> dict[str, Any]:
 
 
 def as_json(comparison: Comparison, today: date) -> str:
-    return json.dumps(data(comparison), indent=2) + "\n"
+    """One JSON object."""
+    return json.dumps(comparison_data(comparison), indent=2) + "\n"
 
 
 def as_csv(comparison: Comparison, today: date) -> str:
-    """A row a cell. Text that a spreadsheet would take for a formula begins with an apostrophe."""
-    rows = [facts(group, entry) for group in comparison.groups for entry in group.entries]
+    """A line for each card. Text that a spreadsheet would take for a formula begins with an apostrophe."""
+    rows = [card_data(group, card) for group in comparison.groups for card in group.cards]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _guarded(value) for name, value in row.items()} for row in rows)
+    writer.writerows({name: _no_formula(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
 
 
-def _guarded(value: Any) -> Any:
+def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.lstrip()[:1] in tuple("=+-@") else value
 
 
 def as_markdown(comparison: Comparison, today: date) -> str:
-    lines = ["# Cards compared", "", f"Estimated, nothing was measured here: {_escaped(comparison.how_sure)}."]
+    """A document with a table for each group."""
+    lines = ["# Cards compared", "", f"Estimated, nothing was measured here: {_escaped(ACCURACY)}."]
     for group in comparison.groups:
-        lines += ["", f"## {_escaped(heading(group))}", "", _escaped(task(group)), ""]
-        lines += [f"- {_escaped(one)}" for one in verdicts(comparison, group)]
-        lines += ["", _row(COLUMNS), _row("---:" if name in NUMBERS else "---" for name in COLUMNS)]
-        lines += [_row(map(_escaped, shown(group, entry, today).values())) for entry in group.entries]
+        lines += ["", f"## {_escaped(heading(group))}", "", _escaped(workload_text(group)), ""]
+        lines += [f"- {_escaped(verdict)}" for verdict in verdicts(comparison, group)]
+        lines += ["", _row(column.title for column in COLUMNS)]
+        lines.append(_row("---:" if column.numeric else "---" for column in COLUMNS))
+        lines += [_row(map(_escaped, cells(group, card, today).values())) for card in group.cards]
     return "\n".join(lines) + "\n"
 
 
-def _row(cells: Any) -> str:
-    return f"| {' | '.join(cells)} |"
+def _row(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |"
 
 
 def _escaped(text: str) -> str:
-    """No markup, no cell of its own, and no formula between dollars."""
+    """Without markup, without an end of the cell, and without a formula between dollars."""
     return re.sub(r"([\\|`*~$\[\]])", r"\\\1", html.escape(text, quote=False))
 
 
 def as_html(comparison: Comparison, today: date) -> str:
-    """One page that needs nothing else."""
+    """One page that needs no other file."""
     groups = [
         {
             "heading": heading(group),
-            "task": task(group),
+            "workload": workload_text(group),
             "verdicts": verdicts(comparison, group),
             "rows": [
                 {
-                    "cells": shown(group, entry, today),
-                    "fits": entry.state == FITS,
-                    "marks": [
-                        name for name, one in (("cheapest", group.cheapest), ("fastest", group.fastest)) if one is entry
-                    ],
+                    "cells": cells(group, card, today),
+                    "fits": card.state == FITS,
+                    "marks": ["cheapest"] * (card is group.cheapest) + ["fastest"] * (card is group.fastest),
                 }
-                for entry in group.entries
+                for card in group.cards
             ],
         }
         for group in comparison.groups
     ]
-    template = environment().get_template("matrix.html.j2")
-    return template.render(
-        groups=groups,
-        how_sure=comparison.how_sure,
-        columns=COLUMNS,
-        numbers=NUMBERS,
-        made=today.isoformat(),
-    )
+    template = environment().get_template("comparison.html.j2")
+    return template.render(groups=groups, accuracy=ACCURACY, columns=COLUMNS, made=today.isoformat())
 
 
 FORMATS: dict[str, Callable[[Comparison, date], str]] = {
@@ -293,22 +311,3 @@ FORMATS: dict[str, Callable[[Comparison, date], str]] = {
     "html": as_html,
     "json": as_json,
 }
-
-
-def _size(value: float | None) -> str:
-    return fmt_gib(value).removesuffix(" GiB")
-
-
-def _usd(value: float | None) -> str:
-    return fmt_usd(value).removeprefix("$")
-
-
-def _span(told: dict[str, Any], name: str, fmt: Callable[[float | None], str]) -> str:
-    """'1,109 (934 to 1,318)'."""
-    if told[name] is None:
-        return DASH
-    return f"{fmt(told[name])} ({fmt(told[f'{name}_low'])} to {fmt(told[f'{name}_high'])})"
-
-
-def _but(names: tuple[str, ...]) -> str:
-    return f"; but {' and '.join(names)} cannot be told from it" if names else ""

@@ -6,12 +6,13 @@ from typing import Any
 from autotune.core.probe_types import Outcome, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.problem.run_cost import DeviceEstimate
 from autotune.report.describe import LABELS, ablation_effect
 from autotune.report.infos import TERMS, CellRow, ParallelInfo, Point
 from autotune.report.style import ACCENT, BLUE, GREY, MARKERS, PALE_BLUE, PURPLE, YELLOW, empty, escape, finish
 from autotune.report.timeline import KINDS, TIMED, Slice, Span, TimelineInfo, slices
 from autotune.study.ablation import Ablation
-from autotune.study.summary import Candidate, OnCard, Quality
+from autotune.study.summary import Candidate, Quality
 
 TERM_COLOURS = dict(zip(TERMS, (BLUE, PALE_BLUE, YELLOW, ACCENT, GREY), strict=True))
 KIND_COLOURS = dict(zip(KINDS, (GREY, YELLOW, BLUE, PURPLE), strict=True))
@@ -200,8 +201,11 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     )
 
 
-def cards(winner_on: tuple[OnCard, ...]) -> dict[str, Any] | None:
-    """USD of the winner's run on each card with a known price, with its interval; the cheapest on top."""
+def cards(winner_on: tuple[DeviceEstimate, ...], own: str | None = None) -> dict[str, Any] | None:
+    """USD of the winner's run on each card with a known price, with its interval; the cheapest on top.
+
+    The card named `own`, that of the study, is highlighted.
+    """
     bars = [
         (card, card.cost, card.cost.full_run_usd)
         for card in winner_on
@@ -222,7 +226,7 @@ def cards(winner_on: tuple[OnCard, ...]) -> dict[str, Any] | None:
             f"[{cost.evidence}]"
             for card, cost, usd in bars
         ],
-        highlighted=[card.own for card, _, _ in bars],
+        highlighted=[card.device.name == own for card, _, _ in bars],
     )
 
 

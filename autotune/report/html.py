@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from autotune.catalog import age
+from autotune.catalog import age, describe_price
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.report import describe, figures, infos
-from autotune.report.comparison import price_text
 from autotune.report.oom import OomReport, missed, oom_report
 from autotune.report.style import environment, plotly_js
 from autotune.report.timeline import timeline
@@ -83,7 +82,7 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
         "parallel": figures.parallel(infos.parallel(summary)),
         "importances": figures.importances(infos.importances(summary)),
         "memory": figures.memory(infos.memory(summary), limit_gib),
-        "cards": figures.cards(summary.cards),
+        "cards": figures.cards(summary.cards, recipe.device.name if recipe else None),
         "explanation": figures.explanation(summary.explanation),
         "capability": figures.capability(infos.learning_cells(recipe) if recipe else ()),
         "quality": figures.quality(summary.quality, recipe.winner.config if recipe else None),
@@ -154,7 +153,7 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
         "closest": _closest(oom),
         "effect": lambda knob: describe.ablation_effect(summary.explanation, knob) if summary.explanation else "",
         "verification": describe.verification(summary.verification) if summary.verification else [],
-        "price_of": lambda card: price_text(card.price, date.today()),
+        "price_of": lambda card: describe_price(card.price, date.today()),
         "drawn": drawn,
         "figures_json": script_json(drawn),
         # plotly.js has 5 MB: a page without figures does without it.

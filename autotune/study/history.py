@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable
 
 from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.problem.performance import margins
+from autotune.problem.run_cost import DeviceEstimate
 from autotune.problem.task import Task
 from autotune.study.ablation import Ablation
 from autotune.study.evaluator import Evaluation
 from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import StoredProbe
-from autotune.study.summary import Candidate, OnCard, Quality, StudySummary, TrialRecord, Verification
+from autotune.study.summary import Candidate, Quality, StudySummary, TrialRecord, Verification
 
 
 def to_record(number: int, verdict: Evaluation, task: Task) -> TrialRecord:
@@ -82,7 +83,7 @@ def summarize(
     fingerprint: Fingerprint,
     stored: Iterable[StoredProbe],
     *,
-    cards: Callable[[Selection, Candidate], tuple[OnCard, ...]] = lambda selection, winner: (),
+    cards: Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]] = lambda selection, winner: (),
     wall_seconds: float,
     others_seconds: float = 0.0,
     importances: dict[str, float],

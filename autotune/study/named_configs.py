@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError, did_you_mean
@@ -18,8 +18,9 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
-from autotune.study.evaluator import Evaluator
-from autotune.study.storage.probe_store import ProbeStore
+
+if TYPE_CHECKING:
+    from autotune.study.storage.probe_store import ProbeStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ def probe_configs(
     spec: StudySpec,
     task: Task,
     prober: WorkerProber,
-    store: ProbeStore,
+    store: "ProbeStore",
     out: Path,
     *,
     memory_gib: float,
@@ -129,6 +130,8 @@ def probe_configs(
     Raises:
         Cancelled: the user asked to stop during a probe.
     """
+    from autotune.study.evaluator import Evaluator  # it loads SQLAlchemy, which estimates do not need
+
     results: list[ConfigResult] = []
     for case, config, case_task in cases(spec, task):
         if should_stop():

@@ -9,7 +9,7 @@ from autotune.core.probe_types import Evidence, Fingerprint, Measurement, OomDet
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import Performance
-from autotune.problem.run_cost import CostProjection
+from autotune.problem.run_cost import CostProjection, DeviceEstimate
 from autotune.problem.run_shape import RunShape
 from autotune.problem.workload import Workload
 from autotune.study.ablation import Ablation
@@ -83,25 +83,6 @@ class TrialRecord:
     oom: OomDetail | None = None
     seconds: float = 0.0
     log: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnCard:
-    """The winner's configuration on one card. `state` is whether it fits, or why that is not known.
-
-    Without a `cost` it does not fit there, or no speed can be told. `basis` counts what was measured on that card by
-    others and tightened its speed; `own` is the card that the study is for.
-    """
-
-    device: DeviceSpec
-    state: str
-    need_gib: float
-    limit_gib: float
-    price: Price | None
-    tokens_per_s: float | None = None
-    cost: CostProjection | None = None
-    basis: int = 0
-    own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +214,7 @@ class StudySummary:
     search_usd: float | None
     probes: tuple[ProbeResult, ...] = ()
     importances: dict[str, float] = field(default_factory=dict)
-    cards: tuple[OnCard, ...] = ()  # what the winner's run would be elsewhere
+    cards: tuple[DeviceEstimate, ...] = ()  # what the winner's run would be elsewhere
     quality: Quality | None = None
     verification: Verification | None = None
     explanation: Ablation | None = None
@@ -295,7 +276,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def on_card_data(card: OnCard) -> dict[str, Any]:
+def device_estimate_data(card: DeviceEstimate) -> dict[str, Any]:
     """One of `cards` in summary.json."""
     cost = card.cost
     return {
@@ -309,7 +290,7 @@ def on_card_data(card: OnCard) -> dict[str, Any]:
         "full_run_usd": cost and cost.full_run_usd,
         "spot_usd": cost and cost.spot_usd,
         "evidence": cost and cost.evidence.value,
-        "measurements_on_this_card": card.basis,
+        "measurements_on_this_card": card.num_observations,
     }
 
 
@@ -330,7 +311,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "probe_seconds": summary.probe_seconds,
         "wall_seconds": summary.wall_seconds,
         "search_usd": summary.search_usd,
-        "cards": [on_card_data(card) for card in summary.cards],
+        "cards": [device_estimate_data(card) for card in summary.cards],
         "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
         "numerics": recipe.numerics if recipe else None,
         "caveats": list(recipe.caveats) if recipe else [],

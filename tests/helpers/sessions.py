@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.probe_types import ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.planning.other_devices import of_winner
+from autotune.planning.other_devices import winner_on_other_devices
 from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import Knob, SearchSpace
@@ -65,7 +65,7 @@ class Session:
             self.study.selection,
             FINGERPRINT,
             self.store.of_study(self.study.task.study),
-            cards=of_winner(0.05),
+            cards=winner_on_other_devices(0.05),
             wall_seconds=2.0,
             importances=self.search.importances(),
         )

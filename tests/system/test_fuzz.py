@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from autotune.catalog import list_models, load_prices, resolve_device, resolve_model
 from autotune.cli.app import app
-from autotune.cli.commands.check import answer_of
 from autotune.cli.options import pins_of
 from autotune.core.errors import AutotuneError
 from autotune.planning.observations import load_evidence, store_submission, submission_of
-from autotune.planning.plan import make_plan
+from autotune.planning.plan import plan_task
+from autotune.planning.run_check import check
 from autotune.problem.dataset import dataset_lengths
 from autotune.problem.length_distribution import read_lengths
 from autotune.problem.search_space import load_space
@@ -153,7 +153,7 @@ def test_submissions(here: Path, content: bytes) -> None:
 def test_yaml_of_other_tools(here: Path, content: bytes) -> None:
     path = written(here, "run.yaml", content)
     with guarded(here), suppress(AutotuneError):
-        answer_of(path, {"gpu": "h200"}, here / "evidence")
+        check(path, {"gpu": "h200"})
 
 
 @fuzz(500)
@@ -165,7 +165,7 @@ def test_configs_of_models(here: Path, content: bytes) -> None:
     with guarded(here), suppress(AutotuneError):
         resolve_model(str(folder))
         task = set_up(make_spec(None, {"model": str(folder), "space": "lora"}), H200).task
-        make_plan(task, headroom=0.05, memory_gib=None, seen=())
+        plan_task(task)
 
 
 LINES = st.lists(

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_device
-from autotune.cli.commands import plan, suite
+from autotune.cli.commands import plan
 from autotune.cli.commands.run import run
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.planning.plan import limit_of
+from autotune.planning.observations import published_observations
+from autotune.planning.plan import estimate_named_configs
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import NamedConfig, Published, StudySpec, make_spec
 from autotune.study.named_configs import cases, to_config_result
@@ -88,7 +89,7 @@ def test_what_is_measured_stands_beside_what_was_published() -> None:
 def test_the_published_suite_of_the_a10_is_told_by_formula() -> None:
     """Every verdict, memory within 15 %, speeds within 25 %."""
     spec = make_spec(ROOT / "studies" / "a10-mistral-7b.yaml", {})
-    told = suite.estimate(spec, task(spec), limit_of(resolve_device("a10"), 0.05), plan.sightings(NOWHERE))
+    told = estimate_named_configs(spec, device=resolve_device("a10"), observations=published_observations())
     assert len(told) == 6 and {one.evidence for one in told} == {Evidence.ESTIMATED}
     for one in told:
         assert one.outcome.value == one.case.published.outcome

@@ -1,6 +1,7 @@
 """`autotune gpus` and `autotune models`: what the catalogue holds, as a table or as JSON."""
 
 import json
+import sys
 from dataclasses import asdict
 from datetime import date
 from typing import Any
@@ -65,7 +66,13 @@ def _price(price: Price | None) -> str:
     return f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, date.today())})"
 
 
+def print_note(text: str) -> None:
+    """Print a warning or progress on stderr."""
+    print(text, file=sys.stderr)
+
+
 def print_json(rows: Any) -> None:
+    """Print data as JSON on stdout."""
     print(json.dumps(rows, indent=2))
 
 

@@ -89,10 +89,11 @@ def _resolve(spec: StudySpec, *, quiet: bool = False) -> RunPlan:
     searched = replace(spec, pins={}, configs=()) if spec.configs else spec
     setup = set_up(searched, target, (lambda text: None) if quiet else partial(print, file=sys.stderr))
     if target.here is not None:
-        from autotune.cli.commands.plan import EVIDENCE, sightings
-        from autotune.planning.plan import tightened
+        from autotune.cli.commands.catalogs import print_note
+        from autotune.planning.device_estimate import corrected_by_observations
+        from autotune.planning.observations import known_observations
 
-        setup = replace(setup, task=tightened(setup.task, sightings(EVIDENCE)))
+        setup = replace(setup, task=corrected_by_observations(setup.task, known_observations(say=print_note)))
     if spec.quality:
         from autotune.export.run.quality import impossible
 
@@ -119,7 +120,7 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
     """Search, confirm, write, print. Raises Cancelled where a stop leaves nothing to write."""
     from autotune.export.run.quality import compare
     from autotune.export.run.verify import verify
-    from autotune.planning.other_devices import of_winner
+    from autotune.planning.other_devices import winner_on_other_devices
     from autotune.study.evaluator import Evaluator
     from autotune.study.feasibility import find_feasible
     from autotune.study.history import summarize
@@ -251,7 +252,7 @@ def _run(plan: RunPlan, prober: WorkerProber, display: Display, stop: Stop, *, a
             study.selection,
             fingerprint,
             store.of_study(name),
-            cards=of_winner(spec.headroom),
+            cards=winner_on_other_devices(spec.headroom),
             wall_seconds=earlier_s + time.monotonic() - plan.started,
             others_seconds=now.others_seconds if (now := read_record(plan.url, name)) else 0.0,
             importances=search.importances(),

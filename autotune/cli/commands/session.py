@@ -56,7 +56,7 @@ def open_study(name: str | None, storage: str | None) -> StoredStudy:
 
 def load(name: str, url: str, record: StudyRecord) -> StoredStudy:
     """The study with this record."""
-    from autotune.planning.other_devices import of_winner
+    from autotune.planning.other_devices import winner_on_other_devices
     from autotune.study.history import restore, summarize
     from autotune.study.optimizer import Optimizer
     from autotune.study.storage.probe_store import ProbeStore
@@ -74,7 +74,7 @@ def load(name: str, url: str, record: StudyRecord) -> StoredStudy:
         selection,
         record.fingerprint,
         stored,
-        cards=of_winner(record.terms.headroom),
+        cards=winner_on_other_devices(record.terms.headroom),
         # While it runs it was last recorded when a trial ended.
         wall_seconds=max(record.wall_seconds, 0.0 if others else probed),
         others_seconds=others,

@@ -3,13 +3,12 @@
 from datetime import date
 from pathlib import Path
 
-from autotune.cli.commands.plan import EVIDENCE
 from autotune.cli.commands.session import open_study
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Evidence
 from autotune.core.units import fmt_count, fmt_gib
-from autotune.planning.observations import read_submission, store_submission, submission_of
+from autotune.planning.observations import EVIDENCE, read_submission, store_submission, submission_of
 from autotune.study.storage.location import storage_url
 
 

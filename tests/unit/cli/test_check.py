@@ -13,11 +13,14 @@ import pytest
 import yaml
 
 from autotune.catalog import list_models, resolve_device, resolve_model
-from autotune.cli.commands.check import Answer, answer_of, check_file, find_model, verdict
+from autotune.cli.commands.check import check_file, verdict
 from autotune.core.errors import NothingFits, UsageError
-from autotune.planning.foreign_config import read_foreign
-from autotune.planning.plan import FITS, OOM, TIGHT, limit_of
+from autotune.planning.device_estimate import memory_limit_gib
+from autotune.planning.foreign_config import read_file
+from autotune.planning.observations import published_observations
+from autotune.planning.run_check import CheckReport, check, find_model
 from autotune.prediction.memory_formula import ERROR
+from autotune.problem.run_cost import FITS, OOM, TIGHT
 
 # What the projects publish, reduced to the keys that matter (`test_foreign.py` names the files).
 TRL = (
@@ -57,11 +60,11 @@ def changed(text: str, **keys: Any) -> str:
 
 
 @pytest.fixture
-def answer(tmp_path: Path) -> Callable[..., Answer]:
-    def run(text: str, gpu: str | None = "a10", **flags: Any) -> Answer:
+def answer(tmp_path: Path) -> Callable[..., CheckReport]:
+    def run(text: str, gpu: str | None = "a10", **flags: Any) -> CheckReport:
         path = tmp_path / "run.yml"
         path.write_text(text)
-        return answer_of(path, {"gpu": gpu, **flags}, tmp_path / "none")
+        return check(path, {"gpu": gpu, **flags}, observations=published_observations())
 
     return run
 
@@ -97,19 +100,19 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
         (FACTORY_FULL, "b200-sxm", FITS),
     ],
 )
-def test_verdicts(text: str, gpu: str, fits: str, answer: Callable[..., Answer]) -> None:
+def test_verdicts(text: str, gpu: str, fits: str, answer: Callable[..., CheckReport]) -> None:
     found = answer(text, gpu)
-    assert found.checked.fits == fits
-    peak = found.checked.need.told.peak_reserved_gib
-    assert (peak > found.setting.limit_gib) is (fits == OOM)
-    assert found.setting.limit_gib == limit_of(resolve_device(gpu), 0.05)
+    assert found.checked.state == fits
+    peak = found.checked.estimate.need_gib
+    assert (peak > found.context.limit_gib) is (fits == OOM)
+    assert found.context.limit_gib == memory_limit_gib(resolve_device(gpu), 0.05)
     assert found.faster is None or found.faster.times >= 1.05
     assert set(found.checked.run.notes) <= set(found.notes)
-    assert (found.card is None) is (fits == FITS)
-    assert found.first is None or fits == OOM
+    assert (found.smallest_card is None) is (fits == FITS)
+    assert found.fix is None or fits == OOM
 
 
-def test_the_answer_stands_first(printed: Callable[..., str], answer: Callable[..., Answer]) -> None:
+def test_the_answer_stands_first(printed: Callable[..., str], answer: Callable[..., CheckReport]) -> None:
     lines = printed(FACTORY).splitlines()
     assert lines[0] == verdict(answer(FACTORY))
     assert lines[0].startswith("fits: needs 1") and lines[0].endswith("%) to spare")
@@ -135,13 +138,13 @@ def test_what_does_not_fit(printed: Callable[..., str], capsys: pytest.CaptureFi
 
 
 def test_too_close_to_tell(
-    printed: Callable[..., str], answer: Callable[..., Answer], capsys: pytest.CaptureFixture[str]
+    printed: Callable[..., str], answer: Callable[..., CheckReport], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    peak = answer(FACTORY).checked.need.told.peak_reserved_gib
-    context = 20 - limit_of(resolve_device("a10"), 0.0, 20.0)
+    peak = answer(FACTORY).checked.estimate.need_gib
+    context = 20 - memory_limit_gib(resolve_device("a10"), 0.0, 20.0)
     memory = peak * (1 + ERROR / 2) + context
     found = answer(FACTORY, memory_gib=memory, headroom=0.0)
-    assert found.checked.fits == TIGHT and found.first is not None and found.first.checked.fits == FITS
+    assert found.checked.state == TIGHT and found.fix is not None and found.fix.checked.state == FITS
     assert verdict(found).endswith(f"%) to spare, and the formula errs by up to {100 * ERROR:.0f} %")
     path = Path(found.file)
     check_file(path, {"gpu": "a10", "memory_gib": memory, "headroom": 0.0}, evidence=path.parent)
@@ -177,7 +180,7 @@ def test_models_by_name() -> None:
             assert find_model(name)[0].name == model.name
 
 
-def test_models_that_are_not_known(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Answer]) -> None:
+def test_models_that_are_not_known(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., CheckReport]) -> None:
     hub = pytest.importorskip("huggingface_hub")
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -190,25 +193,25 @@ def test_models_that_are_not_known(monkeypatch: pytest.MonkeyPatch, answer: Call
             answer(changed(TRL, model_name_or_path=name))
         assert caught.value.exit_code == 2 and caught.value.remedy is not None
         assert caught.value.remedy.startswith("give --model: ")
-    assert answer(changed(TRL, model_name_or_path="nobody/Nothing-7B"), model="qwen2.5-0.5b").checked.fits == FITS
+    assert answer(changed(TRL, model_name_or_path="nobody/Nothing-7B"), model="qwen2.5-0.5b").checked.state == FITS
     with pytest.raises(UsageError, match="there is no formula for gpt2 models"):
         answer(changed(TRL, model_name_or_path="gpt2"))
 
 
-def test_a_local_model(answer: Callable[..., Answer], tmp_path: Path) -> None:
+def test_a_local_model(answer: Callable[..., CheckReport], tmp_path: Path) -> None:
     config = resolve_model("qwen2.5-0.5b").config
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text(json.dumps(config))
     text = changed(TRL, model_name_or_path=str(tmp_path / "mine"), dtype="bfloat16")
-    peak = answer(changed(TRL, dtype="bfloat16")).checked.need.told.peak_reserved_gib
-    assert answer(text).checked.need.told.peak_reserved_gib == pytest.approx(peak, rel=0.01)
+    peak = answer(changed(TRL, dtype="bfloat16")).checked.estimate.need_gib
+    assert answer(text).checked.estimate.need_gib == pytest.approx(peak, rel=0.01)
     (tmp_path / "mine" / "config.json").write_text(json.dumps(config | {"model_type": "\x1b[31mevil\n"}))
     with pytest.raises(UsageError) as caught:
         answer(text)
     assert str(caught.value).isprintable()
 
 
-def test_what_the_model_and_the_card_change(answer: Callable[..., Answer]) -> None:
+def test_what_the_model_and_the_card_change(answer: Callable[..., CheckReport]) -> None:
     gemma = answer(changed(TRL, model_name_or_path="google/gemma-2-2b"), "h100-sxm").checked
     assert gemma.run.config.attention == "eager"  # as transformers chooses for it
     assert any(note.startswith("t4 has no bf16") for note in answer(TRL, "t4").notes)
@@ -221,7 +224,7 @@ def test_what_the_model_and_the_card_change(answer: Callable[..., Answer]) -> No
 # --- what is asked wrongly, and what is hostile
 
 
-def test_which_gpu(answer: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_gpu(answer: Callable[..., CheckReport], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.core.nvml.list_gpus", lambda: ())
     with pytest.raises(UsageError) as caught:
         answer(TRL, None)
@@ -308,5 +311,5 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "set()"
-    assert read_foreign(path).model == "Qwen/Qwen2.5-0.5B"
+    assert read_file(path).model == "Qwen/Qwen2.5-0.5B"
     assert [one.name for one in tmp_path.iterdir()] == ["run.yml"]

@@ -12,7 +12,7 @@ from autotune.catalog import resolve_model
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, llamafactory
-from autotune.planning.foreign_config import read_foreign
+from autotune.planning.foreign_config import read_file
 from autotune.study.summary import Recipe
 from tests.unit.export.test_axolotl import CONFIGS, HOSTILE, KEYS, each_config, named, recipe
 
@@ -40,7 +40,7 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(config: TrainCo
     made = recipe(config)
     text, data = exported(made)
     (tmp_path / "llamafactory.yaml").write_text(text, encoding="utf-8")
-    run = read_foreign(tmp_path / "llamafactory.yaml")
+    run = read_file(tmp_path / "llamafactory.yaml")
     # `foreign` takes Liger's kernels and loss together; here they are said one by one.
     parts = data.get("liger_kernel_config", {"rope": False, "fused_linear_cross_entropy": False})
     kernels, loss = parts["rope"], parts["fused_linear_cross_entropy"]

@@ -17,25 +17,35 @@ from typer.testing import CliRunner
 
 from autotune.catalog import Price, list_devices, resolve_device
 from autotune.cli.app import app
-from autotune.cli.commands.plan import subject_of
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.units import DASH
 from autotune.planning import compare as rules
-from autotune.planning.compare import Budget, Comparison, Entry, Group, Owned, advise, enter, least, own_run, unmet
-from autotune.planning.plan import FITS, OOM, Plan, limit_of, make_plan, planned
+from autotune.planning.compare import (
+    Advice,
+    Budget,
+    ComparedCard,
+    Comparison,
+    Group,
+    Owned,
+    OwnRun,
+    compare_card,
+    least_memory,
+    smallest_card,
+)
+from autotune.planning.device_estimate import estimate, memory_limit_gib
+from autotune.planning.plan import Plan, plan_task, planned_setup
 from autotune.problem.performance import Performance
-from autotune.problem.run_cost import project
+from autotune.problem.run_cost import FITS, OOM, project
 from autotune.problem.study_spec import StudySpec
 from autotune.report.comparison import (
     COLUMNS,
     FORMATS,
-    NUMBERS,
     as_csv,
     as_html,
     as_markdown,
-    data,
-    facts,
-    shown,
+    card_data,
+    cells,
+    comparison_data,
     verdicts,
 )
 
@@ -45,46 +55,64 @@ PINNED = ("--seq-len", "512", "--rank", "16", "--set", "packing=false")
 HOSTILE = "<script>|=cmd`*[x](y)$1$"
 
 
+def setup(gpu: str = "a10", **spec: Any) -> Any:
+    return planned_setup(StudySpec(**SMALL | spec), resolve_device(gpu))
+
+
 def task(gpu: str = "a10", **spec: Any) -> Any:
-    return subject_of(StudySpec(**SMALL | spec), resolve_device(gpu))
+    return setup(gpu, **spec).task
 
 
 @cache
 def plan() -> Plan:
-    return make_plan(task())
+    return plan_task(task())
 
 
-def entry(gpu: str, hours: float = 1.0, usd: float | None = 1.0, **changes: Any) -> Entry:
+def entry(
+    gpu: str, hours: float = 1.0, usd: float | None = 1.0, price: Price | None = None, **changes: Any
+) -> ComparedCard:
     """A card that takes so long, at so many USD an hour, each give or take a tenth."""
     device = resolve_device(gpu)
-    price = None if usd is None else Price(provider="test", device=device.name, usd_per_hour=usd, source="test")
+    if price is None and usd is not None:
+        price = Price(provider="test", device=device.name, usd_per_hour=usd, source="test")
     speed, best = 10_000 / hours, plan().best
     assert best is not None
     speeds = {"samples_per_second": speed / 3600, "tokens_per_second": speed, "step_time_s": hours * 3600 / 313}
     took = Performance(**speeds, spread=(-0.1, 0.1), mfu=None)
     cost = project(plan().task.workload, best.config, took, price, power_w=200.0)
     best = replace(best, tokens_per_s=speed, interval=(0.9 * speed, 1.1 * speed), cost=cost)
-    values = {"device": device, "price": price, "plan": replace(plan(), best=best), "least": best}
-    return Entry(**values | changes)
+    made = replace(plan(), task=replace(plan().task, price=price), best=best)
+    return ComparedCard(**{"device": device, "plan": made, "least": best} | changes)
 
 
-def too_large(gpu: str) -> Entry:
+def too_large(gpu: str) -> ComparedCard:
     held = plan().baseline
-    large = replace(held, fits=OOM, footprint=replace(held.footprint, weights=30.0))
+    large = replace(held, state=OOM, need_gib=31.5)
     made = replace(plan(), best=None, baseline=large, limit_gib=10.0)
-    return Entry(device=resolve_device(gpu), plan=made, least=large)
+    return ComparedCard(device=resolve_device(gpu), plan=made, least=large)
 
 
-def group(*entries: Entry, **names: Any) -> Group:
-    return Group(**{"model": "m", "method": "lora"} | names, entries=entries)
+def group(*cards: ComparedCard, **names: Any) -> Group:
+    return Group(**{"model": "m", "method": "lora"} | names, cards=cards)
 
 
-def comparison(*entries: Entry, **changes: Any) -> Comparison:
-    return Comparison(groups=(group(*entries),), how_sure="tried", **changes)
+def comparison(*cards: ComparedCard, **changes: Any) -> Comparison:
+    return Comparison(groups=(group(*cards),), **changes)
 
 
-def said(*entries: Entry, **changes: Any) -> list[str]:
-    made = comparison(*entries, **changes)
+def advise(held: Group, budget: Budget, owned: Owned | None = None) -> Advice:
+    advice = Comparison(groups=(held,), budget=budget, owned=owned).advice(held)
+    assert advice is not None
+    return advice
+
+
+def own_run(owned: Owned, *cards: ComparedCard) -> OwnRun | None:
+    made = comparison(*cards, owned=owned)
+    return made.own_run(made.groups[0])
+
+
+def said(*cards: ComparedCard, **changes: Any) -> list[str]:
+    made = comparison(*cards, **changes)
     return verdicts(made, made.groups[0])
 
 
@@ -93,58 +121,58 @@ def said(*entries: Entry, **changes: Any) -> list[str]:
 
 def test_the_cheapest_and_the_fastest() -> None:
     held = group(entry("a10", 4, 0.5), entry("h100", 1, 3.0), entry("l4", 6, None), too_large("t4"))
-    assert held.cheapest is held.entries[0] and held.fastest is held.entries[1]
-    assert [held.relative(one) for one in held.entries] == [0.25, 1.0, pytest.approx(1 / 6), None]
-    assert held.smallest_here == resolve_device("a10")  # by 6 MiB
+    assert held.cheapest is held.cards[0] and held.fastest is held.cards[1]
+    assert [held.relative_speed(one) for one in held.cards] == [0.25, 1.0, pytest.approx(1 / 6), None]
+    assert held.smallest_compared == resolve_device("a10")  # by 6 MiB
 
 
 def test_of_equals_the_faster_is_the_cheapest() -> None:
     held = group(entry("a10", 4, 0.5), entry("h100", 1, 2.0))
     chosen = advise(held, Budget(max_usd=3)).chosen
-    assert held.cheapest is held.entries[1] and chosen and chosen.name == "h100-sxm"
+    assert held.cheapest is held.cards[1] and chosen and chosen.name == "h100-sxm"
 
 
 def test_what_overlaps_cannot_be_told_apart() -> None:
     held = group(entry("a10", 1, 1.00), entry("l4", 1, 1.15), entry("h100", 1, 1.30), entry("t4", 1, None))
-    assert rules.rivals(held.cheapest, held, rules.usd_interval) == ("l4",)
-    assert "cheapest: a10, $1.00; but l4 cannot be told from it" in said(*held.entries)
-    assert rules.rivals(None, held, rules.usd_interval) == ()
+    assert held.rivals(held.cheapest, rules.usd_interval) == ("l4",)
+    assert "cheapest: a10, $1.00; but l4 cannot be told from it" in said(*held.cards)
+    assert held.rivals(None, rules.usd_interval) == ()
 
 
 def test_an_unknown_price_is_a_dash_and_never_nothing() -> None:
     held = group(entry("l4", 1, None))
-    cells = shown(held, held.entries[0], TODAY)
-    assert [cells[name] for name in ("USD (80 %)", "USD at spot", "USD/1,000 samples")] == [DASH] * 3
+    shown = cells(held, held.cards[0], TODAY)
+    assert [shown[name] for name in ("USD (80 %)", "USD at spot", "USD/1,000 samples")] == [DASH] * 3
     assert (
-        facts(held, held.entries[0])["usd"] is None
-        and cells["price"] == "– (no price is known)"
+        card_data(held, held.cards[0])["usd"] is None
+        and shown["price"] == "– (no price is known)"
         and held.cheapest is None
     )
-    assert f"cheapest: {DASH} (no price is known)" in said(*held.entries)
+    assert f"cheapest: {DASH} (no price is known)" in said(*held.cards)
 
 
 def test_a_part_of_an_instance_is_said_with_provider_and_age() -> None:
     price = Price(provider="aws", device="x", usd_per_hour=4.1, count=8, as_of="2024", source="x", quotable=False)
     one = entry("a100-40gb", price=price)
     assert (
-        shown(group(one), one, TODAY)["price"]
+        cells(group(one), one, TODAY)["price"]
         == "$4.10/h, aws, 2 years old, 1/8 of an instance of 8, a reference and not a quote"
     )
 
 
 def test_what_does_not_fit_says_what_it_needs() -> None:
     one = too_large("t4")
-    cells = shown(group(one), one, TODAY)
-    assert re.fullmatch(r"out of memory: at least 3\d\.\d of 10\.0 \(guides: 3\d\.\d\)", cells["GiB of limit"])
-    assert {cells[name] for name in NUMBERS} == {DASH}
+    shown = cells(group(one), one, TODAY)
+    assert re.fullmatch(r"out of memory: at least 3\d\.\d of 10\.0 \(guides: 3\d\.\d\)", shown["GiB of limit"])
+    assert {shown[name] for name in (column.title for column in COLUMNS if column.numeric)} == {DASH}
 
 
 def test_measurements_on_the_card_are_said() -> None:
     one = entry("a10")
-    assert one.best is not None and one.best.carried is not None
-    assert shown(group(one), one, TODAY)["evidence"] == "estimated"
-    one = replace(one, plan=replace(plan(), best=replace(one.best, carried=replace(one.best.carried, basis=2))))
-    assert shown(group(one), one, TODAY)["evidence"] == "estimated, tightened by 2 measured on this card"
+    assert one.best is not None
+    assert cells(group(one), one, TODAY)["evidence"] == "estimated"
+    one = replace(one, plan=replace(plan(), best=replace(one.best, num_observations=2)))
+    assert cells(group(one), one, TODAY)["evidence"] == "estimated, tightened by 2 measured on this card"
 
 
 def test_cards_that_train_otherwise_are_named() -> None:
@@ -180,24 +208,26 @@ def test_without_a_limit_in_usd_an_unknown_price_comes_last() -> None:
 
 def test_nothing_within_the_budget_says_what_would_be_needed() -> None:
     held = comparison(entry("a10", 4, 0.5), entry("h100", 1, 3.0), budget=Budget(max_usd=1, max_hours=0.5))
-    text = unmet(held)
+    text = held.unmet()
     assert text is not None and text.splitlines() == [
         "nothing is within $1.00 and 30 min",
         "m, lora: cheapest is a10 ($2.00, 4 h), fastest is h100-sxm ($3.00, 1 h)",
     ]
-    assert unmet(replace(held, budget=Budget(max_usd=3))) is unmet(replace(held, budget=Budget())) is None
+    assert replace(held, budget=Budget(max_usd=3)).unmet() is replace(held, budget=Budget()).unmet() is None
 
 
 def test_nothing_that_fits_names_the_smallest_card() -> None:
-    held = Comparison(groups=(group(too_large("t4"), smallest=resolve_device("h100")),), how_sure="tried")
-    assert unmet(held) == "nothing surely fits any of these cards\nm, lora: the smallest card that holds it is h100-sxm"
+    held = Comparison(groups=(group(too_large("t4"), smallest=resolve_device("h100")),))
+    assert (
+        held.unmet() == "nothing surely fits any of these cards\nm, lora: the smallest card that holds it is h100-sxm"
+    )
 
 
 @pytest.mark.parametrize("wrong", [0, -1, math.nan, math.inf])
 def test_a_budget_is_a_positive_number(wrong: float) -> None:
-    with pytest.raises(ValueError, match="max_usd cannot be"):
+    with pytest.raises(UsageError, match="max_usd cannot be"):
         Budget(max_usd=wrong)
-    with pytest.raises(ValueError, match="owned_hours cannot be"):
+    with pytest.raises(UsageError, match="owned_hours cannot be"):
         Owned(device=resolve_device("a10"), usd=1, hours=wrong)
 
 
@@ -209,7 +239,7 @@ OWNED = Owned(device=RTX, usd=1800, usd_per_kwh=0.5)
 
 def test_an_own_card_pays_after_so_many_runs() -> None:
     cards = (entry("rtx-4090", 2, None), entry("h100", 1, 3.0))
-    own = own_run(OWNED, group(*cards))
+    own = own_run(OWNED, *cards)
     assert own is not None and own.electricity_usd == pytest.approx(0.4 * 0.5)
     assert own.usd == pytest.approx(2 * 1800 / 10_000 + 0.2) and own.runs == pytest.approx(1800 / (3.0 - 0.2))
     text = said(*cards, owned=OWNED)[-1]
@@ -220,20 +250,20 @@ def test_an_own_card_pays_after_so_many_runs() -> None:
 def test_an_own_card_never_pays_where_electricity_costs_more() -> None:
     made = comparison(entry("rtx-4090", 2, None), entry("h100", 1, 0.1), owned=OWNED)
     assert "it never pays against h100-sxm rented at $0.1" in verdicts(made, made.groups[0])[-1]
-    assert data(made)["groups"][0]["own_run"]["never_pays"] is True
+    assert comparison_data(made)["groups"][0]["own_run"]["never_pays"] is True
 
 
 def test_an_own_card_of_which_too_little_is_known() -> None:
     unpriced, large = entry("rtx-4090", 2, None), too_large("rtx-4090")
-    alone = own_run(OWNED, group(unpriced))
-    assert alone is not None and alone.runs is None and own_run(OWNED, group(large)) is None
+    alone = own_run(OWNED, unpriced)
+    assert alone is not None and alone.runs is None and own_run(OWNED, large) is None
     assert said(large, entry("h100"), owned=OWNED)[-1].startswith("your own rtx-4090: –")
     assert "whether that pays is not known" in said(unpriced, owned=OWNED)[-1]
 
 
 def test_an_own_card_is_a_way_within_the_budget() -> None:
     held = group(entry("rtx-4090", 2, None), entry("h100", 1, 3.0))
-    advice = advise(held, Budget(max_usd=1), own_run(OWNED, held))
+    advice = advise(held, Budget(max_usd=1), OWNED)
     assert advice.chosen is not None and advice.chosen.name == "your own rtx-4090"
     assert dict(advice.excluded) == {"rtx-4090": "no price is known", "h100-sxm": "$3.00 is over $1.00"}
 
@@ -244,31 +274,35 @@ def test_an_own_card_is_a_way_within_the_budget() -> None:
 @pytest.mark.parametrize("space", ["full", "qlora"])
 def test_least_is_the_least_of_the_whole_space(space: str) -> None:
     case = task(space=space)
-    one, all_ = least(case, 20.0), [planned(case, case.space.config(knobs), 20.0) for knobs in case.space.enumerate()]
-    assert one and one.footprint.peak_gib == min(other.footprint.peak_gib for other in all_ if other)
+    one, all_ = (
+        least_memory(case, 20.0),
+        [estimate(case, case.space.config(knobs), 20.0) for knobs in case.space.enumerate()],
+    )
+    assert one and one.need_gib == min(other.need_gib for other in all_ if other)
 
 
 def test_the_smallest_card_holds_it_and_none_below_does() -> None:
-    need = least(task("h100", model="mistral-7b", space="qlora"), 80.0)
+    need = least_memory(task("h100", model="mistral-7b", space="qlora"), 80.0)
     assert need is not None
-    found = rules.smallest({True: need, False: need}, list_devices(), 0.05)
-    assert found == resolve_device("t4") and need.footprint.peak_reserved_gib < limit_of(found, 0.05)
-    with_bf16 = rules.smallest({True: need}, list_devices(), 0.05)
+    found = smallest_card({True: need, False: need}, list_devices(), 0.05)
+    assert found == resolve_device("t4") and need.need_gib < memory_limit_gib(found, 0.05)
+    with_bf16 = smallest_card({True: need}, list_devices(), 0.05)
     assert with_bf16 is not None and with_bf16.supports_bf16
-    large = {True: replace(need, footprint=replace(need.footprint, weights=1e6))}
-    assert rules.smallest(large, list_devices(), 0.05) is rules.smallest({}, list_devices(), 0.05) is None
+    large = {True: replace(need, need_gib=1e6)}
+    assert smallest_card(large, list_devices(), 0.05) is smallest_card({}, list_devices(), 0.05) is None
 
 
 def test_a_limit_never_makes_a_card_larger() -> None:
-    limits = [one.limit_gib for size in (None, 1000.0, 10.0) if (one := enter(task(), memory_gib=size).plan)]
+    limits = [one.limit_gib for size in (None, 1000.0, 10.0) if (one := compare_card(setup(), memory_gib=size).plan)]
     assert limits[0] == limits[1] > limits[2]
 
 
 def test_a_reserve_is_opened_where_nothing_else_fits() -> None:
-    case, quantised = task(model="llama-2-13b"), task(model="llama-2-13b", space="qlora")
-    assert enter(case).state == OOM and not enter(case).opened
-    held = enter(case, quantised)
-    assert held.state == FITS and held.opened
+    case = setup(model="llama-2-13b")
+    closed = compare_card(replace(case, reserve=case.task.space))
+    assert closed.state == OOM and not closed.from_reserve
+    held = compare_card(case)
+    assert held.state == FITS and held.from_reserve
     assert "nothing fits on a10 but a quantised base or leaner state" in said(held)
 
 
@@ -277,7 +311,7 @@ def test_a_reserve_is_opened_where_nothing_else_fits() -> None:
 
 def hostile() -> Comparison:
     price = Price(provider="=1+1|<b>", device="a10", usd_per_hour=1.0, source="x")
-    return Comparison(groups=(group(entry("a10", price=price), model=HOSTILE),), how_sure="tried")
+    return Comparison(groups=(group(entry("a10", price=price), model=HOSTILE),))
 
 
 def test_a_hostile_name_is_text_on_a_page() -> None:

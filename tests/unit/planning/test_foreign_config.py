@@ -10,7 +10,7 @@ import yaml
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.export import trl
-from autotune.planning.foreign_config import FP32_BASE, MAX_BYTES, ForeignConfig, read_foreign
+from autotune.planning.foreign_config import FP32_BASE, MAX_BYTES, ForeignConfig, read_file
 from tests.helpers.factories import summary
 
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\n"
@@ -32,7 +32,7 @@ def read(tmp_path):
     def run(text: str | bytes) -> ForeignConfig:
         path = tmp_path / "run.yaml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return read_foreign(path)
+        return read_file(path)
 
     return run
 
@@ -390,7 +390,7 @@ def test_what_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "absent", tmp_path / "pipe", Path("/dev/zero"), Path("a\0b"), Path("x" * 5000)):
         with pytest.raises(UsageError, match="is not a file that can be read") as caught:
-            read_foreign(path)
+            read_file(path)
         assert caught.value.remedy
 
 

@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 
-from autotune.catalog import resolve_device, resolve_model
+from autotune.catalog import describe_price, resolve_device, resolve_model
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.other_devices import elsewhere
-from autotune.planning.plan import FITS, OOM
+from autotune.planning.other_devices import estimate_other_devices
 from autotune.prediction.transfer import carry
-from autotune.problem.run_cost import project
+from autotune.problem.run_cost import FITS, OOM, DeviceEstimate, project
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report import figures, render
-from autotune.report.comparison import price_text
-from autotune.study.summary import Candidate, OnCard, on_card_data
+from autotune.study.summary import Candidate, device_estimate_data
 from tests.helpers.factories import measurement, summary
 from tests.helpers.sessions import subject_of
 
@@ -30,19 +28,19 @@ def task(**changes: Any) -> Task:
     return subject_of(**values)
 
 
-def found(task: Task, config: TrainConfig = CONFIG) -> dict[str, OnCard]:
+def found(task: Task, config: TrainConfig = CONFIG) -> dict[str, DeviceEstimate]:
     speed = task.performance(config, [MEASURED])
     told = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
     cost = replace(project(task.workload, config, speed, task.price), evidence=told)
     winner = Candidate(config=config, performance=speed, measurement=MEASURED, cost=cost, evidence=told)
-    return {one.device.name: one for one in elsewhere(task, winner, [MEASURED], 0.05)}
+    return {one.device.name: one for one in estimate_other_devices(task, winner, [MEASURED], 0.05)}
 
 
 def test_the_studys_own_card_is_as_measured_and_others_are_projected() -> None:
     cards = found(task())
     own, other = cards["h200-sxm"], cards["h100-sxm"]
-    assert own.own and own.cost is not None and own.cost.evidence is Evidence.MEASURED and own.limit_gib == 132.0
-    assert not other.own and other.cost is not None and other.cost.evidence is Evidence.PROJECTED
+    assert own.cost is not None and own.cost.evidence is Evidence.MEASURED and own.limit_gib == 132.0
+    assert other.cost is not None and other.cost.evidence is Evidence.PROJECTED
     carried = carry(resolve_device("h200"), resolve_device("h100"))
     assert carried is not None and own.tokens_per_s is not None and own.cost is not None
     assert other.tokens_per_s == pytest.approx(own.tokens_per_s * carried.ratio)
@@ -56,7 +54,9 @@ def test_the_studys_own_card_is_as_measured_and_others_are_projected() -> None:
 def test_what_does_not_fit_or_cannot_compute_has_no_cost() -> None:
     cards = found(task())
     assert (
-        cards["a10"].state == OOM and cards["a10"].cost is None and on_card_data(cards["a10"])["full_run_usd"] is None
+        cards["a10"].state == OOM
+        and cards["a10"].cost is None
+        and device_estimate_data(cards["a10"])["full_run_usd"] is None
     )
     assert cards["v100-sxm2-32gb"].state == "has no bf16" and cards["v100-sxm2-32gb"].cost is None
     assert "mi300x" not in cards and "cpu" not in cards
@@ -75,11 +75,11 @@ def test_a_card_that_stood_in_was_measured_itself() -> None:
     h200, a100 = resolve_device("h200"), resolve_device("a100-80gb-sxm")
     carried = carry(h200, a100, [0.4])
     cards = found(task(device=a100, measured_on=h200, carried=carried))
-    assert cards["a100-80gb-sxm"].basis == 1 and cards["h200-sxm"].basis == 0
+    assert cards["a100-80gb-sxm"].num_observations == 1 and cards["h200-sxm"].num_observations == 0
     there = cards["h200-sxm"]
     assert there.cost is not None and there.cost.evidence is Evidence.MEASURED
     assert there.tokens_per_s == pytest.approx(task().performance(CONFIG, [MEASURED]).tokens_per_second)
-    assert cards["a100-80gb-sxm"].own and cards["a100-80gb-sxm"].cost is not None
+    assert cards["a100-80gb-sxm"].cost is not None
     assert cards["a100-80gb-sxm"].cost.evidence is Evidence.PROJECTED
 
 
@@ -95,5 +95,5 @@ def test_the_report_shows_them() -> None:
     assert figures.cards(cards[-2:]) is None
     page = render(replace(summary(), cards=cards), "out")
     assert "The same run on other cards" in page and ">has no bf16</td>" in page and ">out of memory</td>" in page
-    assert price_text(priced[0].price, date.today()) in page
+    assert describe_price(priced[0].price, date.today()) in page
     assert "Measurements on a CPU say nothing about GPUs." in render(summary(), "out")

@@ -14,9 +14,11 @@ from autotune.cli.commands import plan as command
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.observations import Observation
-from autotune.planning.plan import FITS, OOM, TIGHT, limit_of, make_plan, planned, published, ratios, what_fits
+from autotune.planning.device_estimate import estimate, measured_ratios, memory_limit_gib, planned_device
+from autotune.planning.observations import Observation, published_observations
+from autotune.planning.plan import plan_task, planned_setup, table_cells
 from autotune.prediction.memory_formula import CONTEXT_GIB
+from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import BASELINE
 
@@ -25,10 +27,10 @@ HERE = Path("nowhere")
 
 
 def task(gpu: str = "a10", **spec: Any) -> Any:
-    return command.subject_of(StudySpec(**{"model": "mistral-7b", "gpu": gpu} | spec), resolve_device(gpu))
+    return planned_setup(StudySpec(**{"model": "mistral-7b", "gpu": gpu} | spec), resolve_device(gpu)).task
 
 
-def sighting(tokens_per_s: float, **changes: Any) -> Observation:
+def observation(tokens_per_s: float, **changes: Any) -> Observation:
     values: dict[str, Any] = {
         "device": "a10",
         "model": "mistralai/Mistral-7B-v0.3",
@@ -46,23 +48,23 @@ def sighting(tokens_per_s: float, **changes: Any) -> Observation:
 
 def test_a_published_case_is_told_as_it_was() -> None:
     """An A10 with 8 rows of 512 tokens: about 20 GB with every layer recomputed, out of memory without."""
-    case, limit = task(), limit_of(A10, 0.0)
+    case, limit = task(), memory_limit_gib(A10, 0.0)
     config = TrainConfig(micro_batch_size=8, seq_len=512, optimizer="paged_adamw_8bit")
-    recomputed = planned(case, config, limit)
-    plain = planned(case, replace(config, checkpointing="none"), limit)
+    recomputed = estimate(case, config, limit)
+    plain = estimate(case, replace(config, checkpointing="none"), limit)
     assert recomputed is not None and plain is not None
-    assert (recomputed.fits, plain.fits) == (FITS, OOM)
-    assert recomputed.footprint.peak_reserved_gib + CONTEXT_GIB == pytest.approx(20e9 / 2**30, rel=0.15)
+    assert (recomputed.state, plain.state) == (FITS, OOM)
+    assert recomputed.need_gib + CONTEXT_GIB == pytest.approx(20e9 / 2**30, rel=0.15)
 
 
 def test_what_is_measured_on_a_card_draws_its_speed_there() -> None:
-    case, limit, config = task(), limit_of(A10, 0.05), TrainConfig(micro_batch_size=4, seq_len=512)
-    alone = planned(case, config, limit)
-    slow = planned(case, config, limit, [sighting(500.0)])
+    case, limit, config = task(), memory_limit_gib(A10, 0.05), TrainConfig(micro_batch_size=4, seq_len=512)
+    alone = estimate(case, config, limit)
+    slow = estimate(case, config, limit, [observation(500.0)])
     assert alone and slow and alone.tokens_per_s and slow.tokens_per_s and alone.interval and slow.interval
     assert slow.tokens_per_s < alone.tokens_per_s
     assert slow.interval[1] / slow.interval[0] < alone.interval[1] / alone.interval[0]
-    assert slow.carried and slow.carried.basis == 1 and slow.evidence is Evidence.ESTIMATED
+    assert slow.num_observations == 1 and slow.cost and slow.cost.evidence is Evidence.ESTIMATED
 
 
 @pytest.mark.parametrize(
@@ -80,71 +82,73 @@ def test_what_is_measured_on_a_card_draws_its_speed_there() -> None:
     ids=str,
 )
 def test_measurements_of_something_else_tell_nothing(other: dict[str, Any]) -> None:
-    assert ratios([sighting(**{"tokens_per_s": 300.0} | other)], A10, "lora", "none") == []
+    assert measured_ratios([observation(**{"tokens_per_s": 300.0} | other)], A10, "lora", "none") == []
 
 
 def test_what_comes_with_the_package_is_of_known_cards_and_models() -> None:
-    assert published()
-    for one in published():
+    assert published_observations()
+    for one in published_observations():
         assert one.device in {device.name for device in list_devices()} and one.source
         assert resolve_model(one.model or "").params
 
 
 def test_the_best_fits_and_is_no_slower_than_what_guides_give() -> None:
     for gpu in ("a10", "h100", "t4"):
-        made = make_plan(task(gpu, space="qlora"))
-        assert made.best and made.best.fits == FITS and made.best.tokens_per_s and made.baseline.tokens_per_s
+        made = plan_task(task(gpu, space="qlora"))
+        assert made.best and made.best.state == FITS and made.best.tokens_per_s and made.baseline.tokens_per_s
         assert made.best.tokens_per_s >= made.baseline.tokens_per_s
-        assert made.best.footprint.peak_reserved_gib < made.limit_gib
-        assert made.looked_at == made.of
+        assert made.best.need_gib < made.limit_gib
+        assert made.num_estimated == made.space_size
 
 
 def test_where_nothing_fits_there_is_no_best() -> None:
-    made = make_plan(task(model="llama-3.1-70b"))
-    assert made.best is None and made.baseline.fits == OOM
+    made = plan_task(task(model="llama-3.1-70b"))
+    assert made.best is None and made.baseline.state == OOM
 
 
 def test_a_family_without_a_formula_is_said() -> None:
     with pytest.raises(UsageError, match="there is no formula for mixtral models"):
-        make_plan(task(model="mixtral-8x7b"))
+        plan_task(task(model="mixtral-8x7b"))
 
 
 def test_a_large_space_is_looked_at_everywhere() -> None:
     """And what makes no difference to the formulas does not multiply it."""
-    made = make_plan(task("a100-80gb", space="everything", allow_quantized=True, allow_any_optimizer=True))
-    assert made.of < 30_000 and made.looked_at <= made.of
+    made = plan_task(task("a100-80gb", space="everything", allow_quantized=True, allow_any_optimizer=True))
+    assert made.space_size < 30_000 and made.num_estimated <= made.space_size
     assert made.best and made.best.config.micro_batch_size * made.best.config.seq_len > 2048
 
 
 def test_a_way_without_a_formula_is_said() -> None:
     with pytest.raises(UsageError, match="there is no formula for int8 bases"):
-        make_plan(task(space="qlora", pins={"quantization": "int8"}))
+        plan_task(task(space="qlora", pins={"quantization": "int8"}))
 
 
 def test_no_more_is_planned_for_than_the_card_has() -> None:
-    assert limit_of(A10, 0.05, 80.0) == limit_of(A10, 0.05) and limit_of(A10, 0.05, 16.0) < limit_of(A10, 0.05)
+    assert memory_limit_gib(A10, 0.05, 80.0) == memory_limit_gib(A10, 0.05) and memory_limit_gib(
+        A10, 0.05, 16.0
+    ) < memory_limit_gib(A10, 0.05)
 
 
 def test_a_card_without_memory_cannot_be_planned_for() -> None:
     with pytest.raises(UsageError, match="its memory is not known"):
-        limit_of(resolve_device("cpu"), 0.05)
+        memory_limit_gib(resolve_device("cpu"), 0.05)
 
 
 def test_between_fitting_and_not_there_is_doubt() -> None:
     case, config = task(), TrainConfig(micro_batch_size=4, seq_len=1024)
-    found = planned(case, config, 100.0)
+    found = estimate(case, config, 100.0)
     assert found is not None
-    need = found.footprint.peak_reserved_gib
-    verdicts = [planned(case, config, need * factor) for factor in (0.99, 1.01, 1.1)]
-    assert [one and one.fits for one in verdicts] == [OOM, TIGHT, FITS]
+    need = found.need_gib
+    verdicts = [estimate(case, config, need * factor) for factor in (0.99, 1.01, 1.1)]
+    assert [one and one.state for one in verdicts] == [OOM, TIGHT, FITS]
 
 
 def test_a_table_grows_in_both_directions() -> None:
-    cells = list(what_fits(task(), BASELINE, 20.0, (1, 4), (512, 2048)))
+    cells = list(table_cells(task(), BASELINE, 20.0, (1, 4), (512, 2048)))
     assert [(cell.seq_len, cell.micro_batch_size) for cell in cells] == [(512, 1), (512, 4), (2048, 1), (2048, 4)]
-    needs = [cell.recomputed.footprint.peak_reserved_gib for cell in cells]
+    needs = [cell.recomputed.need_gib for cell in cells]
     assert needs[0] < needs[1] < needs[3] and needs[1] == pytest.approx(needs[2])
-    assert all(cell.shown is (cell.plain if cell.plain.fits == FITS else cell.recomputed) for cell in cells)
+    assert all(cell.chosen is (cell.plain if cell.plain.state == FITS else cell.recomputed) for cell in cells)
 
 
 # The command
@@ -198,7 +202,7 @@ def test_what_does_not_fit_is_an_exit_code_of_its_own() -> None:
 def test_without_a_gpu_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.core.nvml.list_gpus", list)
     with pytest.raises(UsageError, match="which GPU"):
-        command.target("auto")
+        planned_device("auto")
 
 
 def test_a_plan_starts_no_torch(tmp_path: Path) -> None:

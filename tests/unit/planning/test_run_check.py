@@ -10,28 +10,32 @@ import pytest
 import yaml
 
 from autotune.catalog import list_devices, resolve_model
-from autotune.cli.commands.check import Answer, answer_of, lines, shown, verdict
+from autotune.cli.commands.check import edits_text, lines, verdict
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
+from autotune.planning.device_estimate import memory_limit_gib
+from autotune.planning.fixes import edited
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
-from autotune.planning.plan import FITS, TIGHT, limit_of
-from autotune.planning.run_check import edited, longest_of, need_of
+from autotune.planning.observations import published_observations
+from autotune.planning.run_check import CheckReport, check
+from autotune.planning.run_estimate import memory_bounds, padded_length
 from autotune.prediction.memory_formula import Sizes
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.run_cost import FITS, TIGHT
 from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL, TRL_7B, changed
 
 
 @pytest.fixture
-def answer(tmp_path: Path) -> Callable[..., Answer]:
-    def run(text: str, gpu: str = "a10", **flags: Any) -> Answer:
+def answer(tmp_path: Path) -> Callable[..., CheckReport]:
+    def run(text: str, gpu: str = "a10", **flags: Any) -> CheckReport:
         path = tmp_path / "run.yml"
         path.write_text(text)
-        return answer_of(path, {"gpu": gpu, **flags}, tmp_path / "none")
+        return check(path, {"gpu": gpu, **flags}, observations=published_observations())
 
     return run
 
 
-def printed(found: Answer) -> str:
+def printed(found: CheckReport) -> str:
     return "\n".join(text for _, text in lines(found))
 
 
@@ -58,32 +62,32 @@ OOMS = [
 
 
 @pytest.mark.parametrize(("text", "gpu"), OOMS)
-def test_what_is_advised_makes_it_fit(text: str, gpu: str, answer: Callable[..., Answer]) -> None:
+def test_what_is_advised_makes_it_fit(text: str, gpu: str, answer: Callable[..., CheckReport]) -> None:
     """Written into the file and checked again."""
     found = answer(text, gpu)
-    assert found.checked.fits != FITS and found.first is not None
-    assert found.first.checked.fits == FITS
+    assert found.checked.state != FITS and found.fix is not None
+    assert found.fix.checked.state == FITS
     values = yaml.safe_load(text)
-    for change in (found.first, *(change for change, _ in found.alone)):
+    for change in (found.fix, *(change for change, _ in found.fixes)):
         again = answer(yaml.safe_dump(edited(values, change.edits)), gpu)
-        assert again.checked.fits == change.checked.fits, change.edits
-        assert again.checked.need == change.checked.need, change.edits
+        assert again.checked.state == change.checked.state, change.edits
+        assert again.checked.bounds == change.checked.bounds, change.edits
         before, after = found.checked.run, again.checked.run
         rows = [run.accumulation * run.config.micro_batch_size for run in (before, after)]
         assert rows[0] == rows[1], "the global batch stays as it is"
-    for change, saves in found.alone:
-        told = change.checked.need.told.peak_reserved_gib
-        assert saves == pytest.approx(found.checked.need.told.peak_reserved_gib - told)
-        assert saves > 0 or change.checked.fits == FITS
+    for change, saves in found.fixes:
+        told = change.checked.estimate.need_gib
+        assert saves == pytest.approx(found.checked.estimate.need_gib - told)
+        assert saves > 0 or change.checked.state == FITS
 
 
-def test_what_is_learned_changes_last(answer: Callable[..., Answer]) -> None:
+def test_what_is_learned_changes_last(answer: Callable[..., CheckReport]) -> None:
     """Nothing that is learned with changes where micro batch, checkpoints or the loss suffice; then the least."""
 
     def keys(text: str, gpu: str, **flags: Any) -> set[str]:
         found = answer(text, gpu, **flags)
-        assert found.first is not None
-        return set(found.first.edits)
+        assert found.fix is not None
+        return set(found.fix.edits)
 
     assert keys(TRL_7B, "a10") == {"dtype"}
     assert keys(AXOLOTL, "a10") == {"plugins", "cut_cross_entropy"}
@@ -97,10 +101,10 @@ def test_what_is_learned_changes_last(answer: Callable[..., Answer]) -> None:
     assert keys(fast, "a10") <= {"disable_gradient_checkpointing", "enable_liger_kernel"}
 
 
-def test_nothing_helps(answer: Callable[..., Answer]) -> None:
+def test_nothing_helps(answer: Callable[..., CheckReport]) -> None:
     text = changed(AXOLOTL, base_model="meta-llama/Llama-3.1-70B")
     found = answer(text, "t4")
-    assert found.first is None and found.faster is None and found.timed is None
+    assert found.fix is None and found.faster is None and found.runnable is None
     assert "nothing that was tried surely makes it fit" in printed(found) and "useful tokens/s" not in printed(found)
 
 
@@ -109,7 +113,7 @@ def test_edits_reach_what_counts() -> None:
     new = edited(values, {"dtype": "bfloat16", "a": 2})
     assert new == {"dtype": "float32", "model_init_kwargs": {"dtype": "bfloat16"}, "a": 2}
     assert values["a"] == 1 and values["model_init_kwargs"] == {"dtype": "float32"}
-    assert shown({"optim": "adamw_bnb_8bit", "packing": True, "b": [1, "x"]}) == (
+    assert edits_text({"optim": "adamw_bnb_8bit", "packing": True, "b": [1, "x"]}) == (
         'optim: adamw_bnb_8bit, packing: true, b: [1, "x"]'
     )
 
@@ -117,15 +121,15 @@ def test_edits_reach_what_counts() -> None:
 # --- what no formula knows, and a base in fp32
 
 
-def test_bounds(answer: Callable[..., Answer]) -> None:
+def test_bounds(answer: Callable[..., CheckReport]) -> None:
     eight = changed(AXOLOTL, load_in_4bit=False, load_in_8bit=True, adapter="lora")
     found = answer(eight, "a100-40gb-sxm")
-    need = found.checked.need
+    need = found.checked.bounds
     assert need.most is not None and need.least.weights < need.most.weights / 2
-    assert found.checked.duration is None and "A base in 8 bits has no formula" in " ".join(found.notes)
+    assert found.checked.estimate.tokens_per_s is None and "A base in 8 bits has no formula" in " ".join(found.notes)
     middle = (need.least.peak_reserved_gib + need.most.peak_reserved_gib) / 2
     unsure = answer(eight, "a100-40gb-sxm", memory_gib=middle)
-    assert unsure.checked.fits == TIGHT
+    assert unsure.checked.state == TIGHT
     low, high = f"{need.least.peak_reserved_gib:.1f}", f"{need.most.peak_reserved_gib:.1f}"
     assert verdict(unsure).startswith(f"too close to tell: needs {low} to {high} of ") and "spare" not in verdict(
         unsure
@@ -133,37 +137,40 @@ def test_bounds(answer: Callable[..., Answer]) -> None:
 
     offloaded = changed(AXOLOTL, gradient_checkpointing="offload")
     plain, other = answer(AXOLOTL, "h100-sxm").checked, answer(offloaded, "h100-sxm").checked
-    assert other.need.most == plain.need.most and plain.need.least == plain.need.most
-    assert other.need.least.activations < plain.need.least.activations
-    assert plain.duration is not None and other.duration is not None
-    assert 0.9 < other.duration.tokens_per_s / plain.duration.tokens_per_s < 1
+    assert other.bounds.most == plain.bounds.most and plain.bounds.least == plain.bounds.most
+    assert other.bounds.least.activations < plain.bounds.least.activations
+    assert plain.estimate.tokens_per_s is not None and other.estimate.tokens_per_s is not None
+    assert 0.9 < other.estimate.tokens_per_s / plain.estimate.tokens_per_s < 1
 
     dora = answer(changed(AXOLOTL, peft_use_dora=True), "h100-sxm")
-    assert dora.checked.fits == TIGHT and dora.checked.need.most is None
+    assert dora.checked.state == TIGHT and dora.checked.bounds.most is None
     assert verdict(dora).startswith("too close to tell: needs at least ")
-    assert dora.first is not None and dora.first.edits == {"peft_use_dora": False}
+    assert dora.fix is not None and dora.fix.edits == {"peft_use_dora": False}
 
 
-def test_a_base_in_fp32(answer: Callable[..., Answer]) -> None:
+def test_a_base_in_fp32(answer: Callable[..., CheckReport]) -> None:
     whole, half = answer(TRL_7B, "h200-sxm").checked, answer(changed(TRL_7B, dtype="bfloat16"), "h200-sxm").checked
     assert FP32_BASE in whole.run.notes and FP32_BASE not in half.run.notes
     sizes = Sizes.of(resolve_model("mistral-7b"))
     assert sizes is not None
     more = {
-        name: (value - half.need.told.terms().get(name, 0)) * GIB for name, value in whole.need.told.terms().items()
+        name: (value - half.bounds.reported.terms().get(name, 0)) * GIB
+        for name, value in whole.bounds.reported.terms().items()
     }
     assert more["weights"] == pytest.approx(2 * sizes.params)
     layer = sizes.linear_params / sizes.layers  # one is recomputed at a time
     assert more["activations"] == pytest.approx(2 * (layer + 8 * 1024 * sizes.layers * sizes.hidden))
-    assert whole.duration is not None and half.duration is not None
-    assert 0.9 < whole.duration.tokens_per_s / half.duration.tokens_per_s < 1
+    assert whole.estimate.tokens_per_s is not None and half.estimate.tokens_per_s is not None
+    assert 0.9 < whole.estimate.tokens_per_s / half.estimate.tokens_per_s < 1
 
     def kept(**keys: Any) -> float:
-        return answer(changed(TRL_7B, gradient_checkpointing=False, **keys), "h200-sxm").checked.need.told.activations
+        return answer(
+            changed(TRL_7B, gradient_checkpointing=False, **keys), "h200-sxm"
+        ).checked.bounds.reported.activations
 
     assert (kept() - kept(dtype="bfloat16")) * GIB == pytest.approx(2 * sizes.linear_params)
-    four = answer(changed(TRL_7B, load_in_4bit=True), "h200-sxm").checked.need.told.weights
-    less = answer(changed(TRL_7B, load_in_4bit=True, dtype="bfloat16"), "h200-sxm").checked.need.told.weights
+    four = answer(changed(TRL_7B, load_in_4bit=True), "h200-sxm").checked.bounds.reported.weights
+    less = answer(changed(TRL_7B, load_in_4bit=True, dtype="bfloat16"), "h200-sxm").checked.bounds.reported.weights
     assert (four - less) * GIB == pytest.approx(2 * (sizes.params - sizes.linear_params))
 
 
@@ -218,14 +225,13 @@ def test_the_graph_keeps_each_cast_of_a_frozen_weight() -> None:
 # --- how long it takes
 
 
-def test_steps_and_hours(answer: Callable[..., Answer]) -> None:
+def test_steps_and_hours(answer: Callable[..., CheckReport]) -> None:
     def steps(text: str, **flags: Any) -> int:
-        found = answer(text, "h100-sxm", **flags).checked.duration
-        assert found is not None
-        assert found.hours == pytest.approx(found.num_steps * found.hours / found.num_steps)
-        low, high = found.interval_hours
-        assert low < found.hours < high
-        return found.num_steps
+        cost = answer(text, "h100-sxm", **flags).checked.estimate.cost
+        assert cost is not None
+        low, high = cost.interval_hours
+        assert low < cost.full_run_hours < high
+        return cost.num_steps
 
     assert steps(TRL) == math.ceil(10_000 / 16)  # assumed
     assert steps(TRL, examples=3200) == 200
@@ -240,59 +246,60 @@ def test_steps_and_hours(answer: Callable[..., Answer]) -> None:
     assert steps(AXOLOTL, examples=3200, tokens_per_example=4096) == 4 * 400
 
 
-def test_assumptions_are_told(answer: Callable[..., Answer]) -> None:
+def test_assumptions_are_told(answer: Callable[..., CheckReport]) -> None:
     out = printed(answer(TRL))
     assert "for 10,000 examples (assumed) x 1, 625 steps" in out
     assert "How long the examples are was not given: 1,024 tokens each (assumed)" in out
     out = printed(answer(changed(TRL, max_steps=77), mean_tokens=300.0, p99_tokens=2000.0, price=2.0))
     assert "for 77 steps, estimated" in out and "(assumed)" not in out
     assert "at $2.00/h, given by --price" in out
-    assert "told for one, and sharding is not modelled" in out
+    assert "one is assumed, and sharding is not modelled" in out
 
 
-def test_a_dataset_is_counted(answer: Callable[..., Answer], tmp_path: Path) -> None:
+def test_a_dataset_is_counted(answer: Callable[..., CheckReport], tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("100\n" * 900 + "5000\n" * 100)
     lengths = str(tmp_path / "lengths.txt")
     found = answer(FACTORY, lengths=lengths)
-    assert found.setting.workload.examples == 1000  # fewer than max_samples of two datasets
+    assert found.context.workload.examples == 1000  # fewer than max_samples of two datasets
     assert any("of the tokens will be cut off" in note for note in found.notes)
-    assert found.checked.duration is not None and found.checked.duration.num_steps == 375
+    assert found.checked.estimate.cost is not None and found.checked.estimate.cost.num_steps == 375
     assert found.faster is not None and f"--lengths {lengths}" in found.faster.command
-    capped = answer(changed(FACTORY, max_samples=40), lengths=lengths).setting.workload
+    capped = answer(changed(FACTORY, max_samples=40), lengths=lengths).context.workload
     assert (capped.examples, capped.examples_assumed) == (80, False)
 
 
-def test_several_gpus(answer: Callable[..., Answer]) -> None:
+def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
     text = changed(FACTORY, deepspeed="ds_z3_config.json")
     one, four = answer(text), answer(changed(text, num_processes=4))
-    assert one.checked.need == four.checked.need
-    a, b = one.checked.duration, four.checked.duration
-    assert a is not None and b is not None and a.usd is not None and b.usd is not None
-    assert b.tokens_per_s == a.tokens_per_s
-    assert b.hours == pytest.approx(a.hours / 4, rel=0.01) and b.usd == pytest.approx(a.usd, rel=0.01)
+    assert one.checked.bounds == four.checked.bounds
+    a, b = one.checked.estimate, four.checked.estimate
+    assert a.cost is not None and b.cost is not None and a.cost.full_run_usd is not None
+    assert b.tokens_per_s == pytest.approx(a.tokens_per_s) and b.samples_per_s == pytest.approx(a.samples_per_s)
+    assert b.cost.full_run_hours == pytest.approx(a.cost.full_run_hours / 4, rel=0.01)
+    assert b.cost.full_run_usd == pytest.approx(a.cost.full_run_usd, rel=0.01)
     out = printed(four)
     assert "GiB on each of 4 a10, " in out and "useful tokens/s a GPU (" in out
     assert "as data parallel: each holds all of it, sharding is not modelled" in out
     assert any(note.startswith("Sharding and offloading") for note in four.notes)
 
 
-def test_rows_are_padded_to_the_longest_of_a_micro_batch(answer: Callable[..., Answer]) -> None:
+def test_rows_are_padded_to_the_longest_of_a_micro_batch(answer: Callable[..., CheckReport]) -> None:
     lengths = Lengths(counts=((100, 9), (1000, 1)), source="given")
     for micro, share in ((1, 0.1), (2, 0.19), (8, 1 - 0.9**8)):
         config = TrainConfig(micro_batch_size=micro, seq_len=1024)
-        assert longest_of(lengths, config) == math.ceil(round(100 + 900 * share, 6))
-    assert longest_of(lengths, TrainConfig(micro_batch_size=2**24, seq_len=512)) == 512
+        assert padded_length(lengths, config) == math.ceil(round(100 + 900 * share, 6))
+    assert padded_length(lengths, TrainConfig(micro_batch_size=2**24, seq_len=512)) == 512
     text = changed(AXOLOTL, sample_packing=False)
     loose, padded = (
         answer(changed(text, pad_to_sequence_len=padded), "h100-sxm", tokens_per_example=256)
         for padded in (False, True)
     )
-    assert loose.checked.need == padded.checked.need
-    assert loose.checked.duration is not None and padded.checked.duration is not None
-    assert loose.checked.duration.tokens_per_s > 2 * padded.checked.duration.tokens_per_s
+    assert loose.checked.bounds == padded.checked.bounds
+    assert loose.checked.estimate.tokens_per_s is not None and padded.checked.estimate.tokens_per_s is not None
+    assert loose.checked.estimate.tokens_per_s > 2 * padded.checked.estimate.tokens_per_s
 
 
-def test_faster(answer: Callable[..., Answer]) -> None:
+def test_faster(answer: Callable[..., CheckReport]) -> None:
     found = answer(FACTORY)
     assert found.faster is not None
     own, other = found.checked.run.config, found.faster.config
@@ -326,20 +333,24 @@ def test_needs_grow_with_what_is_asked() -> None:
     model = resolve_model("mistral-7b")
 
     def peak(**knobs: Any) -> float:
-        need = need_of(model, replace(run, config=replace(run.config, **knobs)))
+        need = memory_bounds(model, replace(run, config=replace(run.config, **knobs)))
         assert need is not None
         return need.least.peak_reserved_gib
 
     for size in (1, 2, 4, 8, 16):  # what the search for the largest micro batch rests on
         assert peak(micro_batch_size=size) < peak(micro_batch_size=2 * size)
-    assert need_of(resolve_model("gpt2"), run) is None
+    assert memory_bounds(resolve_model("gpt2"), run) is None
 
 
 @pytest.mark.parametrize("text", [TRL_7B, AXOLOTL, AXOLOTL_FULL, FACTORY_FULL])
-def test_the_smallest_card(text: str, answer: Callable[..., Answer]) -> None:
+def test_the_smallest_card(text: str, answer: Callable[..., CheckReport]) -> None:
     found = answer(text, "t4")
-    assert found.card is not None
-    assert answer(text, found.card.name).checked.fits == FITS
+    assert found.smallest_card is not None
+    assert answer(text, found.smallest_card.name).checked.state == FITS
     for card in list_devices():
-        if card.memory_gib and card.supports_bf16 and limit_of(card, 0.05) < limit_of(found.card, 0.05):
-            assert answer(text, card.name).checked.fits != FITS, card.name
+        if (
+            card.memory_gib
+            and card.supports_bf16
+            and memory_limit_gib(card, 0.05) < memory_limit_gib(found.smallest_card, 0.05)
+        ):
+            assert answer(text, card.name).checked.state != FITS, card.name

@@ -10,7 +10,8 @@ from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.nvml import GpuInfo, GpuProcess
 from autotune.core.probe_types import Evidence
 from autotune.core.serialization import from_data, to_data
-from autotune.planning.plan import published, tightened
+from autotune.planning.device_estimate import corrected_by_observations
+from autotune.planning.observations import published_observations
 from autotune.prediction.transfer import carry
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
@@ -196,11 +197,11 @@ def test_an_emulated_study_is_kept_and_is_not_continued_on_the_card_itself():
 
 def test_what_was_measured_on_the_target_tightens_the_projection():
     task = set_up(StudySpec(model="mistral-7b"), emulated()).task
-    tight = tightened(task, published())
+    tight = corrected_by_observations(task, published_observations())
     assert tight.carried.basis == 2 and tight.carried.error < task.carried.error
     assert replace(tight, carried=task.carried) == task
     own = replace(task, measured_on=None, carried=None)
-    assert tightened(own, published()) == own
+    assert corrected_by_observations(own, published_observations()) == own
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""Estimate one configuration on one device by formula: whether it fits, how fast it trains, what the full run costs.
+
+A speed is that of the reference card (`prediction/step_time`), transferred to the device (`prediction/transfer`) and
+corrected by what others measured there with the same method. Nothing here is measured on the device at hand.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autotune.catalog import DeviceSpec, resolve_device, resolve_model
+from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.probe_types import Evidence
+from autotune.core.train_config import TrainConfig
+from autotune.planning.observations import Observation
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, footprint
+from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, pace
+from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, carry, interval, log_ratio
+from autotune.problem.performance import Performance
+from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
+from autotune.problem.run_shape import RunShape
+from autotune.problem.target import device_budget, find_target
+from autotune.problem.task import Task
+
+ACCURACY = (
+    "memory by a formula that was within 0.3 % of the models on an H200 that it was made with, and 5.1 % of ten others "
+    "(LoRA, nf4, full fine-tuning), speed by another, whose ranges hold 80 % of cases"
+)
+MAX_DEVIATIONS = 6.0  # an observation further from the expected speed than so many standard deviations is ignored
+
+
+def planned_device(name: str) -> DeviceSpec:
+    """The catalogue's device of this name; `auto` means the GPU of this machine.
+
+    Raises:
+        UsageError: no such device, or `auto` on a machine without a GPU.
+    """
+    if name.strip().lower() != "auto":
+        return resolve_device(name)
+    try:
+        return find_target(name).device
+    except EnvironmentProblem:
+        raise UsageError("which GPU? There is none here", remedy="name one: --gpu a10 (`autotune gpus`)") from None
+
+
+def memory_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
+    """GiB that tensors may take on the device: its memory without the reserved share and without a CUDA context.
+
+    `memory_gib` can only lower the memory of the device.
+
+    Raises:
+        UsageError: the memory of the device is not known.
+    """
+    budget = device_budget(device, reserve_fraction=headroom, asked_gib=memory_gib)
+    return max(budget.limit_gib(taken_gib=CONTEXT_GIB), 0.01)
+
+
+def memory_state(need_gib: float, limit_gib: float) -> str:
+    """FITS, OOM, or TIGHT: the need is below the limit by less than the error of the memory formula."""
+    if need_gib > limit_gib:
+        return OOM
+    return TIGHT if need_gib * (1 + ERROR) > limit_gib else FITS
+
+
+def estimate(
+    task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation] = ()
+) -> DeviceEstimate | None:
+    """Estimate one configuration of a task on the task's device; None where no formula covers it."""
+    shape = task.workload.run_shape(config)
+    memory = footprint(task.model, config, shape.probe_micro_steps)
+    if memory is None:
+        return None
+    need = memory.peak_reserved_gib
+    without_speed = DeviceEstimate(
+        device=task.device,
+        config=config,
+        state=memory_state(need, limit_gib),
+        need_gib=need,
+        limit_gib=limit_gib,
+        price=task.price,
+        memory=memory,
+    )
+    return with_speed(without_speed, pace(task.model, config), shape, observations)
+
+
+def with_speed(
+    estimated: DeviceEstimate,
+    step_time: StepTimeEstimate | None,
+    shape: RunShape,
+    observations: Sequence[Observation] = (),
+    *,
+    num_steps: int | None = None,
+) -> DeviceEstimate:
+    """Add speed and cost to an estimate of memory; unchanged where no formula knows the speed.
+
+    `step_time` is that of the reference card. `num_steps` is given for a run that ends after so many steps.
+    """
+    device, config = estimated.device, estimated.config
+    precision = "fp8" if config.quantization == "fp8" else "bf16"
+    ratios = measured_ratios(observations, device, config.method, config.quantization)
+    transfer = carry(resolve_device(REFERENCE), device, ratios, precision=precision)
+    if step_time is None or transfer is None:
+        return estimated
+    step_s = shape.step_time_s(step_time.micro_s, step_time.rest_s) / transfer.ratio
+    error = math.hypot(step_time.error, transfer.error)
+    low, high = interval(1.0, error)
+    speed = Performance.of_steps(shape, step_s, spread=(low - 1, high - 1))
+    gpus, price, power_w = shape.world_size, estimated.price, device.tdp_w
+    if price is not None:
+        spot = price.spot_usd_per_hour
+        price = replace(
+            price, usd_per_hour=gpus * price.usd_per_hour, spot_usd_per_hour=None if spot is None else gpus * spot
+        )
+    cost = run_cost(shape, speed, price, None if power_w is None else gpus * power_w, num_steps=num_steps)
+    tokens_per_s = speed.tokens_per_second / gpus
+    return replace(
+        estimated,
+        tokens_per_s=tokens_per_s,
+        interval=interval(tokens_per_s, error),
+        samples_per_s=speed.samples_per_second / gpus,
+        cost=replace(cost, evidence=Evidence.ESTIMATED),
+        num_observations=transfer.basis,
+    )
+
+
+def measured_ratios(
+    observations: Sequence[Observation], device: DeviceSpec, method: str, quantization: str
+) -> list[float]:
+    """How many times as fast as the formula of the reference card others measured this device to be.
+
+    Only what was measured in full, by transformers' Trainer, with the same method and base counts.
+    """
+    ratios = []
+    for observed in observations:
+        same = (observed.config.method, observed.config.quantization) == (method, quantization)
+        complete = observed.evidence is Evidence.MEASURED and observed.trainer == "transformers"
+        if observed.device != device.name or observed.model is None or not same or not complete:
+            continue
+        ratio, expected = _ratio_to_reference(observed), log_ratio(resolve_device(REFERENCE), device)
+        # A measurement further off than any pair of cards in the published data is a mistake.
+        limit = MAX_DEVIATIONS * math.hypot(BETWEEN, WITHIN)
+        if ratio and expected is not None and abs(math.log(ratio) - expected) <= limit:
+            ratios.append(ratio)
+    return ratios
+
+
+@functools.cache
+def _ratio_to_reference(observed: Observation) -> float | None:
+    step_time = pace(resolve_model(observed.model or ""), observed.config)
+    if step_time is None:
+        return None
+    step_s = observed.accumulation * step_time.micro_s + step_time.rest_s
+    return observed.tokens_per_s * step_s / (observed.accumulation * observed.config.tokens)
+
+
+def speed_transfer(
+    source: DeviceSpec, target: DeviceSpec, config: TrainConfig, observations: Sequence[Observation]
+) -> SpeedTransfer | None:
+    """How a speed transfers between two cards, corrected by what was measured on the target with this method and base.
+
+    None where a rate of either card is not known.
+    """
+    to_source = carry(resolve_device(REFERENCE), source)
+    if to_source is None:
+        return None
+    precision = "fp8" if config.quantization == "fp8" else "bf16"
+    ratios = measured_ratios(observations, target, config.method, config.quantization)
+    return carry(source, target, [ratio / to_source.ratio for ratio in ratios], precision=precision)
+
+
+def corrected_by_observations(task: Task, observations: Sequence[Observation]) -> Task:
+    """The task, its projection from another card corrected by what was measured on the task's own device."""
+    if task.measured_on is None:
+        return task
+    transfer = speed_transfer(task.measured_on, task.device, task.baselines()[0], observations)
+    return replace(task, carried=transfer) if transfer and transfer.basis else task

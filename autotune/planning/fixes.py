@@ -1,0 +1,255 @@
+"""Find changes to another tool's file that make its run fit a card."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from autotune.core.errors import UsageError
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, parse, with_supported_attention
+from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run, memory_bounds
+from autotune.problem.run_cost import FITS, OOM, TIGHT
+
+MAX_MICRO_BATCH, MIN_LENGTH = 1024, 256  # of what is tried
+NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # TRL prefers their values to those of the top level
+CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
+ACCUMULATION = "gradient_accumulation_steps"
+MICRO_BATCH = {
+    "trl": "per_device_train_batch_size",
+    "axolotl": "micro_batch_size",
+    "llamafactory": "per_device_train_batch_size",
+}
+LENGTH = {"trl": "max_length", "axolotl": "sequence_len", "llamafactory": "cutoff_len"}
+
+# How much a fix changes what is learned.
+SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
+
+Edits = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fix:
+    """One change of a file: keys of its own tool with the values to write. `rank`: how much changes what is learned.
+
+    SAME_RESULT changes nothing; OTHER_OPTIMIZER the optimizer's state, or drops DoRA; QUANTIZED the base, or the fp32
+    master weights; SHORTER the sequence; ADAPTERS are trained instead of all parameters.
+    """
+
+    rank: int
+    edits: Edits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedRun:
+    """What a run becomes with these edits of its file."""
+
+    edits: Edits
+    checked: CheckedRun
+
+
+def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
+    """A copy of the file's values with the edits, each written where its tool reads the key."""
+    new = dict(values)
+    for key, value in edits.items():
+        inner = next((name for name in NESTED if key in (values.get(name) or ())), None)
+        if inner is None:
+            new[key] = value
+        else:
+            new[inner] = new[inner] | {key: value}
+    return new
+
+
+def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
+    """Each change that may save memory, but those of micro batch and length."""
+    config, tool, values = run.config, run.format, run.values
+    if FP32_BASE in run.notes:
+        yield Fix(rank=SAME_RESULT, edits={"dtype": "bfloat16"})
+    if config.loss == "full" and tool == "llamafactory":
+        yield Fix(rank=SAME_RESULT, edits={"enable_liger_kernel": True})
+    if config.loss == "full" and tool == "axolotl":
+        yield Fix(rank=SAME_RESULT, edits=_fused_loss(values))
+    if config.checkpointing == "none":
+        trl_key = "activation_checkpointing" if "activation_checkpointing" in values else "gradient_checkpointing"
+        checkpointing: dict[str, Edits] = {
+            "trl": {trl_key: True},
+            "axolotl": {"gradient_checkpointing": True},
+            "llamafactory": {"disable_gradient_checkpointing": False},
+        }
+        yield Fix(rank=SAME_RESULT, edits=checkpointing[tool])
+    if config.optimizer in ("adamw_torch", "adamw_torch_fused"):
+        yield Fix(rank=OTHER_OPTIMIZER, edits={"optimizer" if tool == "axolotl" else "optim": "adamw_bnb_8bit"})
+    if config.dora:
+        yield Fix(rank=OTHER_OPTIMIZER, edits={"peft_use_dora" if tool == "axolotl" else "use_dora": False})
+    nf4: dict[str, Edits] = {
+        "trl": {"load_in_4bit": True},
+        "axolotl": {"adapter": "qlora", "load_in_4bit": True},
+        "llamafactory": {"quantization_bit": 4},
+    }
+    quantized = _switching_off(nf4[tool], values, "load_in_8bit")
+    if config.method == "lora":
+        if config.quantization != "nf4":
+            yield Fix(rank=QUANTIZED, edits=quantized)
+        return
+    if config.precision != "bf16_pure" and tool != "axolotl":
+        yield Fix(rank=QUANTIZED, edits={"dtype": "bfloat16"} if tool == "trl" else {"pure_bf16": True})
+    adapters: dict[str, Edits] = {
+        "trl": {"use_peft": True, "dtype": "bfloat16"},
+        "axolotl": {"adapter": "lora", "lora_target_linear": True, "lora_r": values.get("lora_r") or 16},
+        "llamafactory": {"finetuning_type": "lora"},
+    }
+    yield Fix(rank=ADAPTERS, edits=adapters[tool])
+    yield Fix(rank=ADAPTERS, edits=adapters[tool] | quantized)
+
+
+def _fused_loss(values: dict[str, Any]) -> Edits:
+    """What fuses Axolotl's loss with the head: Liger if its plugin is loaded, else Cut Cross Entropy."""
+    plugins = values.get("plugins") or []
+    plugins = [name.strip() for name in plugins.split(",")] if isinstance(plugins, str) else list(plugins)
+    if any("liger" in str(name).lower() for name in plugins):
+        return _switching_off({"liger_fused_linear_cross_entropy": True}, values, "liger_cross_entropy")
+    if not any("cut_cross_entropy" in str(name).lower() for name in plugins):
+        plugins.append(CUT_CROSS_ENTROPY)
+    return {"plugins": plugins, "cut_cross_entropy": True}
+
+
+def _switching_off(edits: Edits, values: dict[str, Any], key: str) -> Edits:
+    return edits | ({key: False} if values.get(key) else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixSearch:
+    """Tries changes of a run that may not fit. `parsed` remembers what the file is with each set of edits."""
+
+    context: CheckContext
+    checked: CheckedRun
+    parsed: dict[str, ForeignConfig | None] = field(default_factory=dict)
+
+    def each_alone(self) -> list[FixedRun]:
+        """Each change by itself, if it helps; of micro batches and lengths the largest that fits."""
+        run = self.checked.run
+        results: list[FixedRun | None] = []
+        for fix in fixes_of(run):
+            if (new := self._parse(fix.edits)) is not None:
+                results.append(self._fixed(fix.edits, new))
+        if sizes := self._smaller_batches(run):
+            results.append(self._largest({}, {}, (FITS,)) or self._fixed({}, run, sizes[-1]))
+        if lengths := self._shorter(run):
+            shortened = [self._fixed({}, run, length) for length in lengths]
+            fitting = (one for one in shortened if one and one.checked.state == FITS)
+            results.append(next(fitting, shortened[0]))
+        return [
+            one for one in results if one and one.edits and (self.saved_gib(one) > 0.005 or one.checked.state == FITS)
+        ]
+
+    def saved_gib(self, fixed: FixedRun) -> float:
+        """GiB by which the need falls."""
+        return self.checked.estimate.need_gib - fixed.checked.estimate.need_gib
+
+    def best(self) -> FixedRun | None:
+        """What makes it fit: what is learned changes as little as can be, then the fewest changes, then the fastest.
+
+        For a run that does not fit, where nothing surely fits, what is too close to tell.
+        """
+        fixes = list(fixes_of(self.checked.run))
+        for accepted in ((FITS,), (TIGHT,)) if self.checked.state == OOM else ((FITS,),):
+            for rank in range(ADAPTERS + 1):
+                for length in self._lengths_for(rank):
+                    if (best := self._best_subset(fixes, rank, length, accepted)) is not None:
+                        return best
+        return None
+
+    def _lengths_for(self, rank: int) -> list[Edits]:
+        """The length as it is, at SHORTER only other ones, and beyond both."""
+        unchanged: list[Edits] = [] if rank == SHORTER else [{}]
+        return unchanged + (self._shorter(self.checked.run) if rank >= SHORTER else [])
+
+    def _best_subset(self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]) -> FixedRun | None:
+        """Of the combinations of this rank at this length that come to an accepted state, the least change."""
+        results = []
+        for place, (count, edits) in enumerate(_subsets(fixes, rank)):
+            fixed = self._largest(edits, length, accepted)
+            if fixed is not None and fixed.edits:
+                resized = len(fixed.edits) > len(edits)
+                speed = fixed.checked.estimate.tokens_per_s or 0.0
+                results.append((count + resized, -speed, place, fixed))
+        return min(results)[-1] if results else None
+
+    def _largest(self, edits: Edits, length: Edits, accepted: Sequence[str]) -> FixedRun | None:
+        """With these edits the largest micro batch of an accepted state; the global batch stays as it is."""
+        run = self._parse(edits)
+        if run is None:
+            return None
+        sizes = [length, *(length | size for size in self._smaller_batches(run))]
+
+        def fits(size: Edits) -> bool:
+            bounds = memory_bounds(self.context.model, self._resized(run, size))
+            state = OOM if bounds is None else bounds.state(self.context.limit_gib)
+            return state == FITS or state in accepted
+
+        if not fits(sizes[-1]):  # a smaller one never needs more
+            return None
+        return self._fixed(edits, run, sizes[bisect_left(sizes, True, key=fits)])
+
+    def _parse(self, edits: Edits) -> ForeignConfig | None:
+        """The run that the edited file describes; None where its tool refuses it."""
+        run = self.checked.run
+        if not edits:
+            return run
+        key = repr(edits)
+        if key not in self.parsed:
+            try:
+                self.parsed[key] = with_supported_attention(
+                    parse(edited(run.values, edits), run.format), self.context.model
+                )
+            except UsageError:
+                self.parsed[key] = None
+        return self.parsed[key]
+
+    def _fixed(self, edits: Edits, run: ForeignConfig, size: Edits | None = None) -> FixedRun | None:
+        checked = check_run(self.context, self._resized(run, size or {}))
+        return None if checked is None else FixedRun(edits=edits | (size or {}), checked=checked)
+
+    def _resized(self, run: ForeignConfig, size: Edits) -> ForeignConfig:
+        config = run.config
+        config = replace(
+            config,
+            micro_batch_size=size.get(MICRO_BATCH[run.format], config.micro_batch_size),
+            seq_len=size.get(self._length_key, config.seq_len),
+        )
+        return replace(run, config=config, accumulation=size.get(ACCUMULATION, run.accumulation))
+
+    def _smaller_batches(self, run: ForeignConfig) -> list[Edits]:
+        """Smaller micro batches that leave the global batch as it is, the largest first."""
+        micro = run.config.micro_batch_size
+        rows = micro * run.accumulation
+        sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
+        return [{MICRO_BATCH[run.format]: size, ACCUMULATION: rows // size} for size in sizes]
+
+    def _shorter(self, run: ForeignConfig) -> list[Edits]:
+        """Shorter sequences: powers of two, the longest first."""
+        powers = range((run.config.seq_len - 1).bit_length() - 1, MIN_LENGTH.bit_length() - 2, -1)
+        return [{self._length_key: 2**power} for power in powers]
+
+    @property
+    def _length_key(self) -> str:
+        run = self.checked.run
+        key = LENGTH[run.format]
+        return "max_seq_length" if key not in run.values and "max_seq_length" in run.values else key
+
+
+def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
+    """How many changes, and their edits together, of each combination of this rank.
+
+    A combination has the largest rank of its changes; SAME_RESULT and SHORTER, which has no changes of its own, also
+    take those below. At most one of a combination trains adapters.
+    """
+    allowed = [fix for fix in fixes if fix.rank <= rank]
+    for count in range(len(allowed) + 1):
+        for chosen in combinations(allowed, count):
+            ranks = [fix.rank for fix in chosen]
+            if ranks.count(ADAPTERS) <= 1 and (rank in (SAME_RESULT, SHORTER) or rank in ranks):
+                together: Edits = {}
+                for fix in chosen:
+                    together |= fix.edits
+                yield count, together

@@ -1,0 +1,173 @@
+"""Estimate a run that another tool's file describes, on one card: what it needs, and how long it takes.
+
+Where no formula covers the configuration, its memory is bounded by two configurations that are covered, or from below.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import gib
+from autotune.planning.device_estimate import with_speed
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
+from autotune.planning.observations import Observation
+from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, footprint
+from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, pace
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
+from autotune.problem.workload import Workload
+
+OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py`, Mistral-7B on an H200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBounds:
+    """The least and the most that a run may need at the peak of a step.
+
+    They are equal where a formula covers the configuration; `most` is None where nothing bounds it.
+    """
+
+    least: MemoryBreakdown
+    most: MemoryBreakdown | None
+
+    @property
+    def reported(self) -> MemoryBreakdown:
+        """The upper bound where there is one."""
+        return self.most or self.least
+
+    def state(self, limit_gib: float) -> str:
+        """FITS beyond the error of the formula, OOM, or TIGHT where neither is certain."""
+        if self.least.peak_reserved_gib > limit_gib:
+            return OOM
+        certain = self.most is not None and self.most.peak_reserved_gib * (1 + ERROR) <= limit_gib
+        return FITS if certain else TIGHT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckContext:
+    """What the verdict depends on besides the run. `workload` holds the examples; its global batch is not used.
+
+    `padded`: rows are padded to the whole sequence length, not to the longest of their micro batch.
+    """
+
+    model: ModelSpec
+    device: DeviceSpec
+    limit_gib: float
+    workload: Workload
+    price: Price | None = None
+    observations: tuple[Observation, ...] = ()
+    padded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRun:
+    """A run with its estimate. If it does not fit, its speed and cost are those that it would have."""
+
+    run: ForeignConfig
+    bounds: MemoryBounds
+    estimate: DeviceEstimate
+
+    @property
+    def state(self) -> str:
+        """FITS, TIGHT or OOM."""
+        return self.estimate.state
+
+
+def check_run(context: CheckContext, run: ForeignConfig) -> CheckedRun | None:
+    """Estimate a run; None for a model that no formula covers."""
+    bounds = memory_bounds(context.model, run)
+    if bounds is None:
+        return None
+    without_speed = DeviceEstimate(
+        device=context.device,
+        config=run.config,
+        state=bounds.state(context.limit_gib),
+        need_gib=bounds.reported.peak_reserved_gib,
+        limit_gib=context.limit_gib,
+        price=context.price,
+        memory=bounds.reported,
+    )
+    shape = context.workload.run_shape(run.config, accumulation=run.accumulation, world_size=run.num_gpus or 1)
+    shape = replace(shape, epochs=run.epochs or 1)
+    step_time = _step_time(context, run)
+    estimated = with_speed(without_speed, step_time, shape, context.observations, num_steps=run.max_steps)
+    return CheckedRun(run=run, bounds=bounds, estimate=estimated)
+
+
+def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
+    """What a run needs at least and at most; None for a model that no formula covers."""
+    config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
+    least = most = replace(config, dora=False)  # DoRA takes more; how much was not measured
+    if config.quantization == "int8":
+        least, most = replace(least, quantization="nf4"), replace(most, quantization="none")
+    low = footprint(model, _checkpoints_on_gpu(least), steps)
+    high = footprint(model, _checkpoints_on_gpu(most), steps)
+    if sizes is None or low is None or high is None:
+        return None
+    if FP32_BASE in run.notes:
+        low, high = (_with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high))
+    if config.offloads:
+        in_host_memory = gib(config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4))
+        low = replace(low, activations=max(low.activations - in_host_memory, 0.0))
+    return MemoryBounds(least=low, most=None if config.dora else high)
+
+
+def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:
+    return replace(config, checkpointing="full") if config.offloads else config
+
+
+def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) -> MemoryBreakdown:
+    """The memory with a frozen base in float32 under autocast, which keeps no cast of frozen weights.
+
+    Each product casts its weight again, and the autograd graph holds that cast until the layer's backward pass: of all
+    layers that are not recomputed, and of the head while its logits exist (a test counts those of the layers).
+    """
+    quantized = config.quantization != "none"
+    frozen = sizes.params - (sizes.linear_params if quantized else 0)
+    every = config.checkpoint_every
+    recomputed = 0 if every is None else math.ceil(sizes.layers / every)
+    casts = 0 if quantized else min(sizes.layers - recomputed + 1, sizes.layers) * sizes.linear_params / sizes.layers
+    checkpoints = config.tokens * recomputed * sizes.hidden  # 4 bytes a value instead of 2
+    head = sizes.embedding if memory.logits else 0
+    return replace(
+        memory,
+        weights=memory.weights + gib(2 * frozen),
+        activations=memory.activations + gib(2 * (casts + checkpoints)),
+        logits=memory.logits + gib(2 * head),
+    )
+
+
+def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
+    """The times of a step on the reference card; None where no formula covers the model or the configuration."""
+    config = run.config
+    full_rows = config.packing or context.padded
+    length = config.seq_len if full_rows else padded_length(context.workload.lengths, config)
+    step_time = pace(context.model, _checkpoints_on_gpu(replace(config, seq_len=length)))
+    if step_time is None:
+        return None
+    cast = _cast_s(context.model, run)
+    micro = step_time.micro_s * (OFFLOADED if config.offloads else 1.0) + cast
+    return replace(step_time, micro_s=micro, error=math.hypot(step_time.error, cast / micro / 2))
+
+
+def padded_length(lengths: Lengths, config: TrainConfig) -> int:
+    """Mean length in tokens of the longest example of a micro batch, to which the other tools pad its rows."""
+    num_seen, share_before, mean = 0, 0.0, 0.0
+    for tokens, number in lengths.counts:
+        num_seen += number
+        share: float = (num_seen / lengths.number) ** config.micro_batch_size
+        mean += min(tokens, config.seq_len) * (share - share_before)
+        share_before = share
+    return max(1, min(math.ceil(round(mean, 6)), config.seq_len))
+
+
+def _cast_s(model: ModelSpec, run: ForeignConfig) -> float:
+    """Seconds in which the reference card casts a float32 base for one micro batch: 4 bytes read, 2 written a value."""
+    sizes, config = Sizes.of(model), run.config
+    if sizes is None or FP32_BASE not in run.notes:
+        return 0.0
+    every = config.checkpoint_every
+    passes = 1.0 if every is None else 1.0 + 1.0 / every
+    cast = sizes.embedding + (0 if config.quantization == "nf4" else sizes.linear_params * passes)
+    return 6 * cast / ((resolve_device(REFERENCE).bandwidth_gb_s or math.nan) * 1e9)
