@@ -38,8 +38,8 @@ from autotune.core.probe_types import (
 )
 from autotune.core.serialization import from_data
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import footprint
-from autotune.prediction.step_time import pace
+from autotune.prediction.memory_formula import memory_breakdown
+from autotune.prediction.step_time import estimate_step_time
 from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import load_space
@@ -192,7 +192,7 @@ class Formulas:
         config, like = request.config, self._like
         with self._log.open("a") as file:
             file.write(config.digest + "\n")
-        need, took = footprint(self._model, config), pace(self._model, config)
+        need, took = memory_breakdown(self._model, config), estimate_step_time(self._model, config)
         limit = MEMORY_GIB * (1 - request.headroom)
         answer = ProbeResult(request_digest=request.digest, config=config, rung=request.rung, outcome=Outcome.CRASH)
         if need is None or took is None:

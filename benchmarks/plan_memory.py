@@ -30,8 +30,8 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.device_estimate import memory_limit_gib
-from autotune.prediction.memory_formula import NF4_STATISTICS, Sizes, footprint, kept_bytes, moving_bytes
-from autotune.prediction.step_time import pace
+from autotune.prediction.memory_formula import NF4_STATISTICS, Sizes, kept_bytes, memory_breakdown, moving_bytes
+from autotune.prediction.step_time import estimate_step_time
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.study_spec import make_spec
 
@@ -112,7 +112,7 @@ def main() -> None:
 
 def held_against(one: Measured) -> dict[str, Any] | None:
     """The plan against what was measured; None where the formula knows nothing."""
-    told, took = footprint(one.model, one.config, one.micro_steps), pace(one.model, one.config)
+    told, took = memory_breakdown(one.model, one.config, one.micro_steps), estimate_step_time(one.model, one.config)
     if told is None:
         return None
     twice = 0.0
@@ -143,7 +143,7 @@ def published(card: str) -> list[dict[str, Any]]:
     limit_gib = memory_limit_gib(resolve_device(card), spec.headroom)
     for case in spec.configs:
         model, config = resolve_model(case.model or spec.model), TrainConfig(**spec.pins | case.knobs)
-        told = footprint(model, config, min(case.accumulation, 2))
+        told = memory_breakdown(model, config, min(case.accumulation, 2))
         assert told is not None
         peak = case.published.peak_gib
         compared = peak is not None and config.quantization == "none"
@@ -168,7 +168,7 @@ def as_they_ran(model: ModelSpec, config: TrainConfig) -> float:
     The loss stays in bf16: logits, their logarithms, and the gradients of both, 8 bytes. Adapters are fp32 beside a
     bf16 base without autocast: each casts its input and has an fp32 output. Gradients are zeroed and not freed.
     """
-    sizes, told = Sizes.of(model), footprint(model, config)
+    sizes, told = Sizes.of(model), memory_breakdown(model, config)
     assert sizes is not None and told is not None
     casts = 4 * sum(map(sum, sizes.linears)) if config.method == "lora" else 0
     body = 2 * sizes.layers * sizes.hidden

@@ -1,9 +1,9 @@
 """How well is a speed carried from one card to another? Held against what others published of one workload on two.
 
-Uncalibrated: from data sheets alone. The two exponents of `carry` are rounded from such a fit as is made here with each
-set left out in turn (least absolute deviations, each pair of cards of a set counting once), and the summary tells the
-error of these fits on the sets that they have not seen. Calibrated: each row is foretold from one other row of the same
-set, that is of the same method, on the same two cards. Needs no GPU.
+Uncalibrated: from data sheets alone. The exponents of `speed_transfer` are rounded from such fits as are made here
+with each set left out in turn (least absolute deviations, each pair of cards of a set counting once), and the summary
+tells the error of these fits on the sets that they have not seen. Calibrated: each row is foretold from one other row
+of the same set, that is of the same method, on the same two cards. Needs no GPU.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from common import save, table
 
 from autotune.catalog import resolve_device
 from autotune.core.files import load_yaml
-from autotune.prediction.transfer import carry
+from autotune.prediction.transfer import speed_transfer
 
 PAIRS = Path(__file__).with_name("data") / "published_pairs.yaml"
 
@@ -102,7 +102,9 @@ def read() -> list[Pair]:
         for workload, found in workloads.items():
             for first, second in itertools.combinations(found, 2):
                 precision = one["precision"] if one["precision"] == "fp8" else "bf16"
-                expected = carry(resolve_device(first["device"]), resolve_device(second["device"]), precision=precision)
+                expected = speed_transfer(
+                    resolve_device(first["device"]), resolve_device(second["device"]), precision=precision
+                )
                 if expected is None:
                     continue
                 if expected.ratio < 1:
@@ -148,9 +150,9 @@ def selection(pair: Pair, pairs: list[Pair]) -> dict[str, Any]:
         for one in pairs
         if one != pair and (one.set, one.source, one.target) == (pair.set, pair.source, pair.target)
     ]
-    carried = carry(source, target, precision=pair.precision)
+    carried = speed_transfer(source, target, precision=pair.precision)
     assert carried is not None
-    after = [carry(source, target, [one.ratio], precision=pair.precision) for one in alike]
+    after = [speed_transfer(source, target, [one.ratio], precision=pair.precision) for one in alike]
     known = [one for one in after if one is not None]
     flops = (target.fp16_tflops or math.nan) / (source.fp16_tflops or math.nan)
     bandwidth = (target.bandwidth_gb_s or math.nan) / (source.bandwidth_gb_s or math.nan)

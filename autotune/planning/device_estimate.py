@@ -14,9 +14,9 @@ from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.observations import Observation
-from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, footprint
-from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, pace
-from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, carry, interval, log_ratio
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
+from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, estimate_step_time
+from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, interval, log_ratio, speed_transfer
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
 from autotune.problem.run_shape import RunShape
@@ -68,7 +68,7 @@ def estimate(
 ) -> DeviceEstimate | None:
     """Estimate one configuration of a task on the task's device; None where no formula covers it."""
     shape = task.workload.run_shape(config)
-    memory = footprint(task.model, config, shape.probe_micro_steps)
+    memory = memory_breakdown(task.model, config, shape.probe_micro_steps)
     if memory is None:
         return None
     need = memory.peak_reserved_gib
@@ -81,7 +81,7 @@ def estimate(
         price=task.price,
         memory=memory,
     )
-    return with_speed(without_speed, pace(task.model, config), shape, observations)
+    return with_speed(without_speed, estimate_step_time(task.model, config), shape, observations)
 
 
 def with_speed(
@@ -99,7 +99,7 @@ def with_speed(
     device, config = estimated.device, estimated.config
     precision = "fp8" if config.quantization == "fp8" else "bf16"
     ratios = measured_ratios(observations, device, config.method, config.quantization)
-    transfer = carry(resolve_device(REFERENCE), device, ratios, precision=precision)
+    transfer = speed_transfer(resolve_device(REFERENCE), device, ratios, precision=precision)
     if step_time is None or transfer is None:
         return estimated
     step_s = shape.step_time_s(step_time.micro_s, step_time.rest_s) / transfer.ratio
@@ -147,31 +147,31 @@ def measured_ratios(
 
 @functools.cache
 def _ratio_to_reference(observed: Observation) -> float | None:
-    step_time = pace(resolve_model(observed.model or ""), observed.config)
+    step_time = estimate_step_time(resolve_model(observed.model or ""), observed.config)
     if step_time is None:
         return None
     step_s = observed.accumulation * step_time.micro_s + step_time.rest_s
     return observed.tokens_per_s * step_s / (observed.accumulation * observed.config.tokens)
 
 
-def speed_transfer(
+def observed_transfer(
     source: DeviceSpec, target: DeviceSpec, config: TrainConfig, observations: Sequence[Observation]
 ) -> SpeedTransfer | None:
     """How a speed transfers between two cards, corrected by what was measured on the target with this method and base.
 
     None where a rate of either card is not known.
     """
-    to_source = carry(resolve_device(REFERENCE), source)
+    to_source = speed_transfer(resolve_device(REFERENCE), source)
     if to_source is None:
         return None
     precision = "fp8" if config.quantization == "fp8" else "bf16"
     ratios = measured_ratios(observations, target, config.method, config.quantization)
-    return carry(source, target, [ratio / to_source.ratio for ratio in ratios], precision=precision)
+    return speed_transfer(source, target, [ratio / to_source.ratio for ratio in ratios], precision=precision)
 
 
 def corrected_by_observations(task: Task, observations: Sequence[Observation]) -> Task:
     """The task, its projection from another card corrected by what was measured on the task's own device."""
     if task.measured_on is None:
         return task
-    transfer = speed_transfer(task.measured_on, task.device, task.baselines()[0], observations)
+    transfer = observed_transfer(task.measured_on, task.device, task.baselines()[0], observations)
     return replace(task, carried=transfer) if transfer and transfer.basis else task

@@ -11,7 +11,7 @@ from dataclasses import replace
 from autotune.catalog import DeviceSpec, find_price, list_devices
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import memory_limit_gib, memory_state, speed_transfer
+from autotune.planning.device_estimate import memory_limit_gib, memory_state, observed_transfer
 from autotune.planning.observations import published_observations
 from autotune.problem.run_cost import FITS, DeviceEstimate, project
 from autotune.problem.task import Task
@@ -69,7 +69,7 @@ def _estimate_on(
     estimated = DeviceEstimate(
         device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price
     )
-    transfer = speed_transfer(source, card, winner.config, published_observations())
+    transfer = observed_transfer(source, card, winner.config, published_observations())
     if state != FITS or transfer is None:
         return estimated
     speed = replace(task, device=card, carried=transfer).performance(winner.config, measurements)

@@ -12,8 +12,8 @@ from autotune.core.units import gib
 from autotune.planning.device_estimate import with_speed
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import Observation
-from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, footprint
-from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, pace
+from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, memory_breakdown
+from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, estimate_step_time
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.workload import Workload
@@ -101,8 +101,8 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     least = most = replace(config, dora=False)  # DoRA takes more; how much was not measured
     if config.quantization == "int8":
         least, most = replace(least, quantization="nf4"), replace(most, quantization="none")
-    low = footprint(model, _checkpoints_on_gpu(least), steps)
-    high = footprint(model, _checkpoints_on_gpu(most), steps)
+    low = memory_breakdown(model, _checkpoints_on_gpu(least), steps)
+    high = memory_breakdown(model, _checkpoints_on_gpu(most), steps)
     if sizes is None or low is None or high is None:
         return None
     if FP32_BASE in run.notes:
@@ -143,7 +143,7 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     config = run.config
     full_rows = config.packing or context.padded
     length = config.seq_len if full_rows else padded_length(context.workload.lengths, config)
-    step_time = pace(context.model, _checkpoints_on_gpu(replace(config, seq_len=length)))
+    step_time = estimate_step_time(context.model, _checkpoints_on_gpu(replace(config, seq_len=length)))
     if step_time is None:
         return None
     cast = _cast_s(context.model, run)

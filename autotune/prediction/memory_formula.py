@@ -179,7 +179,7 @@ class MemoryBreakdown:
         return {name: value for name, value in named.items() if value}
 
 
-def footprint(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> MemoryBreakdown | None:
+def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> MemoryBreakdown | None:
     """By formula; None for families, quantisations and ways that it does not know.
 
     With `micro_steps` of 1 no gradients wait while activations are alive.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.prediction.memory_formula import Sizes, footprint, kept_bytes
+from autotune.prediction.memory_formula import Sizes, kept_bytes, memory_breakdown
 from autotune.prediction.transfer import interval
 
 REFERENCE = "h200-sxm"
@@ -51,7 +51,7 @@ class StepTimeEstimate:
         return self.host_s > self.compute_s + self.memory_s
 
 
-def pace(model: ModelSpec, config: TrainConfig, host_pace: float = 1.0) -> StepTimeEstimate | None:
+def estimate_step_time(model: ModelSpec, config: TrainConfig, host_pace: float = 1.0) -> StepTimeEstimate | None:
     """On the reference card; None where `estimate.footprint` knows nothing either.
 
     `host_pace` times what is assumed that the host needs.
@@ -86,7 +86,7 @@ def pace(model: ModelSpec, config: TrainConfig, host_pace: float = 1.0) -> StepT
     micro = (device**4 + host**4) ** 0.25  # the longer of the two, a little more where they are close
     share = host**4 / (device**4 + host**4)
     # Clipping reads the gradients; the optimizer reads and writes weights and state.
-    trained = footprint(model, config)
+    trained = memory_breakdown(model, config)
     assert trained is not None
     weights = trained.weights if full else trained.adapters
     stepped = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB

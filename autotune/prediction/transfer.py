@@ -40,7 +40,7 @@ def interval(value: float, error: float) -> tuple[float, float]:
     return value / spread, value * spread
 
 
-def carry(
+def speed_transfer(
     source: DeviceSpec, target: DeviceSpec, known: Sequence[float] = (), *, precision: str = "bf16"
 ) -> SpeedTransfer | None:
     """From `source` to `target`; None where a rate of either is not known.

@@ -12,7 +12,7 @@ from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.memory_budget import MemoryBudget
 from autotune.core.text import dashed
 from autotune.core.units import fmt_gib
-from autotune.prediction.transfer import SpeedTransfer, carry
+from autotune.prediction.transfer import SpeedTransfer, speed_transfer
 
 IGNORED_GIB = 0.5  # what other processes hold of a GPU is ignored up to here: a display server, a monitor
 HOST_SHARE = 0.8  # share of a host's memory that a run on its CPU may use: the host's other work needs some
@@ -130,7 +130,7 @@ def find_target(name: str) -> Target:
     if wanted is None or wanted.name == found.name:
         return Target(device=found, card=card)
     lacks = _lacks(wanted, found, card)
-    carried = carry(found, wanted)
+    carried = speed_transfer(found, wanted)
     if lacks or carried is None:
         here_is = f"{card.name} ({found.name}, {fmt_gib(card.memory_gib)})"
         why = f", which cannot stand in for it: {lacks}" if lacks else ", whose rates are not known"

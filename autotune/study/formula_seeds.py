@@ -10,9 +10,9 @@ from itertools import islice
 
 from autotune.catalog import resolve_device
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import footprint
-from autotune.prediction.step_time import REFERENCE, pace
-from autotune.prediction.transfer import carry
+from autotune.prediction.memory_formula import memory_breakdown
+from autotune.prediction.step_time import REFERENCE, estimate_step_time
+from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_shape import RunShape
 from autotune.problem.task import Task
 from autotune.study.neighbours import by_distance
@@ -27,13 +27,13 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
 
     Nothing is yielded if the formulas do not know the model or the card.
     """
-    transfer = carry(resolve_device(REFERENCE), task.measured_on or task.device)
+    transfer = speed_transfer(resolve_device(REFERENCE), task.measured_on or task.device)
     if transfer is None:
         return
     fitting: dict[TrainConfig, tuple[RunShape, float]] = {}  # with the memory that it needs, in GiB
     for config in _candidates(task, current):
         shape = task.workload.run_shape(config)
-        need = footprint(task.model, config, shape.probe_micro_steps)
+        need = memory_breakdown(task.model, config, shape.probe_micro_steps)
         if need is not None and need.peak_reserved_gib <= limit_gib:
             fitting[config] = shape, need.peak_reserved_gib
     yielded = {current}
@@ -41,7 +41,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
 
         def predicted(config: TrainConfig, host_speed: float = host * transfer.ratio) -> tuple[float, float]:
             """Useful tokens/s; of equals the configuration that needs less memory."""
-            time = pace(task.model, config, host_speed)
+            time = estimate_step_time(task.model, config, host_speed)
             if time is None:
                 return 0.0, 0.0
             shape, need_gib = fitting[config]

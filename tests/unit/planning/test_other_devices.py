@@ -10,7 +10,7 @@ from autotune.catalog import describe_price, resolve_device, resolve_model
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.other_devices import estimate_other_devices
-from autotune.prediction.transfer import carry
+from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_cost import FITS, OOM, DeviceEstimate, project
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
@@ -41,7 +41,7 @@ def test_the_studys_own_card_is_as_measured_and_others_are_projected() -> None:
     own, other = cards["h200-sxm"], cards["h100-sxm"]
     assert own.cost is not None and own.cost.evidence is Evidence.MEASURED and own.limit_gib == 132.0
     assert other.cost is not None and other.cost.evidence is Evidence.PROJECTED
-    carried = carry(resolve_device("h200"), resolve_device("h100"))
+    carried = speed_transfer(resolve_device("h200"), resolve_device("h100"))
     assert carried is not None and own.tokens_per_s is not None and own.cost is not None
     assert other.tokens_per_s == pytest.approx(own.tokens_per_s * carried.ratio)
     low, high = other.cost.interval_hours
@@ -73,7 +73,7 @@ def test_the_cheapest_comes_first_and_what_does_not_fit_last() -> None:
 
 def test_a_card_that_stood_in_was_measured_itself() -> None:
     h200, a100 = resolve_device("h200"), resolve_device("a100-80gb-sxm")
-    carried = carry(h200, a100, [0.4])
+    carried = speed_transfer(h200, a100, [0.4])
     cards = found(task(device=a100, measured_on=h200, carried=carried))
     assert cards["a100-80gb-sxm"].num_observations == 1 and cards["h200-sxm"].num_observations == 0
     there = cards["h200-sxm"]

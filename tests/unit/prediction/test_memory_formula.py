@@ -9,14 +9,14 @@ from autotune.catalog import list_models, resolve_model
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.prediction.memory_formula import EAGER, ERROR, NF4_STATISTICS, Sizes, footprint
+from autotune.prediction.memory_formula import EAGER, ERROR, NF4_STATISTICS, Sizes, memory_breakdown
 
 SMALL = {"micro_batch_size": 2, "seq_len": 1024, "checkpointing": "none"}
 COMPILED = {"compile": "per_layer", "precision": "bf16_pure"}
 
 
 def estimate(model: str = "mistral-7b", micro_steps: int = 2, **knobs: Any) -> Any:
-    found = footprint(resolve_model(model), TrainConfig(**knobs), micro_steps)
+    found = memory_breakdown(resolve_model(model), TrainConfig(**knobs), micro_steps)
     assert found is not None
     return found
 
@@ -102,7 +102,7 @@ def test_every_model_of_a_known_family_has_its_parameters() -> None:
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "gpt2", "pythia-410m"])
 def test_a_family_that_nobody_looked_at_is_unknown(name: str) -> None:
-    assert Sizes.of(resolve_model(name)) is None and footprint(resolve_model(name), TrainConfig()) is None
+    assert Sizes.of(resolve_model(name)) is None and memory_breakdown(resolve_model(name), TrainConfig()) is None
 
 
 def test_an_adamw_that_is_not_fused_needs_room_for_a_root() -> None:
@@ -122,7 +122,7 @@ UNKNOWN = [{"quantization": "int8"}, {"dora": True}, {"checkpointing": "offload"
 
 @pytest.mark.parametrize("knobs", UNKNOWN, ids=str)
 def test_a_way_that_nobody_looked_at_is_unknown(knobs: dict[str, Any]) -> None:
-    assert footprint(resolve_model("mistral-7b"), TrainConfig(**knobs)) is None
+    assert memory_breakdown(resolve_model("mistral-7b"), TrainConfig(**knobs)) is None
 
 
 @pytest.mark.parametrize("value", [{}, "32", 0, -1, True, 10**400, None], ids=repr)
@@ -134,5 +134,5 @@ def test_a_config_without_its_sizes_has_no_formula(key: str, value: Any) -> None
 
 def test_a_model_that_is_not_catalogued_is_counted() -> None:
     model = replace(resolve_model("mistral-7b"), params=None)
-    found = footprint(model, TrainConfig(**SMALL))
+    found = memory_breakdown(model, TrainConfig(**SMALL))
     assert found is not None and found.peak_gib == pytest.approx(estimate(**SMALL).peak_gib, rel=0.001)

@@ -6,14 +6,14 @@ import pytest
 
 from autotune.catalog import resolve_model
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.step_time import StepTimeEstimate, pace
+from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time
 
 LARGE = {"micro_batch_size": 4, "seq_len": 2048}
 TOGETHER = LARGE | {"precision": "bf16_pure", "checkpointing": "none", "compile": "per_layer", "loss": "chunked"}
 
 
 def told(model: str = "mistral-7b", **knobs: Any) -> StepTimeEstimate:
-    found = pace(resolve_model(model), TrainConfig(**knobs))
+    found = estimate_step_time(resolve_model(model), TrainConfig(**knobs))
     assert found is not None
     return found
 
@@ -63,5 +63,5 @@ def test_an_optimizer_step_takes_longer_where_all_is_trained() -> None:
 
 @pytest.mark.parametrize("knobs", [{"quantization": "int8"}, {"quantization": "fp8"}, {"dora": True}], ids=str)
 def test_what_nobody_timed_is_unknown(knobs: dict[str, Any]) -> None:
-    assert pace(resolve_model("mistral-7b"), TrainConfig(**LARGE | knobs)) is None
-    assert pace(resolve_model("gpt2"), TrainConfig()) is None
+    assert estimate_step_time(resolve_model("mistral-7b"), TrainConfig(**LARGE | knobs)) is None
+    assert estimate_step_time(resolve_model("gpt2"), TrainConfig()) is None

@@ -5,35 +5,35 @@ import math
 import pytest
 
 from autotune.catalog import list_devices, resolve_device
-from autotune.prediction.transfer import BETWEEN, EIGHTY_PERCENT, WITHIN, carry, interval, log_ratio
+from autotune.prediction.transfer import BETWEEN, EIGHTY_PERCENT, WITHIN, interval, log_ratio, speed_transfer
 
 H100, A100, T4 = map(resolve_device, ("h100", "a100", "t4"))
 
 
 def test_the_same_card_is_as_fast_as_itself() -> None:
-    same = carry(H100, H100, [0.5])
+    same = speed_transfer(H100, H100, [0.5])
     assert same is not None and same.interval == (1.0, 1.0)
 
 
 def test_there_and_back_is_nowhere() -> None:
-    there, back = carry(A100, H100), carry(H100, A100)
+    there, back = speed_transfer(A100, H100), speed_transfer(H100, A100)
     assert there is not None and back is not None
     assert there.ratio * back.ratio == pytest.approx(1)
     assert there.error == back.error == pytest.approx(math.hypot(BETWEEN, WITHIN))
 
 
 def test_a_faster_card_is_faster_by_less_than_its_peak_says() -> None:
-    carried = carry(A100, H100)
+    carried = speed_transfer(A100, H100)
     assert carried is not None
     assert 1 < carried.ratio < (H100.bf16_tflops or 0) / (A100.bf16_tflops or 1)
 
 
 def test_measurements_there_tighten_the_interval_and_draw_the_ratio() -> None:
-    prior = carry(A100, H100)
+    prior = speed_transfer(A100, H100)
     assert prior is not None
     ratio, errors, ratios = prior.ratio * 1.3, [prior.error], [prior.ratio]
     for count in (1, 2, 8, 100):
-        told = carry(A100, H100, [ratio] * count)
+        told = speed_transfer(A100, H100, [ratio] * count)
         assert told is not None and told.basis == count
         errors.append(told.error)
         ratios.append(told.ratio)
@@ -46,12 +46,12 @@ def test_a_card_without_bf16_is_counted_in_fp16() -> None:
 
 
 def test_fp8_is_unknown_where_there_is_none() -> None:
-    assert carry(H100, A100, precision="fp8") is None
+    assert speed_transfer(H100, A100, precision="fp8") is None
 
 
 def test_every_gpu_of_the_catalogue_can_be_reached() -> None:
     for device in list_devices():
-        found = carry(H100, device)
+        found = speed_transfer(H100, device)
         assert (found is None) is (device.kind == "cpu" or device.bandwidth_gb_s is None)
 
 

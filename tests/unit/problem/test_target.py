@@ -12,7 +12,7 @@ from autotune.core.probe_types import Evidence
 from autotune.core.serialization import from_data, to_data
 from autotune.planning.device_estimate import corrected_by_observations
 from autotune.planning.observations import published_observations
-from autotune.prediction.transfer import carry
+from autotune.prediction.transfer import speed_transfer
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, device_budget, find_target
@@ -109,7 +109,7 @@ def test_a_larger_card_stands_in_for_a_smaller_one(cards, name):
     cards(card())
     target, device = find_target(name), resolve_device(name)
     assert (target.device, target.here, target.card) == (device, H200, card())
-    assert target.carried == carry(H200, device) and target.carried.ratio < 1
+    assert target.carried == speed_transfer(H200, device) and target.carried.ratio < 1
     assert 0.95 * device.memory_gib < target.cap_gib < device.memory_gib
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_stand_in_is_told(cards, here, wanted, why):
 
 def emulated(name="a10"):
     device = resolve_device(name)
-    return Target(device=device, card=card(), here=H200, carried=carry(H200, device))
+    return Target(device=device, card=card(), here=H200, carried=speed_transfer(H200, device))
 
 
 def test_what_the_target_cannot_do_is_taken_out_of_the_space():
@@ -152,7 +152,7 @@ def test_what_the_target_cannot_do_is_taken_out_of_the_space():
 def test_what_the_card_here_cannot_try_is_taken_out_too(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: object())
     l4, a100 = resolve_device("l4"), resolve_device("a100")
-    target = Target(device=l4, card=card(), here=a100, carried=carry(a100, l4))
+    target = Target(device=l4, card=card(), here=a100, carried=speed_transfer(a100, l4))
     setup = set_up(StudySpec(model="mistral-7b", allow_quantized=True), target)
     assert "fp8" not in setup.task.space.knob("quantization").choices()
     assert any("a100-80gb-sxm cannot try it" in str(removal) for removal in setup.removals)
@@ -161,7 +161,7 @@ def test_what_the_card_here_cannot_try_is_taken_out_too(monkeypatch):
 def test_speeds_are_projected_and_memory_is_measured():
     """The same measurement, for the card that made it and for the one it stands in for."""
     own = subject_of()
-    other = replace(own, device=A10, measured_on=H200, carried=carry(H200, A10))
+    other = replace(own, device=A10, measured_on=H200, carried=speed_transfer(H200, A10))
     found = {}
     for task in (own, other):
         selection = Selection(task)
@@ -189,7 +189,7 @@ def test_speeds_are_projected_and_memory_is_measured():
 
 
 def test_an_emulated_study_is_kept_and_is_not_continued_on_the_card_itself():
-    other = replace(subject_of(), device=A10, measured_on=H200, carried=carry(H200, A10))
+    other = replace(subject_of(), device=A10, measured_on=H200, carried=speed_transfer(H200, A10))
     assert from_data(type(other), to_data(other)) == other
     facts = [record_of(task).identity() for task in (other, replace(other, measured_on=None, carried=None))]
     assert [one["measured on"] for one in facts] == ["h200-sxm", "a10"]

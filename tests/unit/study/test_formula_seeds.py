@@ -7,7 +7,7 @@ import pytest
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import footprint
+from autotune.prediction.memory_formula import memory_breakdown
 from autotune.problem.search_space import SearchSpace, load_space
 from autotune.problem.task import Task
 from autotune.study import formula_seeds as module
@@ -47,7 +47,7 @@ def test_each_fits_and_differs_in_nothing_that_it_may_not_touch(limit_gib: float
     found = list(formula_seeds(task(), HERE, limit_gib))
     assert found and len(set(found)) == len(found)
     for config in found:
-        need = footprint(resolve_model("mistral-7b"), config, 2)
+        need = memory_breakdown(resolve_model("mistral-7b"), config, 2)
         assert need is not None and need.peak_reserved_gib <= limit_gib
         changed = config.as_dict().items() ^ HERE.as_dict().items()
         assert {name for name, _ in changed} <= set(VARIED)
@@ -86,9 +86,9 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypa
 
     def counted(model: object, config: TrainConfig, micro_steps: int) -> object:
         asked.append(config)
-        return footprint(resolve_model("mistral-7b"), config, micro_steps)
+        return memory_breakdown(resolve_model("mistral-7b"), config, micro_steps)
 
-    monkeypatch.setattr(module, "footprint", counted)
+    monkeypatch.setattr(module, "memory_breakdown", counted)
     wide = replace(task(), space=task().space.pin("seq_len", 512))
     found = list(formula_seeds(wide, HERE, 75.0))
     assert found and len(asked) == 60
