@@ -3,17 +3,28 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.api import Result, load_study, tune
+    from autotune.api import StudyResult, load_study, tune
+    from autotune.core.errors import AutotuneError
+    from autotune.core.train_config import TrainConfig
     from autotune.problem.search_space import SearchSpace
+    from autotune.problem.study_spec import StudySpec
 
 __version__ = "0.1.0"
-__all__ = ["Result", "SearchSpace", "load_study", "tune"]
+__all__ = [
+    "AutotuneError",
+    "SearchSpace",
+    "StudyResult",
+    "StudySpec",
+    "TrainConfig",
+    "load_study",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported from here is loaded on use: `autotune --help` needs none of it."""
+    """Load a public name on its first use, so that `autotune --help` stays quick."""
     if name not in __all__:
         raise AttributeError(f"module 'autotune' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("autotune.problem.search_space" if name == "SearchSpace" else "autotune.api"), name)
+    return getattr(import_module("autotune.api"), name)

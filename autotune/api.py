@@ -1,83 +1,130 @@
-"""autotune from Python and notebooks: `tune`, `load_study`, and what they return. The same studies as the commands'."""
+"""autotune from Python: tune a model, load a study, plan without a GPU. The command line stands on these functions."""
 
 import html
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.commands.session import StoredStudy, open_study
-from autotune.core.errors import NothingFits
-from autotune.core.files import write_atomic
+from autotune.core.errors import (
+    AutotuneError,
+    Interrupted,
+    NothingFits,
+    TooManyFailures,
+    UsageError,
+    VerificationFailed,
+)
+from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.setup import slug
+from autotune.problem.setup import Setup
 from autotune.problem.study_spec import StudySpec
-from autotune.report.describe import candidate_line
-from autotune.report.study_directory import write_exports, write_study
-from autotune.study.summary import Recipe, StudySummary, summary_data
+from autotune.problem.task import Task
+from autotune.report import describe
+from autotune.report.study_directory import TrialLog, write_exports, write_study
+from autotune.study.preparation import SessionPlan, prepare_session
+from autotune.study.progress import Progress, TextProgress
+from autotune.study.storage.location import locked, storage_url
+from autotune.study.storage.study_record import StudyRecord
+from autotune.study.summary import Quality, Recipe, StudySummary, Verification, summary_data
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+    from autotune.study.named_configs import ConfigResult
+    from autotune.study.session import Leader, Session
+
+__all__ = [
+    "AutotuneError",
+    "SearchSpace",
+    "StudyResult",
+    "StudySpec",
+    "TrainConfig",
+    "load_study",
+    "tune",
+]
+
 
 def tune(
-    model: str, *, gpu: str = "auto", space: "str | SearchSpace | None" = None, quiet: bool = False, **options: Any
-) -> "Result":
+    model: str,
+    *,
+    gpu: str = "auto",
+    space: str | SearchSpace | None = None,
+    progress: Callable[[str], Any] | None = None,
+    **options: Any,
+) -> "StudyResult":
     """Search for the best configuration with real probes, as `autotune run` does, and return the study.
 
     `options` are those of the command, with underscores: budget="10m", examples=50_000, pins={"lora_rank": 32}. The
-    study's files and its database are written as the command writes them. Call it in the main thread, which signals
-    reach.
+    study's files and its database are written as the command writes them. Nothing is printed; `progress` gets a line
+    for each step and trial, for example `print`. After an interruption the study can be continued by its name.
 
     Raises:
         AutotuneError: what the command would end with, as an exception with `remedy` and `exit_code`.
-        TypeError: an option that there is not.
+        TypeError: an unknown option.
     """
-    from autotune.cli.commands.run import run
-
-    with TemporaryDirectory(prefix="autotune-") as folder:
-        if isinstance(space, SearchSpace):
-            path = Path(folder) / f"{slug(space.name)}.yaml"  # the name is anybody's
-            write_atomic(path, space.as_yaml())
-            space = str(path)
-        name = run(StudySpec(model=model, gpu=gpu, space=space, **options), quiet=quiet)
-    return load_study(name, options.get("storage"))
+    plan = prepare_study(StudySpec(model=model, gpu=gpu, space=space, **options), progress or (lambda text: None))
+    outcome = run_study(plan, progress=TextProgress(progress) if progress else None)
+    if outcome.error is not None:
+        raise outcome.error
+    return load_study(plan.study, plan.url)
 
 
-def load_study(name: str | None = None, storage: str | None = None) -> "Result":
+def load_study(name: str | None = None, storage: str | None = None) -> "StudyResult":
     """A study by name, running or finished; the newest if none is given.
 
     Raises:
-        UsageError: there is no such study.
+        UsageError: there is no such study, or another version of autotune wrote it.
         StorageError: the database cannot be read.
     """
-    return Result(study=open_study(name, storage))
+    from autotune.study.session import find_record
+
+    url = storage_url(storage)
+    return result_of(find_record(name, url), url)
+
+
+def result_of(record: StudyRecord, url: str) -> "StudyResult":
+    """The study of this record, with what its database holds now."""
+    from autotune.planning.other_devices import winner_on_other_devices
+    from autotune.study.session import read_summary
+
+    return StudyResult(
+        summary=read_summary(record, url, winner_on_other_devices(record.terms.headroom)), record=record, url=url
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class StudyResult:
     """What a study found. Shows itself as a table in a notebook."""
 
-    study: StoredStudy
+    summary: StudySummary
+    record: StudyRecord
+    url: str = field(default="", repr=False)  # of the database; it may hold a password
 
     @property
-    def summary(self) -> StudySummary:
-        """Everything, as values."""
-        return self.study.summary
+    def task(self) -> Task:
+        """What was tuned for what."""
+        return self.record.task
+
+    @property
+    def out(self) -> Path:
+        """The study's directory."""
+        return Path(self.record.out)
 
     @property
     def recipe(self) -> Recipe:
-        """The winner, the baseline, and what they rest on. Raises NothingFits where nothing came through."""
+        """The winner, the baseline, and what they rest on. Raises NothingFits if no configuration succeeded."""
         if self.summary.recipe is None:
             raise NothingFits(
-                f"study {self.summary.study!r} has no configuration that came through", remedy="see `autotune oom`"
+                f"study {self.summary.study!r} has no configuration that succeeded",
+                remedy="see `autotune oom`, or let the study go on with `autotune run --study NAME`",
             )
         return self.summary.recipe
 
     @property
     def winner(self) -> TrainConfig:
-        """The best configuration. Raises NothingFits where nothing came through."""
+        """The best configuration. Raises NothingFits if no configuration succeeded."""
         return self.recipe.winner.config
 
     @property
@@ -108,26 +155,199 @@ class Result:
 
     def data(self) -> dict[str, Any]:
         """What summary.json holds."""
-        return summary_data(self.summary, str(self.study.out))
+        return summary_data(self.summary, str(self.out))
 
     def report(self, out: str | Path | None = None) -> Path:
         """Write report.html and the other files of the study, into its own directory by default."""
-        folder = Path(out) if out else self.study.out
+        folder = Path(out) if out else self.out
         write_study(folder, self.summary)
         return folder / "report.html"
 
     def export(self, *formats: str, out: str | Path | None = None) -> list[Path]:
-        """Write the winner for trainers, by default the usual ones. Raises NothingFits, UsageError."""
-        assert self.recipe
-        return write_exports(Path(out) if out else self.study.out, self.summary, list(formats) or None)
+        """Write the winner for trainers, by default the usual ones.
+
+        Raises:
+            NothingFits: no configuration succeeded.
+            UsageError: there is no such format.
+        """
+        from autotune.export import FORMATS
+
+        for wanted in formats:
+            if wanted not in FORMATS:
+                raise UsageError(f"there is no format {wanted!r}", remedy=f"the formats are {', '.join(FORMATS)}")
+        return write_exports(Path(out) if out else self.out, self.recipe, list(formats) or None)
+
+    def reload(self) -> "StudyResult":
+        """The same study as its database holds it now."""
+        return load_study(self.summary.study, self.url)
 
     def _repr_html_(self) -> str:
         rows = [("study", self.summary.study)]
-        if (recipe := self.summary.recipe) is None:
-            rows.append(("winner", "nothing came through"))
+        recipe = self.summary.recipe
+        if recipe is None:
+            rows.append(("winner", "no configuration succeeded"))
         else:
             rows += [("model", recipe.model.name), ("device", recipe.device.name)]
-            pair = {"winner": recipe.winner, "baseline": recipe.baseline}
-            rows += [(name, f"{one.config.label()}; {candidate_line(one)}") for name, one in pair.items() if one]
+            candidates = {"winner": recipe.winner, "baseline": recipe.baseline}
+            for name, candidate in candidates.items():
+                if candidate is not None:
+                    rows.append((name, f"{candidate.config.label()}; {describe.candidate_line(candidate)}"))
         cells = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in rows)
         return f"<table>{cells}</table>"
+
+
+# --- what `autotune run` does, with its progress and its error as values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcome:
+    """How a session of a study ended. `data` is what summary.json or suite.json holds, None if nothing was written.
+
+    `configs` are the results of named configurations. `error` says why the session did not end as it should.
+    """
+
+    data: Any = None
+    configs: "tuple[ConfigResult, ...]" = ()
+    error: AutotuneError | None = None
+
+
+def prepare_study(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> SessionPlan:
+    """Find everything that can be wrong with a study before GPU time is spent. Raises AutotuneError."""
+    return prepare_session(spec, say, partial(_adjust, spec, say))
+
+
+def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
+    """Refine the projection to another card by what was measured there, and check what --quality needs."""
+    if setup.task.measured_on is not None:
+        from autotune.planning.device_estimate import corrected_by_observations
+        from autotune.planning.observations import known_observations
+
+        setup = replace(setup, task=corrected_by_observations(setup.task, known_observations(say=say)))
+    if spec.quality:
+        from autotune.export.run.quality import impossible
+
+        if reason := impossible(setup.task.model, setup.task.workload, spec.dataset):
+            raise UsageError(f"--quality cannot run: {reason}", remedy="give what it needs, or leave --quality out")
+    return setup
+
+
+def run_study(plan: SessionPlan, *, progress: Progress | None = None, stop: StopToken | None = None) -> RunOutcome:
+    """Search, confirm, and write the study's files. All that it opens is closed when it returns.
+
+    Raises:
+        AutotuneError: the study could not begin. A later error is in the outcome, after the files are written.
+    """
+    from autotune.study.session import Session
+
+    stop = stop or StopToken()
+    outcome = RunOutcome()
+    with (
+        locked(plan.out, plan.study),
+        Session(plan.url, plan.out, plan.device, stop=stop, progress=progress) as session,
+        stop.ending(),
+    ):
+        outcome = _probe_configs(session, plan) if plan.spec.configs else _search(session, plan)
+    if outcome.error is not None or stop.signal is None:
+        return outcome
+    interrupted = Interrupted(
+        "stopped; the results so far are stored",
+        remedy=f"continue with the same command and --study {plan.study}",
+        exit_code=128 + stop.signal,
+    )
+    return RunOutcome(data=outcome.data, configs=outcome.configs, error=interrupted)
+
+
+def _probe_configs(session: "Session", plan: SessionPlan) -> RunOutcome:
+    """Probe the named configurations of a spec in place of a search."""
+    from autotune.study.named_configs import probe_configs
+    from autotune.study.session import Leader
+
+    leader = Leader(session, plan)
+    results = probe_configs(
+        plan.spec,
+        plan.task,
+        session.prober,
+        session.store,
+        plan.out,
+        memory_gib=leader.memory_gib,
+        say=session.progress.say,
+        should_stop=session.stop,
+    )
+    session.progress.configs(results, _short(plan.out))
+    return RunOutcome(data=[result.data() for result in results], configs=tuple(results))
+
+
+def _search(session: "Session", plan: SessionPlan) -> RunOutcome:
+    """Search, confirm, write the files, then train the finalists and verify the export if the spec asks for it."""
+    from autotune.planning.other_devices import winner_on_other_devices
+    from autotune.study.session import Leader
+
+    log = TrialLog(plan.out)
+    leader = Leader(session, plan, on_resumed=log.begin, on_trial=log.add)
+    leader.search()
+    session.progress.say("writing the report")
+    cards = winner_on_other_devices(plan.spec.headroom)
+    summary = leader.summary(cards)
+    data = write_study(plan.out, summary)
+    may_go_on = leader.failure is None and summary.recipe is not None
+    if plan.spec.quality and may_go_on and not session.stop():
+        quality = _compare_quality(leader, summary)
+        if quality is not None:
+            leader.update(quality=quality)
+            summary = leader.summary(cards, quality=quality)
+            data = write_study(plan.out, summary)
+        leader.update(wall_seconds=leader.wall_seconds)
+    if plan.spec.verify and may_go_on and not session.stop():
+        verification = _verify(leader, summary)
+        leader.update(verification=verification)
+        summary = leader.summary(cards, quality=summary.quality, verification=verification)
+        data = write_study(plan.out, summary)
+    session.progress.result(summary, _short(plan.out))
+    return RunOutcome(data=data, error=leader.failure or _shortcoming(leader, summary))
+
+
+def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | None:
+    """Why a search that ended in order is not a success: no configuration succeeded, or the verification failed."""
+    if leader.session.stop():
+        return None
+    out = _short(leader.plan.out)
+    verification = summary.verification
+    if leader.plan.spec.verify and verification is not None and not verification.holds:
+        reason = describe.failed_verification(verification) or ""
+        return VerificationFailed(reason, remedy=f"read {out}/logs/verify.log, and run it again")
+    if summary.recipe is None:
+        return TooManyFailures("no configuration succeeded", remedy=f"see {out}/oom_report.md and {out}/logs")
+    return None
+
+
+def _compare_quality(leader: "Leader", summary: StudySummary) -> Quality | None:
+    """Train the finalists on the dataset; None if that failed, which is reported, or was stopped in the first."""
+    from autotune.export.run.quality import compare
+
+    session, plan = leader.session, leader.plan
+    assert summary.recipe is not None and plan.spec.dataset is not None
+    session.prober.close()  # its memory is needed
+    dataset = Path(plan.spec.dataset).expanduser()
+    try:
+        quality = compare(summary.recipe, leader.finalists(), dataset, plan.out, session.progress.say, session.stop)
+    except (UsageError, OSError) as error:
+        session.progress.note(f"--quality could not run: {error}", "yellow")
+        return None
+    return quality if quality.learned else None
+
+
+def _verify(leader: "Leader", summary: StudySummary) -> Verification:
+    """Run what was exported, on the device that the probes had."""
+    from autotune.export.run.verify import verify
+
+    assert summary.recipe is not None
+    leader.session.prober.close()
+    return verify(summary.recipe, leader.plan.out, say=leader.session.progress.say, should_stop=leader.session.stop)
+
+
+def _short(path: Path) -> str:
+    """The path relative to the working directory, if it is inside."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

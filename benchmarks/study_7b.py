@@ -15,7 +15,7 @@ from typing import Any
 
 from common import save, studied, table
 
-from autotune.cli.commands.session import open_study
+from autotune.api import load_study
 from autotune.core.probe_types import Evidence, Fingerprint, Outcome
 from autotune.core.serialization import from_data
 from autotune.study.storage.probe_store import ProbeStore
@@ -41,7 +41,7 @@ def main() -> None:
     said = studied(folder, *options)
     wall = time.monotonic() - begin
 
-    study = open_study(name, url)
+    study = load_study(name, url)
     probes = [row.result for row in ProbeStore(url).of_study(name)]
     launched = [one for one in probes if one.seconds]
     rows: list[dict[str, Any]] = []

@@ -332,7 +332,7 @@ def inject(
     json_: Json = False,
 ) -> None:
     """Strike small studies with faults on purpose, and say what came of each."""
-    from autotune.cli.commands.inject import inject as command
+    from autotune.cli.commands.dev import inject as command
 
     command(fault or [], gpu, as_json=json_)
 

@@ -24,6 +24,8 @@ from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord,
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from autotune.study.named_configs import ConfigResult
+
 STATUS_EVERY_S = 30.0  # without a terminal
 _COLUMNS = {  # of the table of results: the heading, and the number's name in `describe`
     "tokens/s": "useful tokens/s",
@@ -195,10 +197,11 @@ class Display(AbstractContextManager["Display"]):
             self._fact("" if index else "next", f"{purpose}:")
             self._console.print(f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True)
 
-    def configs(self, results: list[dict[str, Any]]) -> bool:
-        """Print the results of named configurations as an event. Returns False if events are off."""
-        self._event("result", configs=results)
-        return self._events
+    def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
+        """The results of named configurations; the command prints their table."""
+        self._event("result", configs=[result.data() for result in results])
+        if not self._events:
+            self._print(f"written: {out_dir}/suite.md and suite.json")
 
     def _status_line(self) -> str:
         """Progress first, then the current step: a narrow terminal cuts off the end."""

@@ -67,9 +67,9 @@ def delete(
 @studies.command()
 def explain(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Probe a study's winner with one knob after another set back, and say what each is worth."""
-    from autotune.cli.commands.explain import command
+    from autotune.cli.commands.analysis import explain_study
 
-    command(study, storage, as_json=json_)
+    explain_study(study, storage, as_json=json_)
 
 
 @studies.command()
@@ -87,9 +87,9 @@ def verify(
     json_: Json = False,
 ) -> None:
     """Run what a study exported, and hold its speed and memory against what the study said."""
-    from autotune.cli.commands.verify import command
+    from autotune.cli.commands.analysis import verify_study
 
-    command(study, storage, form=format_, soak=soak, micro_steps=micro_steps, tolerance=tolerance, as_json=json_)
+    verify_study(study, storage, form=format_, soak=soak, micro_steps=micro_steps, tolerance=tolerance, as_json=json_)
 
 
 @studies.command()
@@ -124,7 +124,7 @@ def worker(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Probe for a study that another process leads, on the GPU here, until there is nothing more to search."""
-    from autotune.cli.commands.worker import command
+    from autotune.cli.commands.worker import worker as command
 
     command(study, storage, out=out, allow_mixed=allow_mixed, parent=parent, quiet=quiet, wait=wait)
 
@@ -140,9 +140,9 @@ def fleet(
     storage: Storage = None,
 ) -> None:
     """Write what starts workers of a study on Kubernetes, SkyPilot or Slurm; the database's URL is not in it."""
-    from autotune.cli.commands.fleet import command
+    from autotune.cli.commands import studies
 
-    command(study, storage, workers=workers, formats=format_ or [], out=out)
+    studies.fleet(study, storage, workers=workers, formats=format_ or [], out=out)
 
 
 @studies.command()

@@ -5,6 +5,10 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from autotune.core.errors import Cancelled, StorageError
 
 PR_SET_PDEATHSIG = 1
 
@@ -33,3 +37,29 @@ def take_group_along(*handles: int, scratch: str) -> None:
         signal.sigwait((signal.SIGUSR2,))
     shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(worker, signal.SIGKILL)  # this one as well
+
+
+class StopToken:
+    """Whether the user asked to stop. Long operations call it between their steps; any thread may request a stop."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __call__(self) -> bool:
+        """Whether a stop was requested."""
+        return self.signal is not None
+
+    def request(self, number: int = signal.SIGINT) -> None:
+        """Ask to stop; `number` is the signal that said so, from which the exit code follows."""
+        self.signal = number
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Swallow Cancelled, and StorageError if a stop was requested; the caller reports the interruption."""
+        try:
+            yield
+        except Cancelled:
+            pass
+        except StorageError:
+            if self.signal is None:
+                raise

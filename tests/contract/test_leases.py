@@ -202,7 +202,7 @@ def test_many_may_find_an_empty_database_at_once(
     url = f"sqlite:///{tmp_path / 'new.db'}"
     if kind == "postgresql":
         url = request.getfixturevalue("postgres")("template1")
-    monkeypatch.setattr("autotune.study.optimizer._compatible", set())
+    monkeypatch.setattr("autotune.study.storage.optuna_storage._compatible", set())
     together = threading.Barrier(8)
 
     def begin(number: int) -> None:

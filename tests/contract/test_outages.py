@@ -12,9 +12,9 @@ import pytest
 import sqlalchemy as sa
 from optuna.trial import TrialState
 
-from autotune.cli.stop import Stop
 from autotune.core.errors import Cancelled, StorageError, UsageError
 from autotune.core.probe_types import Outcome
+from autotune.core.process import StopToken
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.database import Database, Outages, engine_options, waiting_s
 from autotune.study.storage.leases import Leases, Worker
@@ -185,11 +185,11 @@ def test_what_was_never_reached_is_not_waited_for(server: str, said: list[str]) 
 @pytest.mark.parametrize("error", [StorageError("away"), Cancelled()])
 def test_who_is_stopped_while_waiting_was_stopped(error: Exception) -> None:
     """A preempted worker exits with 75, and its job goes on; with 6 it would end."""
-    stop = Stop()
-    stop.handle(15, None)
+    stop = StopToken()
+    stop.request(15)
     with stop.ending():
         raise error
-    with pytest.raises(StorageError), Stop().ending():
+    with pytest.raises(StorageError), StopToken().ending():
         raise StorageError("away")
 
 

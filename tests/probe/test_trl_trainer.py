@@ -113,10 +113,10 @@ def test_a_trainer_that_nobody_knows() -> None:
 
 
 def test_quality_is_not_asked_of_another_trainer(capfd: pytest.CaptureFixture[str]) -> None:
-    from autotune.cli.commands.run import _resolve
+    from autotune.api import prepare_study
 
     with pytest.raises(UsageError, match="--quality trains with transformers' Trainer"):
-        _resolve(StudySpec(model="demo-3m", gpu="cpu", trainer="trl", quality=True), quiet=True)
+        prepare_study(StudySpec(model="demo-3m", gpu="cpu", trainer="trl", quality=True))
 
 
 @pytest.mark.parametrize("compile", ["none", "per_layer"])

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import autotune
-from autotune import Result, SearchSpace, load_study, tune
-from autotune.cli.commands.session import StoredStudy
+from autotune import SearchSpace, StudyResult, load_study, tune
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import load_space, shipped_spaces
@@ -36,9 +35,8 @@ def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "again" / "report.html").is_file() and (tmp_path / "again" / "export" / "train.py").is_file()
 
 
-def found(**changes: Any) -> Result:
-    study = StoredStudy(summary=replace(summary(), **changes), record=record_of())
-    return Result(study=study)
+def found(**changes: Any) -> StudyResult:
+    return StudyResult(summary=replace(summary(), **changes), record=record_of())
 
 
 def test_a_notebook_shows_text_as_text() -> None:
@@ -49,7 +47,7 @@ def test_a_notebook_shows_text_as_text() -> None:
 
 def test_a_study_without_a_winner_says_so() -> None:
     nothing = found(recipe=None)
-    assert "nothing came through" in nothing._repr_html_()
+    assert "no configuration succeeded" in nothing._repr_html_()
     for ask in (lambda: nothing.winner, lambda: nothing.export("train")):
         with pytest.raises(NothingFits):
             ask()

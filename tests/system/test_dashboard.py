@@ -19,8 +19,8 @@ from wsgiref.util import setup_testing_defaults
 import pytest
 import sqlalchemy as sa
 
+from autotune.api import load_study
 from autotune.cli import app
-from autotune.cli.commands.session import open_study
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.probe_types import Outcome
 from autotune.report import dashboard
@@ -307,7 +307,7 @@ def test_a_running_study_is_read_again(
     monkeypatch.setattr(dashboard, "REFRESH_S", 0.0)
     with closing(Optimizer.open(url, "one", SPACE)) as search:
         before = rows(database)
-        app = gate(LiveDashboard(search.record, lambda: open_study("one", url).summary, "one"))
+        app = gate(LiveDashboard(search.record, lambda: load_study("one", url).summary, "one"))
         assert len(get(app, "/api/studies/0")["trials"]) == 8
         assert rows(database) == before
 
@@ -319,7 +319,7 @@ def test_a_running_study_is_read_again(
         assert last["note"]["body"].endswith("Reason: `` a `tick` ``")
 
         attributes, trials = search.record()  # a trial that ends between the two readings is not in the record yet
-        early = LiveDashboard(lambda: (attributes, trials[:5]), lambda: open_study("one", url).summary, "one")
+        early = LiveDashboard(lambda: (attributes, trials[:5]), lambda: load_study("one", url).summary, "one")
         assert len(get(early, "/api/studies/0")["trials"]) == 5
 
 
@@ -330,7 +330,7 @@ def test_the_last_copy_is_served_when_the_database_breaks(
     url = read_only(f"sqlite:///{tmp_path / 'autotune.db'}")
     monkeypatch.setattr(dashboard, "REFRESH_S", 0.0)
     with closing(Optimizer.open(url, "one", SPACE)) as search:
-        app = LiveDashboard(search.record, lambda: open_study("one", url).summary, "one")
+        app = LiveDashboard(search.record, lambda: load_study("one", url).summary, "one")
         (tmp_path / "autotune.db").write_text("certainly not SQLite" * 100)
         assert len(get(app, "/api/studies/0")["trials"]) == 8
     assert "cannot read the study again: the database" in capsys.readouterr().err

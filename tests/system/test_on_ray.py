@@ -16,9 +16,9 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.catalog import resolve_device
-from autotune.cli.commands.on_ray import RESOURCE, _places, check
 from autotune.core.errors import UsageError
 from autotune.study.storage.optuna_storage import read_record
+from autotune.study.worker_group import RAY_RESOURCE, require_ray, workers_by_node
 from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
 
 LIMITS = ("--trials", "40", "--patience", "999")
@@ -35,19 +35,19 @@ def test_a_gpu_counts_if_ray_calls_it_what_it_calls_the_one_here() -> None:
         "another": node(GPU=8.0, accelerator_type__H100=1.0),
         "none": node(CPU=8.0),
     }
-    assert _places(nodes, "home", resolve_device("a10")) == {"home": 1, "like it": 4}
+    assert workers_by_node(nodes, "home", resolve_device("a10")) == {"home": 1, "like it": 4}
 
 
 def test_a_processor_counts_where_the_resource_says_so() -> None:
-    nodes = {"home": node(GPU=1.0), "there": node(**{RESOURCE: 2.0})}
-    assert _places(nodes, "home", resolve_device("cpu")) == {"home": 0, "there": 2}
+    nodes = {"home": node(GPU=1.0), "there": node(**{RAY_RESOURCE: 2.0})}
+    assert workers_by_node(nodes, "home", resolve_device("cpu")) == {"home": 0, "there": 2}
 
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.cli.commands.on_ray.find_spec", lambda name: None)
-    check(None)
+    monkeypatch.setattr("autotune.study.worker_group.find_spec", lambda name: None)
+    require_ray(None)
     with pytest.raises(UsageError, match="not installed"):
-        check("auto")
+        require_ray("auto")
 
 
 def trials(folder: Path) -> list[FrozenTrial]:
@@ -71,7 +71,7 @@ def test_a_study_outlives_a_node_that_is_killed_in_a_trial(tmp_path: Path) -> No
     from ray.cluster_utils import Cluster
 
     (tmp_path / "space.yaml").write_text(SPACE)
-    place = {"num_cpus": 1, "num_gpus": 1, "resources": {RESOURCE: 1}, "object_store_memory": 80 * 2**20}
+    place = {"num_cpus": 1, "num_gpus": 1, "resources": {RAY_RESOURCE: 1}, "object_store_memory": 80 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args=place | {"include_dashboard": False})
     try:
         lost = cluster.add_node(**place)

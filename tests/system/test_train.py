@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from autotune.api import StudyResult
 from autotune.catalog import find_price, resolve_device
 from autotune.cli.commands import train as command
-from autotune.cli.commands.session import StoredStudy
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.export import export_all
@@ -236,5 +236,5 @@ _NOTHING: dict[str, Any] = {
 
 def _found(monkeypatch: pytest.MonkeyPatch, out: Path, **changes: Any) -> None:
     made = replace(summary(), recipe=replace(demo(CONFIG), **changes))
-    found = StoredStudy(summary=made, record=record_of(out=out))
-    monkeypatch.setattr(command, "open_study", lambda *_: found)
+    found = StudyResult(summary=made, record=record_of(out=out))
+    monkeypatch.setattr(command, "load_study", lambda *_: found)

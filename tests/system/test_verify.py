@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_device, resolve_model
-from autotune.cli.commands import verify as command
+from autotune.cli.commands import analysis as command
 from autotune.core.errors import Cancelled, EnvironmentProblem, StorageError, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.serialization import from_data, to_data
@@ -156,7 +156,7 @@ def test_what_cannot_be_verified_here(
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     winner = replace(recipe().winner, **made.pop("winner", {}))
     with pytest.raises(error, match=message):
-        command.check(recipe(winner=winner, **made))
+        command.require_measured_here(recipe(winner=winner, **made))
 
 
 def test_only_what_is_measured_is_verified() -> None:
@@ -232,8 +232,8 @@ def test_weights_that_do_not_fit_the_disk_are_not_begun(tmp_path: Path, monkeypa
 
 def test_an_unknown_study_and_a_wrong_number_are_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no study"):
-        command.command("nobody", f"sqlite:///{tmp_path / 'a.db'}", micro_steps=10, tolerance=0.05)
+        command.verify_study("nobody", f"sqlite:///{tmp_path / 'a.db'}", micro_steps=10, tolerance=0.05)
     with pytest.raises(UsageError, match="--format cannot be 'axolotl'"):
-        command.command("nobody", f"sqlite:///{tmp_path / 'a.db'}", form="axolotl", micro_steps=10, tolerance=0.05)
+        command.verify_study("nobody", f"sqlite:///{tmp_path / 'a.db'}", form="axolotl", micro_steps=10, tolerance=0.05)
     with pytest.raises(UsageError, match="--micro-steps is a positive number"):
-        command.command("nobody", f"sqlite:///{tmp_path / 'a.db'}", micro_steps=0, tolerance=0.05)
+        command.verify_study("nobody", f"sqlite:///{tmp_path / 'a.db'}", micro_steps=0, tolerance=0.05)

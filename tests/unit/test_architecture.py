@@ -26,8 +26,8 @@ PACKAGES = [
     "export",
     "planning",
     "report",
-    "cli",
     "api",
+    "cli",
     "__main__",
 ]
 
@@ -61,7 +61,7 @@ HOMES = {
     "sqlalchemy": STORAGE,
     "plotly": {"report.style", "report.dashboard", "api"},
     "gpuhunt": {"catalog.live_prices"},
-    "ray": {"cli.commands.on_ray"},
+    "ray": {"study.worker_group"},
     "jinja2": {"report.style"},
     "pynvml": {"core.nvml"},
     "numpy": set[str](),

@@ -8,7 +8,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from autotune.cli.commands.session import open_study
+from autotune.api import load_study
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.study.storage.location import storage_url
 
@@ -33,11 +33,11 @@ def dashboard(name: str | None, storage: str | None, *, host: str, port: int) ->
             remedy=f"leave --host out, and on yours: {_tunnel(port or 8080)}",
         )
     url = read_only(storage_url(storage))
-    found = open_study(name, url)
+    found = load_study(name, url)
     name = found.summary.study
     search = Optimizer.open(url, name, found.task.space)
     logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)  # it warns of too few trials at each look
-    app = LiveDashboard(search.record, lambda: open_study(name, url).summary, found.out.name)
+    app = LiveDashboard(search.record, lambda: load_study(name, url).summary, found.out.name)
     with _listen(host, port) as server:
         server.set_app(gate(app))
         bound = server.server_port

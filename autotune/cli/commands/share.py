@@ -3,8 +3,8 @@
 from datetime import date
 from pathlib import Path
 
-from autotune.cli.commands.session import open_study
-from autotune.core.errors import NothingFits, UsageError
+from autotune.api import load_study
+from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Evidence
 from autotune.core.units import fmt_count, fmt_gib
@@ -20,13 +20,8 @@ def submit(name: str | None, storage: str | None, out: Path | None) -> None:
         NothingFits: it has no winner.
         StorageError: the file cannot be written.
     """
-    found = open_study(name, storage)
-    recipe = found.summary.recipe
-    if recipe is None:
-        raise NothingFits(
-            f"study {found.summary.study!r} has no configuration that came through",
-            remedy="let the study go on with `autotune run --study NAME`",
-        )
+    found = load_study(name, storage)
+    recipe = found.recipe
     if recipe.winner.evidence is Evidence.PROJECTED:
         raise UsageError(
             f"its speeds are projected: nothing was measured on {recipe.device.name}",

@@ -1,139 +1,136 @@
-"""`autotune list`, `status`, `oom`, `export`, `report`, `resume` and `delete`: studies that exist."""
+"""The commands about studies that exist: list, status, oom, export, report, resume, delete and fleet."""
 
-import json
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.cli.commands.session import StoredStudy, load, open_study
-from autotune.core.errors import AutotuneError, NothingFits, UsageError
+from autotune.api import StudyResult, load_study, result_of
+from autotune.cli.commands.catalogs import print_json
+from autotune.core.errors import AutotuneError, UsageError
+from autotune.core.files import write_atomic
 from autotune.core.units import fmt_count, fmt_seconds
-from autotune.report.describe import candidate_line
-from autotune.report.study_directory import write_exports, write_study
 from autotune.study.storage.location import running_process, storage_url
-from autotune.study.summary import summary_data
 
 
 def status(name: str | None, storage: str | None, as_json: bool) -> None:
-    """How far a study is, and its best so far."""
-    found = open_study(name, storage)
-    summary, counts, process = found.summary, found.summary.counts(), running_process(found.out)
+    """Print how far a study is, and its best configuration so far."""
+    from autotune.report.describe import candidate_line
+
+    study = load_study(name, storage)
+    summary = study.summary
+    process = running_process(study.out)
     if as_json:
-        _json(summary_data(summary, str(found.out)) | {"running": process is not None})
+        print_json(study.data() | {"running": process is not None})
         return
-    recipe = summary.recipe
+    counts = [f"{count} {kind}" for kind, count in summary.counts().items() if count or kind == "total"]
     lines = {
         "study": summary.study + (f", being run by process {process}" if process else ""),
-        "trials": ", ".join(f"{count} {kind}" for kind, count in counts.items() if count or kind == "total"),
+        "trials": ", ".join(counts),
         "time": f"{fmt_seconds(summary.wall_seconds)} in all, {fmt_seconds(summary.probe_seconds)} of it probing",
-        "files": str(found.out),
+        "files": str(study.out),
     }
-    if recipe is not None:
-        best = recipe.winner
+    if summary.recipe is not None:
+        best = summary.recipe.winner
         lines["best"] = f"{best.config.label()}: {candidate_line(best)}"
     for key, text in lines.items():
         print(f"{key:>7}  {text}")
 
 
 def list_all(storage: str | None, as_json: bool) -> None:
-    """The studies of a database: what they tune, how far they are, and their best."""
+    """Print the studies of a database: what they tune, how far they are, and their best."""
     from autotune.cli.commands.catalogs import print_table
     from autotune.study.storage.optuna_storage import all_attributes
     from autotune.study.storage.study_record import StudyRecord
 
-    url, rows = storage_url(storage), list[dict[str, Any]]()
+    url = storage_url(storage)
+    rows = []
     for name, attributes in all_attributes(url).items():
         try:
             record = StudyRecord.from_attributes(name, attributes)
-        except AutotuneError as error:
+            if record is not None:
+                rows.append(_row(result_of(record, url)))
+        except AutotuneError as error:  # of another version: the others are still listed
             print(error, file=sys.stderr)
-            continue
-        if record is None:
-            continue
-        found = load(name, url, record)
-        recipe = found.summary.recipe
-        rows.append(
-            {
-                "study": name,
-                "model": found.task.model.short,
-                "device": found.task.device.name,
-                "trials": len(found.summary.trials),
-                "running": running_process(found.out) is not None,
-                "tokens_per_s": recipe.winner.performance.tokens_per_second if recipe else None,
-                "files": str(found.out),
-            }
-        )
     if as_json:
-        _json(rows)
+        print_json(rows)
         return
     if not rows:
         print("there is no study in this database: start one with `autotune run`, or name --storage")
         return
     columns = {"study": "left", "model": "left", "device": "left", "trials": "right", "tokens/s": "right", "": "left"}
-    print_table(
-        None,
-        columns,
-        [
-            (
-                *(str(row[key]) for key in ("study", "model", "device", "trials")),
-                fmt_count(row["tokens_per_s"]),
-                "running" if row["running"] else "",
-            )
-            for row in rows
-        ],
-    )
+    cells = []
+    for row in rows:
+        known = tuple(str(row[key]) for key in ("study", "model", "device", "trials"))
+        cells.append((*known, fmt_count(row["tokens_per_s"]), "running" if row["running"] else ""))
+    print_table(None, columns, cells)
+
+
+def _row(study: StudyResult) -> dict[str, Any]:
+    recipe = study.summary.recipe
+    return {
+        "study": study.summary.study,
+        "model": study.task.model.short,
+        "device": study.task.device.name,
+        "trials": len(study.summary.trials),
+        "running": running_process(study.out) is not None,
+        "tokens_per_s": recipe.winner.performance.tokens_per_second if recipe else None,
+        "files": str(study.out),
+    }
 
 
 def delete(name: str, storage: str | None, *, sure: bool) -> None:
-    """Forget a study: its trials and its probes, which no other study can use then. Its files stay.
+    """Delete a study: its trials and its probes, which no other study can use then. Its files stay.
 
     Raises:
-        UsageError: no such study, somebody is at work on it, or nobody is `sure` and none can be asked.
+        UsageError: no such study, somebody is working on it, or nobody is `sure` and none can be asked.
     """
+    from contextlib import closing
+
     from autotune.study.storage.leases import Leases, Worker
     from autotune.study.storage.optuna_storage import delete_study
     from autotune.study.storage.probe_store import ProbeStore
 
-    found, url = open_study(name, storage), storage_url(storage)
-    coordinator = Leases(url, name, Worker.here(""))
-    if at_work := coordinator.certainly(partial(print, file=sys.stderr)):
-        hosts = ", ".join(f"process {one.pid} of {one.host}" for one in at_work.values())
-        raise UsageError(f"study {name!r} is being worked on by {hosts}", remedy="stop it first")
-    if not sure:
-        if not sys.stdin.isatty():
-            raise UsageError("nobody can be asked here", remedy="add --yes")
-        answer = input(f"delete study {name} with its {len(found.summary.trials)} trials? [y/N] ")
-        if answer.strip().lower() not in ("y", "yes"):
-            print("nothing was deleted")
-            return
-    delete_study(url, name)
-    store = ProbeStore(url)
-    store.forget(name)
-    store.close()
-    coordinator.clear()
-    print(f"deleted; its files are still in {found.out}")
+    study = load_study(name, storage)
+    with closing(Leases(study.url, name, Worker.here(""))) as leases:
+        at_work = leases.certainly(partial(print, file=sys.stderr)).values()
+        if at_work:
+            hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in at_work)
+            raise UsageError(f"study {name!r} is being worked on by {hosts}", remedy="stop it first")
+        if not sure:
+            if not sys.stdin.isatty():
+                raise UsageError("nobody can be asked here", remedy="add --yes")
+            answer = input(f"delete study {name} with its {len(study.summary.trials)} trials? [y/N] ")
+            if answer.strip().lower() not in ("y", "yes"):
+                print("nothing was deleted")
+                return
+        delete_study(study.url, name)
+        with closing(ProbeStore(study.url)) as store:
+            store.forget(name)
+        leases.clear()
+    print(f"deleted; its files are still in {study.out}")
 
 
 def resume(name: str | None, storage: str | None, changes: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
-    """Continue a study with what it was begun with, but for what is given anew."""
+    """Continue a study with the options it was begun with, except those that are given anew."""
     from autotune.cli.commands.run import run
+    from autotune.study.session import find_record
 
-    found = open_study(name, storage)
-    spec = found.record.spec
+    record = find_record(name, storage_url(storage))
     given = {key: value for key, value in changes.items() if value is not None}
-    spec = replace(spec, **given, study=found.summary.study, storage=storage, out=str(found.out))
+    spec = replace(record.spec, **given, study=record.task.study, storage=storage, out=record.out)
     run(spec, as_json=as_json, quiet=quiet)
 
 
 def oom(name: str | None, storage: str | None, as_json: bool) -> None:
-    """Every OOM and refusal of a study, with what to change."""
+    """Print every OOM and refusal of a study, with what to change."""
     from autotune.report import oom_report
 
-    report = oom_report(open_study(name, storage).summary)
+    report = oom_report(load_study(name, storage).summary)
     if as_json:
-        _json(report.data())
+        print_json(report.data())
     else:
         print(report.markdown())
 
@@ -142,30 +139,52 @@ def export(name: str | None, storage: str | None, formats: list[str], out: Path 
     """Write the exports of a study again, all of them or some."""
     from autotune.export import FORMATS
 
-    for wanted in formats:
-        if wanted not in FORMATS:
-            raise UsageError(f"there is no format {wanted!r}", remedy=f"the formats are {', '.join(FORMATS)}")
-    found = open_study(name, storage)
-    _must_have_winner(found)
-    for path in write_exports(out or found.out, found.summary, formats or None):
+    require_formats(formats, FORMATS)
+    for path in load_study(name, storage).export(*formats, out=out):
         print(path)
+
+
+def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:
+    """Raises UsageError for a format that is not known."""
+    names = list(known)
+    for name in wanted:
+        if name not in names:
+            raise UsageError(f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}")
 
 
 def report(name: str | None, storage: str | None, out: Path | None) -> None:
     """Write summary, reports and exports of a study again."""
-    found = open_study(name, storage)
-    folder = out or found.out
-    write_study(folder, found.summary)
-    print(folder / "report.html")
+    print(load_study(name, storage).report(out))
 
 
-def _must_have_winner(found: StoredStudy) -> None:
-    if found.summary.recipe is None:
-        raise NothingFits(
-            f"study {found.summary.study!r} has no configuration that came through",
-            remedy="see `autotune oom`, or let the study go on with `autotune run --study NAME`",
+def fleet(name: str | None, storage: str | None, *, workers: int, formats: list[str], out: Path | None) -> None:
+    """Write the files that start a study's workers on clusters, and print their paths.
+
+    Raises UsageError if no other machine could reach the study.
+    """
+    from autotune.export.clusters import SYSTEMS, render, workers_job
+
+    require_formats(formats, SYSTEMS)
+    if storage_url(storage).startswith("sqlite"):
+        raise UsageError(
+            "the study is in an SQLite file, which other machines cannot share",
+            remedy="run it with --storage postgresql+psycopg://..., or with --workers N on this machine alone",
         )
-
-
-def _json(data: Any) -> None:
-    sys.stdout.write(json.dumps(data, indent=2) + "\n")
+    study = load_study(name, storage)
+    if study.record.limits is None:
+        raise UsageError(
+            f"study {study.summary.study!r} cannot be joined yet", remedy="wait until `autotune run` has begun it"
+        )
+    job = workers_job(
+        study=study.summary.study,
+        device=study.task.measured_on or study.task.device,
+        fingerprint=study.record.fingerprint,
+        budget_s=study.record.limits.budget_s,
+        count=workers,
+    )
+    folder = out or study.out
+    folder.mkdir(parents=True, exist_ok=True)
+    for wanted in formats or SYSTEMS:
+        for file, text in render(job, wanted).items():
+            write_atomic(folder / file, text)
+            print(folder / file)

@@ -5,9 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from autotune.cli.commands.session import open_study
-from autotune.cli.stop import Stop
-from autotune.core.errors import AutotuneError, Interrupted, NothingFits, UsageError
+from autotune.api import load_study
+from autotune.cli.stop import stop_on_signals
+from autotune.core.errors import AutotuneError, Interrupted, UsageError
 from autotune.core.units import fmt_seconds, fmt_usd
 from autotune.export.clusters import PREEMPTED
 from autotune.export.run.train import Progress, Run
@@ -37,10 +37,8 @@ def command(
         Interrupted: stopped by a signal; the run can be continued from its checkpoint.
         AutotuneError: the script failed.
     """
-    found = open_study(name, storage)
-    recipe = found.summary.recipe
-    if recipe is None:
-        raise NothingFits(f"study {found.summary.study!r} has no winner", remedy="continue it with `autotune run`")
+    found = load_study(name, storage)
+    recipe = found.recipe
     if recipe.trainer != "transformers":
         from autotune.export.trl import command as trl
 
@@ -60,7 +58,7 @@ def command(
         raise UsageError(f"{there[0]} is of an earlier run", remedy="go on with --resume, or name another --output-dir")
     script = output / "export" / "train.py"
     if not (resume and script.is_file()):  # what was begun is gone on with as it was, whoever wins by now
-        write_exports(output, found.summary, ["train"])
+        write_exports(output, recipe, ["train"])
     arguments = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
     arguments += ["--output-dir", str(output) if saves else ""]
     arguments += ["--model", model] if model else []
@@ -68,7 +66,7 @@ def command(
     arguments += ["--max-steps", str(max_steps)] if max_steps else []
     run, shown = Run(recipe, script, output, arguments, fresh=not resume), Shown()
     shown.say(f"training {recipe.winner.config.label()}; its log is {run.log}")
-    with Stop().listening() as stop, shown:
+    with stop_on_signals() as stop, shown:
         code, error = run.train(shown.progress, lambda: stop() and shown.stopping())
     if code == 0:
         kept = f"what was trained is in {output}" if saves else "nothing was kept"

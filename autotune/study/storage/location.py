@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from autotune.core.errors import UsageError
+from autotune.core.errors import StorageError, UsageError
+from autotune.core.files import storage_errors
 from autotune.problem.setup import slug
 
 DEFAULT_ROOT = Path("runs")
+FREE_BYTES = 200 * 2**20
 LOCK = ".lock"  # in a study's directory, held by the process that runs it
 
 
@@ -39,6 +41,20 @@ def shared_url(storage: str | None) -> str:
 def study_directory(out: str | None, study: str) -> Path:
     """The directory of a study's files: `out`, or one under runs/ that is named after the study."""
     return Path(out) if out else DEFAULT_ROOT / slug(study)
+
+
+def make_writable(directory: Path) -> None:
+    """Create a study's directory and its logs, and check that it can be written. Raises StorageError."""
+    with storage_errors(directory):
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        trial = directory / ".writable"
+        trial.write_text("")
+        trial.unlink()
+        space = os.statvfs(directory)
+    if space.f_bavail * space.f_frsize < FREE_BYTES:
+        raise StorageError(
+            f"less than {FREE_BYTES >> 20} MiB are free at {directory}", remedy="free some, or give another --out"
+        )
 
 
 @contextmanager

@@ -12,8 +12,11 @@ import pytest
 from autotune.catalog import resolve_device
 from autotune.cli import console
 from autotune.cli.console import Display
+from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.train_config import TrainConfig
 from autotune.problem.setup import set_up
-from autotune.problem.study_spec import StudySpec
+from autotune.problem.study_spec import NamedConfig, StudySpec
+from autotune.study.named_configs import ConfigResult
 from autotune.study.summary import summary_data
 from tests.helpers.factories import summary
 
@@ -53,12 +56,15 @@ def test_the_cost_of_several_gpus_is_shown(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_named_configurations_are_one_event(capsys: pytest.CaptureFixture[str]) -> None:
+    result = ConfigResult(
+        case=NamedConfig(name="one"), config=TrainConfig(), outcome=Outcome.OK, evidence=Evidence.MEASURED
+    )
     with Display(budget_s=600.0, events=True, quiet=True) as one:
-        assert one.configs([{"name": "one"}]) is True
+        one.configs([result], "runs/it")
     with Display(budget_s=600.0, quiet=True) as one:
-        assert one.configs([{"name": "one"}]) is False
+        one.configs([result], "runs/it")
     (event,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert event["event"] == "result" and event["configs"] == [{"name": "one"}]
+    assert event["event"] == "result" and event["configs"] == [result.data()]
 
 
 def test_without_events_stdout_is_empty(capsys: pytest.CaptureFixture[str]) -> None:

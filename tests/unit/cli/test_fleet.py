@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.cli.commands.fleet import command
+from autotune.cli.commands.studies import fleet
 from autotune.core.errors import UsageError
 from autotune.study.storage.study_record import start_record, update_record
 from tests.helpers.sessions import Start, record_of
@@ -23,9 +23,9 @@ def shared(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     start_record(session.search, record_of(session.study.task, tmp_path))
     update_record(session.search, limits=session.study.limits)
     url = f"sqlite:///{tmp_path / 'autotune.db'}"
-    monkeypatch.setattr("autotune.cli.commands.session.storage_url", lambda storage: url)
+    monkeypatch.setattr("autotune.api.storage_url", lambda storage: url)
     server = f"postgresql+psycopg://me:{CANARY}@host/db"
-    return lambda *formats, out=None: command("one", server, workers=3, formats=list(formats), out=out)
+    return lambda *formats, out=None: fleet("one", server, workers=3, formats=list(formats), out=out)
 
 
 def test_the_command_writes_the_files_and_no_password(
@@ -46,4 +46,4 @@ def test_an_unknown_format_and_a_study_on_sqlite_are_refused(shared: Callable[..
     with pytest.raises(UsageError, match="there is no format 'swarm'"):
         shared("swarm")
     with pytest.raises(UsageError, match="an SQLite file, which other machines cannot share"):
-        command("one", f"sqlite:///{tmp_path / 'autotune.db'}", workers=1, formats=[], out=None)
+        fleet("one", f"sqlite:///{tmp_path / 'autotune.db'}", workers=1, formats=[], out=None)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from autotune.api import StudyResult
 from autotune.catalog import resolve_device
 from autotune.cli.commands import share
-from autotune.cli.commands.session import StoredStudy
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
@@ -106,8 +106,8 @@ def test_nothing_private_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     whole = replace(whole, recipe=private(whole.recipe), notes=(CANARY,))
     task = subject_of(study=f"{CANARY}-study")
     spec = StudySpec(model=task.model.name, dataset=f"/data/{CANARY}.jsonl")
-    found = StoredStudy(summary=whole, record=record_of(task, tmp_path / f"{CANARY}-out", spec=spec))
-    monkeypatch.setattr(share, "open_study", lambda name, storage: found)
+    found = StudyResult(summary=whole, record=record_of(task, tmp_path / f"{CANARY}-out", spec=spec), url=url)
+    monkeypatch.setattr(share, "load_study", lambda name, storage: found)
     out = tmp_path / "out.json"
     share.submit(None, url, out)
     text = out.read_text()
@@ -137,8 +137,8 @@ def test_only_a_model_of_the_catalogue_is_named(change: dict[str, Any]) -> None:
 def test_what_was_projected_is_not_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = summary().recipe
     recipe = replace(made, winner=replace(made.winner, evidence=Evidence.PROJECTED))
-    found = SimpleNamespace(summary=replace(summary(), recipe=recipe))
-    monkeypatch.setattr(share, "open_study", lambda name, storage: found)
+    found = SimpleNamespace(recipe=recipe)
+    monkeypatch.setattr(share, "load_study", lambda name, storage: found)
     with pytest.raises(UsageError, match="nothing was measured on"):
         share.submit(None, None, None)
 
@@ -161,8 +161,8 @@ def test_a_study_on_a_processor_and_without_a_baseline(write: Callable[[Any], Pa
 
 def test_a_study_without_a_winner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
-    found = StoredStudy(summary=replace(summary(), recipe=None), record=record_of(out=tmp_path))
-    monkeypatch.setattr(share, "open_study", lambda name, storage: found)
+    found = StudyResult(summary=replace(summary(), recipe=None), record=record_of(out=tmp_path))
+    monkeypatch.setattr(share, "load_study", lambda name, storage: found)
     with pytest.raises(NothingFits):
         share.submit(None, None, None)
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.cli.commands import inject as command
+from autotune.cli.commands import dev as command
 from autotune.core.errors import TooManyFailures, UsageError
 from autotune.probe.fault_injection import FAULTS
 

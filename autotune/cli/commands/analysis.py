@@ -1,0 +1,124 @@
+"""`autotune explain` and `autotune verify`: probe a study's winner again, record the result and print it."""
+
+import sys
+from importlib.util import find_spec
+
+from autotune.api import load_study
+from autotune.cli.commands.catalogs import print_json
+from autotune.cli.stop import stop_on_signals
+from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
+from autotune.core.probe_types import Evidence
+from autotune.core.process import StopToken
+from autotune.core.serialization import to_data
+from autotune.export.run.verify import FILES, usual, verify
+from autotune.report import describe
+from autotune.study import session
+from autotune.study.progress import TextProgress
+from autotune.study.summary import Recipe
+
+
+def explain_study(name: str | None, storage: str | None, *, as_json: bool = False) -> None:
+    """Explain a study's winner on the device that probed it, and record the result with the study.
+
+    Raises:
+        UsageError: no such study.
+        NothingFits: the study has no winner, or no baseline to compare it with.
+        EnvironmentProblem: another device than the study's, or the winner fails this time.
+        Interrupted: stopped by a signal; finished probes are stored.
+    """
+    study = load_study(name, storage)
+    recipe = study.recipe
+    if recipe.baseline is None:
+        raise NothingFits(
+            f"study {study.summary.study!r} has no baseline that succeeded", remedy="continue it with `autotune run`"
+        )
+    device = session.device_of(study.task, "explain it there")
+    (study.out / "logs").mkdir(parents=True, exist_ok=True)
+    with stop_on_signals() as stop:
+        try:
+            with session.Session(study.url, study.out, device, stop=stop, progress=TextProgress(_to_stderr)) as opened:
+                ablation = session.explain(opened, study.record, recipe.winner.config, recipe.baseline.config)
+        except Cancelled:
+            raise _stopped(stop, "stopped; finished probes are stored") from None
+    study.reload().report()
+    if as_json:
+        print_json(to_data(ablation))
+    else:
+        print("\n".join(describe.ablation(ablation) or ["the winner is the baseline itself"]))
+    if stop():
+        raise _stopped(stop, "stopped; not every knob was probed")
+
+
+def verify_study(
+    name: str | None,
+    storage: str | None,
+    *,
+    form: str | None = None,
+    soak: bool = False,
+    micro_steps: int,
+    tolerance: float,
+    as_json: bool = False,
+) -> None:
+    """Verify a study's winner on the device that measured it, and record the result with the study.
+
+    Raises:
+        UsageError: no such study, or nothing of its winner was measured here.
+        NothingFits: the study has no winner.
+        EnvironmentProblem: another device than the study's, or no TRL.
+        StorageError: no room for weights that TRL could read.
+        VerificationFailed: speed or memory are beyond the tolerance, or memory grows.
+    """
+    if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
+        raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
+    if form not in (None, *FILES):
+        raise UsageError(f"--format cannot be {form!r}", remedy=f"one of {', '.join(FILES)}")
+    study = load_study(name, storage)
+    recipe = study.recipe
+    require_measured_here(recipe, form)
+    (study.out / "logs").mkdir(parents=True, exist_ok=True)
+    with stop_on_signals() as stop:
+        try:
+            verification = verify(
+                recipe,
+                study.out,
+                form=form,
+                soak=soak,
+                micro_steps=micro_steps,
+                tolerance=tolerance,
+                say=_to_stderr,
+                should_stop=stop,
+            )
+        except Cancelled:
+            raise _stopped(stop, "stopped; nothing was verified") from None
+    session.record_verification(study.url, study.record, verification)
+    study.reload().report()
+    if as_json:
+        print_json(to_data(verification) | {"holds": verification.holds})
+    else:
+        print("\n".join(describe.verification(verification)))
+    if reason := describe.failed_verification(verification):
+        raise VerificationFailed(
+            reason,
+            remedy=f"read {study.out / 'logs' / 'verify.log'}; something else may be using the device "
+            "(`autotune doctor`)",
+        )
+
+
+def require_measured_here(recipe: Recipe, form: str | None = None) -> None:
+    """Raises UsageError or EnvironmentProblem if this machine cannot compare the recipe with reality."""
+    if recipe.winner.evidence is not Evidence.MEASURED:
+        raise UsageError(
+            f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise to hold",
+            remedy=f"run the study on {recipe.device.name} itself",
+        )
+    if (form or usual(recipe)) == "trl" and find_spec("trl") is None:
+        raise EnvironmentProblem("TRL is not installed", remedy="pip install trl")
+    session.require_device(recipe.device, "verify it there")
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _stopped(stop: StopToken, text: str) -> Interrupted:
+    return Interrupted(text, exit_code=128 + (stop.signal or 2))

@@ -1,0 +1,116 @@
+"""Prepare one session of a study: find everything that can be wrong before any GPU time is spent. Imports no torch."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autotune.core.errors import UsageError
+from autotune.core.units import parse_duration
+from autotune.problem.setup import Setup, set_up
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.target import Target, find_target
+from autotune.problem.task import Task
+from autotune.study.storage.location import make_writable, shared_url, storage_url, study_directory
+from autotune.study.worker_group import further_cards, require_ray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPlan:
+    """One session of a study, resolved: what is tuned on what, where it is kept, and how long it may take.
+
+    `cards` are those of the further local workers (None for each on the CPU). `started` is the time.monotonic() from
+    which the budget counts; `preparation_s`, mostly spent reading the dataset, comes before and is not part of it.
+    """
+
+    spec: StudySpec
+    setup: Setup
+    target: Target
+    url: str
+    out: Path
+    cards: Sequence[int | str | None]
+    budget_s: float
+    started: float
+    preparation_s: float
+
+    @property
+    def task(self) -> Task:
+        """What is tuned for what."""
+        return self.setup.task
+
+    @property
+    def study(self) -> str:
+        """The study's name."""
+        return self.setup.task.study
+
+    @property
+    def device(self) -> str:
+        """What probes run on: "cpu" or "cuda"."""
+        return "cpu" if self.target.card is None else "cuda"
+
+
+def prepare_session(
+    spec: StudySpec,
+    say: Callable[[str], None] = lambda text: None,
+    adjust: Callable[[Setup], Setup] = lambda setup: setup,
+) -> SessionPlan:
+    """Resolve a spec. `adjust` may refine the setup, and check more, before anything is written.
+
+    Raises:
+        UsageError: options that contradict each other, or name what does not exist.
+        EnvironmentProblem: the target is not here, or too few GPUs.
+        StorageError: the study's directory cannot be written.
+    """
+    begun = time.monotonic()
+    try:
+        budget_s = parse_duration(spec.budget)
+    except ValueError as error:
+        raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
+    target = find_target(spec.gpu)
+    _check_combination(spec, target)
+    searched = replace(spec, pins={}, configs=()) if spec.configs else spec
+    setup = adjust(set_up(searched, target, say))
+    require_ray(spec.ray)
+    shared = spec.workers > 1 or spec.ray is not None
+    url = shared_url(spec.storage) if shared else storage_url(spec.storage)
+    if spec.study is None:
+        name = f"{setup.task.study}-suite" if spec.configs else _unused_name(setup.task.study, url)
+        setup = replace(setup, task=replace(setup.task, study=name))
+    cards = further_cards(spec.workers, cpu=target.card is None)
+    out = study_directory(spec.out, setup.task.study).absolute()
+    make_writable(out)
+    now = time.monotonic()
+    return SessionPlan(
+        spec=spec,
+        setup=setup,
+        target=target,
+        url=url,
+        out=out,
+        cards=cards,
+        budget_s=budget_s,
+        started=now,
+        preparation_s=now - begun,
+    )
+
+
+def _check_combination(spec: StudySpec, target: Target) -> None:
+    """Raises UsageError for options that exclude each other."""
+    if spec.quality and spec.shallow_only:
+        raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
+    if spec.configs and (spec.quality or spec.shallow_only or spec.verify):
+        raise UsageError("configs are probed as they are", remedy="leave --quality, --verify and --shallow-only out")
+    if spec.verify and (spec.shallow_only or target.here is not None):
+        raise UsageError(
+            "--verify runs what is exported on the device itself", remedy="leave out --verify, or --shallow-only"
+        )
+    if spec.quality and spec.trainer != "transformers":
+        raise UsageError("--quality trains with transformers' Trainer", remedy="leave --quality out, or --trainer trl")
+
+
+def _unused_name(name: str, url: str) -> str:
+    """`name`, or `name` with the first number after it that no study of this database has."""
+    from autotune.study.storage.optuna_storage import study_names
+
+    taken = set(study_names(url))
+    candidates = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
+    return next(candidate for candidate in candidates if candidate not in taken)

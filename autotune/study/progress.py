@@ -1,0 +1,65 @@
+"""What a study reports while it works: an interface with a silent implementation, and one that passes lines on."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from autotune.problem.setup import Setup
+from autotune.study.summary import StudySummary, TrialRecord
+
+if TYPE_CHECKING:
+    from autotune.study.named_configs import ConfigResult
+
+
+class Progress(Protocol):
+    """Receives what happens, in order. The command line's display implements it too."""
+
+    def say(self, text: str) -> None:
+        """A step that takes a while begins."""
+
+    def note(self, text: str, style: str | None = None) -> None:
+        """A line that the user should see; `style` is a colour for terminals."""
+
+    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
+        """The search is about to begin; the device offers `fits_gib` GiB."""
+
+    def trial(self, row: TrialRecord) -> None:
+        """A trial has ended."""
+
+    def result(self, summary: StudySummary, out_dir: str) -> None:
+        """The study has ended, and its files are written to `out_dir`."""
+
+    def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
+        """The named configurations were probed, and their files are written to `out_dir`."""
+
+
+class TextProgress:
+    """Passes every step and note on as a line; by default nowhere."""
+
+    def __init__(self, write: Callable[[str], Any] = lambda text: None) -> None:
+        self._write = write
+
+    def say(self, text: str) -> None:
+        """Pass it on."""
+        self._write(text)
+
+    def note(self, text: str, style: str | None = None) -> None:
+        """Pass it on."""
+        self._write(text)
+
+    def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
+        """Pass on the warnings of the setup."""
+        for warning in setup.warnings:
+            self._write(f"warning: {warning}")
+
+    def trial(self, row: TrialRecord) -> None:
+        """One line for a trial."""
+        speed = "" if row.tokens_per_second is None else f", {row.tokens_per_second:,.0f} tokens/s"
+        self._write(f"trial {row.number}: {row.outcome.value}{speed}, {row.config.label()}")
+
+    def result(self, summary: StudySummary, out_dir: str) -> None:
+        """Where the files are."""
+        self._write(f"written: {out_dir}")
+
+    def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
+        """Where the files are."""
+        self._write(f"written: {out_dir}")

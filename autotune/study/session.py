@@ -1,0 +1,545 @@
+"""One process's part in a study: its prober, its database connections and what stands on them, closed at the end.
+
+`Leader` runs a study, `work` helps with one that another process leads, `explain` probes a winner's knobs. The worker
+process loads torch while the rest is set up, so a session starts it first.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Self
+from zlib import crc32
+
+from autotune.catalog import DeviceSpec
+from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.probe_types import Fingerprint, ModelShape
+from autotune.core.process import StopToken
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import fmt_gib, fmt_seconds
+from autotune.prediction.depth_extrapolation import depths
+from autotune.probe.supervisor import WorkerProber
+from autotune.problem.run_cost import DeviceEstimate
+from autotune.problem.setup import Setup, open_reserve, suit
+from autotune.problem.target import IGNORED_GIB, find_target
+from autotune.problem.task import Task
+from autotune.study.ablation import Ablation, ablate
+from autotune.study.evaluator import Evaluator
+from autotune.study.feasibility import find_feasible
+from autotune.study.history import restore, summarize
+from autotune.study.loop import Study
+from autotune.study.node_health import NodeMonitor
+from autotune.study.optimizer import Optimizer
+from autotune.study.preparation import SessionPlan
+from autotune.study.progress import Progress, TextProgress
+from autotune.study.selection import Selection
+from autotune.study.storage.database import Outages, waiting_s
+from autotune.study.storage.leases import Leases, Worker
+from autotune.study.storage.location import study_directory
+from autotune.study.storage.optuna_storage import read_record, study_names
+from autotune.study.storage.probe_store import ProbeStore, StoredProbe
+from autotune.study.storage.study_record import (
+    Limits,
+    ProbeTerms,
+    StudyPhase,
+    StudyRecord,
+    add_worker_seconds,
+    start_record,
+    update_record,
+)
+from autotune.study.summary import Candidate, Quality, StudySummary, TrialRecord, Verification
+from autotune.study.worker_group import LocalWorkers, RayWorkers
+
+JOIN_RETRY_S = 2.0
+Cards = Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]]
+
+
+class Session:
+    """The prober and the database of one process; a context manager that closes all it opened.
+
+    `folder` takes logs and results that wait for the database. With `reached` the database is waited for from the
+    first connection on, since this process has read from it before.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        device: str,
+        *,
+        stop: StopToken | None = None,
+        progress: Progress | None = None,
+        reached: bool = False,
+    ) -> None:
+        self.url = url
+        self.folder = folder
+        self.stop = stop or StopToken()
+        self.progress: Progress = progress or TextProgress()
+        note = partial(self.progress.note, style="yellow")
+        self.outages = Outages(note, self.stop, seconds=waiting_s(), reached=reached)
+        self.prober = WorkerProber(device, self.logs, should_stop=self.stop)
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Start the prober, then open the store."""
+        with ExitStack() as undo:
+            undo.enter_context(self.prober)
+            self.prober.launch()  # imports torch meanwhile
+            self.store = ProbeStore(self.url, outbox=self.folder / "outbox.jsonl", outages=self.outages)
+            undo.callback(self.store.close)
+            self._opened = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close everything."""
+        self._opened.close()
+
+    @property
+    def logs(self) -> Path:
+        """Where the logs of probes are."""
+        return self.folder / "logs"
+
+    def start_prober(self) -> Fingerprint:
+        """Wait until the prober has started; what it runs on."""
+        self.progress.say("starting the probe worker")
+        return self.prober.fingerprint
+
+    def optimizer(self, name: str, task: Task, seed: int) -> Optimizer:
+        """The optimizer of a study, which is created if it does not exist; it closes with this session."""
+        optimizer = Optimizer.create(self.url, name, task.space, seed=seed, outages=self.outages)
+        self._opened.callback(optimizer.close)
+        return optimizer
+
+    def evaluator(
+        self, task: Task, terms: ProbeTerms, *, study: str, shape: ModelShape | None, shallow_only: bool = False
+    ) -> Evaluator:
+        """An evaluator of configurations for a task; its probes are stored under the name `study`."""
+        return Evaluator(
+            self.prober,
+            self.store,
+            study=study,
+            logs=self.logs,
+            request=lambda config: terms.request(task, config, self.prober.device),
+            model=task.model_key,
+            shape=shape,
+            shallow_only=shallow_only,
+        )
+
+
+class Leader:
+    """The process that leads a study: it sets the study up, searches, confirms, and keeps its record.
+
+    `on_resumed` gets the trials of earlier sessions once, `on_trial` every new one as it ends.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        plan: SessionPlan,
+        *,
+        on_resumed: Callable[[list[TrialRecord]], None] = lambda rows: None,
+        on_trial: Callable[[TrialRecord], None] = lambda row: None,
+    ) -> None:
+        self.session = session
+        self.plan = plan
+        self.on_resumed = on_resumed
+        self.on_trial = on_trial
+        self.before = read_record(plan.url, plan.study)  # of earlier sessions
+        self.fingerprint = session.start_prober()
+        self.memory_gib = self._memory_gib()
+        self.failure: TooManyFailures | EnvironmentProblem | None = None
+        if plan.spec.dataset is not None:
+            taken = fmt_seconds(plan.preparation_s)
+            session.progress.note(f"preparing the dataset took {taken}, which does not count against the budget")
+
+    def _memory_gib(self) -> float:
+        """GiB that the study may use of the device. Reports what other processes hold of it."""
+        spec = self.plan.spec
+        target = self.plan.target
+        if held := target.held_by_others_gib:
+            text = f"others hold {fmt_gib(held)} of this GPU: {target.other_processes()}"
+            self.session.progress.note(text, "yellow")
+        budget = target.memory_budget(
+            self.session.prober.memory_gib,
+            reserve_fraction=spec.headroom,
+            asked_gib=spec.memory_gib,
+            may_exceed=spec.shallow_only,
+        )
+        return budget.cap_gib
+
+    def search(self) -> None:
+        """Set up, search and confirm. A failure that ends the search early is kept as `failure`.
+
+        Raises:
+            NothingFits: no configuration of the space fits.
+            UsageError: another process leads the study, or its options differ from before.
+            Cancelled: the user asked to stop before the search began.
+        """
+        session = self.session
+        plan = self.plan
+        spec = plan.spec
+        terms = ProbeTerms(memory_gib=self.memory_gib, headroom=spec.headroom, seed=spec.seed)
+        setup, shape = self._fit_setup()
+        session.progress.plan(setup, fits_gib=self.memory_gib, trials=spec.trials, workers=spec.workers)
+        evaluator = session.evaluator(setup.task, terms, study=plan.study, shape=shape, shallow_only=spec.shallow_only)
+        evaluator.learn_from_others()
+        setup, opened, tried = self._find_feasible(setup, evaluator)
+        self._optimizer = session.optimizer(plan.study, setup.task, spec.seed)
+        record = StudyRecord(
+            task=setup.task,
+            fingerprint=self.fingerprint,
+            terms=terms,
+            spec=replace(spec, storage=None),  # it may hold a password
+            out=str(plan.out),
+            reserve_opened=opened,
+            shallow_only=spec.shallow_only,
+        )
+        start_record(self._optimizer, record)
+        self._lead(setup.task, evaluator, tried)
+
+    def _fit_setup(self) -> tuple[Setup, ModelShape | None]:
+        """The setup narrowed to what the model's layers allow, and how those repeat. Raises UsageError."""
+        setup = self.plan.setup
+        # One transfer ratio for all sessions, or values would not compare.
+        if self.before is not None and setup.task.carried is not None:
+            setup = replace(setup, task=replace(setup.task, carried=self.before.task.carried))
+        shape = self.session.prober.describe(setup.task.model.config)
+        if self.plan.spec.shallow_only and (shape is None or depths(shape, None) is None):
+            raise UsageError(
+                "--shallow-only: this model's layers cannot be left out: too few, or no two alike",
+                remedy="leave --shallow-only out",
+            )
+        return suit(setup, shape), shape
+
+    def _find_feasible(self, setup: Setup, evaluator: Evaluator) -> tuple[Setup, bool, list[TrainConfig]]:
+        """The setup with its reserve opened if nothing else fits, whether it is, and the baselines tried."""
+        tried: list[TrainConfig] = []
+        if self.before is not None and self.before.limits is not None:
+            opened = self.before.reserve_opened
+        else:
+            opened, tried = find_feasible(
+                setup.task, setup.reserve, evaluator, self.session.progress.say, self._is_budget_spent
+            )
+        if opened:
+            text = "nothing else fits: quantised bases and other optimizers are searched too"
+            self.session.progress.note(text, "yellow")
+            setup = open_reserve(setup)
+        return setup, opened, tried
+
+    def _is_budget_spent(self) -> bool:
+        return time.monotonic() - self.plan.started >= self.plan.budget_s
+
+    def _lead(self, task: Task, evaluator: Evaluator, tried: list[TrainConfig]) -> None:
+        """Search and confirm as the one leader among the study's workers."""
+        session, plan, spec = self.session, self.plan, self.plan.spec
+        progress, stop = session.progress, session.stop
+        limits = Limits(budget_s=plan.budget_s, trials=spec.trials, patience=spec.patience)
+        me = Worker.here(self.fingerprint.device, leads=True)
+        with Leases(plan.url, plan.study, me, outages=session.outages).joined() as leases:
+            self._refuse_second_leader(leases)
+            self.study = Study(
+                task=task,
+                optimizer=self._optimizer,
+                evaluator=evaluator,
+                limits=limits,
+                started=plan.started,
+                say=progress.say,
+                should_stop=stop,
+                coordinator=leases,
+            )
+            self.study.trials.new_rows = partial(session.store.new_rows, plan.study)
+            self.study.trials.on_trial = self._on_trial
+            self.study.trials.on_trial_of_others = self._on_trial
+            self.study.resume(session.store.of_study(plan.study))
+            self.on_resumed(self.study.rows)
+            self.study.begin(tried)
+            update_record(
+                self._optimizer, limits=limits, earlier_seconds=self.earlier_seconds, phase=StudyPhase.SEARCHING
+            )
+            try:
+                with (
+                    LocalWorkers(plan.cards, plan.study, plan.url, plan.out, progress, stop),
+                    RayWorkers(spec.ray, plan.study, plan.url, task.device, progress, stop),
+                ):
+                    self.study.run()
+                    self.update(phase=StudyPhase.CONFIRMING)  # upon which the workers leave
+                self.study.trials.sync(reap=True)
+                if not stop() and not spec.shallow_only:
+                    self.study.confirm()
+            except (TooManyFailures, EnvironmentProblem) as error:
+                self.failure = error  # raised once the results so far are written
+            finally:
+                self.update(phase=StudyPhase.ENDED)
+                self.study.trials.reap()
+                self.update(wall_seconds=self.wall_seconds)
+
+    def _on_trial(self, row: TrialRecord) -> None:
+        self.on_trial(row)
+        self.update(wall_seconds=self.wall_seconds)
+        self.session.progress.trial(row)
+
+    def _refuse_second_leader(self, leases: Leases) -> None:
+        """Raises UsageError if another process leads the study already, on this host or another."""
+        others = leases.certainly(self.session.progress.say).values()
+        leader = next((worker for worker in others if worker.leads), None)
+        if leader is not None:
+            raise UsageError(
+                f"study {self.plan.study!r} is being run by process {leader.pid} of {leader.host}",
+                remedy="help it with `autotune worker`, or give another name with --study",
+            )
+
+    @property
+    def earlier_seconds(self) -> float:
+        """Wall seconds of earlier sessions."""
+        return self.before.wall_seconds if self.before else 0.0
+
+    @property
+    def wall_seconds(self) -> float:
+        """Wall seconds of all sessions so far."""
+        return self.earlier_seconds + time.monotonic() - self.plan.started
+
+    def update(self, **changes: object) -> None:
+        """Write fields of the study's record."""
+        update_record(self._optimizer, **changes)
+
+    def finalists(self) -> list[Candidate]:
+        """The candidates that may win, best first."""
+        selection = self.study.selection
+        return [selection.candidate(config) for config in selection.finalists(self.study.limits.finalists)]
+
+    def summary(
+        self, cards: Cards, *, quality: Quality | None = None, verification: Verification | None = None
+    ) -> StudySummary:
+        """What the study found; `cards` predicts the winner's run on other devices.
+
+        What is not given is what an earlier session found.
+        """
+        before = self.before
+        now = read_record(self.plan.url, self.plan.study)
+        return summarize(
+            self.study.rows,
+            self.study.selection,
+            self.fingerprint,
+            self.session.store.of_study(self.plan.study),
+            cards=cards,
+            wall_seconds=self.wall_seconds,
+            others_seconds=now.others_seconds if now else 0.0,
+            importances=self._optimizer.importances(),
+            quality=quality or (before.quality if before else None),
+            verification=verification or (before.verification if before else None),
+            explanation=before.ablation if before else None,
+        )
+
+
+def find_record(name: str | None, url: str) -> StudyRecord:
+    """The record of a study by its name; of the newest study if none is given.
+
+    Raises:
+        UsageError: there is no such study, or another version of autotune wrote it.
+        StorageError: the database cannot be read, or the record is damaged.
+    """
+    names = study_names(url)
+    if not names:
+        raise UsageError(
+            "there is no study in this database", remedy="start one with `autotune run`, or name --storage"
+        )
+    if name is None:
+        name = names[-1]
+    if name not in names:
+        raise UsageError(f"there is no study {name!r} here", remedy=f"the studies are: {', '.join(names)}")
+    record = read_record(url, name)
+    if record is None:
+        raise UsageError(f"{name!r} is not a study of autotune", remedy="name one that `autotune run` made")
+    return record
+
+
+def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
+    """What a study found so far, from its database; `cards` predicts the winner's run on other devices."""
+    task = record.task
+    with closing(Optimizer.open(url, task.study, task.space)) as optimizer:
+        finished = optimizer.finished()
+        importances = optimizer.importances()
+    with closing(ProbeStore(url)) as store:  # read last: a running study stores a probe before its trial is finished
+        stored = store.of_study(task.study)
+    rows, selection = restore(task, finished, stored)
+    probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
+    others = record.others_seconds
+    return summarize(
+        rows,
+        selection,
+        record.fingerprint,
+        stored,
+        cards=cards,
+        # A running study recorded its wall time when its last trial ended.
+        wall_seconds=max(record.wall_seconds, 0.0 if others else probed),
+        others_seconds=others,
+        importances=importances,
+        quality=record.quality,
+        verification=record.verification,
+        explanation=record.ablation,
+    )
+
+
+def await_study(url: str, name: str, wait_s: float, say: Callable[[str], None] = lambda text: None) -> StudyRecord:
+    """The record of a study once its search has begun. Raises UsageError if it has not within `wait_s` seconds."""
+    until = time.monotonic() + wait_s
+    said = False
+    while (record := read_record(url, name)) is None or record.limits is None:
+        if time.monotonic() >= until:
+            raise UsageError(
+                f"there is no study {name!r} in this database that could be joined",
+                remedy="start it with `autotune run --study NAME` and the same --storage, or --wait for it",
+            )
+        if not said:
+            say(f"waiting {fmt_seconds(wait_s)} at most for study {name!r} to begin")
+            said = True
+        time.sleep(JOIN_RETRY_S)
+    return record
+
+
+def worker_folder(record: StudyRecord, out: Path | None) -> Path:
+    """The directory of this worker's logs: `out`, or one of its own in the study's directory."""
+    if out is not None:
+        return out
+    home = Path(record.out)  # the leader's, which other hosts may not have
+    if not home.is_dir():
+        home = study_directory(None, record.task.study)
+    return home / f"worker-{socket.gethostname()}-{os.getpid()}"
+
+
+def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) -> int:
+    """Help with a study until its leader has finished searching or a limit is reached; how many trials were done.
+
+    Raises:
+        EnvironmentProblem: another GPU or other packages than the study's.
+        TooManyFailures: this node differs from the others, or its probes keep failing.
+    """
+    assert record.limits is not None
+    name, task, progress = record.task.study, record.task, session.progress
+    differences = record.fingerprint.differences(session.start_prober())
+    if differences and not allow_mixed:
+        raise EnvironmentProblem(
+            f"this machine is not like the one that began the study: {'; '.join(differences)}",
+            remedy="workers of one study need the same GPU and the same packages (--allow-mixed to try nevertheless)",
+        )
+    shape = session.prober.describe(task.model.config)
+    evaluator = session.evaluator(task, record.terms, study=name, shape=shape, shallow_only=record.shallow_only)
+    evaluator.learn_from_others()
+    me = Worker.here(session.prober.fingerprint.device)
+    optimizer = session.optimizer(name, task, record.terms.seed + crc32(me.name.encode()))
+    begun = time.monotonic()
+    num_done = 0
+
+    def on_trial(row: TrialRecord) -> None:
+        nonlocal num_done
+        num_done += 1
+        add_worker_seconds(optimizer, me.name, time.monotonic() - begun)
+        progress.trial(row)
+
+    with Leases(session.url, name, me, outages=session.outages).joined() as leases:
+        study = Study(
+            task=task,
+            optimizer=optimizer,
+            evaluator=evaluator,
+            limits=record.limits,
+            started=begun - record.wall_seconds + record.earlier_seconds,
+            say=progress.say,
+            should_stop=session.stop,
+            coordinator=leases,
+        )
+        study.trials.on_trial = on_trial
+        study.resume(session.store.of_study(name))
+        study.trials.new_rows = _watched_rows(session, record, study, allow_mixed=allow_mixed)
+        study.work(lambda: optimizer.remembered("phase") != StudyPhase.SEARCHING)
+        add_worker_seconds(optimizer, me.name, time.monotonic() - begun)
+    return num_done
+
+
+def _watched_rows(
+    session: Session, record: StudyRecord, study: Study, *, allow_mixed: bool
+) -> Callable[[], list[StoredProbe]]:
+    """Check that this node is like the others; returns a reader of new rows that checks it again when it is due."""
+    node = NodeMonitor(
+        session.prober,
+        session.store,
+        study.selection,
+        lambda config: record.terms.request(record.task, config, session.prober.device),
+        timed=record.task.device.kind != "cpu",
+        log=session.logs / "node.log",
+    )
+    if (reasons := node.check()) and not allow_mixed:
+        raise TooManyFailures(
+            f"this node is not like the others: {'; '.join(reasons)}",
+            remedy="see what else runs on it, its cooling and its clocks; --allow-mixed joins nevertheless",
+        )
+
+    def new_rows() -> list[StoredProbe]:
+        if node.is_due() and (reasons := node.check()):
+            text = f"this node is not like the others any more: {'; '.join(reasons)}"
+            if not allow_mixed:
+                raise TooManyFailures(text, remedy="see what else runs on it, its cooling and its clocks")
+            session.progress.note(text, "yellow")
+        return session.store.new_rows(record.task.study)
+
+    return new_rows
+
+
+def worker_device(record: StudyRecord) -> str:
+    """ "cpu" or "cuda", for a worker of this study. Raises EnvironmentProblem for another GPU, or one in use."""
+    device = device_of(record.task, "GPUs of different models never share a study: begin another one on this card")
+    if device == "cpu":
+        return device
+    card = find_target("auto").card
+    assert card is not None
+    free_gib = card.memory_gib - card.used_gib
+    if free_gib < record.terms.memory_gib - IGNORED_GIB:
+        raise EnvironmentProblem(
+            f"the study uses {fmt_gib(record.terms.memory_gib)} of each card, and {fmt_gib(free_gib)} of this one "
+            "are free",
+            remedy="end what holds this GPU's memory",
+        )
+    return device
+
+
+def device_of(task: Task, remedy: str) -> str:
+    """ "cpu" or "cuda", on which a study was probed. Raises EnvironmentProblem if this machine has another device."""
+    return require_device(task.measured_on or task.device, remedy)
+
+
+def require_device(device: DeviceSpec, remedy: str) -> str:
+    """ "cpu" or "cuda", if this machine has the device. Raises EnvironmentProblem otherwise."""
+    kind = "cpu" if device.kind == "cpu" else "cuda"
+    here = find_target("cpu" if kind == "cpu" else "auto").device
+    if here.name != device.name:
+        raise EnvironmentProblem(f"the study was measured on {device.name}, here is {here.name}", remedy=remedy)
+    return kind
+
+
+def explain(session: Session, record: StudyRecord, winner: TrainConfig, baseline: TrainConfig) -> Ablation:
+    """Probe the winner of a study with one knob after another set back to the baseline's value; record the result.
+
+    Raises:
+        EnvironmentProblem: the winner fails this time.
+        Cancelled: the user asked to stop during a probe; finished probes are stored.
+    """
+    task = record.task
+    session.start_prober()
+    shape = session.prober.describe(task.model.config)
+    shallow = shape is not None and depths(shape, winner.checkpoint_every) is not None
+    # Stored under another name: otherwise a lucky probe could make another configuration the winner.
+    study = f"{task.study}, explained"
+    evaluator = session.evaluator(task, record.terms, study=study, shape=shape, shallow_only=shallow)
+    ablation = ablate(task, evaluator, winner, baseline, say=session.progress.say, should_stop=session.stop)
+    with closing(Optimizer.open(session.url, task.study, task.space)) as optimizer:
+        update_record(optimizer, ablation=ablation)
+    return ablation
+
+
+def record_verification(url: str, record: StudyRecord, verification: Verification) -> None:
+    """Store the result of a verification with the study."""
+    with closing(Optimizer.open(url, record.task.study, record.task.space)) as optimizer:
+        update_record(optimizer, verification=verification)

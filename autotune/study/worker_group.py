@@ -1,0 +1,308 @@
+"""The further workers of a study: processes on the other GPUs of this machine, or of a Ray cluster.
+
+Each is an `autotune worker` process, which ends with the leader or before. Trials that a lost worker had begun are
+queued again when its leases expire, so neither group restarts anything.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+from autotune.catalog import DeviceSpec
+from autotune.core import nvml
+from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.process import StopToken
+from autotune.study.progress import Progress
+from autotune.study.storage.location import make_writable
+
+LEAVE_S = 20.0  # for a worker to finish its probe once the search is over
+RAY_START_S = 60.0
+RAY_RESOURCE = "autotune"  # how many workers a node takes on its processors, for a study that is probed on CPUs
+# Ray sets this to 1 in its processes; a CPU worker must have as many threads as the leader.
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+STORAGE_VARIABLE = "AUTOTUNE_STORAGE"  # the URL may hold a password, which other users could read on a command line
+WAITING = "waiting for the other workers to end what they probe"
+
+
+def further_cards(workers: int, *, cpu: bool) -> Sequence[int | str | None]:
+    """The GPUs of the `workers` other than the leader, or None for each on the CPU.
+
+    Raises EnvironmentProblem if there are too few.
+    """
+    if cpu:
+        return [None] * (workers - 1)
+    cards = nvml.visible() if workers > 1 else []
+    if workers > max(len(cards), 1):
+        raise EnvironmentProblem(
+            f"--workers {workers}: GPUs here: {len(cards)}", remedy=f"give --workers {max(len(cards), 1)}"
+        )
+    return cards[1:workers]
+
+
+def require_ray(address: str | None) -> None:
+    """Raises UsageError if a Ray cluster is asked for and Ray is not installed."""
+    if address is not None and find_spec("ray") is None:
+        raise UsageError("--ray: Ray is not installed", remedy="pip install 'ray>=2.52'")
+
+
+class LocalWorkers(AbstractContextManager["LocalWorkers"]):
+    """A worker process on each of these GPUs (None: the CPU) of this machine; a failed one is reported."""
+
+    def __init__(
+        self,
+        cards: Sequence[int | str | None],
+        study: str,
+        url: str,
+        out: Path,
+        progress: Progress,
+        should_stop: StopToken,
+    ) -> None:
+        self._cards = cards
+        self._study = study
+        self._url = url
+        self._out = out
+        self._progress = progress
+        self._should_stop = should_stop
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        """Start the workers."""
+        try:
+            for number, card in enumerate(self._cards, 2):
+                self._processes.append(self._start(self._out / f"worker-{number}", card))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _start(self, folder: Path, card: int | str | None) -> subprocess.Popen[bytes]:
+        make_writable(folder)
+        environment = os.environ | {STORAGE_VARIABLE: self._url}
+        if card is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = str(card)
+        line = [sys.executable, "-m", "autotune", "worker", "--study", self._study, "--out", str(folder)]
+        with (folder / "logs" / "tuner.log").open("ab") as log:
+            return subprocess.Popen(
+                [*line, "--parent", str(os.getpid())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,  # Ctrl-C is for the leader, which ends the workers
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait until the workers leave, for some seconds and not after an error or a stop, then end them."""
+        try:
+            if kind is None:
+                self._await()
+        finally:
+            self._end()
+
+    def _is_working(self) -> bool:
+        return any(process.poll() is None for process in self._processes)
+
+    def _await(self) -> None:
+        if self._is_working():
+            self._progress.say(WAITING)
+        until = time.monotonic() + LEAVE_S
+        while self._is_working() and time.monotonic() < until and not self._should_stop():
+            time.sleep(0.1)
+
+    def _end(self) -> None:
+        for number, process in enumerate(self._processes, 2):
+            if process.poll():
+                logs = f"{self._out}/worker-{number}/logs"
+                self._progress.note(f"worker {number} failed (exit code {process.returncode}): {logs}", "yellow")
+            with suppress(ProcessLookupError):
+                process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(timeout=LEAVE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class RayWorkers(AbstractContextManager["RayWorkers"]):
+    """A worker on each GPU of a Ray cluster that is like the one here, except the GPU of the leader itself.
+
+    Ray only places the workers: an actor holds a GPU and starts `autotune worker` as a process that ends with it.
+    Without an address there are none.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        study: str,
+        url: str,
+        device: DeviceSpec,
+        progress: Progress,
+        should_stop: StopToken,
+    ) -> None:
+        self._address = address
+        self._study = study
+        self._url = url
+        self._device = device
+        self._progress = progress
+        self._should_stop = should_stop
+        self._actors: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Connect and start the workers.
+
+        Raises:
+            EnvironmentProblem: there is no such cluster, or it has nothing to probe on.
+            UsageError: the nodes of the cluster cannot share the database.
+        """
+        if self._address is None:
+            return self
+        import ray
+
+        _connect(self._address)
+        try:
+            home = ray.get_runtime_context().get_node_id()
+            nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+            self._check_database(nodes)
+            self._place(nodes, home)
+            own = None if self._device.kind == "cpu" else (home, str(nvml.first_visible()))
+            threads = os.environ.get(THREADS_VARIABLE)
+            begun = [actor.begin.remote(self._study, self._url, own, threads, os.getcwd()) for actor in self._actors]
+            self._report(begun, RAY_START_S, "could not begin")
+        except BaseException:
+            ray.shutdown()
+            raise
+        return self
+
+    def _check_database(self, nodes: dict[str, dict[str, Any]]) -> None:
+        if self._url.startswith("sqlite") and len({node["NodeManagerAddress"] for node in nodes.values()}) > 1:
+            raise UsageError(
+                "the study is in an SQLite file, which the nodes of the cluster cannot share",
+                remedy="give --storage postgresql+psycopg://...",
+            )
+
+    def _place(self, nodes: dict[str, dict[str, Any]], home: str) -> None:
+        """Create an actor for each worker. Raises EnvironmentProblem if there is none to create."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        on_cpu = self._device.kind == "cpu"
+        needs: dict[str, Any] = {"resources": {RAY_RESOURCE: 1}} if on_cpu else {"num_gpus": 1}
+        for node, count in workers_by_node(nodes, home, self._device).items():
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+            actor = ray.remote(_WorkerActor).options(num_cpus=0, scheduling_strategy=strategy, **needs)
+            self._actors += [actor.remote() for _ in range(count)]
+        if not self._actors:
+            missing = f"the resource {RAY_RESOURCE}" if on_cpu else "such GPUs"
+            raise EnvironmentProblem(
+                f"no node of the Ray cluster has {missing}",
+                remedy=f"""for processors: ray start --resources '{{"{RAY_RESOURCE}": 1}}'""",
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait until the workers leave, for some seconds and not after an error or a stop, then end them."""
+        if self._address is None:
+            return
+        import ray
+
+        patience = 0.0
+        if kind is None and not self._should_stop():
+            self._progress.say(WAITING)
+            patience = LEAVE_S
+        try:
+            ended = [actor.end.remote(patience) for actor in self._actors]
+            self._report(ended, patience + LEAVE_S + 5, "did not end")
+        finally:
+            ray.shutdown()  # ends all actors
+
+    def _report(self, calls: list[Any], seconds: float, failure: str) -> None:
+        """Wait for the actors' answers, and report the workers that failed."""
+        import ray
+
+        done, waiting = ray.wait(calls, num_returns=len(calls), timeout=seconds)
+        note = self._progress.note
+        if waiting:
+            note(f"{len(waiting)} of Ray's workers did not answer within {seconds:.0f} s", "yellow")
+        for call in done:
+            try:
+                code = ray.get(call)
+            except ray.exceptions.RayError as error:
+                note(f"a worker of Ray's {failure}: {str(error).strip().splitlines()[0]}", "yellow")
+            else:
+                if code:
+                    note(f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node", "yellow")
+
+
+def _connect(address: str) -> None:
+    """Connect to a Ray cluster. Raises EnvironmentProblem."""
+    import ray
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise EnvironmentProblem(
+            f"there is no Ray cluster at {address}: {error}", remedy="start one with `ray start --head`"
+        ) from None
+    finally:
+        for number, handler in handlers.items():  # Ray replaces them
+            with suppress(ValueError):  # only the main thread may set them
+                signal.signal(number, handler)
+
+
+def workers_by_node(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> dict[str, int]:
+    """How many workers each node takes. A GPU counts if Ray names its type as it names that of the node `home`."""
+
+    def gpu_types(node: str) -> set[str]:
+        return {name for name in nodes[node]["Resources"] if name.startswith("accelerator_type:")}
+
+    if device.kind == "cpu":
+        return {node: int(facts["Resources"].get(RAY_RESOURCE, 0)) for node, facts in nodes.items()}
+    return {
+        node: int(facts["Resources"].get("GPU", 0))
+        for node, facts in nodes.items()
+        if gpu_types(node) == gpu_types(home)
+    }
+
+
+class _WorkerActor:
+    """A Ray actor: holds a GPU and runs the worker on it as a process that ends with the actor."""
+
+    def __init__(self) -> None:
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def begin(self, study: str, url: str, leader: tuple[str, str] | None, threads: str | None, folder: str) -> None:
+        """Start the worker; on the leader's own GPU (node id, CUDA_VISIBLE_DEVICES) only hold the GPU."""
+        import ray
+
+        if (ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES")) == leader:
+            return
+        environment = {name: value for name, value in os.environ.items() if name != THREADS_VARIABLE}
+        environment[STORAGE_VARIABLE] = url
+        if threads:
+            environment[THREADS_VARIABLE] = threads
+        line = [sys.executable, "-m", "autotune", "worker", f"--study={study}", "--parent", str(os.getpid())]
+        cwd = folder if Path(folder).is_dir() else None
+        self._worker = subprocess.Popen(line, env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
+
+    def end(self, patience: float) -> int:
+        """Wait `patience` seconds for the worker to leave, then end it; its exit code, 0 if it was still working."""
+        if self._worker is None:
+            return 0
+        with suppress(subprocess.TimeoutExpired):
+            self._worker.wait(patience)
+        code = self._worker.poll()
+        with suppress(ProcessLookupError):
+            self._worker.terminate()
+        try:
+            self._worker.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._worker.kill()
+        return code or 0
