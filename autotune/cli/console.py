@@ -19,6 +19,7 @@ from autotune.core.serialization import to_data
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.setup import Setup
 from autotune.report import describe
+from autotune.report.infos import trade_offs
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord, summary_data
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Display(AbstractContextManager["Display"]):
         self._fact("evidence", describe.evidence(winner))
         self._fact("full run", describe.full_run(winner.cost))
         self._fact("numerics", recipe.numerics)
-        self._facts("trade", describe.trade_offs(recipe))
+        self._facts("trade", trade_offs(recipe))
         if summary.verification:
             self._facts("verified", describe.verification(summary.verification))
         if summary.quality:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
-from autotune.core.train_config import learning_differences
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.workload import Workload
@@ -134,24 +133,6 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
         recomputed.get(every, f"activation checkpointing in one layer of {every}"),
         *(knob.phrases[value] for name, knob in KNOBS.items() if (value := getattr(config, name)) in knob.phrases),
     )
-
-
-def trade_offs(recipe: Recipe) -> list[str]:
-    """What the best of each other learning cell would cost against the winner, the cheapest first."""
-    winner, work = recipe.winner, recipe.workload
-    lines = []
-    for cell in recipe.cells:
-        changes = learning_differences(cell.config, winner.config)
-        if not changes:
-            continue
-        extra = winner.performance.tokens_per_second / cell.performance.tokens_per_second - 1.0
-        text = f"{changes}: {extra:+.1%} cost"
-        before = work.truncated(winner.config.seq_len)
-        after = work.truncated(cell.config.seq_len)
-        if before != after:
-            text += f", {after:.1%} instead of {before:.1%} of the tokens cut off"
-        lines.append((extra, f"{text} [{cell.evidence}]"))
-    return [text for _, text in sorted(lines)]
 
 
 def learned(finalist: Learned) -> str:

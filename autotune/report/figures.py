@@ -1,18 +1,18 @@
 """Figures as JSON-able data for plotly. A figure with nothing to show is None, and the report says so in a sentence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from autotune.core.probe_types import Outcome, Rung
+from autotune.core.probe_types import Rung
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.run_cost import DeviceEstimate
-from autotune.report.describe import LABELS, ablation_effect
-from autotune.report.infos import TERMS, CellRow, ParallelInfo, Point
+from autotune.report.describe import LABELS, ablation_effect, memory_gib
+from autotune.report.infos import TERMS, CellRow, ParallelInfo
 from autotune.report.style import ACCENT, BLUE, GREY, MARKERS, PALE_BLUE, PURPLE, YELLOW, empty, escape, finish
 from autotune.report.timeline import KINDS, TIMED, Slice, Span, TimelineInfo, slices
 from autotune.study.ablation import Ablation
-from autotune.study.summary import Candidate, Quality
+from autotune.study.summary import Candidate, Quality, TrialRecord
 
 TERM_COLOURS = dict(zip(TERMS, (BLUE, PALE_BLUE, YELLOW, ACCENT, GREY), strict=True))
 KIND_COLOURS = dict(zip(KINDS, (GREY, YELLOW, BLUE, PURPLE), strict=True))
@@ -26,20 +26,15 @@ EDGE = 1.5  # of the limit; a farther miss is drawn at the edge, so that it does
 
 
 def scatter(
-    points: tuple[Point, ...], candidates: dict[str, Candidate], limit_gib: float | None
+    rows: tuple[TrialRecord, ...], candidates: dict[str, Candidate], limit_gib: float | None
 ) -> dict[str, Any] | None:
-    """Useful tokens/s against peak reserved memory of the points with a known memory.
-
-    Trials without a speed are drawn below zero. `candidates` are marked by name.
-    """
-    points = tuple(point for point in points if point.peak_gib is not None)
-    if not _worth_drawing(points):
-        return None
-    figure = empty()
-    top, below = _heights(points, [candidate.performance.tokens_per_second for candidate in candidates.values()])
+    """Useful tokens/s against peak reserved memory of the trials with a known memory; `candidates` are marked."""
+    rows = tuple(row for row in rows if memory_gib(row) is not None)
     edge = float("inf") if limit_gib is None else limit_gib * EDGE
-    for outcome, members in _by_outcome(points):
-        _add_points(figure, outcome, members, [min(point.peak_gib or 0.0, edge) for point in members], below)
+    speeds = [candidate.performance.tokens_per_second for candidate in candidates.values()]
+    figure = _trials(rows, lambda row: min(memory_gib(row) or 0.0, edge), highest=max(speeds, default=0.0))
+    if figure is None:
+        return None
     for name, candidate in candidates.items():
         speed, peak_gib = candidate.performance.tokens_per_second, candidate.measurement.peak_reserved_gib
         figure.add_scatter(
@@ -57,17 +52,15 @@ def scatter(
         )
     if limit_gib is not None:
         _limit_line(figure, limit_gib)
-    figure.update_xaxes(range=_around([point.peak_gib or 0.0 for point in points], limit_gib))
-    figure.update_yaxes(range=[2 * below, top], tickformat=",")
+    figure.update_xaxes(range=_around([memory_gib(row) or 0.0 for row in rows], limit_gib))
     return finish(figure, x="peak reserved memory, GiB", y="useful tokens/s", height=430)
 
 
-def history(points: tuple[Point, ...], best: tuple[tuple[int, float], ...]) -> dict[str, Any] | None:
-    """Tokens/s of each trial in order, with the best so far as a line; trials without a speed are below zero."""
-    if not _worth_drawing(points):
+def history(rows: tuple[TrialRecord, ...], best: tuple[tuple[int, float], ...]) -> dict[str, Any] | None:
+    """Useful tokens/s of each trial in order, with the best so far as a line."""
+    figure = _trials(rows, lambda row: row.number)
+    if figure is None:
         return None
-    figure = empty()
-    top, below = _heights(points, [])
     if len(best) > 1:
         figure.add_scatter(
             x=[number for number, _ in best],
@@ -77,9 +70,7 @@ def history(points: tuple[Point, ...], best: tuple[tuple[int, float], ...]) -> d
             name="best so far",
             hoverinfo="skip",
         )
-    for outcome, members in _by_outcome(points):
-        _add_points(figure, outcome, members, [point.number for point in members], below)
-    figure.update_yaxes(range=[2 * below, top], tickformat=",")
+        figure.data = (figure.data[-1], *figure.data[:-1])  # below the points
     return finish(figure, x="trial", y="useful tokens/s", height=360)
 
 
@@ -402,44 +393,42 @@ def _around(peaks: list[float], limit_gib: float | None) -> tuple[float, float]:
     return max(low - room, 0.0), high + room
 
 
-def _by_outcome(points: tuple[Point, ...]) -> list[tuple[Outcome, list[Point]]]:
-    groups = [(outcome, [point for point in points if point.outcome is outcome]) for outcome in MARKERS]
-    return [(outcome, members) for outcome, members in groups if members]
+def _trials(rows: tuple[TrialRecord, ...], x: Callable[[TrialRecord], float], highest: float = 0.0) -> Any:
+    """A figure with a point for each trial, by outcome; None where too little is known to draw it.
+
+    Trials without a speed are below zero. The speed axis reaches above the fastest trial and above `highest`.
+    """
+    speeds = [row.tokens_per_second for row in rows if row.tokens_per_second is not None]
+    if len(rows) < 2 or not speeds:
+        return None
+    figure = empty()
+    fastest = max(*speeds, highest) or 1.0
+    below = -0.045 * fastest if len(speeds) < len(rows) else 0.0
+    for outcome, (colour, symbol) in MARKERS.items():
+        members = [row for row in rows if row.outcome is outcome]
+        line = {"width": 1.8 if symbol.endswith("open") else 0}
+        if members:
+            figure.add_scatter(
+                x=[x(row) for row in members],
+                y=[below if row.tokens_per_second is None else row.tokens_per_second for row in members],
+                mode="markers",
+                name=LABELS[outcome],
+                marker={"color": colour, "symbol": symbol, "size": 9, "opacity": 0.85, "line": line},
+                hovertext=[_hover(row) for row in members],
+                hoverinfo="text",
+                cliponaxis=False,
+            )
+    figure.update_yaxes(range=[2 * below, 1.1 * fastest], tickformat=",")
+    return figure
 
 
-def _worth_drawing(points: tuple[Point, ...]) -> bool:
-    return len(points) > 1 and any(point.tokens_per_second is not None for point in points)
-
-
-def _heights(points: tuple[Point, ...], more: list[float]) -> tuple[float, float]:
-    """The upper end of the speed axis, and the height below zero of trials without a speed."""
-    fastest = max([point.tokens_per_second or 0.0 for point in points] + more) or 1.0
-    without = any(point.tokens_per_second is None for point in points)
-    return 1.1 * fastest, -0.045 * fastest if without else 0.0
-
-
-def _add_points(figure: Any, outcome: Outcome, points: list[Point], xs: Sequence[float], below: float) -> None:
-    colour, symbol = MARKERS[outcome]
-    line = {"width": 1.8 if symbol.endswith("open") else 0}
-    figure.add_scatter(
-        x=xs,
-        y=[below if point.tokens_per_second is None else point.tokens_per_second for point in points],
-        mode="markers",
-        name=LABELS[outcome],
-        marker={"color": colour, "symbol": symbol, "size": 9, "opacity": 0.85, "line": line},
-        hovertext=[_hover(point) for point in points],
-        hoverinfo="text",
-        cliponaxis=False,
-    )
-
-
-def _hover(point: Point) -> str:
-    ran = point.tokens_per_second is not None
-    lines = [f"<b>trial {point.number}</b>: {LABELS[point.outcome]}", escape(point.label)]
+def _hover(row: TrialRecord) -> str:
+    ran, need_gib = row.tokens_per_second is not None, memory_gib(row)
+    lines = [f"<b>trial {row.number}</b>: {LABELS[row.outcome]}", escape(row.config.label())]
     if ran:
-        lines.append(f"{fmt_count(point.tokens_per_second)} tokens/s")
-    if point.peak_gib is not None:
-        lines.append(fmt_gib(point.peak_gib) + (" peak reserved" if ran else " needed at least"))
-    if point.reason:  # a tooltip cannot scroll; the table of trials has the whole reason
-        lines.append(escape(point.reason[:90]))
+        lines.append(f"{fmt_count(row.tokens_per_second)} tokens/s")
+    if need_gib is not None:
+        lines.append(fmt_gib(need_gib) + (" peak reserved" if ran else " needed at least"))
+    if row.reason:  # a tooltip cannot scroll; the table of trials has the whole reason
+        lines.append(escape(row.reason[:90]))
     return "<br>".join(lines)

@@ -74,10 +74,10 @@ def render(summary: StudySummary, out_dir_name: str) -> str:
 
 def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
     """The page's figures by name, as the data that Plotly.newPlot takes; None where there is nothing to show."""
-    recipe, points, limit_gib = summary.recipe, infos.points(summary), infos.limit_gib(summary)
+    recipe, limit_gib = summary.recipe, infos.limit_gib(summary)
     return {
-        "scatter": figures.scatter(points, infos.candidates(summary), limit_gib),
-        "history": figures.history(points, infos.best_so_far(summary)),
+        "scatter": figures.scatter(summary.trials, infos.candidates(summary), limit_gib),
+        "history": figures.history(summary.trials, infos.best_so_far(summary)),
         "timeline": figures.timeline(timeline(summary)),
         "parallel": figures.parallel(infos.parallel(summary)),
         "importances": figures.importances(infos.importances(summary)),

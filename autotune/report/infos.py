@@ -1,4 +1,4 @@
-"""What each figure and table of the report shows, as plain values: a StudySummary in, no plotly, no formatting.
+"""What figures and tables of the report show, as plain values: a StudySummary in, no plotly, no HTML.
 
 Numbers stay numbers and unknown ones are None. `html` formats them, `figures` draws them, `describe` has the words.
 """
@@ -27,33 +27,12 @@ SHORTEST_ROW = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One trial in a figure. `peak_gib` is reserved memory, or the least that was needed if the trial did not fit."""
-
-    number: int
-    label: str
-    outcome: Outcome
-    tokens_per_second: float | None
-    peak_gib: float | None
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MapCell:
     """One micro batch x seq_len. `state`: fits, oom, refused, mixed (other knobs decide), failed, untried."""
 
     state: str
     num_tried: int = 0
     best_tokens_per_second: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MapInfo:
-    """`cells[i][j]` is micro batch `rows[i]` at seq_len `columns[j]`; both are labels, ascending."""
-
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    cells: tuple[tuple[MapCell, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,21 +103,6 @@ class LengthRow:
     is_winner: bool
 
 
-def points(summary: StudySummary) -> tuple[Point, ...]:
-    """Every trial, in the order they ran."""
-    return tuple(
-        Point(
-            number=row.number,
-            label=row.config.label(),
-            outcome=row.outcome,
-            tokens_per_second=row.tokens_per_second,
-            peak_gib=describe.memory_gib(row),
-            reason=row.reason,
-        )
-        for row in summary.trials
-    )
-
-
 def candidates(summary: StudySummary) -> dict[str, Candidate]:
     """Winner and baseline by these names, those that exist."""
     if summary.recipe is None:
@@ -172,16 +136,18 @@ def importances(summary: StudySummary) -> dict[str, float]:
     return dict(sorted(summary.importances.items(), key=lambda item: (-item[1], item[0])))
 
 
-def feasibility(summary: StudySummary) -> MapInfo:
-    """Which micro batches and row lengths were tried, and how their trials ended."""
-    micro, micro_of = _axis({row.config.micro_batch_size for row in summary.trials})
-    lengths, length_of = _axis({row.config.seq_len for row in summary.trials})
+def feasibility(summary: StudySummary) -> dict[str, dict[str, MapCell]]:
+    """How the trials of each micro batch (outer keys) and row length (inner keys) ended; labels in ascending order."""
+    micro_of = _labels({row.config.micro_batch_size for row in summary.trials})
+    length_of = _labels({row.config.seq_len for row in summary.trials})
     groups: dict[tuple[str, str], list[TrialRecord]] = {}
     for row in summary.trials:
         key = (micro_of[row.config.micro_batch_size], length_of[row.config.seq_len])
         groups.setdefault(key, []).append(row)
-    cells = tuple(tuple(_cell(groups.get((size, length), [])) for length in lengths) for size in micro)
-    return MapInfo(rows=micro, columns=lengths, cells=cells)
+    return {
+        micro: {length: _cell(groups.get((micro, length), [])) for length in length_of.values()}
+        for micro in micro_of.values()
+    }
 
 
 def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
@@ -275,6 +241,17 @@ def learning_cells(recipe: Recipe) -> tuple[CellRow, ...]:
     return tuple(sorted(rows, key=lambda row: (not row.is_winner, row.extra)))
 
 
+def trade_offs(recipe: Recipe) -> list[str]:
+    """What the best of each other learning cell would cost against the winner, the cheapest first."""
+    winner_cut = recipe.workload.truncated(recipe.winner.config.seq_len)
+    lines = []
+    for row in learning_cells(recipe):
+        if row.changes:
+            cut = f", {row.cut:.1%} instead of {winner_cut:.1%} of the tokens cut off" if row.cut != winner_cut else ""
+            lines.append(f"{row.changes}: {row.extra:+.1%} cost{cut} [{row.candidate.evidence}]")
+    return lines
+
+
 def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
     """Each seq_len that was tried, and the powers of two below and just above; () where all have one length."""
     recipe = summary.recipe
@@ -317,16 +294,12 @@ def _settings(recipe: Recipe, candidate: Candidate) -> dict[str, Any]:
     return candidate.config.as_dict() | {"accumulation steps": recipe.workload.run_shape(candidate.config).accumulation}
 
 
-def _axis(values: set[int]) -> tuple[tuple[str, ...], dict[int, str]]:
-    """Labels in order, and the label of each value."""
+def _labels(values: set[int]) -> dict[int, str]:
+    """The label of each value in ascending order; several values share one where there are many."""
     if len(values) <= MAX_AXIS:
-        names = {value: f"{value:,}" for value in sorted(values)}
-    else:
-        names = {}
-        for value in sorted(values):
-            low = 2 ** int(math.log2(value))
-            names[value] = f"{low:,} to {2 * low - 1:,}" if low > 1 else "1"
-    return tuple(dict.fromkeys(names.values())), names
+        return {value: f"{value:,}" for value in sorted(values)}
+    lows = {value: 2 ** int(math.log2(value)) for value in sorted(values)}
+    return {value: f"{low:,} to {2 * low - 1:,}" if low > 1 else "1" for value, low in lows.items()}
 
 
 def _cell(rows: list[TrialRecord]) -> MapCell:

@@ -82,10 +82,6 @@ class TimelineInfo:
             sum(share * seconds for share, seconds in known) / sum(seconds for _, seconds in known) if known else None
         )
 
-    def share(self, seconds: float) -> float | None:
-        """The share of the study's wall time; None if that is not known."""
-        return min(seconds / self.wall_s, 1.0) if self.wall_s > 0 else None
-
     def sentences(self) -> tuple[str, ...]:
         """Where the time went; () where no probe ran."""
         spent = self.spent
@@ -93,12 +89,15 @@ class TimelineInfo:
             return ()
         longest_first = sorted(((seconds, kind) for kind, seconds in spent.items() if seconds), reverse=True)
         parts = ", ".join(f"{fmt_seconds(seconds)} {kind}" for seconds, kind in longest_first)
-        timed = f"Timed steps took {self.share(spent[TIMED]):.0%}"
+        timed = f"Timed steps took {min(spent[TIMED] / self.wall_s, 1.0):.0%}"
         if self.utilization is None:
             timed += "; how busy the GPU was in them is not known."
         else:
             timed += f"; a kernel ran in {self.utilization:.0%} of that time."
-        sentences = [f"Probes ran for {self.share(self.probe_s):.0%} of {fmt_seconds(self.wall_s)}: {parts}.", timed]
+        sentences = [
+            f"Probes ran for {min(self.probe_s / self.wall_s, 1.0):.0%} of {fmt_seconds(self.wall_s)}: {parts}.",
+            timed,
+        ]
         if self.pauses:
             pauses = "one pause" if self.pauses == 1 else f"{self.pauses} pauses"
             sentences.append(f"The figure leaves out {pauses}.")

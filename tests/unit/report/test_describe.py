@@ -7,10 +7,9 @@ import pytest
 
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.problem.length_distribution import Lengths
 from autotune.report import describe
 from autotune.study.ablation import AblatedKnob, Ablation
-from autotune.study.summary import Candidate, Recipe
+from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
 
 
@@ -90,27 +89,6 @@ def test_each_decision_has_its_phrase(changes: dict[str, Any], phrase: str) -> N
     made = recipe()
     config = replace(made.winner.config, **changes)
     assert phrase in describe.configuration(replace(made, winner=replace(made.winner, config=config)))
-
-
-def test_trade_offs_with_other_learning_cells() -> None:
-    made = recipe()
-    winner = made.winner
-
-    def cell(speed: float, evidence: Evidence = Evidence.MEASURED, **knobs: Any) -> Candidate:
-        faster = replace(winner.performance, tokens_per_second=speed * winner.performance.tokens_per_second)
-        return replace(winner, config=replace(winner.config, **knobs), performance=faster, evidence=evidence)
-
-    cells = (
-        winner,
-        cell(0.99, micro_batch_size=2),  # nothing that changes what is learned
-        cell(0.8, lora_rank=64),
-        cell(1.25, Evidence.EXTRAPOLATED, seq_len=512),
-    )
-    workload = replace(made.workload, lengths=Lengths.of([512, 1024], "counted"))
-    assert describe.trade_offs(replace(made, cells=cells, workload=workload)) == [
-        "seq_len 512 instead of 1024: -20.0% cost, 33.3% instead of 0.0% of the tokens cut off [extrapolated]",
-        "lora_rank 64 instead of 16: +25.0% cost [measured]",
-    ]
 
 
 def ablated(knob: str, config: TrainConfig, **changes: Any) -> AblatedKnob:

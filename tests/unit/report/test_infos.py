@@ -1,14 +1,15 @@
 """The plain values behind figures and tables: points, map, comparison, learning cells, row lengths, parallel lines."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import Outcome
+from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.report import infos, render
-from autotune.study.summary import Recipe, StudySummary
+from autotune.study.summary import Candidate, Recipe, StudySummary
 from tests.helpers.factories import summary
 
 
@@ -23,13 +24,7 @@ def recipe_of(study: StudySummary) -> Recipe:
     return study.recipe
 
 
-def test_points_of_the_trials(study: StudySummary) -> None:
-    points = infos.points(study)
-    assert len(points) == 12
-    by_number = {point.number: point for point in points}
-    assert (by_number[0].tokens_per_second, by_number[0].peak_gib) == (8000.0, 20.0)
-    # No peak was measured: what was needed at least is the limit and the margin of 2 %.
-    assert (by_number[2].tokens_per_second, by_number[2].peak_gib) == (None, pytest.approx(132 * 1.02))
+def test_candidates_are_those_that_exist(study: StudySummary) -> None:
     assert list(infos.candidates(study)) == ["winner", "baseline"]
     assert infos.candidates(replace(study, recipe=None)) == {}
 
@@ -55,14 +50,14 @@ def test_best_so_far(study: StudySummary) -> None:
 
 def test_feasibility_map(study: StudySummary) -> None:
     info = infos.feasibility(study)
-    assert info.rows == ("1", "2", "4", "8", "16", "32")
-    assert info.columns == ("512", "1,024", "2,048")
+    assert list(info) == ["1", "2", "4", "8", "16", "32"]
+    assert all(list(cells) == ["512", "1,024", "2,048"] for cells in info.values())
     # Micro batch 2**(n % 6) with seq_len n % 3: trials 2 and 8 share a cell (OOM, fit), 4 and 10 too (refused, fit).
-    mixed = info.cells[2][2]
+    mixed = info["4"]["2,048"]
     assert (mixed.state, mixed.num_tried, mixed.best_tokens_per_second) == ("mixed", 2, 8000.0 + 400 * 8)
-    assert info.cells[4][1].state == "mixed"
-    assert (info.cells[0][0].state, info.cells[0][0].num_tried) == ("fits", 2)
-    assert (info.cells[0][1].state, info.cells[0][1].num_tried) == ("untried", 0)
+    assert info["16"]["1,024"].state == "mixed"
+    assert (info["1"]["512"].state, info["1"]["512"].num_tried) == ("fits", 2)
+    assert (info["1"]["1,024"].state, info["1"]["1,024"].num_tried) == ("untried", 0)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +72,16 @@ def test_feasibility_map(study: StudySummary) -> None:
 )
 def test_state_of_a_cell(study: StudySummary, outcomes: list[str], state: str) -> None:
     rows = tuple(replace(study.trials[0], outcome=Outcome(name)) for name in outcomes)
-    assert infos.feasibility(replace(study, trials=rows)).cells[0][0].state == state
+    assert infos.feasibility(replace(study, trials=rows))["1"]["512"].state == state
 
 
 def test_a_long_axis_is_grouped(study: StudySummary) -> None:
     rows = tuple(replace(study.trials[0], config=TrainConfig(seq_len=length)) for length in range(1000, 1050))
     info = infos.feasibility(replace(study, trials=rows))
-    assert info.columns == ("512 to 1,023", "1,024 to 2,047")
-    assert [cell.num_tried for cell in info.cells[0]] == [24, 26]
+    assert {column: cell.num_tried for column, cell in info["8"].items()} == {
+        "512 to 1,023": 24,
+        "1,024 to 2,047": 26,
+    }
 
 
 def test_memory_terms_sum_to_the_allocated_peak(study: StudySummary) -> None:
@@ -134,6 +131,27 @@ def test_cells_are_relative_to_the_winner(study: StudySummary) -> None:
     first, _ = infos.learning_cells(replace(recipe_of(study), workload=workload))
     assert first.candidate.config.seq_len == 1024
     assert (first.cut, first.padding) == (0.25, 0.25)
+
+
+def test_trade_offs_with_other_learning_cells(study: StudySummary) -> None:
+    made = recipe_of(study)
+    winner = made.winner
+
+    def cell(speed: float, evidence: Evidence = Evidence.MEASURED, **knobs: Any) -> Candidate:
+        faster = replace(winner.performance, tokens_per_second=speed * winner.performance.tokens_per_second)
+        return replace(winner, config=replace(winner.config, **knobs), performance=faster, evidence=evidence)
+
+    cells = (
+        winner,
+        cell(0.99, micro_batch_size=2),  # nothing that changes what is learned
+        cell(0.8, lora_rank=64),
+        cell(1.25, Evidence.EXTRAPOLATED, seq_len=512),
+    )
+    workload = replace(made.workload, lengths=Lengths.of([512, 1024], "counted"))
+    assert infos.trade_offs(replace(made, cells=cells, workload=workload)) == [
+        "seq_len 512 instead of 1024: -20.0% cost, 33.3% instead of 0.0% of the tokens cut off [extrapolated]",
+        "lora_rank 64 instead of 16: +25.0% cost [measured]",
+    ]
 
 
 def test_what_each_row_length_does_to_the_examples(study: StudySummary) -> None:

@@ -42,7 +42,6 @@ def test_every_second_of_a_probe_is_somewhere() -> None:
     assert [one.rung for one in info.spans[::4]] == [Rung.FULL, Rung.SHALLOW]
     assert info.spans[4].start_s == 10.0
     assert (info.probe_s, info.spent["timed steps"], tuple(info.spent)) == (18.0, 8.0, KINDS)
-    assert info.share(info.probe_s) == 0.6
 
 
 def test_utilization_weighs_by_timed_seconds_and_leaves_out_what_is_unknown() -> None:
