@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from autotune.catalog import age
+from autotune.catalog import describe_price
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.serialization import to_data
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
@@ -102,15 +102,11 @@ class Display(AbstractContextManager["Display"]):
         space, price, device = task.space, task.search_price, task.device
         proxy = f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
         budget = fmt_seconds(self._budget_s) + (f" or {trials} trials in total" if trials else "")
-        if price is None:
-            cost = "no price is known for this device (--price USD_PER_HOUR)"
-        else:
+        cost = "no price is known for this device (--price USD_PER_HOUR)"
+        if price is not None:
             self._usd_per_hour = price.usd_per_hour * workers
-            spent = self._budget_s / 3600 * self._usd_per_hour
-            cost = (
-                f"{fmt_usd(price.usd_per_hour)}/h ({price.provider}, {age(price.as_of, date.today())}); "
-                f"the search itself costs about {fmt_usd(spent)}"
-            )
+            search_usd = self._budget_s / 3600 * self._usd_per_hour
+            cost = f"{describe_price(price, date.today())}; the search itself costs about {fmt_usd(search_usd)}"
         lines = {
             "study": task.study,
             "model": f"{task.model.name}, " + ("local weights" if task.model.weights else "random weights"),

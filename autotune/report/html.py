@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from autotune.catalog import age, describe_price
+from autotune.catalog import describe_price
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.report import describe, figures, infos
@@ -204,11 +204,9 @@ def _price(recipe: Recipe) -> str:
     price = recipe.price
     if price is None:
         return "No price is known for this GPU, so no cost is shown."
-    old = age(price.as_of, date.today())
-    dated = f"as of {price.as_of}, {old} when this was written" if price.as_of else old
-    doubt = "" if price.quotable else "; a reference, not a quote"
     spot = f" (spot {fmt_usd(price.spot_usd_per_hour)})" if price.spot_usd_per_hour is not None else ""
-    return f"{fmt_usd(price.usd_per_hour)} an hour{spot} at {price.provider}, {dated}{doubt}. Source: {price.source}."
+    dated = f", as of {price.as_of}" if price.as_of else ""
+    return f"{describe_price(price, date.today())}{dated}{spot}. Source: {price.source}."
 
 
 def _breakdown(summary: StudySummary) -> str:

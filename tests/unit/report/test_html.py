@@ -54,7 +54,7 @@ def test_first_screen(page: str) -> None:
     head = page[page.index("<header>") : page.index("</header>")]
     assert "2.1× the speed of the baseline" in head
     assert "$0.584" in head and "$0.578 to $0.589" in head and "10 min 20 s" in head
-    assert "$3.39 an hour at verda, undated" in head and "skypilot-catalog" in head
+    assert "$3.39/h, verda, undated" in head and "skypilot-catalog" in head
     assert "nothing more capable is within the slack" in head
     assert "cd runs/h200\nbash export/launch.sh --dataset data.jsonl" in head
     assert "1,024 tokens are assumed" in head
