@@ -100,6 +100,10 @@ class Nvml:
             processes=tuple(self._processes()),
         )
 
+    def used_gib(self) -> float | None:
+        """The memory of the card that is in use, by whichever process."""
+        return _quiet(lambda: self.info().used_gib)
+
     def used_by_process_gib(self, pid: int) -> float | None:
         """Memory one process holds; None where the driver does not tell (containers with their own process numbers)."""
         return next((process.used_gib for process in self._processes() if process.pid == pid), None)

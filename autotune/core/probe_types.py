@@ -203,7 +203,7 @@ class Measurement:
     peak_allocated_gib: float
     peak_reserved_gib: float  # what must fit under limit_gib
     limit_gib: float  # usable memory less context, headroom and managed memory
-    context_gib: float
+    context_gib: float | None  # CUDA context, kernels, libraries; None where the driver does not show it
     managed_gib: float = 0.0  # paged optimizer state, which torch does not count
     alloc_retries: int = 0
     loss_first: float
@@ -212,6 +212,16 @@ class Measurement:
     trainable_params: int
     total_params: int
     telemetry: Telemetry | None = None
+
+    def terms_gib(self, peak_gib: float) -> dict[str, float]:
+        """What a peak consists of: weights, adapters, gradients, optimizer state; activations are the rest."""
+        terms = {
+            "weights": self.model_gib,
+            "adapters": self.adapters_gib,
+            "gradients": self.gradients_gib,
+            "optimizer": self.optimizer_gib,
+        }
+        return terms | {"activations": max(peak_gib - sum(terms.values()), 0.0)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,7 @@ class SubmittedRow:
     step_time_s: float
     peak_reserved_gib: float
     limit_gib: float
-    context_gib: float
+    context_gib: float | None
     power_w: float | None
     evidence: Evidence
 

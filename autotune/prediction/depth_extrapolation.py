@@ -85,6 +85,10 @@ class Extrapolation:
         )
 
 
+def _larger(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else max(one, other)
+
+
 def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
     """The two depths to probe: whole periods are left out of each. None where that would save too little.
 
@@ -171,7 +175,7 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
             peak_allocated_gib=peak,
             peak_reserved_gib=peak + max(beyond, 0.0),
             limit_gib=min(low.limit_gib + low.managed_gib, high.limit_gib + high.managed_gib) - managed,
-            context_gib=max(low.context_gib, high.context_gib),
+            context_gib=_larger(low.context_gib, high.context_gib),
             managed_gib=managed,
             trainable_params=round(line(low.trainable_params, high.trainable_params)),
             total_params=round(line(low.total_params, high.total_params)),

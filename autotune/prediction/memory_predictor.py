@@ -135,11 +135,12 @@ class MemoryPredictor:
         paged = max(
             (one.measurement.managed_gib * _rank(config) / _rank(one.config) for one in same_state), default=0.0
         )
+        contexts = [one.measurement.context_gib for one in alike if one.measurement.context_gib is not None]
         return MemoryEstimate(
             low_gib=(statics + low) * min(beyond),
             gib=(statics + gib) * statistics.median(beyond),
             high_gib=(statics + high) * max(beyond),
-            limit_gib=offered_gib - min(one.measurement.context_gib for one in alike) - paged,
+            limit_gib=offered_gib - min(contexts, default=0.0) - paged,
             phase=Phase.BACKWARD if largest.startswith(Phase.BACKWARD) else Phase(largest),
             basis=len(alike),
             bounded=alike[0].way == _way(config, micro_steps)

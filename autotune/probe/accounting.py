@@ -1,51 +1,125 @@
-"""What tensors weigh: parameters with their quantisation statistics, optimizer state on the device and off it."""
+"""What memory is used for: sizes of tensors, parameters and optimizer state; and what held it when it ran out."""
 
 import math
+import re
 from typing import Any
 
 import torch
 from torch import nn
 
+from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.units import gib
+
+UNITS_PER_GIB = {"kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
+    """The size of a tensor's elements."""
     return gib(tensor.numel() * tensor.element_size())
 
 
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def parameter_gib(model: nn.Module) -> float:
-    """Resident weights and buffers, quantisation statistics included."""
-    total = sum(map(tensor_gib, model.parameters())) + sum(map(tensor_gib, model.buffers()))
+    """The size of weights and buffers, quantisation statistics included."""
+    tensors = [*model.parameters(), *model.buffers()]
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
-        for part in (state, getattr(state, "state2", None)):
-            for name in ("absmax", "code", "offset"):
-                tensor = getattr(part, name, None)
-                total += tensor_gib(tensor) if isinstance(tensor, torch.Tensor) else 0.0
-        for name in ("SCB",):
-            tensor = getattr(parameter, name, None)
-            total += tensor_gib(tensor) if isinstance(tensor, torch.Tensor) else 0.0
-    return total
+        for holder in (state, getattr(state, "state2", None)):
+            tensors += [getattr(holder, name, None) for name in ("absmax", "code", "offset")]
+        tensors.append(getattr(parameter, "SCB", None))
+    return sum(tensor_gib(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
-    """Optimizer state: (on the device, in managed memory)."""
+    """The size of a Trainer's optimizer state: (on the device, in managed memory)."""
     optimizer = getattr(trainer, "optimizer", None)
-    on_device = paged = 0.0
+    on_device = managed = 0.0
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in state.values():
-            if isinstance(value, torch.Tensor):
-                if getattr(value, "is_paged", False):
-                    paged += tensor_gib(value)
-                else:
-                    on_device += tensor_gib(value)
-    return on_device, paged
+            if not isinstance(value, torch.Tensor):
+                continue
+            if getattr(value, "is_paged", False):
+                managed += tensor_gib(value)
+            else:
+                on_device += tensor_gib(value)
+    return on_device, managed
+
+
+def paged_state_gib(model: nn.Module) -> float:
+    """What a paged 8-bit optimizer will keep in managed memory: two moments of each larger parameter, a byte each."""
+    # bitsandbytes pages the state of parameters from 1e5 elements on (Optimizer2State.get_state_buffer).
+    return gib(2 * sum(parameter.numel() for parameter in trained_parameters(model) if parameter.numel() >= 1e5))
 
 
 def logical_params(model: nn.Module) -> int:
-    """Parameters as counted before 4-bit packing, which stores two in a byte."""
+    """The number of parameters before 4-bit packing, which stores two in a byte."""
     total = 0
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
-        total += math.prod(state.shape) if state is not None else parameter.numel()
+        total += parameter.numel() if state is None else math.prod(state.shape)
     return total
+
+
+# --- out of memory
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether device or host memory ran out. An illegal memory access is not that."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    messages = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "std::bad_alloc",
+    )
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
+
+
+def requested_gib(message: str) -> float | None:
+    """The size of the allocation that failed, from torch's message; None where it names none."""
+    if match := re.search(r"tried to allocate ([\d.]+) (KiB|MiB|GiB)", message, re.IGNORECASE):
+        return float(match[1]) / UNITS_PER_GIB[match[2].lower()]
+    if match := re.search(r"tried to allocate (\d+) bytes", message):
+        return gib(int(match[1]))
+    return None
+
+
+def oom_detail(
+    error: Exception, phase: Phase, terms: dict[str, float], peak_gib: float, reserved_gib: float, limit_gib: float
+) -> OomDetail:
+    """What held memory when an allocation failed.
+
+    The failed step has begun to unwind when `terms` are read. What they lack of the peak was freed since: activations,
+    or weights where nothing but weights existed.
+    """
+    rest = "activations" if "activations" in terms else "weights"
+    terms = terms | {rest: terms[rest] + max(peak_gib - sum(terms.values()), 0.0)}
+    allocated_gib = sum(terms.values())
+    return OomDetail(
+        phase=phase,
+        requested_gib=requested_gib(str(error)),
+        allocated_gib=allocated_gib,
+        reserved_gib=max(reserved_gib, allocated_gib),
+        limit_gib=limit_gib,
+        terms_gib=terms,
+    )
+
+
+def too_tight(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
+    """The detail and the reason of a probe that needed the allocator to return cached memory: it does not fit."""
+    detail = OomDetail(
+        phase=phase,
+        requested_gib=None,
+        allocated_gib=measurement.peak_allocated_gib,
+        reserved_gib=measurement.peak_reserved_gib,
+        limit_gib=measurement.limit_gib,
+        terms_gib=measurement.terms_gib(measurement.peak_allocated_gib),
+    )
+    retries = measurement.alloc_retries
+    times = f"{retries} time" + ("s" if retries > 1 else "")
+    return detail, f"too tight in {phase}: the allocator ran out, returned what it cached and tried again {times}"

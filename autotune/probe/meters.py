@@ -1,4 +1,4 @@
-"""What a probe needs of the device it runs on: a cap, peaks, a clock, a baseline to return to. CUDA and CPU.
+"""What a probe needs of its device: a cap, peaks, a clock, a baseline to return to. CUDA and CPU.
 
 On CUDA memory is counted by torch's caching allocator, whose reserved memory is what must fit. On a CPU it is the
 process's resident anonymous memory (VmHWM, which Linux lets us reset), under RLIMIT_DATA as a real cap.
@@ -23,45 +23,90 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torc
 
 
 class Meter(Protocol):
-    """One device, as the probe sees it. Memory in GiB, times in seconds."""
+    """One device, as the probe sees it. Memory is in GiB, times are in seconds.
+
+    `peaks_are_free` is whether reading a peak leaves the times undisturbed. `aside_gib` is the memory of models that
+    wait for a later probe: it is neither counted nor capped.
+    """
 
     name: str
     torch_device: torch.device
-    peaks_are_free: bool  # reading phase peaks does not disturb the times
-    aside_gib: float  # held by models that wait for a later probe: not counted, and not capped
+    peaks_are_free: bool
+    aside_gib: float
 
-    def settle(self) -> None: ...
-    def rebase(self, resident_gib: float) -> None: ...
-    def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float: ...
-    def uncap(self) -> None: ...
-    def mark(self) -> Any: ...
-    def seconds(self, start: Any, end: Any) -> float: ...
-    def passed(self, mark: Any) -> bool: ...
-    def synchronize(self) -> None: ...
-    def allocated_gib(self) -> float: ...
-    def reserved_gib(self) -> float: ...
-    def reset_peak(self) -> None: ...
-    def peak_gib(self) -> tuple[float, float]: ...
-    def context_gib(self) -> float: ...
-    def alloc_retries(self) -> int: ...
-    def release(self) -> None: ...
-    def returned_to(self, baseline_gib: float) -> bool: ...
-    def memory_gib(self) -> float: ...
-    def fingerprint(self) -> Fingerprint: ...
+    def settle(self) -> None:
+        """All libraries are loaded: memory that a later probe does not return is lost."""
+
+    def rebase(self, resident_gib: float) -> None:
+        """Count everything that the process holds now, except the resident model, as context."""
+
+    def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
+        """Let allocations fail beyond a limit, and return it.
+
+        The limit is `memory_gib` without the fraction `headroom`, the context, and managed memory.
+        """
+
+    def uncap(self) -> None:
+        """Remove the cap."""
+
+    def mark(self) -> Any:
+        """A point in the device's time, after all work issued so far."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two marks that the device has passed."""
+
+    def passed(self, mark: Any) -> bool:
+        """Whether the device has passed this mark. Does not wait."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work issued so far."""
+
+    def allocated_gib(self) -> float:
+        """Memory of all tensors."""
+
+    def reserved_gib(self) -> float:
+        """Memory that the allocator holds, used or cached."""
+
+    def reset_peak(self) -> None:
+        """Begin a new peak."""
+
+    def peak_gib(self) -> tuple[float, float]:
+        """The peaks of allocated and of reserved memory since the last reset."""
+
+    def context_gib(self) -> float | None:
+        """What the process holds besides tensors: CUDA context, kernels, libraries. None where it is unknown."""
+
+    def alloc_retries(self) -> int:
+        """How often the allocator returned cached memory and tried again, since the last `release`."""
+
+    def release(self) -> None:
+        """Return all memory that is not in use, and reset the statistics."""
+
+    def returned_to(self, baseline_gib: float) -> bool:
+        """Whether no more memory than this is in use, apart from what a process gains and loses by chance."""
+
+    def memory_gib(self) -> float:
+        """The device's total memory."""
+
+    def fingerprint(self) -> Fingerprint:
+        """The circumstances that a measurement on this device holds for."""
 
 
 class CudaMeter:
-    """An NVIDIA GPU. Times come from device events, peaks from the caching allocator, context from NVML."""
+    """An NVIDIA GPU. Times are those of device events, peaks those of the caching allocator."""
 
     peaks_are_free = True
     aside_gib = 0.0
 
     def __init__(self) -> None:
+        self._nvml = Nvml.open()
+        # Before this process has a CUDA context. Where the driver does not show memory by process (containers with
+        # process numbers of their own), the context is what the card holds more since then, torch's memory aside.
+        self._used_before_gib = self._nvml.used_gib() if self._nvml else None
         torch.cuda.init()
         self.torch_device = torch.device("cuda", 0)
         self._properties = torch.cuda.get_device_properties(0)
         self.name = self._properties.name
-        self._nvml = Nvml.open(self._properties.uuid)
         torch.ones(256, 256, device=self.torch_device).matmul(torch.ones(256, 256, device=self.torch_device))
         self.synchronize()
 
@@ -69,13 +114,13 @@ class CudaMeter:
         """Nothing to do: what torch has allocated is known exactly."""
 
     def rebase(self, resident_gib: float) -> None:
-        """Nothing to do: NVML tells the context at any time."""
+        """Nothing to do: the context is read at any time."""
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
-        total = gib(self._properties.total_memory)
-        taken = self.context_gib() + managed_gib
+        total = self.memory_gib()
+        taken = self._taken_gib() + managed_gib
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=taken)
-        # A few layers may be judged against a larger card than this one.
+        # A few layers may be probed for a larger card than this one.
         room = max(memory_limit_gib(total, headroom, taken_gib=taken), min(limit, total))
         torch.cuda.set_per_process_memory_fraction(min(max(limit, 0.01) + self.aside_gib, room) / total)
         return limit
@@ -92,7 +137,6 @@ class CudaMeter:
         return float(start.elapsed_time(end)) / 1000
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has come past this mark; the host does not wait for it."""
         return bool(mark.query())
 
     def synchronize(self) -> None:
@@ -108,15 +152,29 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> tuple[float, float]:
-        """(allocated, reserved) since the last reset."""
         stats = torch.cuda.memory_stats_as_nested_dict()  # a fifth of the time of the flat one
         allocated, reserved = (stats[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
         return gib(allocated) - self.aside_gib, gib(reserved) - self.aside_gib
 
-    def context_gib(self) -> float:
-        """What this process holds on the card beyond torch's reserve: CUDA context, kernels, libraries."""
-        used = self._nvml.used_by_process_gib(os.getpid()) if self._nvml else None
-        return 0.6 if used is None else max(used - gib(torch.cuda.memory_reserved()), 0.0)
+    def context_gib(self) -> float | None:
+        if self._nvml is None:
+            return None
+        reserved = gib(torch.cuda.memory_reserved())
+        used = self._nvml.used_by_process_gib(os.getpid())
+        if used is None:
+            now = self._nvml.used_gib()
+            if now is None or self._used_before_gib is None:
+                return None
+            used = now - self._used_before_gib
+        return max(used - reserved, 0.0)
+
+    def _taken_gib(self) -> float:
+        """Memory of the card that tensors cannot have: the context, or all that torch does not hold if unknown."""
+        context = self.context_gib()
+        if context is not None:
+            return context
+        free, total = torch.cuda.mem_get_info()
+        return max(gib(total - free - torch.cuda.memory_reserved()), 0.0)
 
     def alloc_retries(self) -> int:
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
@@ -148,10 +206,10 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """The host's processors. `context` is what Python and its libraries hold before a model is built.
+    """The host's processors. The context is what Python and its libraries hold before a model is built.
 
-    Peaks repeat to 1 % only with the malloc settings that the launcher gives the process: large blocks straight from
-    the kernel and back to it.
+    Peaks repeat to 1 % only with the malloc settings that the parent gives the process: large blocks straight from the
+    kernel and back to it.
     """
 
     peaks_are_free = False
@@ -164,12 +222,10 @@ class CpuMeter:
         self.settle()
 
     def settle(self) -> None:
-        """The libraries are loaded: what grows from here on without a model to account for it is a leak."""
         self._first_data = self._status("VmData")
         self.rebase(0.0)
 
     def rebase(self, resident_gib: float) -> None:
-        """Count as context what the process holds now beyond the resident model: libraries are loaded on first use."""
         resident = int(resident_gib * GIB)
         self._context = self._status("RssAnon") - resident
         self._data = self._status("VmData") - resident
@@ -225,8 +281,8 @@ class CpuMeter:
 
     def returned_to(self, baseline_gib: float) -> bool:
         # Python's own arenas wander by a few MiB. What is lost for good adds up in VmData, which the cap counts.
-        kept = gib(self._status("VmData") - self._first_data) - self.aside_gib - baseline_gib
-        return self.allocated_gib() - baseline_gib < 24 / 1024 and kept < 192 / 1024
+        lost = gib(self._status("VmData") - self._first_data) - self.aside_gib - baseline_gib
+        return self.allocated_gib() - baseline_gib < 24 / 1024 and lost < 192 / 1024
 
     def memory_gib(self) -> float:
         import psutil
@@ -252,7 +308,7 @@ class CpuMeter:
 
 
 def open_meter(device: str) -> Meter:
-    """`cuda` or `cpu`."""
+    """The meter of "cuda" or "cpu"."""
     return CudaMeter() if device == "cuda" else CpuMeter()
 
 

@@ -1,4 +1,4 @@
-"""What the parent sees of a probe that runs: the phase it is in, that phase's deadline, and the card's sensors."""
+"""What the parent observes of a running probe: the phase it is in, that phase's deadline, and the card's sensors."""
 
 import statistics
 import time
@@ -8,33 +8,51 @@ from dataclasses import replace
 from autotune.core.nvml import THROTTLE_REASONS, Nvml, Sample
 from autotune.core.probe_types import Phase, Telemetry
 
-HOT = THROTTLE_REASONS[0x40]
+THERMAL = THROTTLE_REASONS[0x40]
+DEFAULT_DEADLINE_S = 900.0
 
 
-class Watch:
-    """One probe. The sensors are read while steps are timed; `throttled` has them say, on purpose, that it was hot."""
+class Monitor:
+    """Observes one probe. The sensors are read while steps are timed."""
 
     def __init__(self, nvml: Nvml | None, deadlines: Mapping[Phase, float], *, throttled: bool = False) -> None:
-        self._nvml, self._throttled = nvml, throttled
+        """Begin in the phase START.
+
+        Args:
+            nvml: the card to read; None on a CPU.
+            deadlines: seconds that each phase may take.
+            throttled: an injected fault: every sample reports that heat slowed the card down.
+        """
+        self._nvml = nvml
+        self._throttled = throttled
         self._deadlines = deadlines
         self._samples: list[Sample] = []
         self.phase = Phase.START
         self._since = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
-        self.phase, self._since = phase, time.monotonic()
+        """The probe reported that a phase begins."""
+        self.phase = phase
+        self._since = time.monotonic()
         self.tick()
 
     def tick(self) -> None:
-        if self.phase is Phase.STEADY and (self._nvml or self._throttled):
-            sample = self._nvml.sample() if self._nvml else Sample()
-            self._samples.append(replace(sample, throttle_reasons=(HOT,)) if self._throttled else sample)
+        """Read the sensors if steps are being timed."""
+        if self.phase is not Phase.STEADY or not (self._nvml or self._throttled):
+            return
+        sample = self._nvml.sample() if self._nvml else Sample()
+        self._samples.append(replace(sample, throttle_reasons=(THERMAL,)) if self._throttled else sample)
+
+    def deadline_s(self) -> float:
+        """Seconds that the current phase may take."""
+        return self._deadlines.get(self.phase, DEFAULT_DEADLINE_S)
 
     def expired(self) -> bool:
-        return time.monotonic() - self._since > self._deadlines.get(self.phase, 900)
+        """Whether the current phase has taken longer than its deadline."""
+        return time.monotonic() - self._since > self.deadline_s()
 
     def telemetry(self) -> Telemetry | None:
-        """Means over the samples; None without a card to ask. The first sample is from before the timed steps' load."""
+        """Means over the samples but the first, which precedes the load of the timed steps; None without samples."""
         samples = self._samples[1:]
         if not samples:
             return None

@@ -1,21 +1,13 @@
-"""The parent's side of the probe: starts the warm worker, hands it requests, keeps deadlines, kills and replaces it.
+"""The parent's side of the probe: a warm worker that serves requests, its deadlines, and when to try once more.
 
-No torch here. The worker runs in a session of its own, so that it and all it starts can be killed together, and with an
-environment from which everything unknown is stripped: no database or cloud secret reaches it.
+No torch here. One process is `worker_process`; this decides what an answer, a silence or a death of it means.
 """
 
-import contextlib
-import json
-import os
-import selectors
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -26,10 +18,11 @@ from autotune.core.probe_types import Fingerprint, ModelShape, Outcome, Phase, P
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.fault_injection import throttles
-from autotune.probe.monitor import Watch
-from autotune.probe.runtime.settings import ALLOCATOR, one_gpu
+from autotune.probe.monitor import Monitor
+from autotune.probe.tiny_probe import tiny_request
+from autotune.probe.worker_process import WorkerProcess
 
-# Seconds a phase may take before the worker is held to be hung. Compilation happens in the first step.
+# Seconds a phase may take before the worker is taken to be hung. Compilation happens in the first step.
 DEADLINES: dict[Phase, float] = {
     Phase.START: 240,
     Phase.LOAD: 600,
@@ -39,59 +32,18 @@ DEADLINES: dict[Phase, float] = {
     Phase.SAVE: 300,
     Phase.CLEANUP: 300,
 }
-SAMPLE_EVERY_S = 0.1
 HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
-
-# On a CPU, peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back. Threads that
-# spin while they wait make a step twenty times slower as soon as another process wants a core; sleeping ones do not.
-ON_CPU = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_ARENA_MAX": "1",
-    "OMP_WAIT_POLICY": "passive",
-}
-KEPT = (
-    *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "CC", "CXX"),
-    "AUTOTUNE_INJECT",
-)
-KEPT_PREFIXES = (
-    "LC_",
-    "CUDA_",
-    "NVIDIA_",
-    "NCCL_",
-    "TORCH",
-    "TRITON_",
-    "OMP_",
-    "MKL_",
-    "XDG_CACHE",
-    "HF_HOME",
-    "HF_HUB_",
-)
-
-
-def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
-    """The worker's environment: what it needs by name, never a token, password or key."""
-    kept = {
-        name: value
-        for name, value in parent.items()
-        if (name in KEPT or name.startswith(KEPT_PREFIXES))
-        and not any(word in name for word in ("TOKEN", "KEY", "SECRET", "PASSWORD"))
-    }
-    fixed = {
-        # torch 2.9 renamed the variable and still reads the old name, which older ones know too.
-        "PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR,
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    on_cuda = one_gpu(parent.get("CUDA_VISIBLE_DEVICES", "0"))  # the card that is watched
-    return kept | fixed | (ON_CPU if device == "cpu" else on_cuda)
+DUMP_S = 0.5  # to write the stacks of a hung worker
+EXIT_S = 5.0  # for the exit code of a worker that has closed its channel
+ENDED = (BrokenPipeError, ConnectionError, EOFError)
 
 
 class WorkerProber:
-    """One warm worker for one device. `probe` always answers with a result; it raises only EnvironmentProblem, where
-    the machine lacks what is needed, TooManyFailures, where the device is broken, and Cancelled, once `should_stop`
-    says so."""
+    """Probes on one device, by one warm worker that is replaced when it fails.
+
+    `probe` returns a result for every outcome. It raises only EnvironmentProblem (the machine lacks what is needed),
+    TooManyFailures (the device is broken) and Cancelled (`should_stop` returned True).
+    """
 
     def __init__(
         self,
@@ -101,22 +53,20 @@ class WorkerProber:
         deadlines: Mapping[Phase, float] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Start nothing yet. `device` is "cuda" or "cpu"; `logs` the directory of worker.log."""
         self.device = device
         self.logs = logs
-        self._should_stop = should_stop
         self.starts = 0
         self.memory_gib = 0.0
+        self._should_stop = should_stop
         self._deadlines = DEADLINES | dict(deadlines or {})
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None  # what a killed worker leaves lies in here
-        self._buffer = b""
+        self._process: WorkerProcess | None = None
         self._ready = False
         self._fingerprint: Fingerprint | None = None
         self._nvml = Nvml.open() if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
         self._start_s: float | None = None  # of a worker that has not probed a whole model yet
-        self._was_slowed = False  # by heat or hardware, when it was last asked
+        self._was_slowed = False  # by heat or hardware, in the last probe with sensors
         self._crashed = set[TrainConfig]()
 
     def __enter__(self) -> "WorkerProber":
@@ -127,166 +77,187 @@ class WorkerProber:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of the running worker; starts it if need be. Raises EnvironmentProblem."""
-        if self._process is None and self._fingerprint is None:
-            self.launch()
+        """The worker's; starts one if none has run. Raises as `probe` does."""
         if self._fingerprint is None:
-            self._await_ready()
+            self._ready_process()
         assert self._fingerprint is not None
         return self._fingerprint
 
-    def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Run one probe; its output goes to the file `log`. A hung, killed or broken worker is a result too.
+    # --- probing, and once more where the machine may be to blame
 
-        Where the machine may be to blame rather than the configuration it is run once more.
+    def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        """Run one probe, whose output goes to the file `log`.
+
+        Where the machine may be to blame rather than the configuration, the probe is run once more.
         """
         result = self._once(request, log)
         if (doubt := self._doubt(result)) is not None:
             self._check_memory()
-            try:
-                again = self._once(request, log)
-            except EnvironmentProblem:  # the next probe will say so
-                return result
-            total = result.seconds.get("total", 0.0) + again.seconds.get("total", 0.0)
-            taken = result if result.outcome is Outcome.OK is not again.outcome else again  # it did come through
-            notes, seconds = (*taken.notes, doubt), taken.seconds | {"total": total}
-            result = replace(taken, notes=notes, seconds=seconds, started_at=result.started_at)
+            result = self._again(request, log, result, doubt)
         if result.outcome is Outcome.CRASH:
             self._crashed.add(result.config)
-        elif slowed := _slowed_by(result):
-            self._was_slowed = True
-        elif slowed is not None:
-            self._was_slowed = False
+        elif (slowed := _slowed_by(result)) is not None:
+            self._was_slowed = bool(slowed)
         return result
 
-    def _doubt(self, result: ProbeResult) -> str | None:
-        """Why a result may be the machine's: a crash nobody knows the reason of, or a card that was slowed down.
+    def _again(self, request: ProbeRequest, log: Path, first: ProbeResult, doubt: str) -> ProbeResult:
+        """The second try, or the first if that succeeded and the second did not; both count for the total time."""
+        try:
+            second = self._once(request, log)
+        except EnvironmentProblem:  # the next probe will report it
+            return first
+        keep_first = first.outcome is Outcome.OK and second.outcome is not Outcome.OK
+        result = first if keep_first else second
+        total_s = first.seconds.get("total", 0.0) + second.seconds.get("total", 0.0)
+        return replace(
+            result,
+            notes=(*result.notes, doubt),
+            seconds=result.seconds | {"total": total_s},
+            started_at=first.started_at,
+        )
 
-        Not of a configuration that crashed twice before, and a card that was slow before is as it is.
+    def _doubt(self, result: ProbeResult) -> str | None:
+        """Why the machine may be to blame: a crash without a known cause, or a card that was slowed down.
+
+        None for a configuration that crashed before even when tried twice, and while a card stays slow.
         """
         reason = result.reason or ""
-        unknown = reason != HOST_OOM and (result.phase is None or "CUDA error" in reason)
-        if result.outcome is Outcome.CRASH and unknown and result.config not in self._crashed:
+        unexplained = reason != HOST_OOM and (result.phase is None or "CUDA error" in reason)
+        if result.outcome is Outcome.CRASH and unexplained and result.config not in self._crashed:
             return f"tried twice, since the first time {reason}"
         if result.outcome is Outcome.OK and (slowed := _slowed_by(result)) and not self._was_slowed:
             return f"measured twice, since the first time the card was slowed down: {', '.join(slowed)}"
         return None
 
     def _check_memory(self) -> None:
-        """Raises TooManyFailures where the card itself counted errors of its memory since this began."""
+        """Raises TooManyFailures where the card has counted errors of its memory since this prober was made."""
         now = self._nvml.uncorrected_errors() if self._nvml else None
-        if now and now > (self._memory_errors or 0):
+        before = self._memory_errors or 0
+        if now and now > before:
             raise TooManyFailures(
-                f"the GPU's memory failed: {now - (self._memory_errors or 0)} uncorrected ECC errors meanwhile",
-                remedy="go on with --study on another card; `nvidia-smi -q -d ECC` tells more",
+                f"the GPU's memory failed: {now - before} uncorrected ECC errors meanwhile",
+                remedy="continue with --study on another card; `nvidia-smi -q -d ECC` shows the counters",
             )
 
     def _once(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        """One try, whatever comes of it."""
         oom_kills = host_oom_kills()
         begin = time.monotonic()
+        monitor = Monitor(self._nvml, self._deadlines, throttled=throttles(log.name))
         try:
-            if self._process is None:
-                self.launch()
-            if not self._ready:
-                self._await_ready()
-            self._send({"request": to_data(request), "log": str(log)})
-            watch = Watch(self._nvml, self._deadlines, throttled=throttles(log.name))
-            while True:
-                message = self._receive(watch)
-                if message is None:
-                    return replace(self._hung(request, watch, begin), log=log.name)
-                if message["event"] == "phase":
-                    watch.enter(Phase(message["phase"]))
-                elif message["event"] == "result":
-                    break
-        except (BrokenPipeError, ConnectionError, EOFError):
-            return self._died(request, host_oom_kills() > oom_kills, log, begin)
-        result = from_data(ProbeResult, message["result"])
+            process = self._ready_process()
+            process.send({"request": to_data(request), "log": str(log)})
+            message = self._result_message(process, monitor)
+        except ENDED:
+            result = self._died(request, host_oom_kills() > oom_kills, begin)
+            return replace(result, log=log.name)
+        if message is None:
+            return replace(self._hung(request, monitor, begin), log=log.name)
         if not message["reusable"]:
             self.close()
+        result = replace(from_data(ProbeResult, message["result"]), log=log.name)
         if result.measurement is not None:
-            result = replace(result, measurement=replace(result.measurement, telemetry=watch.telemetry()))
+            result = replace(result, measurement=replace(result.measurement, telemetry=monitor.telemetry()))
         if self._start_s is not None and request.depth is None:
             result = replace(result, seconds={"start": self._start_s} | result.seconds)
             self._start_s = None
-        return replace(result, log=log.name)
+        return result
+
+    def _result_message(self, process: WorkerProcess, monitor: Monitor) -> dict[str, Any] | None:
+        """The message with the result of the probe in progress; None once a phase took too long."""
+        while (message := self._receive(process, monitor)) is not None:
+            if message["event"] == "phase":
+                monitor.enter(Phase(message["phase"]))
+            elif message["event"] == "result":
+                return message
+        return None
+
+    def _receive(self, process: WorkerProcess, monitor: Monitor) -> dict[str, Any] | None:
+        try:
+            return process.receive(monitor, self._should_stop)
+        except Cancelled:
+            self.close()
+            raise
+
+    def _hung(self, request: ProbeRequest, monitor: Monitor, begin: float) -> ProbeResult:
+        assert self._process is not None
+        self._process.dump_stacks()
+        time.sleep(DUMP_S)
+        self.close()
+        reason = f"no progress in phase {monitor.phase} for {monitor.deadline_s():.0f} s; the stack is in the log"
+        return _failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin)
+
+    def _died(self, request: ProbeRequest, by_oom_killer: bool, begin: float) -> ProbeResult:
+        code = self._process.wait_for_exit(EXIT_S) if self._process else None
+        self.close()
+        if by_oom_killer and code == -signal.SIGKILL:
+            reason = HOST_OOM
+        elif code is not None and code < 0:
+            reason = f"the worker was killed by {signal.Signals(-code).name}"
+        else:
+            reason = f"the worker ended with exit code {code}"
+        return _failed(request, Outcome.CRASH, None, reason, begin)
+
+    # --- the worker
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """How the model's layers repeat; None where the worker cannot tell. Raises EnvironmentProblem, Cancelled."""
-        if self._process is None:
-            self.launch()
-        if not self._ready:
-            self._await_ready()
+        """How the layers of a model with this transformers config repeat; None where the worker cannot tell.
+
+        Raises as `probe` does.
+        """
+        process = self._ready_process()
         try:
-            self._send({"describe": model})
-            message = self._receive(Watch(None, self._deadlines))
-        except (BrokenPipeError, ConnectionError, EOFError):
+            process.send({"describe": model})
+            message = self._receive(process, Monitor(None, self._deadlines))
+        except ENDED:
             message = None
         if message is None:
             self.close()
             return None
         return from_data(ModelShape, message["shape"]) if message["event"] == "described" else None
 
+    def launch(self) -> None:
+        """Start a worker and return; it imports its libraries meanwhile."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._process = WorkerProcess(self.device, self.logs / "worker.log")
+        self._ready = False
+        self.starts += 1
+
     def close(self) -> None:
-        """End the worker and everything it started: ask, wait, kill the group."""
+        """End the worker and everything that it started."""
         process, self._process = self._process, None
         self._ready = False
-        scratch, self._scratch = self._scratch, None
-        if self._channel is not None:
-            self._channel.close()  # end of file: an idle worker leaves by itself
-            self._channel = None
-        if process is None:
-            return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=3)
-                break
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # grandchildren that outlived it
-        process.wait()
-        if scratch is not None:
-            scratch.cleanup()
+        if process is not None:
+            process.close()
 
-    def launch(self) -> None:
-        """Start the worker and return; it imports its libraries meanwhile."""
-        ours, theirs = socket.socketpair()
-        self.logs.mkdir(parents=True, exist_ok=True)
-        log = self.logs / "worker.log"
-        self._scratch = tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True)
-        worker = [sys.executable, "-m", "autotune.probe.worker"]
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [*worker, str(theirs.fileno()), self.device, str(os.getpid()), self._scratch.name],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=child_environment(os.environ, self.device),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        theirs.close()
-        self._channel, self._buffer = ours, b""
-        self.starts += 1
-        self._ready = False
+    def _ready_process(self) -> WorkerProcess:
+        """The worker, started and ready. Raises EnvironmentProblem, TooManyFailures and Cancelled."""
+        if self._process is None:
+            self.launch()
+        assert self._process is not None
+        if not self._ready:
+            self._await_ready(self._process)
+        return self._process
 
-    def _await_ready(self) -> None:
-        log = self.logs / "worker.log"
-        watch = Watch(None, self._deadlines)
-        reason, broken, unhealthy = f"it did not start within {self._deadlines[Phase.START]:.0f} s", False, False
+    def _await_ready(self, process: WorkerProcess) -> None:
+        monitor = Monitor(None, self._deadlines)
+        reason = f"it did not start within {self._deadlines[Phase.START]:.0f} s"
+        broken = unhealthy = False
         try:
-            while message := self._receive(watch):
+            while message := self._receive(process, monitor):
                 if message["event"] == "ready":
                     self._fingerprint = from_data(Fingerprint, message["fingerprint"])
                     self.memory_gib = message["memory_gib"]
-                    self._ready, self._start_s = True, message["seconds"]
+                    self._start_s = message["seconds"]
+                    self._ready = True
                     return
                 if message["event"] == "broken":
-                    reason, broken, unhealthy = message["reason"], True, message["unhealthy"]
+                    broken, reason, unhealthy = True, message["reason"], message["unhealthy"]
         except (ConnectionError, EOFError):
-            reason = reason if broken else "it ended while starting"
+            if not broken:
+                reason = "it ended while starting"
         self.close()
+        log = self.logs / "worker.log"
         if unhealthy:
             raise TooManyFailures(
                 f"the device cannot be trusted: {reason}", remedy=f"use another; see {log}, and its maker's diagnostics"
@@ -295,65 +266,40 @@ class WorkerProber:
             f"the probe worker could not start: {reason}", remedy=f"see {log}; `autotune doctor` checks this machine"
         )
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._channel is None:
-            raise ConnectionError
-        self._channel.sendall(json.dumps(message).encode() + b"\n")
 
-    def _receive(self, watch: "Watch") -> dict[str, Any] | None:
-        """The next message; None when the phase's deadline passed. Raises EOFError when the worker is gone."""
-        assert self._channel is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if selector.select(timeout=SAMPLE_EVERY_S):
-                    data = self._channel.recv(1 << 16)
-                    if not data:
-                        raise EOFError
-                    self._buffer += data
-                else:
-                    watch.tick()
-                    if watch.expired():
-                        return None
-                    if self._should_stop():
-                        self.close()
-                        raise Cancelled
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHealth:
+    """Whether a worker can probe on this machine.
 
-    def _hung(self, request: ProbeRequest, watch: "Watch", begin: float) -> ProbeResult:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)  # faulthandler writes every thread's stack to the trial's log
-        time.sleep(0.5)
-        self.close()
-        limit = self._deadlines[watch.phase]
-        reason = f"no progress in phase {watch.phase} for {limit:.0f} s; the stack is in the log"
-        return _failed(request, Outcome.TIMEOUT, watch.phase, reason, begin)
+    `fingerprint` is None where it cannot, `problem` is the reason then. `nf4_problem` is the reason why 4-bit weights
+    of bitsandbytes do not train; None where they do.
+    """
 
-    def _died(self, request: ProbeRequest, by_oom_killer: bool, log: Path, begin: float) -> ProbeResult:
-        code: int | None = None
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(timeout=5)
-        self.close()
-        if by_oom_killer and code == -signal.SIGKILL:
-            reason = HOST_OOM
-        elif code is not None and code < 0:
-            reason = f"the worker was killed by {signal.Signals(-code).name}"
-        else:
-            reason = f"the worker ended with exit code {code}"
-        return replace(_failed(request, Outcome.CRASH, None, reason, begin), log=log.name)
+    fingerprint: Fingerprint | None
+    problem: str | None = None
+    nf4_problem: str | None = None
+
+
+def check_worker(device: str) -> WorkerHealth:
+    """Start a worker on `device`, which trains a tiny model to become ready, and train one with 4-bit weights."""
+    with tempfile.TemporaryDirectory(prefix="autotune-") as logs, WorkerProber(device, Path(logs)) as prober:
+        try:
+            fingerprint = prober.fingerprint
+            result = prober.probe(tiny_request(device, prober.memory_gib, quantization="nf4"), Path(logs, "nf4.log"))
+        except (EnvironmentProblem, TooManyFailures) as error:
+            return WorkerHealth(fingerprint=None, problem=str(error))
+    problem = None if result.outcome is Outcome.OK else result.reason or result.outcome.value
+    return WorkerHealth(fingerprint=fingerprint, nf4_problem=problem)
 
 
 def _slowed_by(result: ProbeResult) -> tuple[str, ...] | None:
-    """What slowed the card down; None where nobody looked."""
-    read = result.measurement.telemetry if result.measurement else None
-    return None if read is None else read.slowed_by
+    """What slowed the card down; None where no sensor was read."""
+    telemetry = result.measurement.telemetry if result.measurement else None
+    return None if telemetry is None else telemetry.slowed_by
 
 
 def _failed(request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason: str, begin: float) -> ProbeResult:
+    total_s = time.monotonic() - begin
     return ProbeResult(
         request_digest=request.digest,
         config=request.config,
@@ -362,17 +308,16 @@ def _failed(request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason
         outcome=outcome,
         phase=phase,
         reason=reason,
-        seconds={"total": (took := time.monotonic() - begin)},
-        started_at=(datetime.now(UTC) - timedelta(seconds=took)).isoformat(timespec="milliseconds"),
+        seconds={"total": total_s},
+        started_at=(datetime.now(UTC) - timedelta(seconds=total_s)).isoformat(timespec="milliseconds"),
     )
 
 
 def host_oom_kills() -> int:
-    """How often the kernel's OOM killer struck since boot."""
+    """How many processes the kernel's OOM killer has ended since boot; 0 where the kernel does not count them."""
     try:
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
     except OSError:
-        pass
-    return 0
+        return 0
+    counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    return counts[0] if counts else 0

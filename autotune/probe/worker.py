@@ -1,14 +1,13 @@
-"""The child: reads requests, answers results, keeps the base model warm between them. Nothing imports this file.
+"""The child process: reads requests, answers results, keeps the base model warm between them. Nothing imports it.
 
-It speaks JSON lines on a socket of its own, since libraries print to stdout; stdout and stderr go to the trial's log.
-After each probe it puts the process back as it was, and says so; the parent replaces a worker that could not.
+It sends JSON lines on a socket of its own, since libraries print to stdout; stdout and stderr go to the trial's log.
+After each probe it restores the process and reports whether that succeeded; the parent replaces it where it did not.
 """
 
 import faulthandler
 import gc
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -20,22 +19,25 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from autotune.core.probe_types import Measurement, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.process import die_with_parent, take_group_along
 from autotune.core.serialization import from_data, to_data
-from autotune.core.train_config import TrainConfig
 from autotune.probe.fault_injection import injected
+from autotune.probe.tiny_probe import tiny_request
 
 if TYPE_CHECKING:
+    from autotune.probe.harness import Probe
     from autotune.probe.resident import ResidentModel
 
 MAX_LOST_GIB = 0.5
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[3]))
-    take_group_along(int(sys.argv[1]), scratch=sys.argv[4])
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    """Serve the parent on a socket, by arguments: its descriptor, the device, the parent's pid, a scratch directory."""
+    channel_handle, device, parent, scratch = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+    die_with_parent(parent)
+    take_group_along(channel_handle, scratch=scratch)
+    channel = socket.socket(fileno=channel_handle)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     reader, writer = channel.makefile("r"), channel.makefile("w")
 
@@ -45,30 +47,30 @@ def main() -> None:
 
     send(event="phase", phase=Phase.START)
     try:
-        worker = Worker(sys.argv[2], send, sys.argv[4])
+        worker = Worker(device, send, scratch)
         fingerprint, memory_gib = to_data(worker.meter.fingerprint()), worker.meter.memory_gib()
-        took = time.time() - psutil.Process().create_time()
-        send(event="ready", fingerprint=fingerprint, memory_gib=memory_gib, seconds=took)
+        seconds = time.time() - psutil.Process().create_time()
+        send(event="ready", fingerprint=fingerprint, memory_gib=memory_gib, seconds=seconds)
     except Exception as error:
         traceback.print_exc()
         kind = type(error).__name__  # by name: what defines it may be what could not be imported
         send(event="broken", reason=f"{kind}: {error}", unhealthy=kind == "Miscalculated")
         return
-    home = os.dup(2)
+    worker_log = os.dup(2)
     for line in reader:
         message = json.loads(line)
         if "describe" in message:
-            send(**described(message["describe"]))
+            send(**description(message["describe"]))
             continue
         _log_to(message["log"])
-        worker.strike = injected(message["log"])
+        worker.inject = injected(message["log"])
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
-        _log_to(home)
+        _log_to(worker_log)
         send(event="result", result=to_data(result), reusable=reusable)
 
 
-def described(model: dict[str, Any]) -> dict[str, Any]:
-    """The answer to what a model's layers are like: a message."""
+def description(model: dict[str, Any]) -> dict[str, Any]:
+    """The message that answers how a model's layers repeat."""
     from autotune.probe.model_shape import describe
 
     try:
@@ -79,17 +81,20 @@ def described(model: dict[str, Any]) -> dict[str, Any]:
 
 
 class Worker:
-    """One device, and the base models that wait on it: one family, at the depths that were asked for."""
+    """One device, and the base models of one family that wait on it, at the depths that were probed."""
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
-        # Imported here, so that `ready` and a failed import both reach the parent as messages.
+        """Check the device and load the libraries, so that both `ready` and a failed import reach the parent.
+
+        `send` sends a message to the parent, `scratch` is a directory for temporary files.
+        """
         from autotune.probe.health import check_products
         from autotune.probe.meters import open_meter
 
         self.meter = open_meter(device)
         check_products(self.meter.torch_device)
+        self.inject: Callable[[Phase], None] | None = None  # a fault on purpose, at the start of each phase
         self._send = send
-        self.strike: Callable[[Phase], None] | None = None  # a fault on purpose
         self._scratch = scratch
         self._residents: dict[int | None, ResidentModel] = {}  # by depth
         self._served = 0
@@ -99,8 +104,8 @@ class Worker:
         self._warm_up(device)
 
     def _warm_up(self, device: str) -> None:
-        """One probe of a tiny model loads the libraries and kernels, so that they count as context from the start."""
-        result, _ = self.serve(warm_up_request(device, self.meter.memory_gib()))
+        """One probe of a tiny model loads libraries and kernels, so that they count as context from the start."""
+        result, _ = self.serve(tiny_request(device, self.meter.memory_gib()))
         if result.outcome is not Outcome.OK:
             raise RuntimeError(f"a tiny warm-up probe failed: {result.reason}")
         self._drop(list(self._residents))
@@ -110,13 +115,13 @@ class Worker:
         self._empty_gib = self.meter.allocated_gib()
 
     def serve(self, request: ProbeRequest) -> tuple[ProbeResult, bool]:
-        """One probe, and whether this process is as good as new after it."""
-        clock = Clock()
+        """The result of one probe, and whether this process is as good as new after it."""
+        clock = PhaseClock()
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
         fields, reusable = self._attempt(request, clock)
         oom: OomDetail | None = fields.get("oom")
         if oom is not None and oom.need_gib <= oom.limit_gib and self.meter.aside_gib and reusable:
-            # Less than the limit was held: the models that wait aside may have taken the room.
+            # Less than the limit was needed: waiting models may have taken the room.
             self._drop([depth for depth in self._residents if depth != request.depth])
             fields, reusable = self._attempt(request, clock)
         self._served += 1
@@ -132,10 +137,10 @@ class Worker:
         )
         return result, reusable
 
-    def _attempt(self, request: ProbeRequest, clock: "Clock") -> tuple[dict[str, Any], bool]:
-        """What came of one try, as fields of the result, and whether this process is as good as new after it."""
+    def _attempt(self, request: ProbeRequest, clock: "PhaseClock") -> tuple[dict[str, Any], bool]:
+        """The outcome of one try as fields of the result, and whether this process is as good as new after it."""
+        from autotune.probe.accounting import too_tight
         from autotune.probe.harness import Probe
-        from autotune.probe.resident import clean
 
         fields: dict[str, Any] = {}
         probe: Probe | None = None
@@ -143,49 +148,59 @@ class Worker:
         def emit(phase: Phase) -> None:
             clock.enter(phase)
             self._send(event="phase", phase=phase)
-            if self.strike is not None:
-                self.strike(phase)
+            if self.inject is not None:
+                self.inject(phase)
 
         try:
             emit(Phase.LOAD)
-            probe = Probe(request, self._base_for(request), self.meter, emit, self._lost_gib, self._scratch)
+            probe = Probe(request, self._resident_for(request), self.meter, emit, self._lost_gib, self._scratch)
             measurement = probe.run()
             fields = {"outcome": Outcome.OK, "measurement": measurement}
             if measurement.alloc_retries:
-                fields |= too_tight(measurement, probe.recorder.retried_in or Phase.STEADY)
+                phase = probe.recorder.retried_in or Phase.STEADY
+                detail, reason = too_tight(measurement, phase)
+                fields |= {"outcome": Outcome.OOM, "phase": phase, "oom": detail, "reason": reason}
         except Exception as error:
-            self.meter.uncap()  # on a CPU even a traceback wants memory
+            self.meter.uncap()  # on a CPU even a traceback needs memory
             fields = self._failure(error, probe)
-        # Only now, outside the except block, does nothing hold the frames of the failed step any more.
+        # Only now, outside the except block, nothing refers to the frames of the failed step any more.
         emit(Phase.CLEANUP)
         if probe is not None:
-            # bitsandbytes never frees the managed memory of a paged optimizer (GlobalPageManager keeps it).
-            self._lost_gib += probe.managed_gib
-            probe.close()
-            clean(probe.resident)
+            self._close(probe)
         probe = None
-        # Full fine-tuning changed the weights; 8-bit layers grow buffers of their own as they run.
+        return fields, self._restore(request, fields)
+
+    def _close(self, probe: "Probe") -> None:
+        from autotune.probe.resident import clean
+
+        # bitsandbytes never frees the managed memory of a paged optimizer (GlobalPageManager keeps it).
+        self._lost_gib += probe.managed_gib
+        probe.close()
+        clean(probe.resident)
+
+    def _restore(self, request: ProbeRequest, fields: dict[str, Any]) -> bool:
+        """Return the memory of a finished probe; whether all of it was. Adds a note to `fields` if it was not."""
+        succeeded = fields["outcome"] in (Outcome.OK, Outcome.OOM)
+        # Full fine-tuning changes the weights; 8-bit layers grow buffers of their own as they run.
         changed = request.config.method == "full" or request.config.quantization == "int8"
-        # What failed while it was loaded may be half made.
-        whole = fields["outcome"] in (Outcome.OK, Outcome.OOM) and fields.get("phase") is not Phase.LOAD
-        if changed or not whole:
+        # A model that failed while it was loaded may be incomplete.
+        if changed or not succeeded or fields.get("phase") is Phase.LOAD:
             self._drop([request.depth])
         self.meter.uncap()
         self.meter.release()
-        gc.freeze()  # what is left is libraries and base models: no collection in a timed step need walk them
-        kept = self._residents.get(request.depth)
-        baseline_gib = self._empty_gib + (kept.cached_gib() if kept else 0.0)
-        reusable = fields["outcome"] in (Outcome.OK, Outcome.OOM)
-        if reusable and not self.meter.returned_to(baseline_gib):
-            reusable = False
-            fields["notes"] = ("the worker is replaced, which did not give all memory back",)
+        gc.freeze()  # libraries and base models: no collection in a timed step need visit them
+        resident = self._residents.get(request.depth)
+        baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
         if self._lost_gib > MAX_LOST_GIB:
-            reusable = False
-            fields["notes"] = (f"the worker is replaced, where paged optimizers left {self._lost_gib:.1f} GiB behind",)
-        return fields, reusable
+            fields["notes"] = (f"the worker is replaced, since paged optimizers left {self._lost_gib:.1f} GiB behind",)
+            return False
+        if succeeded and not self.meter.returned_to(baseline_gib):
+            fields["notes"] = ("the worker is replaced, since it did not return all memory",)
+            return False
+        return succeeded
 
-    def _base_for(self, request: ProbeRequest) -> "ResidentModel":
-        """The base model for this request: the one that is here, or a new one. Others of its family wait aside."""
+    def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
+        """The base model for this request, cached or new. Others of its family wait aside."""
         from autotune.probe.resident import build_resident, family_of
 
         # Libraries come first: their memory is context, not the model's.
@@ -194,13 +209,12 @@ class Worker:
         if request.config.quantization == "fp8":
             import torchao.float8  # noqa: F401
         family, full = family_of(request), request.config.method == "full"
-        self._drop(
-            [
-                depth
-                for depth, resident in self._residents.items()
-                if resident.family != family or (full and depth == request.depth)
-            ]
-        )
+        unsuited = [
+            depth
+            for depth, resident in self._residents.items()
+            if resident.family != family or (full and depth == request.depth)
+        ]
+        self._drop(unsuited)
         others = [resident for depth, resident in self._residents.items() if depth != request.depth]
         self.meter.aside_gib = sum(resident.cached_gib() for resident in others)
         resident = self._residents.get(request.depth)
@@ -217,75 +231,35 @@ class Worker:
         return resident
 
     def _drop(self, depths: list[int | None]) -> None:
-        if depths:
-            for depth in depths:
-                self._residents.pop(depth, None)
-            gc.unfreeze()
-            self.meter.release()
-            gc.freeze()  # the next collection, which the Trainer asks for at its start, need not walk all libraries
+        """Release the base models at these depths."""
+        if not depths:
+            return
+        for depth in depths:
+            self._residents.pop(depth, None)
+        gc.unfreeze()
+        self.meter.release()
+        gc.freeze()  # the Trainer asks for a collection at its start, which need not visit all libraries
 
-    def _failure(self, error: Exception, probe: Any) -> dict[str, Any]:
-        """What went wrong, as fields of the result. Holds no reference to the error."""
+    def _failure(self, error: Exception, probe: "Probe | None") -> dict[str, Any]:
+        """What failed, as fields of the result. Holds no reference to the error."""
+        from autotune.probe.accounting import is_out_of_memory, oom_detail
         from autotune.probe.harness import BadLoss
 
         traceback.print_exc()
         phase = probe.recorder.phase if probe else Phase.LOAD
         if is_out_of_memory(error):
-            # The failed step has begun to unwind: what it held is read from the peak, and the loss is activations'.
             peak, reserved = self.meter.peak_gib()
-            terms = probe.held_gib() if probe else {"weights": self.meter.allocated_gib()}
-            rest = "activations" if probe else "weights"
-            terms[rest] += max(peak - sum(terms.values()), 0.0)
-            detail = OomDetail(
-                phase=phase,
-                requested_gib=requested_gib(str(error)),
-                allocated_gib=sum(terms.values()),
-                reserved_gib=max(reserved, sum(terms.values())),
-                limit_gib=probe.limit_gib if probe and probe.limit_gib else self._limit_gib,
-                terms_gib=terms,
-            )
+            terms = probe.allocated_by() if probe else {"weights": self.meter.allocated_gib()}
+            limit = probe.limit_gib if probe and probe.limit_gib else self._limit_gib
+            detail = oom_detail(error, phase, terms, peak, reserved, limit)
             return {"outcome": Outcome.OOM, "phase": phase, "reason": f"out of memory in {phase}", "oom": detail}
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-        outcome = Outcome.NUMERICS if isinstance(error, BadLoss) else Outcome.CRASH
-        reason = first if outcome is Outcome.NUMERICS else f"{type(error).__name__}: {first}"
-        return {"outcome": outcome, "phase": phase, "reason": reason}
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        if isinstance(error, BadLoss):
+            return {"outcome": Outcome.NUMERICS, "phase": phase, "reason": first_line}
+        return {"outcome": Outcome.CRASH, "phase": phase, "reason": f"{type(error).__name__}: {first_line}"}
 
 
-def too_tight(measurement: Measurement, phase: Phase) -> dict[str, Any]:
-    """A probe that came through only because the allocator gave cached memory back and tried again does not fit."""
-    held = {
-        "weights": measurement.model_gib,
-        "adapters": measurement.adapters_gib,
-        "gradients": measurement.gradients_gib,
-        "optimizer": measurement.optimizer_gib,
-    }
-    detail = OomDetail(
-        phase=phase,
-        requested_gib=None,
-        allocated_gib=measurement.peak_allocated_gib,
-        reserved_gib=measurement.peak_reserved_gib,
-        limit_gib=measurement.limit_gib,
-        terms_gib=held | {"activations": max(measurement.peak_allocated_gib - sum(held.values()), 0.0)},
-    )
-    times = f"{measurement.alloc_retries} time" + ("s" if measurement.alloc_retries > 1 else "")
-    reason = f"too tight in {phase}: the allocator ran out, gave back what it cached and tried again {times}"
-    return {"outcome": Outcome.OOM, "phase": phase, "oom": detail, "reason": reason}
-
-
-def warm_up_request(device: str, memory_gib: float) -> ProbeRequest:
-    """A small real probe, large enough that the libraries set up the buffers they use for matrices of real size."""
-    shape = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
-    return ProbeRequest(
-        config=TrainConfig(micro_batch_size=2, seq_len=256, precision="fp32" if device == "cpu" else "bf16_mixed"),
-        model={"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 4096, **shape},
-        device=device,
-        memory_gib=memory_gib,
-        micro_steps=1,
-        min_timed_s=0.0,
-    )
-
-
-class Clock:
+class PhaseClock:
     """Wall seconds by phase."""
 
     def __init__(self) -> None:
@@ -294,42 +268,20 @@ class Clock:
         self._seconds: dict[str, float] = {}
 
     def enter(self, phase: str | None) -> None:
+        """End the current phase, and begin another."""
         now = time.perf_counter()
         if self._phase is not None:
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = phase, now
 
     def finish(self) -> dict[str, float]:
+        """The seconds of each phase, and `total` since the clock was made."""
         self.enter(None)
         return self._seconds | {"total": time.perf_counter() - self._start}
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Out of device or host memory. An illegal memory access is not."""
-    import torch
-
-    text = str(error)
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and (
-        "DefaultCPUAllocator: can't allocate memory" in text
-        or "CUDA error: out of memory" in text
-        or "CUBLAS_STATUS_ALLOC_FAILED" in text
-        or "std::bad_alloc" in text
-    )
-
-
-def requested_gib(message: str) -> float | None:
-    """The size of the allocation that failed, from torch's message."""
-    if match := re.search(r"tried to allocate ([\d.]+) (KiB|MiB|GiB)", message, re.IGNORECASE):
-        return float(match.group(1)) / {"KiB": 2**20, "MiB": 2**10, "GiB": 1}[match.group(2)]
-    if match := re.search(r"tried to allocate (\d+) bytes", message):
-        return int(match.group(1)) / 2**30
-    return None
-
-
 def _log_to(target: str | int) -> None:
-    """Point stdout and stderr at a file, by path or descriptor."""
+    """Redirect stdout and stderr to a file, by path or descriptor."""
     sys.stdout.flush()
     sys.stderr.flush()
     handle = target if isinstance(target, int) else os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

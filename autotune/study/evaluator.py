@@ -279,7 +279,7 @@ class Evaluator:
         if need > limit:
             reason = f"needs {fmt_gib(need)} of {fmt_gib(limit)}, extrapolated from {pair[0]} and {pair[1]} layers"
             phase = max(measurement.phase_peak_gib, key=lambda one: measurement.phase_peak_gib[one])
-            oom = _foretold_oom(phase, need, limit, _terms(measurement))
+            oom = _foretold_oom(phase, need, limit, measurement.terms_gib(need))
             return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=oom, phase=phase, measurement=measurement)
         if self._shallow_only:
             return _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=measurement)
@@ -372,14 +372,3 @@ def _foretold_oom(phase: Phase, need_gib: float, limit_gib: float, terms: dict[s
         limit_gib=limit_gib,
         terms_gib=terms,
     )
-
-
-def _terms(measurement: Measurement) -> dict[str, float]:
-    """What a foretold peak consists of; how much of the activations is logits is not known."""
-    held = {
-        "weights": measurement.model_gib,
-        "adapters": measurement.adapters_gib,
-        "gradients": measurement.gradients_gib,
-        "optimizer": measurement.optimizer_gib,
-    }
-    return held | {"activations": max(measurement.peak_reserved_gib - sum(held.values()), 0.0)}

@@ -165,6 +165,7 @@ def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result:
     if result.outcome is not Outcome.OK or found is None:
         return ConfigResult(case=case, config=config, outcome=result.outcome, evidence=evidence, reason=result.reason)
     speed = task.performance(config, [found])
+    reserved_gib = found.peak_reserved_gib + found.managed_gib
     return ConfigResult(
         case=case,
         config=config,
@@ -174,7 +175,7 @@ def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result:
         samples_per_s=speed.samples_per_second,
         step_time_s=speed.step_time_s,
         peak_gib=found.peak_reserved_gib,
-        whole_gib=found.peak_reserved_gib + found.managed_gib + found.context_gib,
+        whole_gib=None if found.context_gib is None else reserved_gib + found.context_gib,
     )
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from autotune.core.errors import EnvironmentProblem
 from autotune.core.probe_types import Outcome, Phase, ProbeRequest, Rung
-from autotune.probe.supervisor import WorkerProber, child_environment
+from autotune.probe.supervisor import WorkerProber
+from autotune.probe.worker_process import child_environment
 from autotune.study.evaluator import shortened
 from tests.helpers.probing import LARGE, MODEL, WIDE, pid_of, request
 

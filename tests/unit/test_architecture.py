@@ -43,12 +43,13 @@ CHILD = (
     "recorder",
     "resident",
     "synthetic_model",
+    "tiny_probe",
     "trl_clock",
     "trl_entry",
     "trl_trainer",
     "worker",
 )
-CHILD_MAY = {"core", "prediction.depth_extrapolation"}
+CHILD_MAY = {"core"}
 
 TORCH = frozenset(
     {"torch", "transformers", "peft", "bitsandbytes", "accelerate", "torchao", "safetensors", "trl", "datasets"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from autotune.core.errors import AutotuneError, EnvironmentProblem
 from autotune.core.nvml import list_gpus
 from autotune.core.units import fmt_gib, gib
-from autotune.probe.supervisor import child_environment
+from autotune.probe.worker_process import child_environment
 from autotune.study.storage.location import storage_url
 
 # Asked of a fresh process, with the environment that probes run in.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import Cancelled
-from autotune.probe.supervisor import child_environment
+from autotune.probe.worker_process import child_environment
 
 # Runs a script, or a module, in a process that gets a signal when its parent ends, however that ends.
 TIED = """

@@ -64,31 +64,35 @@ def recorded(
 
 def test_every_micro_batch_counts_not_the_first_of_each_step_alone() -> None:
     """A card at its power limit runs ahead after each pause: the first of two is the faster one."""
-    steps, micros, rests, _ = recorded([0.9, 1.1], gap=0.01, optimizer=0.2).times()
-    assert steps == pytest.approx([2.22])
-    assert micros == pytest.approx([0.91, 1.11])
-    assert rests == pytest.approx([0.2])
+    times = recorded([0.9, 1.1], gap=0.01, optimizer=0.2).times()
+    assert times.steps == pytest.approx([2.22])
+    assert times.micro_batches == pytest.approx([0.91, 1.11])
+    assert times.rests == pytest.approx([0.2])
 
 
 def test_what_making_batches_takes_counts_to_the_micro_batches() -> None:
     """A full run makes more of them for each step than a probe does."""
     recorder = recorded([0.1], gap=0.01, optimizer=0.05, fetch=0.04, min_timed_s=2.0)
-    steps, micros, rests, _ = recorder.times()
-    assert micros == pytest.approx([0.13] * len(micros))
-    assert rests == pytest.approx([0.05] * len(rests))
-    assert steps[:-1] == pytest.approx([0.31] * (len(steps) - 1))  # the last ends before the next one's batches
+    times = recorder.times()
+    assert times.micro_batches == pytest.approx([0.13] * len(times.micro_batches))
+    assert times.rests == pytest.approx([0.05] * len(times.rests))
+    assert times.steps[:-1] == pytest.approx(
+        [0.31] * (len(times.steps) - 1)
+    )  # the last ends before the next one's batches
 
 
 def test_a_single_micro_batch_a_step_has_its_batch_made_too() -> None:
     for wanted in (0.0, 5.0):
         recorder = recorded([1.0], optimizer=0.2, fetch=0.5, steps_of=1, min_timed_s=wanted, min_timed_micros=1)
-        assert recorder.times()[1] == pytest.approx([1.7] * len(recorder.times()[1]))
+        micros = recorder.times().micro_batches
+        assert micros == pytest.approx([1.7] * len(micros))
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.05])
 def test_a_step_is_its_micro_batches_and_the_rest(gap: float) -> None:
     recorder = recorded([0.1, 0.12, 0.11], gap=gap, optimizer=0.03, min_timed_s=2.0)
-    steps, micros, rests, phases = recorder.times()
+    times = recorder.times()
+    steps, micros, rests, phases = times.steps, times.micro_batches, times.rests, times.phases
     assert sum(micros) + sum(rests) == pytest.approx(sum(steps))
     assert len(micros) == 2 * len(steps) == 2 * len(rests)
     assert sum(phases[phase] for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)) * len(
@@ -108,11 +112,11 @@ def test_a_step_is_its_micro_batches_and_the_rest(gap: float) -> None:
     ],
 )
 def test_no_more_steps_are_timed_than_say_something_new(micro_s: float, wanted: dict[str, int], num_steps: int) -> None:
-    assert len(recorded([micro_s], **wanted).times()[0]) == num_steps
+    assert len(recorded([micro_s], **wanted).times().steps) == num_steps
 
 
 def test_steps_that_disagree_are_followed_by_more() -> None:
     swinging = [0.45, 0.45, 0.55, 0.55]
-    assert len(recorded(swinging, min_timed_s=1.8).times()[0]) == 4
-    assert len(recorded(swinging, min_timed_s=1.8, max_timed_steps=3).times()[0]) == 3
-    assert len(recorded(swinging, min_timed_s=1.8, depth=2).times()[0]) == 2  # its error is foretold with it
+    assert len(recorded(swinging, min_timed_s=1.8).times().steps) == 4
+    assert len(recorded(swinging, min_timed_s=1.8, max_timed_steps=3).times().steps) == 3
+    assert len(recorded(swinging, min_timed_s=1.8, depth=2).times().steps) == 2  # its error is foretold with it

@@ -1,0 +1,143 @@
+"""One worker process, as its parent sees it: started, sent JSON lines, listened to, and ended with all it started.
+
+The worker runs in a session of its own, so that it and its children can be killed together. Its environment holds only
+variables that are known to be needed: no database or cloud secret reaches it.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from autotune.core.errors import Cancelled
+from autotune.probe.monitor import Monitor
+from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, one_gpu
+
+SAMPLE_EVERY_S = 0.1
+END_WITHIN_S = 3.0  # after SIGTERM, before SIGKILL
+
+# On a CPU, peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back. Threads that
+# spin while they wait make a step twenty times slower as soon as another process wants a core; sleeping ones do not.
+ON_CPU = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_WAIT_POLICY": "passive",
+}
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "CC", "CXX"),
+    "AUTOTUNE_INJECT",
+)
+PASSED_ON_PREFIXES = (
+    *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "OMP_", "MKL_", "XDG_CACHE", "HF_HOME", "HF_HUB_"),
+)
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
+    """The environment of a worker on `device` ("cuda" or "cpu"): never a token, password or key."""
+    environment = {
+        name: value
+        for name, value in parent.items()
+        if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)) and not any(word in name for word in SECRET_WORDS)
+    }
+    environment |= {
+        ALLOCATOR_VARIABLE: ALLOCATOR,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return environment | (ON_CPU if device == "cpu" else one_gpu(parent.get("CUDA_VISIBLE_DEVICES", "0")))
+
+
+class WorkerProcess:
+    """A worker that was started on a device. It imports its libraries while the constructor returns."""
+
+    def __init__(self, device: str, log: Path) -> None:
+        """Start the worker. Until its first probe its output is appended to `log`."""
+        self._channel, theirs = socket.socketpair()
+        self._buffer = b""
+        # What a killed worker leaves behind lies in here.
+        self._scratch = tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True)
+        command = [sys.executable, "-m", "autotune.probe.worker"]
+        arguments = [str(theirs.fileno()), device, str(os.getpid()), self._scratch.name]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=child_environment(os.environ, device),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id, which is its process group's as well."""
+        return self._process.pid
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message. Raises OSError (BrokenPipeError, ConnectionError) where the worker has ended."""
+        self._channel.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, monitor: Monitor, should_stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """Wait for the next message; None once the deadline of the phase has passed.
+
+        Raises:
+            EOFError: the worker has ended.
+            Cancelled: `should_stop` returned True.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            while b"\n" not in self._buffer:
+                if selector.select(timeout=SAMPLE_EVERY_S):
+                    data = self._channel.recv(1 << 16)
+                    if not data:
+                        raise EOFError
+                    self._buffer += data
+                    continue
+                monitor.tick()
+                if monitor.expired():
+                    return None
+                if should_stop():
+                    raise Cancelled
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def dump_stacks(self) -> None:
+        """Have the worker write every thread's stack to its current log."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+
+    def wait_for_exit(self, timeout_s: float) -> int | None:
+        """The exit code (negative: a signal) of a worker that is ending; None if it still runs after `timeout_s`."""
+        try:
+            return self._process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """End the worker and everything it started: ask, wait, kill the group."""
+        self._channel.close()  # at the end of its input an idle worker ends by itself
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal_group(number)
+            if self.wait_for_exit(END_WITHIN_S) is not None:
+                break
+        self._signal_group(signal.SIGKILL)  # grandchildren that outlived it
+        self._process.wait()
+        self._scratch.cleanup()
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

@@ -1,0 +1,68 @@
+"""What a GPU's meter says of the context, with a driver and a torch that the test makes up."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.core.units import GIB
+from autotune.probe.meters import CudaMeter
+
+
+class Driver:
+    """NVML on a card: `by_process` is what it shows for this process, `used` what is in use on the whole card."""
+
+    def __init__(self, by_process: float | None, used: float | None) -> None:
+        self.by_process = by_process
+        self.used = used
+
+    def used_by_process_gib(self, pid: int) -> float | None:
+        return self.by_process
+
+    def used_gib(self) -> float | None:
+        return self.used
+
+
+class Properties:
+    total_memory = 24 * GIB
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """torch holds 2 of 24 GiB, 14 GiB are free. Collects the fractions that it is capped to."""
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (14 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    return fractions
+
+
+def meter(driver: Driver | None, used_before: float | None = None) -> CudaMeter:
+    made: Any = object.__new__(CudaMeter)
+    made._nvml = driver
+    made._used_before_gib = used_before
+    made._properties = Properties()
+    return made
+
+
+def test_the_context_is_what_the_driver_shows_for_the_process(limits: list[float]) -> None:
+    assert meter(Driver(2.5, 20.0), 10.0).context_gib() == pytest.approx(0.5)
+
+
+def test_in_a_container_the_context_is_what_the_card_holds_more_than_before(limits: list[float]) -> None:
+    """The driver does not know the process there; 5 GiB are of others."""
+    assert meter(Driver(None, 7.75), 5.0).context_gib() == pytest.approx(0.75)
+    assert meter(Driver(None, 6.0), 5.0).context_gib() == 0.0  # a neighbour has returned some
+
+
+def test_an_unknown_context_is_none(limits: list[float]) -> None:
+    assert meter(None).context_gib() is None
+    assert meter(Driver(None, None), 5.0).context_gib() is None
+    assert meter(Driver(None, 7.0), None).context_gib() is None
+
+
+def test_the_limit_leaves_room_for_the_context(limits: list[float]) -> None:
+    assert meter(Driver(2.5, 20.0)).cap(20.0, 0.1, managed_gib=1.0) == pytest.approx(18.0 - 0.5 - 1.0)
+    # Unknown, it is at most what the card holds besides torch's memory.
+    assert meter(None).cap(20.0, 0.1, managed_gib=0.0) == pytest.approx(18.0 - 8.0)
+    assert limits == pytest.approx([16.5 / 24, 10 / 24])
