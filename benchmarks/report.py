@@ -1,4 +1,4 @@
-"""How long a report of many trials takes to build, and how large it is."""
+"""Measure the time to build a report of many trials, and its size."""
 
 import argparse
 import statistics
@@ -12,8 +12,8 @@ from common import save
 
 from autotune.probe.supervisor import WorkerProber
 
-sys.path.insert(0, str(Path(__file__).parent.parent / ""))
-from tests.helpers.factories import summary as made  # the study that the tests of the report look at
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.helpers.factories import summary as make_summary  # the study of the report's tests
 
 
 def main() -> None:
@@ -22,11 +22,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    study = made(trials=args.trials)
+    study = make_summary(trials=args.trials)
     study = replace(study, trials=tuple(replace(row, log=f"trial-{row.number:04d}.log") for row in study.trials))
     rows = []
     started = time.perf_counter()
-    from autotune.report import render  # plotly and jinja2 are loaded in the first run, as the command does
+    from autotune.report import render  # the first run loads plotly and jinja2, as the command does
 
     for run in range(args.runs):
         page = render(study, "out")

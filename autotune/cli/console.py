@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from autotune.core.serialization import to_data
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.setup import Setup
 from autotune.report import describe
-from autotune.report.infos import trade_offs
+from autotune.report.infos import candidates, trade_offs
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord, summary_data
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ class Display(AbstractContextManager["Display"]):
         self._events = events
         self._started = time.monotonic()
         self._best: TrialRecord | None = None
-        self._doing = "starting"
+        self._step = "starting"
         self._has_heading = False
         self._usd_per_hour: float | None = None
         self._ended = threading.Event()
 
     def __enter__(self) -> "Display":
         if self._status is not None:
-            self._status.update(_Live(self._status_line))
+            self._status.update(self)
             self._status.start()
         else:
             threading.Thread(target=self._print_status, daemon=True).start()
@@ -73,6 +73,12 @@ class Display(AbstractContextManager["Display"]):
         self._ended.set()
         if self._status is not None:
             self._status.stop()
+
+    def __rich__(self) -> "Text":
+        """The text next to the spinner, made again at each refresh of the terminal."""
+        from rich.text import Text
+
+        return Text(self._status_line(), no_wrap=True, overflow="ellipsis")
 
     def _print_status(self) -> None:
         while not self._ended.wait(STATUS_EVERY_S):
@@ -87,7 +93,7 @@ class Display(AbstractContextManager["Display"]):
     def say(self, text: str) -> None:
         """Show a step that takes a while: next to the spinner on a terminal, as a line elsewhere."""
         self._event("step", text=text)
-        self._doing = text
+        self._step = text
         if self._status is None:
             self._print(text)
 
@@ -121,9 +127,9 @@ class Display(AbstractContextManager["Display"]):
         left_out = [str(removal) for removal in setup.removals]
         self._event("plan", **lines, left_out=left_out, warnings=list(setup.warnings))
         for name, text in lines.items():
-            self._fact(name, text)
-        self._facts("left out", left_out, "dim")
-        self._facts("warning", setup.warnings, "yellow")
+            self._field(name, text)
+        self._fields("left out", left_out, "dim")
+        self._fields("warning", setup.warnings, "yellow")
 
     def trial(self, row: TrialRecord) -> None:
         """Print one line for a finished trial: its numbers and outcome, its configuration, details."""
@@ -140,7 +146,7 @@ class Display(AbstractContextManager["Display"]):
         start = f"{row.number:>5}  {fmt_count(row.tokens_per_second):>7}  {gib:>5}  {verdict:<7}  "
         text = ": ".join(filter(None, (row.config.label(), "; ".join(_details(row)))))
         self._hang(start, text, _STYLES.get(row.outcome, "red"))
-        self._doing = "searching"
+        self._step = "searching"
 
     def result(self, summary: StudySummary, out_dir: str) -> None:
         """Print the winner against the baseline, what it will cost, where the files are and what to do next."""
@@ -149,29 +155,29 @@ class Display(AbstractContextManager["Display"]):
         if recipe is None:
             self._print("no configuration succeeded", "red")
             return
-        winner, baseline = recipe.winner, recipe.baseline
+        winner = recipe.winner
         self._print("")
-        self._fact("winner", winner.config.label(), "bold green")
-        self._fact("", recipe.reason)
+        self._field("winner", winner.config.label(), "bold green")
+        self._field("", recipe.reason)
         self._print("")
-        for line in _side_by_side({"winner": winner, "baseline": baseline}):
+        for line in _side_by_side(candidates(summary)):
             self._print(line)
         self._print("")
-        if baseline is None:
-            self._fact("baseline", "none was measured: it did not fit, or it failed")
+        if recipe.baseline is None:
+            self._field("baseline", "none was measured: it did not fit, or it failed")
         if recipe.speedup is not None:
-            self._fact("speed-up", f"{recipe.speedup:.2f} times the baseline", "bold")
-        self._fact("evidence", describe.evidence(winner))
-        self._fact("full run", describe.full_run(winner.cost))
-        self._fact("numerics", recipe.numerics)
-        self._facts("trade", trade_offs(recipe))
+            self._field("speed-up", f"{recipe.speedup:.2f} times the baseline", "bold")
+        self._field("evidence", describe.evidence(winner))
+        self._field("full run", describe.full_run(winner.cost))
+        self._field("numerics", recipe.numerics)
+        self._fields("trade", trade_offs(recipe))
         if summary.verification:
-            self._facts("verified", describe.verification(summary.verification))
+            self._fields("verified", describe.verification(summary.verification))
         if summary.quality:
             finalists = summary.quality.ranked()
-            self._facts("learned", [f"{one.config.label()}: {describe.learned(one)}" for one in finalists])
-        self._facts("note", (*recipe.caveats, *summary.notes), "yellow")
-        self._fact("files", out_dir)
+            self._fields("learned", [f"{one.config.label()}: {describe.learned(one)}" for one in finalists])
+        self._fields("note", (*recipe.caveats, *summary.notes), "yellow")
+        self._field("files", out_dir)
         self._next(summary, recipe, out_dir)
 
     def _next(self, summary: StudySummary, recipe: Recipe, out_dir: str) -> None:
@@ -191,7 +197,7 @@ class Display(AbstractContextManager["Display"]):
         steps["ask why it won"] = f"autotune explain {shlex.quote(summary.study)}"
         steps["read the report"] = _open_command(f"{out_dir}/report.html")
         for index, (purpose, command) in enumerate(steps.items()):
-            self._fact("" if index else "next", f"{purpose}:")
+            self._field("" if index else "next", f"{purpose}:")
             self._console.print(f"{'':>9}    {command}", style="cyan", markup=False, emoji=False, soft_wrap=True)
 
     def configs(self, results: "list[ConfigResult]", out_dir: str) -> None:
@@ -211,16 +217,16 @@ class Display(AbstractContextManager["Display"]):
             parts.append(f"{_clock(self._budget_s - elapsed_s)} left")
         if self._best is not None:
             parts.append(f"best {fmt_count(self._best.tokens_per_second)} tokens/s")
-        return ", ".join([*parts, self._doing])
+        return ", ".join([*parts, self._step])
 
-    def _fact(self, name: str, text: str, style: str | None = None) -> None:
+    def _field(self, name: str, text: str, style: str | None = None) -> None:
         """A named line of the plan or the result."""
         self._hang(f"{name:>9}  ", text, style, start_style="dim")
 
-    def _facts(self, name: str, texts: Iterable[str], style: str | None = None) -> None:
+    def _fields(self, name: str, texts: Iterable[str], style: str | None = None) -> None:
         """Several lines, of which the first has the name."""
         for index, text in enumerate(texts):
-            self._fact("" if index else name, text, style)
+            self._field("" if index else name, text, style)
 
     def _hang(self, start: str, text: str, style: str | None, *, start_style: str | None = None) -> None:
         """Print a line that continues below its own text where a terminal is too narrow."""
@@ -235,18 +241,6 @@ class Display(AbstractContextManager["Display"]):
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False, emoji=False)
-
-
-class _Live:
-    """The text next to the spinner, made again at each refresh of the terminal."""
-
-    def __init__(self, text: Callable[[], str]) -> None:
-        self._text = text
-
-    def __rich__(self) -> "Text":
-        from rich.text import Text
-
-        return Text(self._text(), no_wrap=True, overflow="ellipsis")
 
 
 def _clock(seconds: float) -> str:
@@ -275,12 +269,11 @@ def _details(row: TrialRecord) -> list[str]:
     return details
 
 
-def _side_by_side(candidates: dict[str, Candidate | None]) -> list[str]:
+def _side_by_side(rows: dict[str, Candidate]) -> list[str]:
     """A table with a line for each candidate."""
     table = [["", *_COLUMNS]]
-    for name, candidate in candidates.items():
-        if candidate is not None:
-            numbers = describe.numbers(candidate)
-            table.append([name, *(numbers[column].text for column in _COLUMNS.values())])
+    for name, candidate in rows.items():
+        numbers = describe.numbers(candidate)
+        table.append([name, *(numbers[column].text for column in _COLUMNS.values())])
     widths = [max(9 if not place else 0, *map(len, column)) for place, column in enumerate(zip(*table, strict=True))]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]

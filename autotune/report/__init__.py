@@ -1,7 +1,7 @@
-"""The report of a finished study: report.html and the OOM report, made from a StudySummary alone.
+"""The report of a study, made from a StudySummary alone: report.html, the OOM report, and what terminals print.
 
-`infos` and `tradeoffs` say what figures and tables show, `figures` draws (plotly), `html` renders, `oom` explains what
-did not fit.
+`describe` has the words, `infos` and `timeline` the plain values, `figures` draws them (plotly), `html` renders them,
+and `oom` explains what did not fit. `comparison` is the page of several cards, `dashboard` a study in optuna-dashboard.
 """
 
 from autotune.report.html import draw, render

@@ -1,6 +1,6 @@
-"""The words for what a study found, once: a candidate's numbers, its configuration, a trial's outcome, later checks.
+"""The words for the results of a study, once: outcomes, numbers, configurations, ablations, verifications.
 
-The terminal, the report, the dashboard, `autotune status` and notebooks all read from here. Exported files have a
+The terminal, the report, the dashboard, `autotune status` and notebooks all use them. Exported files have a
 header of their own (`export.header`), since exports come before reports.
 """
 
@@ -142,41 +142,41 @@ def learned(finalist: Learned) -> str:
     return f"held-out loss {finalist.loss_before:.4f} to {finalist.loss_after:.4f}"
 
 
-def verification(done: Verification) -> list[str]:
-    """What the exported run did against what was predicted, one line for each number."""
-    if done.tokens_per_s is None:
-        return [f"the exported run failed: {done.reason}"]
-    run = f"{done.micro_steps} micro batches of {done.file}"
-    if done.soak:
-        lines = [f"{run}, rows of {done.config.seq_len:,} tokens among short ones: succeeded"]
+def verification(result: Verification) -> list[str]:
+    """The exported run against the prediction, one line for each number."""
+    if result.tokens_per_s is None:
+        return [f"the exported run failed: {result.reason}"]
+    run = f"{result.micro_steps} micro batches of {result.file}"
+    if result.soak:
+        lines = [f"{run}, rows of {result.config.seq_len:,} tokens among short ones: succeeded"]
     else:
-        measured = f"{fmt_count(done.tokens_per_s)} measured in {run} ({done.speed_error:+.1%})"
-        lines = [f"{fmt_count(done.promised_tokens_per_s)} tokens/s predicted, {measured}"]
+        measured = f"{fmt_count(result.tokens_per_s)} measured in {run} ({result.speed_error:+.1%})"
+        lines = [f"{fmt_count(result.promised_tokens_per_s)} tokens/s predicted, {measured}"]
     peak = "this device does not report its peak"
-    if done.reserved_gib is not None:
-        peak = f"{fmt_gib(done.reserved_gib)} reserved ({done.memory_error:+.1%})"
-    lines.append(f"{fmt_gib(done.promised_gib)} predicted, {peak}")
-    if not done.probed:
-        lines.append(f"{done.file} is not what was probed: its speed and memory were not predicted")
-    if done.soak:
-        lines.append(_memory_growth(done))
+    if result.reserved_gib is not None:
+        peak = f"{fmt_gib(result.reserved_gib)} reserved ({result.memory_error:+.1%})"
+    lines.append(f"{fmt_gib(result.promised_gib)} predicted, {peak}")
+    if not result.probed:
+        lines.append(f"{result.file} is not what was probed: its speed and memory were not predicted")
+    if result.soak:
+        lines.append(_memory_growth(result))
     return lines
 
 
-def failed_verification(done: Verification) -> str | None:
+def failed_verification(result: Verification) -> str | None:
     """Why a verification failed: the run failed, its memory grows, or a number is off. None where it holds."""
-    if done.holds:
+    if result.holds:
         return None
-    if done.seconds_per_step is None:
-        return f"the exported run failed: {done.reason}"
-    if done.memory_growth_gib is not None:
-        return _memory_growth(done)
-    return f"the prediction does not hold within {done.tolerance:.0%}"
+    if result.seconds_per_step is None:
+        return f"the exported run failed: {result.reason}"
+    if result.memory_growth_gib is not None:
+        return _memory_growth(result)
+    return f"the prediction does not hold within {result.tolerance:.0%}"
 
 
-def ablation_effect(ablation: Ablation, knob: AblatedKnob) -> str:
+def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:
     """How many times as fast the winner is because of this knob, and what the knob costs in memory."""
-    winner = ablation.winner
+    winner = result.winner
     if knob.tokens_per_s is None or winner.tokens_per_s is None:
         if knob.outcome not in (Outcome.OOM, Outcome.REFUSED) or not knob.peak_gib:
             return f"without it: {knob.outcome.value}"
@@ -192,12 +192,12 @@ def ablation_effect(ablation: Ablation, knob: AblatedKnob) -> str:
     return f"{speed}, {fmt_gib(abs(more))} {'more' if more > 0 else 'less'}"
 
 
-def ablation(found: Ablation) -> list[str]:
+def ablation(result: Ablation) -> list[str]:
     """One line for each knob, the most helpful first."""
     return [
-        f"{knob.knob} {getattr(found.winner.config, knob.knob)} instead of {getattr(knob.config, knob.knob)}: "
-        f"{ablation_effect(found, knob)} [{knob.evidence.value}]"
-        for knob in found.ranked()
+        f"{knob.knob} {getattr(result.winner.config, knob.knob)} instead of {getattr(knob.config, knob.knob)}: "
+        f"{ablation_effect(result, knob)} [{knob.evidence.value}]"
+        for knob in result.ranked()
     ]
 
 
@@ -213,13 +213,13 @@ def _batch(recipe: Recipe) -> str:
     return f"{text}: a global batch of {recipe.workload.global_batch}"
 
 
-def _memory_growth(done: Verification) -> str:
-    if not done.peaks_gib:
+def _memory_growth(result: Verification) -> str:
+    if not result.peaks_gib:
         return "whether memory grows is not known: the run does not report its peaks"
-    if done.memory_growth_gib is None:
-        peaks = " GiB, ".join(f"{peak:.2f}" for peak in done.peaks_gib)
+    if result.memory_growth_gib is None:
+        peaks = " GiB, ".join(f"{peak:.2f}" for peak in result.peaks_gib)
         return f"memory does not grow: {peaks} GiB by quarters"
-    before, after = done.memory_growth_gib
+    before, after = result.memory_growth_gib
     return (
         f"memory grows from {fmt_gib(before)} in the second quarter of the steps to {fmt_gib(after)} in the last "
         f"({after / before - 1:+.1%})"

@@ -221,11 +221,11 @@ def cards(winner_on: tuple[DeviceEstimate, ...], own: str | None = None) -> dict
     )
 
 
-def explanation(found: Ablation | None) -> dict[str, Any] | None:
+def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
     """The winner's speed with one knob set back for each knob, the slowest on top; no bar where it does not fit."""
-    if found is None or not any(knob.tokens_per_s for knob in found.undone):
+    if ablation is None or not any(knob.tokens_per_s for knob in ablation.undone):
         return None
-    knobs = found.ranked()
+    knobs = ablation.ranked()
     speeds = [knob.tokens_per_s or 0.0 for knob in knobs]
     return horizontal_bars(
         [f"{knob.knob} {getattr(knob.config, knob.knob)}" for knob in knobs],
@@ -236,10 +236,10 @@ def explanation(found: Ablation | None) -> dict[str, Any] | None:
         errors=[(knob.error * speed, knob.error * speed) for knob, speed in zip(knobs, speeds, strict=True)],
         texts=["" if speed else "failed" for speed in speeds],
         hover=[
-            f"{escape(knob.config.label())}<br><b>{ablation_effect(found, knob)}</b> [{knob.evidence}]"
+            f"{escape(knob.config.label())}<br><b>{ablation_effect(ablation, knob)}</b> [{knob.evidence}]"
             for knob in knobs
         ],
-        line_at=found.winner.tokens_per_s,
+        line_at=ablation.winner.tokens_per_s,
     )
 
 
@@ -279,13 +279,13 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
     return finish(figure, x="", height=420)
 
 
-def quality(found: Quality | None, winner: TrainConfig | None) -> dict[str, Any] | None:
+def quality(results: Quality | None, winner: TrainConfig | None) -> dict[str, Any] | None:
     """Held-out loss of the finalists after training against the time of the full run, with the Pareto front."""
-    learned = [finalist for finalist in found.ranked() if finalist.loss_after is not None] if found else []
-    if found is None or len(learned) < 2:
+    learned = [finalist for finalist in results.ranked() if finalist.loss_after is not None] if results else []
+    if results is None or len(learned) < 2:
         return None
     figure = empty()
-    front = found.front()
+    front = results.front()
     figure.add_scatter(
         x=[finalist.full_run_hours for finalist in front],
         y=[finalist.loss_after for finalist in front],
@@ -305,7 +305,9 @@ def quality(found: Quality | None, winner: TrainConfig | None) -> dict[str, Any]
             mode="markers",
             marker={"size": 11, "color": ACCENT if name == "winner" else BLUE},
             name=name,
-            hovertext=[f"{escape(one.config.label())}<br><b>{one.loss_after:.4f}</b>" for one in members],
+            hovertext=[
+                f"{escape(finalist.config.label())}<br><b>{finalist.loss_after:.4f}</b>" for finalist in members
+            ],
             hoverinfo="text",
             cliponaxis=False,
         )
