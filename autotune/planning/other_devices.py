@@ -51,7 +51,7 @@ def estimate_other_devices(
 def winner_on_other_devices(headroom: float) -> Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]]:
     """`estimate_other_devices` in the form in which a study's summary calls it."""
     return lambda selection, winner: estimate_other_devices(
-        selection.task, winner, selection.measurements(winner.config.digest), headroom
+        selection.task, winner, selection.record(winner.config).best_known, headroom
     )
 
 

@@ -54,14 +54,14 @@ class Confirmation:
         again = self.rounds
         for config in entries:
             while (
-                self.selection.disagreement(config) > DISAGREEMENT and len(self.selection.confirmed[config.digest]) < 3
+                self.selection.disagreement(config) > DISAGREEMENT and len(self.selection.record(config).confirmed) < 3
             ):
                 again += 1
                 if self.ended() or not self._confirm_one(config, "once more, since measurements disagree", again):
                     break
         # Who leads now may not have led before.
         while (leader := self.selection.leader()) is not None and not self.ended():
-            twice = len(self.selection.confirmed[leader.digest]) >= min(self.rounds, 2)
+            twice = len(self.selection.record(leader).confirmed) >= min(self.rounds, 2)
             if twice and self.evaluator.was_evaluated(leader):
                 return
             again += 1
@@ -72,7 +72,7 @@ class Confirmation:
         """Whether the configuration came through again; None if the user asked to stop, or time ran out, meanwhile."""
         micro_steps = self.task.workload.run_shape(config).confirmation_micro_steps
         try:
-            if config.digest not in self.selection.confirmed and not self._is_sound(config):
+            if not self.selection.record(config).confirmed and not self._is_sound(config):
                 return False
             if self.ended():
                 return None
@@ -89,7 +89,7 @@ class Confirmation:
 
     def _is_sound(self, config: TrainConfig) -> bool:
         """Whether its losses are those of its reference, as far as real weights and time can tell."""
-        if (reference := self.selection.to_compare(config)) is not None and not self.ended():
+        if (reference := self.selection.missing_reference(config)) is not None and not self.ended():
             self.say(f"comparing the losses of {config.label()} with {REFERENCE}")
             self.selection.references[reference.digest] = self.evaluator.reference(reference)
         if (reason := self.selection.unsound(config)) is not None:

@@ -107,7 +107,7 @@ class NodeMonitor:
         self._next_s = time.monotonic() + CHECK_EVERY_S
         task = self._selection.task
         baseline = self._selection.baseline()
-        measured = self._selection.measured.get(baseline.digest) if baseline else None
+        measured = self._selection.record(baseline).measured if baseline else None
         if baseline is None or measured is None:
             return []
         others = [NodeReading.of(measured)]  # the leader's, or whoever was first

@@ -1,178 +1,214 @@
-"""Judge: keeps what was measured of each configuration and says who wins, by how much, and what a reader should know.
+"""What is known of each configuration, which one wins, by how much, and what a reader should know about it.
 
 Pure: results go in, a Recipe comes out.
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
-from autotune.problem.length_distribution import SAYS
 from autotune.problem.performance import AGAIN, step_time_s
 from autotune.problem.run_cost import by_examples, project
 from autotune.problem.task import Task
+from autotune.study.caveats import assumptions
 from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
 from autotune.study.ranking import Scored, choose, to_beat
 from autotune.study.summary import Candidate, Recipe
 
-# Measurements of one configuration that differ by more than this were disturbed; another then decides, as their median.
+# Measurements of one configuration that differ by more than this were disturbed: one more is taken, the median counts.
 DISAGREEMENT = 0.05
+MAX_STEP_TIME_GAP = 0.03  # relative, between search and confirmation, from which on a reader is told
+
+
+@dataclass(slots=True, kw_only=True)
+class CandidateRecord:
+    """What is known of one configuration: probes of the search, and its confirmations, which outrank them.
+
+    `extrapolated` rests on truncated models. `late_s` is by how many seconds the first step was longer than the others.
+    A baseline that failed its confirmation `cannot_win`, but is still what the winner is compared with.
+    """
+
+    config: TrainConfig
+    measured: Measurement | None = None
+    extrapolated: Measurement | None = None
+    confirmed: list[Measurement] = field(default_factory=list)
+    late_s: float | None = None
+    cannot_win: bool = False
+
+    @property
+    def of_search(self) -> list[Measurement]:
+        """The measurement of the search: of the whole model, or else extrapolated. Empty if there is none."""
+        found = self.measured or self.extrapolated
+        return [found] if found else []
+
+    @property
+    def best_known(self) -> list[Measurement]:
+        """The measurements that count: the confirmations, or else that of the search."""
+        return self.confirmed or self.of_search
+
+    @property
+    def evidence(self) -> Evidence:
+        """Measured if the whole model was ever probed."""
+        return Evidence.MEASURED if self.measured or self.confirmed else Evidence.EXTRAPOLATED
 
 
 @dataclass(slots=True)
 class Selection:
-    """Measurements by configuration digest: of the search, and of the confirmation, which outranks it.
+    """The records of all configurations by digest.
 
-    What was only extrapolated from truncated depths stands apart: it fills cells, and wins only where nothing could be
-    measured at full depth.
+    Extrapolated configurations stand apart: they may be the best of a result cell, and can win only if no whole model
+    could be measured. `references` has the reference measurements for losses, None for those that failed.
     """
 
     task: Task
-    configs: dict[str, TrainConfig] = field(default_factory=dict)
-    measured: dict[str, Measurement] = field(default_factory=dict)
-    extrapolated: dict[str, Measurement] = field(default_factory=dict)
-    confirmed: dict[str, list[Measurement]] = field(default_factory=dict)
+    records: dict[str, CandidateRecord] = field(default_factory=dict)
     references: dict[str, Measurement | None] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
-    failed: set[str] = field(default_factory=set)  # baselines that cannot win, but were measured
-    starts_s: list[float] = field(default_factory=list)  # of workers
-    load_s: float = 0.0  # of the model, the longest
-    late_s: dict[str, float] = field(default_factory=dict)  # by how much the first step was longer than the others
+    _worker_starts_s: list[float] = field(default_factory=list)
+    _longest_load_s: float = 0.0  # of the model's weights
+
+    def record(self, config: TrainConfig) -> CandidateRecord:
+        """The record of a configuration; an empty one if nothing is known of it."""
+        return self.records.get(config.digest) or CandidateRecord(config=config)
+
+    def _own(self, config: TrainConfig) -> CandidateRecord:
+        """The record of a configuration, to be written."""
+        return self.records.setdefault(config.digest, CandidateRecord(config=config))
 
     def add_result(self, result: ProbeResult) -> None:
-        """A probe's result, if it has a number."""
+        """Take over a probe's result, if it has a number."""
         if result.measurement is None or result.outcome not in (Outcome.OK, Outcome.SLOW):
             return
         if result.evidence is Evidence.MEASURED:
-            self.add(result.config, result.measurement)
+            self._own(result.config).measured = result.measurement
             self.record_startup(result)
         else:
-            self.configs[result.config.digest] = result.config
-            self.extrapolated[result.config.digest] = result.measurement
+            self._own(result.config).extrapolated = result.measurement
 
     def record_startup(self, result: ProbeResult) -> None:
-        """What a whole model took before its steps came one after the other."""
-        took, digest, measurement = result.seconds, result.config.digest, result.measurement
-        self.starts_s += [took["start"]] if "start" in took else []
-        self.load_s = max(self.load_s, took.get("load", 0.0))
-        if "first_step" in took and measurement is not None:
-            # That phase lasts until the steps settle, two of them at least.
-            late = max(took["first_step"] - 2 * step_time_s(measurement, measurement.micro_steps), 0.0)
-            self.late_s[digest] = max(self.late_s.get(digest, 0.0), late)
+        """Take over how long worker, model and first step of a whole model took."""
+        seconds, measurement = result.seconds, result.measurement
+        if "start" in seconds:
+            self._worker_starts_s.append(seconds["start"])
+        self._longest_load_s = max(self._longest_load_s, seconds.get("load", 0.0))
+        if "first_step" in seconds and measurement is not None:
+            # That phase lasts until the steps settle, for two steps at least.
+            late_s = max(seconds["first_step"] - 2 * step_time_s(measurement, measurement.micro_steps), 0.0)
+            record = self._own(result.config)
+            record.late_s = max(record.late_s or 0.0, late_s)
 
     def startup_s(self, config: TrainConfig) -> float | None:
-        """Until a run takes its steps at their pace: what a worker, the model and the first step of this configuration
-        took to start, compilation included, the first time. None where that was not seen, or was another card's."""
-        if not self.starts_s or config.digest not in self.late_s or self.task.measured_on is not None:
-            return None
-        return statistics.median(self.starts_s) + self.load_s + self.late_s[config.digest]
+        """Seconds until a run has its full speed for the first time: worker, model, and first step with compilation.
 
-    def add(self, config: TrainConfig, measurement: Measurement) -> None:
-        self.configs[config.digest] = config
-        self.measured[config.digest] = measurement
-
-    def close_calls(self) -> list[TrainConfig]:
-        """What was only extrapolated and may be worth a whole model, the most promising first.
-
-        The best of each learning cell that is within the slack of the fastest; and what can win by now, since what
-        it had to beat when it was stopped may have fallen out of the slack.
+        None if this was not measured, or on another card.
         """
-        pool = self._scored({digest: [one] for digest, one in self.measured.items()})
-        if not pool:
-            return []
-        slack = self.task.floors.slack
-        bar = max(one.score for one in pool) / (1 + slack)
-        best: dict[tuple[object, ...], Scored] = {}
-        everything = self._scored({digest: [one] for digest, one in (self.extrapolated | self.measured).items()})
-        for one in sorted(everything, key=lambda one: one.score):
-            best[_cell(one.config)] = one
-        close = [one for one in best.values() if one.score >= bar]
-        for one in everything:
-            error = self.extrapolated[one.config.digest].time_error if one.config.digest in self.extrapolated else 0.0
-            if one.score * (1 + error) >= to_beat(one, pool, slack):
-                close.append(one)
-        ranked = sorted(close, key=lambda one: (one.config.capability, one.score), reverse=True)
-        return [config for config in dict.fromkeys(one.config for one in ranked) if config.digest not in self.measured]
+        late_s = self.record(config).late_s
+        if not self._worker_starts_s or late_s is None or self.task.measured_on is not None:
+            return None
+        return statistics.median(self._worker_starts_s) + self._longest_load_s + late_s
 
     def confirm(self, config: TrainConfig, measurement: Measurement) -> None:
-        self.configs[config.digest] = config
-        self.failed.discard(config.digest)
-        self.confirmed.setdefault(config.digest, []).append(measurement)
+        """Add a confirmation of a configuration."""
+        record = self._own(config)
+        record.cannot_win = False
+        record.confirmed.append(measurement)
+
+    def reject(self, config: TrainConfig, reason: str, *, fits: bool = False) -> None:
+        """Exclude a configuration that failed its confirmation.
+
+        A baseline that `fits` is still what the winner is compared with: a slower one would flatter the winner.
+        """
+        self.caveats.append(f"{config.label()} succeeded in the search but failed its confirmation: {reason}")
+        record = self._own(config)
+        if fits and config in self.task.baselines():
+            record.cannot_win = True
+            return
+        record.measured = record.extrapolated = None
+        record.confirmed = []
+
+    def close_calls(self) -> list[TrainConfig]:
+        """Extrapolated configurations that are worth a whole model, the most promising first.
+
+        These are the best of each result cell within the slack of the fastest; and those that can win by now, since
+        what they had to beat when they were pruned may have fallen out of the slack.
+        """
+        slack = self.task.floors.slack
+        pool = self._scored((record, [record.measured]) for record in self.records.values() if record.measured)
+        if not pool:
+            return []
+        everything = self._scored((record, record.of_search) for record in self._by_evidence())
+        min_score = max(scored.score for scored in pool) / (1 + slack)
+        close = [scored for scored in _best_of_cells(everything) if scored.score >= min_score]
+        for scored in everything:
+            extrapolated = self.record(scored.config).extrapolated
+            error = extrapolated.time_error if extrapolated else 0.0
+            if scored.score * (1 + error) >= to_beat(scored, pool, slack):
+                close.append(scored)
+        ranked = sorted(close, key=lambda scored: (scored.config.capability, scored.score), reverse=True)
+        configs = dict.fromkeys(scored.config for scored in ranked)
+        return [config for config in configs if self.record(config).measured is None]
 
     def leader(self) -> TrainConfig | None:
-        """The winner by what was confirmed so far."""
-        pool = self._scored(self.confirmed)
+        """The winner among the confirmed configurations so far."""
+        pool = self._confirmed()
         return choose(pool, self.task.floors.slack)[0].config if pool else None
 
     def may_win(self, config: TrainConfig) -> bool:
-        """Whether it wins by what was confirmed so far, or would if the next round favours it."""
+        """Whether a configuration wins by its confirmations so far, or would if the next round favours it."""
         favour = 1 + max(AGAIN, self.noise(config))
         tilted = [
-            replace(one, score=one.score * favour if one.config == config else one.score / favour)
-            for one in self._scored(self.confirmed)
+            replace(scored, score=scored.score * favour if scored.config == config else scored.score / favour)
+            for scored in self._confirmed()
         ]
         return bool(tilted) and choose(tilted, self.task.floors.slack)[0].config == config
 
-    def to_compare(self, config: TrainConfig) -> TrainConfig | None:
-        """The reference that is still to be measured, to hold the losses of this configuration against."""
-        if self.task.model.weights is None or not in_question(config):
-            return None
+    def missing_reference(self, config: TrainConfig) -> TrainConfig | None:
+        """The reference that must be measured before the losses of this configuration can be compared."""
         reference = self._reference_of(config)
         return None if reference is None or reference.digest in self.references else reference
 
     def unsound(self, config: TrainConfig) -> str | None:
-        """Why its number formats are not to be trusted; None where they are, or nothing is known."""
-        apart = self._deviation(config)
-        if apart is None or apart <= BOUND:
+        """Why the number formats of a configuration are not to be trusted; None if they are, or nothing is known."""
+        difference = self._deviation(config)
+        if difference is None or difference <= BOUND:
             return None
-        return f"its losses are {apart:.1%} off those of {REFERENCE} (at most {BOUND:.0%})"
+        return f"its losses are {difference:.1%} off those of {REFERENCE} (at most {BOUND:.0%})"
 
     def _reference_of(self, config: TrainConfig) -> TrainConfig | None:
+        if self.task.model.weights is None or not in_question(config):
+            return None
         return reference_of(config, bf16=self.task.device.supports_bf16)
 
     def _deviation(self, config: TrainConfig) -> float | None:
-        if self.task.model.weights is None or not in_question(config):
-            return None
-        if (wanted := self._reference_of(config)) is None:
-            return None
-        reference, own = self.references.get(wanted.digest), self.measured.get(config.digest)
-        return None if reference is None or own is None else deviation(own, reference)
+        reference = self._reference_of(config)
+        measured = self.record(config).measured
+        wanted = self.references.get(reference.digest) if reference else None
+        return None if wanted is None or measured is None else deviation(measured, wanted)
 
     def _numerics(self, config: TrainConfig) -> str:
-        """What is known of the number formats of a configuration."""
-        if not (doubtful := in_question(config)):
+        """What is known of the number formats of a configuration, in words."""
+        doubtful = in_question(config)
+        if not doubtful:
             return f"nothing is in question: {REFERENCE}"
         if self.task.model.weights is None:
             return f"unknown: the weights are random, so that the loss tells nothing of {doubtful}"
-        if (apart := self._deviation(config)) is None:
+        difference = self._deviation(config)
+        if difference is None:
             return f"unknown: {doubtful} was not compared with {REFERENCE}"
-        return f"with {doubtful} the losses are {apart:.2%} off those of {REFERENCE} [measured]"
-
-    def reject(self, config: TrainConfig, reason: str, *, fits: bool = False) -> None:
-        """A configuration that came through the search but not its confirmation is out.
-
-        A baseline that `fits` is still what the winner is held against: a slower one would flatter it.
-        """
-        self.caveats.append(f"{config.label()} came through the search but not its confirmation: {reason}")
-        if fits and config in self.task.baselines():
-            self.failed.add(config.digest)
-            return
-        self.measured.pop(config.digest, None)
-        self.extrapolated.pop(config.digest, None)
-        self.confirmed.pop(config.digest, None)
+        return f"with {doubtful} the losses are {difference:.2%} off those of {REFERENCE} [measured]"
 
     def baseline(self) -> TrainConfig | None:
         """The largest of the baselines that was measured, or else extrapolated; None if none was."""
-        known = self.measured or self.extrapolated
-        return next((config for config in self.task.baselines() if config.digest in known), None)
+        known = {record.config for record in self._of_best_evidence()}
+        return next((config for config in self.task.baselines() if config in known), None)
 
     def pool(self) -> list[Scored]:
-        """What the search found so far: measured at full depth, or else extrapolated."""
-        return self._scored({digest: [one] for digest, one in (self.measured or self.extrapolated).items()})
+        """The results of the search so far: measured on whole models, or else extrapolated."""
+        return self._scored((record, record.of_search) for record in self._of_best_evidence())
 
     def finalists(self, count: int) -> list[TrainConfig]:
         """The likely winner and the fastest others."""
@@ -180,8 +216,8 @@ class Selection:
         if not pool:
             return []
         likely, _ = choose(pool, self.task.floors.slack)
-        ranked = sorted(pool, key=lambda one: one.score, reverse=True)
-        return list({one.config.digest: one.config for one in [likely, *ranked]}.values())[:count]
+        ranked = sorted(pool, key=lambda scored: scored.score, reverse=True)
+        return list(dict.fromkeys(scored.config for scored in [likely, *ranked]))[:count]
 
     def predicted_speed(self, config: TrainConfig, extrapolation: Extrapolation) -> float:
         """Useful tokens/s of the full run, as truncated models predict it."""
@@ -200,47 +236,39 @@ class Selection:
         return f"predicted {speed:,.0f} tokens/s (±{extrapolation.time_error:.0%}), {bar:,.0f} are needed to win"
 
     def candidate(self, config: TrainConfig) -> Candidate:
-        """Everything known of one configuration that was measured."""
-        task, measurements = self.task, self.measurements(config.digest)
-        speed = task.performance(config, measurements)
-        largest = max(measurements, key=lambda one: one.peak_reserved_gib)
-        cost = project(task.workload, config, speed, task.price, self._power_w(largest))
-        known = self._evidence(config)
-        told = known if task.carried is None else Evidence.PROJECTED
+        """Everything that is known of a configuration with a measurement."""
+        task, record = self.task, self.record(config)
+        performance = task.performance(config, record.best_known)
+        largest = max(record.best_known, key=lambda measurement: measurement.peak_reserved_gib)
+        cost = project(task.workload, config, performance, task.price, self._power_w(largest))
+        evidence = record.evidence if task.carried is None else Evidence.PROJECTED
         return Candidate(
             config=config,
-            performance=speed,
+            performance=performance,
             measurement=largest,
-            cost=replace(cost, evidence=told, startup_s=self.startup_s(config)),
-            evidence=told,
-            memory_evidence=known,
+            cost=replace(cost, evidence=evidence, startup_s=self.startup_s(config)),
+            evidence=evidence,
+            memory_evidence=record.evidence,
         )
 
     def _power_w(self, measurement: Measurement) -> float | None:
-        """Of the device; unknown where another card stood in for it."""
-        read = measurement.telemetry if self.task.measured_on is None else None
-        return read.power_w if read else None
-
-    def _evidence(self, config: TrainConfig) -> Evidence:
-        known = config.digest in self.measured or config.digest in self.confirmed
-        return Evidence.MEASURED if known else Evidence.EXTRAPOLATED
+        """The device's power in W; unknown if another card stood in for it."""
+        telemetry = measurement.telemetry if self.task.measured_on is None else None
+        return telemetry.power_w if telemetry else None
 
     def recipe(self, fingerprint: Fingerprint) -> Recipe | None:
-        """The winner with everything that is said of it; None if nothing came through."""
-        # What was confirmed outranks the rest, unless the study was cut short before its likely winner was.
+        """The winner with everything that is said about it; None if nothing was measured or extrapolated."""
         likely = self.finalists(1)
-        sure = bool(likely) and likely[0].digest in self.confirmed
-        best_known = {digest: self.measurements(digest) for digest in self.measured or self.extrapolated}
-        all_known = {digest: self.measurements(digest) for digest in self.extrapolated | self.measured}
-        pool = self._scored(self.confirmed if sure else best_known)
+        if likely and self.record(likely[0]).confirmed:
+            pool = self._confirmed()
+        else:  # the study was cut short before its likely winner was confirmed
+            pool = self._scored((record, record.best_known) for record in self._of_best_evidence())
         if not pool:
             return None
         winner, reason = choose(pool, self.task.floors.slack)
         task, baseline, best = self.task, self.baseline(), self.candidate(winner.config)
-        power = self._power_w(best.measurement)
-        cells: dict[tuple[object, ...], TrainConfig] = {}
-        for one in sorted(self._scored(all_known), key=lambda one: one.score):
-            cells[_cell(one.config)] = one.config
+        power_w = self._power_w(best.measurement)
+        everything = self._scored((record, record.best_known) for record in self._by_evidence())
         return Recipe(
             study=task.study,
             model=task.model,
@@ -254,123 +282,92 @@ class Selection:
             fingerprint=fingerprint,
             by_examples=tuple(
                 replace(cost, evidence=best.cost.evidence)
-                for cost in by_examples(task.workload, best.config, best.performance, task.price, power)
+                for cost in by_examples(task.workload, best.config, best.performance, task.price, power_w)
             ),
-            cells=tuple(self.candidate(config) for config in cells.values()),
+            cells=tuple(self.candidate(scored.config) for scored in _best_of_cells(everything)),
             numerics=self._numerics(winner.config),
-            caveats=(*self.caveats, *self._assumptions(winner.config), *self._doubts(winner, pool)),
+            caveats=(*self.caveats, *assumptions(task, winner.config), *self._doubts(winner, pool)),
         )
 
     def noise(self, config: TrainConfig) -> float:
-        """Relative spread of the timed steps; 0 where there are too few to tell."""
-        steps = [step for measurement in self.measurements(config.digest) for step in measurement.step_s]
+        """Relative standard deviation of the timed steps; 0 if there are too few to tell."""
+        steps = [step for measurement in self.record(config).best_known for step in measurement.step_s]
         return statistics.pstdev(steps) / statistics.fmean(steps) if len(steps) > 1 else 0.0
-
-    def measurements(self, digest: str) -> list[Measurement]:
-        """What the numbers of a configuration rest on."""
-        if digest in self.confirmed:
-            return self.confirmed[digest]
-        known = self.measured.get(digest) or self.extrapolated.get(digest)
-        return [known] if known else []
-
-    def _scored(self, evidence: Mapping[str, list[Measurement]]) -> list[Scored]:
-        """Score by digest, from these measurements."""
-        pool = []
-        for digest, measurements in evidence.items():
-            if digest in self.failed:
-                continue
-            speed = self.task.performance(self.configs[digest], measurements)
-            free_fraction = 1.0 - max(one.peak_reserved_gib / one.limit_gib for one in measurements)
-            pool.append(Scored(config=self.configs[digest], score=speed.tokens_per_second, free_fraction=free_fraction))
-        return pool
 
     def disagreement(self, config: TrainConfig) -> float:
         """By how much the confirmations of a configuration differ in step time, relative to the shortest.
 
-        One alone is compared with what the search saw.
+        A single confirmation is compared with the measurement of the search.
         """
-        known = list(self.confirmed.get(config.digest, ()))
-        if len(known) == 1 and config.digest in self.measured:
-            known.append(self.measured[config.digest])
-        steps = [step_time_s(one, self.task.workload.run_shape(config).accumulation) for one in known]
+        record = self.record(config)
+        known = list(record.confirmed)
+        if len(known) == 1 and record.measured:
+            known.append(record.measured)
+        accumulation = self.task.workload.run_shape(config).accumulation
+        steps = [step_time_s(measurement, accumulation) for measurement in known]
         return max(steps) / min(steps) - 1.0 if steps else 0.0
 
-    def _assumptions(self, config: TrainConfig) -> list[str]:
-        """What nobody told and the projection rests on."""
-        workload, found = self.task.workload, []
-        lengths = workload.lengths
-        if lengths.source == "assumed":
-            found.append(
-                f"the length of an example was not given: {lengths.longest:,} tokens are assumed "
-                "(--dataset, --lengths or --tokens-per-example)"
-            )
-        if lengths.source in ("characters", "summary"):
-            found.append(f"the lengths of the examples are {SAYS[lengths.source]}, not counted")
-        if workload.examples_assumed:
-            found.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
-        if (source := self.task.measured_on) is not None and (carried := self.task.carried) is not None:
-            low, high = carried.interval
-            found.append(
-                f"probed on {source.name} with its memory capped to what {self.task.device.name} offers: memory is "
-                f"measured; speeds are projected, {carried.ratio:.3g} times those there ({low:.3g} to {high:.3g} in "
-                "80 % of cases); power, clocks and kernels are those of the card that probed"
-            )
-        if self.task.device.kind == "cpu":
-            found.append(
-                "on a CPU, probes give large blocks of memory straight back to the kernel, so that peaks repeat; the "
-                "full run does not, and can be twice as fast"
-            )
-        if (cut := workload.truncated(config.seq_len)) > 0:
-            longer = lengths.longer(config.seq_len)
-            found.append(
-                f"{cut:.1%} of the tokens are cut off at seq_len {config.seq_len}, from {longer:.1%} of the examples"
-            )
-        if config.packing:
-            per_step = workload.run_shape(config).examples_per_step
-            found.append(
-                f"rows are packed: {workload.examples_per_row(config):.1f} examples each on average, "
-                f"{workload.fill(config):.1%} of them filled; a step has {per_step:.1f} "
-                f"examples on average, {workload.global_batch} were asked for"
-            )
-        elif len(lengths.counts) > 1:
-            found.append(
-                f"{1 - workload.fill(config):.0%} of each row of {config.seq_len} tokens is padding, "
-                "which tokens/s leave out"
-            )
-        return found
+    def _of_best_evidence(self) -> list[CandidateRecord]:
+        """The records with a measured whole model, or else all that were extrapolated."""
+        measured = [record for record in self.records.values() if record.measured]
+        return measured or [record for record in self.records.values() if record.extrapolated]
+
+    def _by_evidence(self) -> list[CandidateRecord]:
+        """The records that the search knows, the extrapolated ones first."""
+        known = [record for record in self.records.values() if record.of_search]
+        return sorted(known, key=lambda record: record.extrapolated is None)
+
+    def _confirmed(self) -> list[Scored]:
+        return self._scored((record, record.confirmed) for record in self.records.values() if record.confirmed)
+
+    def _scored(self, known: Iterable[tuple[CandidateRecord, list[Measurement]]]) -> list[Scored]:
+        """Score the records that can win by these measurements."""
+        pool = []
+        for record, measurements in known:
+            if record.cannot_win:
+                continue
+            performance = self.task.performance(record.config, measurements)
+            used = max(measurement.peak_reserved_gib / measurement.limit_gib for measurement in measurements)
+            pool.append(Scored(config=record.config, score=performance.tokens_per_second, free_fraction=1.0 - used))
+        return pool
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
-        """Where the measurements themselves leave room."""
-        digest, found = winner.config.digest, []
-        if digest not in self.measured and digest not in self.confirmed:
+        """What the measurements leave in doubt."""
+        record = self.record(winner.config)
+        if not record.measured and not record.confirmed:
             return ["nothing was probed at full depth: every number is extrapolated from a few layers"]
-        if digest not in self.confirmed:
+        if not record.confirmed:
             return ["the winner was not measured a second time: the study was cut short"]
-        if digest in self.measured:
-            again = self.confirmed[digest]
-            wall = statistics.median(step for one in again for step in one.step_s)
-            gap = step_time_s(self.measured[digest], again[0].micro_steps) / wall - 1.0
-            if abs(gap) > 0.03:
-                found.append(f"the search's step time was {gap:+.1%} off the confirmed one, which counts")
-        readings = [one.telemetry for one in self.confirmed[digest] if one.telemetry]
-        slowed = {reason for reading in readings for reason in reading.slowed_by}
-        if slowed:
-            found.append(f"the card was slowed down while it was measured: {', '.join(sorted(slowed))}")
-        baseline = self.baseline()
-        for config in dict.fromkeys((winner.config, baseline or winner.config)):  # a set has another order each time
-            if (apart := self.disagreement(config)) > DISAGREEMENT:
-                found.append(f"measurements of {config.label()} differ by {apart:.0%}: something disturbed them")
+        doubts = []
+        if record.measured:
+            wall_s = statistics.median(step_s for measurement in record.confirmed for step_s in measurement.step_s)
+            gap = step_time_s(record.measured, record.confirmed[0].micro_steps) / wall_s - 1.0
+            if abs(gap) > MAX_STEP_TIME_GAP:
+                doubts.append(f"the search's step time was {gap:+.1%} off the confirmed one, which counts")
+        telemetry = [measurement.telemetry for measurement in record.confirmed if measurement.telemetry]
+        reasons = {reason for reading in telemetry for reason in reading.slowed_by}
+        if reasons:
+            doubts.append(f"the card was slowed down while it was measured: {', '.join(sorted(reasons))}")
+        for config in dict.fromkeys((winner.config, self.baseline() or winner.config)):
+            difference = self.disagreement(config)
+            if difference > DISAGREEMENT:
+                doubts.append(f"measurements of {config.label()} differ by {difference:.0%}: something disturbed them")
         rivals = [
-            one
-            for one in pool
-            if one is not winner
-            and abs(one.score / winner.score - 1) < max(self.noise(one.config), self.noise(winner.config))
+            scored.config.label()
+            for scored in pool
+            if scored is not winner
+            and abs(scored.score / winner.score - 1) < max(self.noise(scored.config), self.noise(winner.config))
         ]
         if rivals:
-            found.append("not distinguishable in speed from " + ", ".join(one.config.label() for one in rivals))
-        return found
+            doubts.append("not distinguishable in speed from " + ", ".join(rivals))
+        return doubts
 
 
-def _cell(config: TrainConfig) -> tuple[object, ...]:
-    """What of a configuration changes the result of training."""
-    return tuple(getattr(config, knob.name) for knob in KNOBS.values() if knob.separates_results)
+def _best_of_cells(pool: list[Scored]) -> list[Scored]:
+    """The fastest of each result cell: of the configurations that agree in every knob that separates results."""
+    names = [knob.name for knob in KNOBS.values() if knob.separates_results]
+    best = {
+        tuple(getattr(scored.config, name) for name in names): scored
+        for scored in sorted(pool, key=lambda scored: scored.score)
+    }
+    return list(best.values())

@@ -11,6 +11,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import performance
 from autotune.problem.run_cost import by_examples, project
 from autotune.problem.workload import Workload
+from autotune.study.selection import Selection
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 
 FINGERPRINT = Fingerprint(
@@ -69,6 +70,11 @@ def result(config: TrainConfig | None = None, outcome: Outcome = Outcome.OK, **c
     if outcome is Outcome.OOM:
         values |= {"phase": Phase.BACKWARD, "reason": "out of memory in backward", "oom": oom_detail()}
     return ProbeResult(config=config or TrainConfig(), outcome=outcome, **(values | changes))
+
+
+def add_measured(selection: Selection, config: TrainConfig, measurement: Measurement) -> None:
+    """Add a whole model's measurement, without times of its start."""
+    selection.add_result(result(config, measurement=measurement, seconds={}))
 
 
 def oom_detail() -> OomDetail:

@@ -192,7 +192,7 @@ def test_who_leads_in_the_end_is_evaluated_and_measured_twice(start: Start) -> N
     session = whole(start, answer, trials=16, finalists=3, rounds=2)
     winner = session.winner()
     assert winner != confirmed[0]
-    assert len(session.study.selection.confirmed[winner.digest]) >= 2
+    assert len(session.study.selection.record(winner).confirmed) >= 2
     asked = [one for one in session.prober.requests if one.rung is Rung.CONFIRM and one.config == winner]
     assert any(request.evaluate for request in asked)
 

@@ -18,7 +18,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, device_budget, find_target
 from autotune.problem.task import BASELINE
 from autotune.study.selection import Selection
-from tests.helpers.factories import FINGERPRINT, measurement
+from tests.helpers.factories import FINGERPRINT, add_measured, measurement
 from tests.helpers.sessions import record_of, subject_of
 
 CPU, H200, A10, T4 = map(resolve_device, ("cpu", "h200", "a10", "t4"))
@@ -165,7 +165,7 @@ def test_speeds_are_projected_and_memory_is_measured():
     found = {}
     for task in (own, other):
         selection = Selection(task)
-        selection.add(BASELINE, measurement())
+        add_measured(selection, BASELINE, measurement())
         found[task.device.name] = selection.recipe(FINGERPRINT)
     here, there = found[own.device.name].winner, found["a10"].winner
     assert there.performance.tokens_per_second == pytest.approx(

@@ -14,7 +14,7 @@ from autotune.study.evaluator import Evaluator
 from autotune.study.feasibility import find_feasible
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import ProbeStore
-from tests.helpers.factories import FINGERPRINT, measurement, oom_detail, result
+from tests.helpers.factories import FINGERPRINT, add_measured, measurement, oom_detail, result
 from tests.helpers.layered import SHAPE, layered
 from tests.helpers.replay import ReplayProber, machine
 from tests.helpers.sessions import BASELINE, SPACE, Start, by_tokens, subject_of
@@ -110,7 +110,7 @@ def test_a_baseline_that_failed_once_does_not_make_the_winner_look_better(outcom
     selection = Selection(subject_of())
     smaller = replace(BASELINE, micro_batch_size=4)
     for config, micro_s in ((BASELINE, 1.0), (smaller, 0.75), (replace(BASELINE, checkpointing="none"), 0.7)):
-        selection.add(config, measurement(micro_s))
+        add_measured(selection, config, measurement(micro_s))
     selection.reject(BASELINE, "it took too long", fits=outcome is not Outcome.OOM)
     assert selection.baseline() == (smaller if outcome is Outcome.OOM else BASELINE)
     assert BASELINE not in selection.finalists(10)
@@ -146,7 +146,7 @@ def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> No
 
 def test_a_baseline_that_comes_through_after_all_may_win() -> None:
     selection = Selection(subject_of())
-    selection.add(BASELINE, measurement(0.5))
+    add_measured(selection, BASELINE, measurement(0.5))
     selection.reject(BASELINE, "a neighbour", fits=True)
     assert selection.finalists(1) == []
     selection.confirm(BASELINE, measurement(0.5))

@@ -18,7 +18,7 @@ from autotune.study.loop import Limits, Study
 from autotune.study.optimizer import Optimizer
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import ProbeStore
-from tests.helpers.factories import measurement, result
+from tests.helpers.factories import add_measured, measurement, result
 from tests.helpers.layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
 from tests.helpers.replay import ReplayProber
 from tests.helpers.sessions import BASELINE, Session, by_tokens, space, subject_of
@@ -274,7 +274,7 @@ def test_who_failed_to_confirm_does_not_come_back_as_foretold() -> None:
     selection, failed = Selection(subject_of(SPACE)), replace(BASELINE, lora_rank=32)
     told(selection, BASELINE, 1.0, Evidence.MEASURED)
     told(selection, failed, 1.01, Evidence.EXTRAPOLATED)
-    selection.add(failed, measurement(1.01))
+    add_measured(selection, failed, measurement(1.01))
     selection.reject(failed, "out of memory")
     assert failed not in selection.close_calls()
     recipe = selection.recipe(ReplayProber({}).fingerprint)

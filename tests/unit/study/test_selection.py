@@ -13,7 +13,7 @@ from autotune.problem.search_space import load_space
 from autotune.problem.task import BASELINE, Task
 from autotune.problem.workload import Workload
 from autotune.study.selection import Selection
-from tests.helpers.factories import FINGERPRINT, measurement, result
+from tests.helpers.factories import FINGERPRINT, add_measured, measurement, result
 
 GIVEN = Workload(examples=3200, lengths=Lengths.constant(1024), examples_assumed=False)
 SUBJECT = Task(
@@ -38,8 +38,8 @@ def steady(micro_s: float, micro_steps: int = 2, **changes):
 def selection(workload: Workload = GIVEN, **seconds: float) -> Selection:
     """FAST and SLOW measured once each, at 0.5 and 1 s a micro batch."""
     made = Selection(replace(SUBJECT, workload=workload))
-    made.add(FAST, steady(0.5))
-    made.add(SLOW, steady(1.0))
+    add_measured(made, FAST, steady(0.5))
+    add_measured(made, SLOW, steady(1.0))
     return made
 
 
@@ -73,8 +73,8 @@ def test_baselines_are_clipped_to_the_space_and_halved(space, method, rank, leng
 def test_the_baseline_is_the_largest_that_was_measured():
     empty = Selection(SUBJECT)
     assert empty.baseline() is None
-    empty.add(replace(BASELINE, micro_batch_size=1), steady(1.0))
-    empty.add(replace(BASELINE, micro_batch_size=4), steady(1.0))
+    add_measured(empty, replace(BASELINE, micro_batch_size=1), steady(1.0))
+    add_measured(empty, replace(BASELINE, micro_batch_size=4), steady(1.0))
     assert empty.baseline() == replace(BASELINE, micro_batch_size=4)
 
 
@@ -85,7 +85,7 @@ def test_finalists_are_the_likely_winner_and_the_fastest():
     made = Selection(replace(SUBJECT, floors=Floors(slack=0.05)))
     able = TrainConfig(lora_rank=64)
     for config, micro_s in ((SLOW, 1.0), (FAST, 0.5), (able, 0.51), (replace(FAST, compile="per_layer"), 0.505)):
-        made.add(config, steady(micro_s))
+        add_measured(made, config, steady(micro_s))
     assert made.finalists(2) == [able, FAST]
     assert made.finalists(9) == [able, FAST, replace(FAST, compile="per_layer"), SLOW]
     assert Selection(SUBJECT).finalists(3) == []
@@ -139,9 +139,9 @@ def test_the_largest_peak_and_the_median_time_of_the_confirmations_are_kept():
 
 def test_unknown_power_is_no_energy():
     made = Selection(SUBJECT)
-    made.add(FAST, steady(0.5, telemetry=None))
+    add_measured(made, FAST, steady(0.5, telemetry=None))
     assert made.candidate(FAST).cost.kwh is None
-    made.add(FAST, steady(0.5, telemetry=Telemetry()))
+    add_measured(made, FAST, steady(0.5, telemetry=Telemetry()))
     recipe = made.recipe(FINGERPRINT)
     assert recipe.winner.cost.kwh is None
     assert {cost.kwh for cost in recipe.by_examples} == {None}
@@ -150,8 +150,8 @@ def test_unknown_power_is_no_energy():
 def test_the_best_of_each_learning_cell():
     made = selection()
     long = replace(FAST, seq_len=2048)
-    made.add(replace(FAST, compile="per_layer"), steady(0.4))
-    made.add(long, steady(0.9))
+    add_measured(made, replace(FAST, compile="per_layer"), steady(0.4))
+    add_measured(made, long, steady(0.9))
     recipe = made.recipe(FINGERPRINT)
     assert {cell.config for cell in recipe.cells} == {replace(FAST, compile="per_layer"), long}
 
@@ -162,7 +162,7 @@ def test_a_dropped_configuration_is_out_and_named():
     recipe = made.recipe(FINGERPRINT)
     assert recipe.winner.config == SLOW
     assert recipe.caveats == (
-        "lora r16 8x1024 bf16_mixed ckpt-none adamw_torch_fused came through the search but not its confirmation: "
+        "lora r16 8x1024 bf16_mixed ckpt-none adamw_torch_fused succeeded in the search but failed its confirmation: "
         "out of memory in save",
     )
     made.reject(SLOW, "x")
@@ -204,7 +204,7 @@ def test_what_is_within_the_noise_is_not_told_apart():
     made = selection()
     rival = replace(FAST, compile="per_layer")
     noisy = steady(0.5, step_s=(0.9, 1.0, 1.1))
-    made.add(FAST, noisy)
+    add_measured(made, FAST, noisy)
     made.confirm(FAST, noisy)
     made.confirm(rival, steady(0.51))
     made.confirm(SLOW, steady(1.0))
@@ -216,7 +216,7 @@ def test_what_is_within_the_noise_is_not_told_apart():
 def test_noise_of_what_was_never_measured():
     assert Selection(SUBJECT).noise(FAST) == 0.0
     single = Selection(SUBJECT)
-    single.add(FAST, steady(0.5, step_s=(1.0,)))
+    add_measured(single, FAST, steady(0.5, step_s=(1.0,)))
     assert single.noise(FAST) == 0.0
 
 
