@@ -220,7 +220,7 @@ def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
     """Refine the projection to another card by what was measured there, and check what --quality needs."""
     if setup.task.measured_on is not None:
         from autotune.planning.device_estimate import corrected_by_observations
-        from autotune.planning.observations import known_observations
+        from autotune.planning.evidence import known_observations
 
         setup = replace(setup, task=corrected_by_observations(setup.task, known_observations(say=say)))
     if spec.quality:

@@ -18,9 +18,10 @@ from autotune.catalog import list_models, load_prices, resolve_device, resolve_m
 from autotune.cli.app import app
 from autotune.cli.options import pins_of
 from autotune.core.errors import AutotuneError
-from autotune.planning.observations import load_evidence, store_submission, submission_of
+from autotune.planning.evidence import load_evidence, store_submission
 from autotune.planning.plan import plan_task
 from autotune.planning.run_check import check
+from autotune.planning.submission import submission_of
 from autotune.problem.dataset import dataset_lengths
 from autotune.problem.length_distribution import read_lengths
 from autotune.problem.search_space import load_space

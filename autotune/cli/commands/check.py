@@ -14,9 +14,9 @@ from autotune.core.errors import NothingFits
 from autotune.core.text import printable
 from autotune.core.units import DASH, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import ACCURACY
+from autotune.planning.evidence import known_observations
 from autotune.planning.fixes import Edits, FixedRun
 from autotune.planning.foreign_config import FP32_BASE
-from autotune.planning.observations import known_observations
 from autotune.planning.run_check import VERDICTS, CheckReport, Faster, check, report_data
 from autotune.prediction.memory_formula import ERROR
 from autotune.problem.run_cost import FITS, OOM, TIGHT

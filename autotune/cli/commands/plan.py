@@ -8,7 +8,7 @@ from autotune.cli.commands.catalogs import print_json, print_note, print_table
 from autotune.core.errors import NothingFits
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import ACCURACY, planned_device
-from autotune.planning.observations import known_observations
+from autotune.planning.evidence import known_observations
 from autotune.planning.plan import (
     BATCHES,
     Cell,

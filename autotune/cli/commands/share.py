@@ -8,7 +8,7 @@ from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Evidence
 from autotune.core.units import fmt_count, fmt_gib
-from autotune.planning.observations import EVIDENCE, read_submission, store_submission, submission_of
+from autotune.planning.evidence import EVIDENCE, read_submission, store_submission
 from autotune.study.storage.location import storage_url
 
 
@@ -27,6 +27,8 @@ def submit(name: str | None, storage: str | None, out: Path | None) -> None:
             f"its speeds are projected: nothing was measured on {recipe.device.name}",
             remedy=f"run the study on {recipe.device.name} itself",
         )
+    from autotune.planning.submission import submission_of
+
     submission = submission_of(recipe, _measured_on(found.summary.study, storage))
     path = out or found.out / "submission.json"
     write_atomic(path, submission.text)
