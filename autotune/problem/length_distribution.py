@@ -1,14 +1,13 @@
-"""How long the examples are, in tokens: counted, estimated from their characters, or described by two numbers."""
+"""The lengths of the examples in tokens: counted, estimated from their characters, or described by two numbers."""
 
 import hashlib
 import math
 import random
 import re
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
@@ -18,7 +17,7 @@ from autotune.core.errors import UsageError
 
 Source = Literal["assumed", "given", "counted", "characters", "summary"]
 P99 = NormalDist().inv_cdf(0.99)
-BINS = 1000  # that a described distribution is drawn in
+BINS = 1000  # equally likely parts in which a described distribution is sampled
 
 SAYS: dict[Source, str] = {
     "assumed": "assumed",
@@ -31,11 +30,11 @@ SAYS: dict[Source, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """A distribution: (tokens, number of examples), ascending. Where it came from says how far to trust it."""
+    """A distribution: pairs (tokens, number of examples), ascending. `source` says how far to trust it."""
 
     counts: tuple[tuple[int, int], ...]
     source: Source
-    _hash: int = field(init=False, repr=False, compare=False)  # of thousands of counts, which are asked for often
+    _hash: int = field(init=False, repr=False, compare=False)  # computed once: there are thousands of counts
 
     def __post_init__(self) -> None:
         if not self.counts or self.counts[0][0] < 1 or any(number < 1 for _, number in self.counts):
@@ -47,52 +46,55 @@ class Lengths:
 
     @classmethod
     def constant(cls, tokens: int, source: Source = "given") -> "Lengths":
-        """Every example has as many tokens. Raises ValueError below 1."""
+        """Every example has this many tokens. Raises ValueError below 1."""
         return cls(counts=((tokens, 1),), source=source)
 
     @classmethod
     def of(cls, lengths: Iterable[int], source: Source) -> "Lengths":
-        """Of each example's length; raises ValueError if there is none, or one below 1."""
+        """The distribution of these lengths, one per example. Raises ValueError without any, or for one below 1."""
         return cls(counts=tuple(sorted(Counter(lengths).items())), source=source)
 
     @classmethod
     def described(cls, mean: float, p99: float) -> "Lengths":
-        """A log-normal distribution with this mean and this 99th percentile. Raises ValueError where there is none."""
+        """A log-normal distribution with this mean and this 99th percentile. Raises ValueError if none has them."""
         if not 1 <= mean <= p99:
             raise ValueError("the 99th percentile cannot be below the mean, nor the mean below 1")
-        # ln p99 - ln mean = z s - s^2 / 2, s the logarithm's standard deviation; the smaller root is the plausible one.
+        # ln p99 - ln mean = z s - s^2 / 2 with s the deviation of the logarithm; the smaller root is plausible.
         under_root = P99**2 - 2 * math.log(p99 / mean)
         if under_root < 0:
             raise ValueError(f"no log-normal distribution has a 99th percentile of {p99 / mean:.0f} times its mean")
         deviation = P99 - math.sqrt(under_root)
-        # The mean within each of equally likely bins: their mean is the one that was given, far tail and all.
+        # Each bin counts with its own mean, so that the mean of the bins is the given mean, the far tail included.
         unit = NormalDist()
         edges = [-math.inf, *(unit.inv_cdf(index / BINS) for index in range(1, BINS)), math.inf]
         below = [unit.cdf(edge - deviation) if math.isfinite(edge) else float(edge > 0) for edge in edges]
-        drawn = [mean * BINS * (high - low) for low, high in pairwise(below)]
-        return cls.of((max(round(tokens), 1) for tokens in drawn), "summary")
+        means = [mean * BINS * (high - low) for low, high in pairwise(below)]
+        return cls.of((max(round(tokens), 1) for tokens in means), "summary")
 
     @property
     @cache  # noqa: B019 (a study has one of these)
     def number(self) -> int:
-        """Examples that were looked at."""
+        """The number of examples."""
         return sum(number for _, number in self.counts)
 
     @property
     @cache  # noqa: B019
     def total(self) -> int:
+        """The tokens of all examples."""
         return sum(tokens * number for tokens, number in self.counts)
 
     @property
     def mean(self) -> float:
+        """Tokens of an example, on average."""
         return self.total / self.number
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest example."""
         return self.counts[-1][0]
 
     def quantile(self, share: float) -> int:
-        """The least length that this share of the examples does not exceed."""
+        """The smallest length that this share of the examples does not exceed."""
         seen = 0
         for tokens, number in self.counts:
             seen += number
@@ -101,68 +103,22 @@ class Lengths:
         return self.longest
 
     def sample(self, number: int, seq_len: int) -> list[int]:
-        """So many lengths that stand for all of them, in no order, cut at `seq_len`."""
-        drawn = [min(self.quantile((index + 0.5) / number), seq_len) for index in range(number)]
-        random.Random(0).shuffle(drawn)  # noqa: S311 (no secret hangs on it)
-        return drawn
+        """`number` lengths that represent all of them, shuffled and cut at `seq_len`. Always the same ones."""
+        lengths = [min(self.quantile((index + 0.5) / number), seq_len) for index in range(number)]
+        random.Random(0).shuffle(lengths)  # noqa: S311 (no secret depends on it)
+        return lengths
 
     @cache  # noqa: B019
-    def kept(self, seq_len: int) -> int:
-        """Tokens of all these examples that are left when each is cut at `seq_len`."""
+    def tokens_within(self, seq_len: int) -> int:
+        """Tokens of all examples that are left when each is cut at `seq_len`."""
         return sum(min(tokens, seq_len) * number for tokens, number in self.counts)
 
-    @lru_cache(maxsize=64)  # noqa: B019
-    def packed(self, seq_len: int, times: int = 1) -> tuple["Rows", ...]:
-        """All these examples so many times, cut at `seq_len`, in as few rows of it as best-fit decreasing finds.
-
-        The longest first, each into the fullest row that has room for it; alike ones together, so that it takes
-        milliseconds where there are millions.
-        """
-        cut = Counter[int]()
-        for tokens, number in self.counts:
-            cut[min(tokens, seq_len)] += number * times
-        open_rows: dict[int, list[Rows]] = {}  # by the room that is left in them
-        rooms: list[int] = []  # the keys of `open_rows`, ascending
-        full: list[Rows] = []
-
-        def put(rows: Rows) -> None:
-            room = seq_len - sum(rows.examples)
-            if not room:
-                full.append(rows)
-                return
-            if room not in open_rows:
-                insort(rooms, room)
-            open_rows.setdefault(room, []).append(rows)
-
-        for tokens in sorted(cut, reverse=True):
-            left = cut[tokens]
-            while left:
-                place = bisect_left(rooms, tokens)
-                rows = Rows(number=left, examples=())
-                if place < len(rooms):
-                    rows = open_rows[rooms[place]].pop()
-                    if not open_rows[rooms[place]]:
-                        del open_rows[rooms.pop(place)]
-                # A row that was begun is the fullest one with room until it has none.
-                each = (seq_len - sum(rows.examples)) // tokens
-                whole = min(rows.number, left // each)
-                put_back = rows.number - whole
-                if whole:
-                    put(Rows(number=whole, examples=rows.examples + (tokens,) * each))
-                    left -= whole * each
-                elif left:
-                    put(Rows(number=1, examples=rows.examples + (tokens,) * left))
-                    left, put_back = 0, put_back - 1
-                if put_back and rows.examples:
-                    put(Rows(number=put_back, examples=rows.examples))
-        return (*full, *(rows for room in rooms for rows in open_rows[room]))
-
     def longer(self, seq_len: int) -> float:
-        """Share of the examples that are cut."""
+        """The share of the examples that are longer than `seq_len`."""
         return sum(number for tokens, number in self.counts if tokens > seq_len) / self.number
 
     def facts(self) -> dict[str, Any]:
-        """What a reader needs to know of it, and a digest that tells it from others."""
+        """Plain data for reports, with a digest that differs for other distributions."""
         text = repr(self.counts).encode()
         return {
             "source": self.source,
@@ -182,29 +138,25 @@ class Lengths:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """`number` rows that hold examples of these lengths each."""
-
-    number: int
-    examples: tuple[int, ...]
-
-
 def read_lengths(path: Path) -> Lengths:
-    """From a file with one length a line. Raises UsageError; the line is named."""
-    found = []
+    """The lengths in a file with one length per line.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is wrong; it is named.
+    """
+    lengths = []
     try:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if not line.strip():
                 continue
             if not re.fullmatch(r"\s*[0-9]{1,9}\s*", line) or int(line) < 1:
                 raise UsageError(
-                    f"{path}, line {number}: {line.strip()[:40]!r} is no number of tokens",
+                    f"{path}, line {number}: {line.strip()[:40]!r} is not a number of tokens",
                     remedy="write the length of one example on each line, 1 or more",
                 )
-            found.append(int(line))
+            lengths.append(int(line))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}", remedy="name a text file with one length a line") from None
-    if not found:
+    if not lengths:
         raise UsageError(f"{path} is empty", remedy="write the length of one example on each line")
-    return Lengths.of(found, "counted")
+    return Lengths.of(lengths, "counted")

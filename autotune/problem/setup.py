@@ -159,7 +159,7 @@ def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
     rows, knob = space.knob("seq_len"), space.knob("micro_batch_size")
     longest = min(max(rows.choices()) if rows else DEFAULT_TOKENS, model.max_seq_len or MAX_COUNT)
-    wanted = spec.global_batch_tokens * lengths.number / lengths.kept(longest)
+    wanted = spec.global_batch_tokens * lengths.number / lengths.tokens_within(longest)
     sizes = knob.choices() if knob else ()
     nearest: int = max(1, round(wanted))
     if sizes and not any(nearest % size == 0 for size in sizes):

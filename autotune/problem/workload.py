@@ -1,4 +1,4 @@
-"""Workload: what the full run must process. Examples are cut to seq_len; one to a padded row, or packed, as probed."""
+"""Workload: the examples of the full run. They are cut at seq_len, and padded or packed to rows."""
 
 import bisect
 import itertools
@@ -6,19 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.core.train_config import TrainConfig
-from autotune.problem.length_distribution import Lengths, Rows
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.packing import Rows, packed_rows
 from autotune.problem.run_shape import RunShape
 
-PROBED_ROWS = 8  # kinds of row that a probe trains on in turn
-GRAIN = 16  # lengths of padded rows are told in so many parts of a row, so that probes serve other data as well
-_SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # their order: any few of them are far apart
+PROBED_ROWS = 8  # different rows that a probe trains on in turn
+GRAIN = 16  # padded rows are as long as a multiple of 1/16 of seq_len, so that other data can reuse the probe
+_SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # an order of rows sorted by length in which any few neighbours differ much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`examples` a pass, as long as `lengths` says, `epochs` passes; `global_batch` examples an optimizer step.
+    """The examples of one pass with their lengths, the number of passes, and the examples of an optimizer step.
 
     The global batch is the user's and the same for every candidate, as nearly as whole rows of packed examples allow.
+
+    Raises:
+        ValueError: a number is below 1.
     """
 
     examples: int = 10_000
@@ -33,18 +37,18 @@ class Workload:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     def examples_per_row(self, config: TrainConfig) -> float:
-        """Mean number of examples in a row: 1 unless they are packed."""
+        """Examples in a row, on average: 1 unless they are packed."""
         if not config.packing:
             return 1  # an int, so that the global batch of unpacked examples is written as an int
-        return self.lengths.number * self._times / sum(rows.number for rows in self._packed(config))
+        return self.lengths.number * self._repetitions / sum(rows.number for rows in self._packed(config))
 
     @property
-    def _times(self) -> int:
-        """How often the lengths that are known must be taken to make up for all examples."""
+    def _repetitions(self) -> int:
+        """How often the known lengths must be repeated to come to all examples."""
         return max(1, round(self.examples / self.lengths.number))
 
     def _packed(self, config: TrainConfig) -> tuple[Rows, ...]:
-        return self.lengths.packed(config.seq_len, self._times)
+        return packed_rows(self.lengths, config.seq_len, self._repetitions)
 
     def run_shape(self, config: TrainConfig, *, accumulation: int | None = None, world_size: int = 1) -> RunShape:
         """How the full run divides these examples into steps.
@@ -79,43 +83,47 @@ class Workload:
         return accumulation
 
     def useful_tokens_per_row(self, config: TrainConfig) -> float:
-        """Tokens of a mean row that are trained on: neither padding nor cut off."""
-        return self.lengths.kept(config.seq_len) / self.lengths.number * self.examples_per_row(config)
+        """Tokens of a row that are neither padding nor cut off, on average."""
+        return self.lengths.tokens_within(config.seq_len) / self.lengths.number * self.examples_per_row(config)
 
     def fill(self, config: TrainConfig) -> float:
-        """Share of the rows that is not padding."""
+        """The share of the rows that is not padding."""
         return self.useful_tokens_per_row(config) / config.seq_len
 
     def truncated(self, seq_len: int) -> float:
-        """Share of all tokens that is cut off at `seq_len`."""
-        return 1.0 - self.lengths.kept(seq_len) / self.lengths.total
+        """The share of all tokens that is cut off at `seq_len`."""
+        return 1.0 - self.lengths.tokens_within(seq_len) / self.lengths.total
 
     def rows(self, config: TrainConfig) -> tuple[tuple[int, ...], ...]:
-        """Rows such as the run trains on, for a probe: the lengths of the examples in each. () where all are full.
+        """Rows for a probe that represent those of the run: the lengths of the examples in each; () if all are full.
 
-        Of packed ones first one of several examples, then one that a single example fills, if there are both:
-        transformers makes a mask for the first alone, and what a probe compiles and weighs, it does in its first steps.
+        Of packed rows the first has several examples, and the second is filled by one, where there are both kinds:
+        transformers makes a mask only for the first kind, and a probe compiles and measures both in its first steps.
         """
-        if not config.packing:
-            lengths = sorted(self.lengths.sample(PROBED_ROWS, config.seq_len))
-            parts = [max(1, round(GRAIN * length / config.seq_len)) for length in lengths]
-            if min(parts) == GRAIN:
-                return ()
-            return tuple((max(2, parts[index] * config.seq_len // GRAIN),) for index in _SPREAD)
+        return self._packed_rows(config) if config.packing else self._padded_rows(config.seq_len)
+
+    def _padded_rows(self, seq_len: int) -> tuple[tuple[int, ...], ...]:
+        lengths = sorted(self.lengths.sample(PROBED_ROWS, seq_len))
+        parts = [max(1, round(GRAIN * length / seq_len)) for length in lengths]
+        if min(parts) == GRAIN:
+            return ()
+        return tuple((max(2, parts[index] * seq_len // GRAIN),) for index in _SPREAD)
+
+    def _packed_rows(self, config: TrainConfig) -> tuple[tuple[int, ...], ...]:
         rows = self._packed(config)
-        ends = list(itertools.accumulate(one.number for one in rows))
-        # Equally far apart in the order in which they were filled, so that all kinds of row are there.
+        ends = list(itertools.accumulate(group.number for group in rows))
+        # Rows at equal distances in the order in which they were filled, so that all kinds are represented.
         places = ((2 * index + 1) * ends[-1] / (2 * PROBED_ROWS) for index in range(PROBED_ROWS))
-        kinds = [rows[bisect.bisect_right(ends, place)].examples for place in places]
-        kinds = [kinds[index] for index in _SPREAD]
-        first = next((kind for kind in kinds if len(kind) > 1), kinds[0])
-        kinds.remove(first)
-        second = next((kind for kind in kinds if len(kind) == 1), kinds[0])
-        kinds.remove(second)
-        return (first, second, *kinds)
+        chosen = [rows[bisect.bisect_right(ends, place)].examples for place in places]
+        chosen = [chosen[index] for index in _SPREAD]
+        shared = next((row for row in chosen if len(row) > 1), chosen[0])
+        chosen.remove(shared)
+        single = next((row for row in chosen if len(row) == 1), chosen[0])
+        chosen.remove(single)
+        return (shared, single, *chosen)
 
     def facts(self) -> dict[str, Any]:
-        """As plain data, its lengths described."""
+        """Plain data for reports and exports."""
         return {
             "examples": self.examples,
             "examples_assumed": self.examples_assumed,

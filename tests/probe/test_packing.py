@@ -17,6 +17,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.constraints import ATTENTIONS, NO_SDPA, PACKED_APART
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.packing import packed_rows
 from autotune.problem.performance import Performance, performance
 from autotune.problem.run_cost import by_examples
 from autotune.problem.search_space import SearchSpace
@@ -33,7 +34,7 @@ SKEWED = Lengths.of([100] * 60 + [300] * 25 + [700] * 10 + [2000] * 5, "counted"
 
 
 def rows_of(lengths: Lengths, seq_len: int) -> list[tuple[int, ...]]:
-    return sorted(row.examples for row in lengths.packed(seq_len) for _ in range(row.number))
+    return sorted(row.examples for row in packed_rows(lengths, seq_len) for _ in range(row.number))
 
 
 def best_fit(examples: list[int], seq_len: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ SKEWED = Lengths.of([100] * 4 + [500] * 3 + [1000] * 2 + [2500], "counted")
     [(50, 500, 1.0), (100, 1000, 0.6), (512, 400 + 1500 + 3 * 512, 0.3), (1024, 4924, 0.1), (4096, 6400, 0.0)],
 )
 def test_what_is_cut_by_hand(seq_len: int, kept: int, longer: float) -> None:
-    assert SKEWED.kept(seq_len) == kept
+    assert SKEWED.tokens_within(seq_len) == kept
     assert SKEWED.longer(seq_len) == longer
     workload = Workload(lengths=SKEWED)
     assert workload.useful_tokens_per_row(TrainConfig(seq_len=seq_len)) == kept / 10

@@ -1,0 +1,105 @@
+"""The form of a search space file, checked by pydantic.
+
+Only `search_space.load_space` imports this module, when it reads a file, since pydantic takes long to import.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from autotune.core.errors import did_you_mean
+from autotune.core.knobs import KNOBS, Kind, check_value
+
+MAX_RANGE = 1024  # integers between min and max: nobody can try more, and the search goes over all of them
+Place = tuple[int | str, ...]
+
+
+class KnobEntry(BaseModel):
+    """One knob of the file: a list of values, or a range of integers. `kind` may repeat what the registry says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    values: list[Any] = Field(default_factory=list)
+    min: int | None = None
+    max: int | None = None
+    log: bool = False
+    kind: Kind | None = None
+    when: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "KnobEntry":
+        is_range = self.min is not None and self.max is not None
+        if is_range == bool(self.values) or (self.min is None) != (self.max is None):
+            raise ValueError("give either values: [..] or min: and max:")
+        if is_range and not 1 <= self.min <= self.max:  # type: ignore[operator]
+            raise ValueError("min must be at least 1 and at most max")
+        if len(set(map(repr, self.values))) != len(self.values):
+            raise ValueError("a value stands twice")
+        if self.log and not is_range:
+            raise ValueError("log: true goes with min: and max:")
+        return self
+
+    def problems(self, name: str) -> Iterator[tuple[Place, str]]:
+        """What is impossible in the entry of knob `name`: the place in the entry, and the reason."""
+        if self.min is not None and self.max is not None and self.max - self.min >= MAX_RANGE:
+            yield ("max",), f"at most {MAX_RANGE:,} values are searched from min to max: list some as values: [..]"
+            return
+        if self.kind not in (None, KNOBS[name].kind):
+            yield ("kind",), f"{name} is a {KNOBS[name].kind} knob: leave kind: out"
+        for place, knob, value in self._values(name):
+            try:
+                check_value(knob, value)
+            except ValueError as error:
+                yield place, str(error)
+        for other in self.when or {}:
+            if not _is_other_knob(other, name):
+                yield ("when", other), f"{other!r} is no other knob{did_you_mean(other, set(KNOBS) - {name})}"
+
+    def _values(self, name: str) -> Iterator[tuple[Place, str, Any]]:
+        """Every value in the entry: its place, its knob, the value."""
+        for index, value in enumerate(self.values):
+            yield ("values", index), name, value
+        for end, value in (("min", self.min), ("max", self.max)):
+            if value is not None:
+                yield (end,), name, value
+        for other, wanted in (self.when or {}).items():
+            if _is_other_knob(other, name):
+                for value in wanted if isinstance(wanted, list) else [wanted]:
+                    yield ("when", other), other, value
+
+
+class SpaceFile(BaseModel):
+    """A search space file. A knob with a bare value is fixed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: Literal[1]
+    description: str = ""
+    knobs: dict[str, KnobEntry] = Field(min_length=1)
+
+    @field_validator("knobs", mode="before")
+    @classmethod
+    def _bare_values(cls, knobs: Any) -> Any:
+        if not isinstance(knobs, dict):
+            return knobs
+        entries = {}
+        for name, entry in knobs.items():
+            entries[name] = entry if isinstance(entry, dict | KnobEntry) else {"values": [entry]}
+        return entries
+
+    @model_validator(mode="after")
+    def _possible(self) -> "SpaceFile":
+        problems = []
+        for name, entry in self.knobs.items():
+            known = name in KNOBS
+            found = entry.problems(name) if known else [((), f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")]
+            for place, reason in found:
+                error = PydanticCustomError("knob", "{reason}", {"reason": reason})
+                problems.append(InitErrorDetails(type=error, loc=("knobs", name, *place), input=None))
+        if problems:
+            raise ValidationError.from_exception_data("space", problems)
+        return self
+
+
+def _is_other_knob(other: str, name: str) -> bool:
+    return other in KNOBS and other != name
