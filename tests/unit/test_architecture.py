@@ -279,7 +279,11 @@ def test_slow_imports_wait_until_they_are_needed(library):
         if layer(one.module) == library and one.at_module_level and not one.for_types_only
     }
     # Modules that are themselves loaded on use.
-    loaded_on_use = {"yaml": {"export.recipe_yaml"}, "pydantic": {"planning.submission"}}
+    loaded_on_use = {
+        "yaml": {"export.recipe_yaml"},
+        "pydantic": {"planning.submission", "problem.space_file"},
+        "pydantic_core": {"problem.space_file"},
+    }
     assert eager == loaded_on_use.get(library, set())
 
 

@@ -7,12 +7,13 @@ import torch
 
 from autotune.probe.runtime import rows
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.packing import packed_rows
 
 
 def test_rows_are_packed_as_the_workload_counts_them() -> None:
     lengths = [3, 60, 100, 7, 7, 41, 12, 99, 1, 64] * 30
     packed = rows.pack([torch.full((length,), length) for length in lengths], 100)
-    planned = [row.examples for row in Lengths.of(lengths, "counted").packed(100) for _ in range(row.number)]
+    planned = [row.examples for row in packed_rows(Lengths.of(lengths, "counted"), 100) for _ in range(row.number)]
     assert sorted(tuple(map(len, row)) for row in packed) == sorted(planned)
 
 

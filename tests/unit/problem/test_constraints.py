@@ -1,10 +1,18 @@
 """Floors that are never given up unasked."""
 
+import importlib.util
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from autotune.catalog import resolve_device
+from autotune.core.errors import UsageError
 from autotune.problem.constraints import Floors, Narrowing, apply_floors
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import Knob, SearchSpace, load_space
+from autotune.problem.setup import Setup, set_up
+from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
 
 WORKLOAD = Workload(examples=1000, lengths=Lengths.constant(1024), global_batch=32)
@@ -89,3 +97,76 @@ def test_a_floor_of_length_on_a_range():
 )
 def test_floors(knobs, floors, kept):
     assert next(iter(narrowed(space(**knobs), **floors).values())) == kept
+
+
+# --- packing
+
+SKEWED = Lengths.of([100] * 60 + [300] * 25 + [700] * 10 + [2000] * 5, "counted")
+
+
+def prepared(lengths: str | None = None, model: str = "mistral-7b", **asked: Any) -> Setup:
+    return set_up(StudySpec(model=model, lengths=lengths, space="lora", **asked), resolve_device("h200"))
+
+
+def removed(setup: Setup) -> list[str]:
+    return [str(one) for one in setup.removals if one.knob == "packing" or "packed" in one.reason]
+
+
+@pytest.fixture
+def skewed(tmp_path: Path) -> str:
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(str(tokens) for tokens, number in SKEWED.counts for _ in range(number)))
+    return str(file)
+
+
+def test_packing_is_searched_with_micro_batches_that_keep_the_global_batch(skewed: str) -> None:
+    setup = prepared(skewed)
+    knob = setup.task.space.knob("packing")
+    assert knob is not None and knob.choices() == (False, True)
+    # A row of 2,048 tokens holds 6 of these examples: 32 of them are 5 rows.
+    assert knob.when is not None and knob.when["micro_batch_size"] == [1, 2, 4]
+    reason = "a step would be over 25% off the global batch of 32 (--global-batch)"
+    assert removed(setup) == [f"packing True: not with micro_batch_size 8, 16, 32: {reason}"]
+    for chosen in setup.task.space.enumerate():
+        config = setup.task.space.config(chosen)
+        assert setup.task.workload.run_shape(config).examples_per_step == pytest.approx(32, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({}, "how long the examples are was not given (--dataset, --lengths)"),
+        ({"tokens_per_example": 4096}, "no row has room for a second example"),
+        ({"tokens_per_example": 16, "global_batch": 1, "pins": {"seq_len": 4096}}, "a row holds 250.0 examples"),
+        (
+            {"mean_tokens": 200, "p99_tokens": 900, "pins": {"attention": "flash_attention_2"}},
+            "sdpa and eager attention alone",
+        ),
+    ],
+)
+def test_packing_is_left_out_for_a_reason(asked: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
+    setup = prepared(**asked)
+    assert setup.task.space.knob("packing").choices() == (False,)  # type: ignore[union-attr]
+    assert len(removed(setup)) == 1 and removed(setup)[0].endswith(reason)
+
+
+def test_a_row_length_that_does_not_go_with_the_global_batch_is_left_out_by_itself() -> None:
+    setup = prepared(mean_tokens=200, p99_tokens=900)  # 4,096 tokens hold 20 of them: 32 are no whole rows
+    packed = {one.seq_len for one in map(setup.task.space.config, setup.task.space.enumerate()) if one.packing}
+    assert packed == {2048}
+    assert any("not with seq_len 4096" in line for line in removed(setup))
+
+
+def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: object())
+    setup = set_up(
+        StudySpec(model="mistral-7b", lengths=skewed, space="default", pins={"packing": True}), resolve_device("h200")
+    )
+    choices = [setup.task.space.config(chosen) for chosen in setup.task.space.enumerate()]
+    assert {config.micro_batch_size for config in choices} == {1, 2, 4}
+    assert {config.attention for config in choices} == {"sdpa"}  # with flash_attention_2 neighbours may be seen
+    with pytest.raises(
+        UsageError, match="packing was asked for, but a step would be over 25% off the global batch of 2"
+    ):
+        prepared(skewed, pins={"packing": True}, global_batch=2)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.core.probe_types import Outcome
+from autotune.core.probe_types import Measurement, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import (
@@ -129,3 +129,17 @@ def test_capability_is_an_order():
     ]
     assert sorted(evaluator, key=lambda config: config.capability) == evaluator
     assert TrainConfig(micro_batch_size=1, compile="per_layer").capability == TrainConfig().capability
+
+
+BY_HAND = Lengths.of([7, 6, 5, 5, 5, 3, 3, 2, 1, 12], "counted")  # packed by hand in test_packing.py
+PACKED = TrainConfig(seq_len=10, micro_batch_size=1, packing=True)
+
+
+def test_useful_tokens_of_packed_rows_count() -> None:
+    workload = Workload(examples=10, lengths=BY_HAND, global_batch=8)
+    fields = dict.fromkeys(Measurement.__dataclass_fields__, 0.0)
+    measured = Measurement(**fields | {"step_s": (1.0,), "micro_step_s": (0.25,), "rest_s": ()})  # type: ignore[arg-type]
+    packed, alone = (performance(replace(PACKED, packing=on), [measured], workload) for on in (True, False))
+    assert packed.tokens_per_second == pytest.approx(9.4 / 0.25)
+    assert alone.tokens_per_second == pytest.approx(4.7 / 0.25)
+    assert packed.samples_per_second == pytest.approx(2 / 0.25)

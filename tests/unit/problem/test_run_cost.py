@@ -1,5 +1,6 @@
 """Hours, USD and kWh of the full run, by hand; what is unknown stays unknown."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from autotune.catalog import Price
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
+from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import by_examples, project
 from autotune.problem.workload import Workload
@@ -54,3 +56,14 @@ def test_the_table_of_sizes():
     assert [cost.num_steps for cost in table] == [2 * 313, 2 * 1563, 2 * 3125]
     assert [cost.full_run_usd for cost in table] == pytest.approx([6.26 * 3, 31.26 * 3, 62.5 * 3])
     assert [cost.cost_per_1000_samples_usd for cost in table] == pytest.approx([0.9375] * 3)
+
+
+def test_other_sizes_of_the_dataset_take_steps_like_the_measured_ones() -> None:
+    """Fifty examples fill their rows worse than ten thousand would: the step that was measured is theirs."""
+    lengths = Lengths.of([100] * 30 + [300] * 13 + [700] * 5 + [2000] * 2, "counted")
+    workload = Workload(examples=50, lengths=lengths, global_batch=32)
+    config = TrainConfig(seq_len=2048, micro_batch_size=2, packing=True)
+    speed = Performance(samples_per_second=10.0, tokens_per_second=1.0, step_time_s=3.0, spread=(0, 0), mfu=None)
+    small, large, _ = by_examples(workload, config, speed, None)
+    assert small.num_steps == math.ceil(10_000 / workload.run_shape(config).examples_per_step)
+    assert large.full_run_hours == pytest.approx(5 * small.full_run_hours, rel=1e-2)

@@ -1,12 +1,13 @@
 """What the full run must process, computed by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.workload import Workload
+from autotune.problem.workload import PROBED_ROWS, Workload
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,52 @@ def test_padding_and_truncation(length, seq_len, useful, cut, fill):
 def test_nothing_is_less_than_one(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be at least 1, not "):
         Workload(**{name: value})
+
+
+BY_HAND = Lengths.of([7, 6, 5, 5, 5, 3, 3, 2, 1, 12], "counted")  # packed by hand in test_packing.py
+PACKED = TrainConfig(seq_len=10, micro_batch_size=1, packing=True)
+
+
+def test_packed_rows_hold_several_examples_and_a_step_takes_fewer_of_them() -> None:
+    workload = Workload(examples=10, epochs=2, lengths=BY_HAND, global_batch=8)
+    assert workload.examples_per_row(PACKED) == 2  # 10 examples in 5 rows
+    assert workload.useful_tokens_per_row(PACKED) == (49 - 2) / 5
+    assert workload.fill(PACKED) == pytest.approx(0.94)
+    assert [workload.run_shape(replace(PACKED, micro_batch_size=size)).accumulation for size in (1, 2, 4, 3, 16)] == [
+        4,
+        2,
+        1,
+        1,
+        1,
+    ]
+    assert workload.run_shape(replace(PACKED, micro_batch_size=3)).examples_per_step == 6  # as near as whole rows allow
+    assert workload.run_shape(PACKED).num_steps == 2 * 2  # 4 rows, then 1
+    alone = replace(PACKED, packing=False)
+    assert (workload.fill(alone), workload.run_shape(alone).num_steps) == (pytest.approx(0.47), 2 * 2)
+
+
+def test_one_known_length_stands_for_all_examples() -> None:
+    """One length was given, of many examples: they share rows all the same."""
+    workload = Workload(examples=10_000, lengths=Lengths.constant(3))
+    assert workload.examples_per_row(PACKED) == pytest.approx(3, rel=1e-3)
+
+
+def test_probed_rows_represent_all_rows() -> None:
+    workload = Workload(lengths=Lengths.of([10] * 75 + [5] * 50, "counted"))
+    rows = workload.rows(PACKED)
+    assert rows[:2] == ((5, 5), (10,))  # with a mask, and without: both are compiled and weighed at the start
+    assert sorted(rows) == [(5, 5)] * 2 + [(10,)] * 6 and len(rows) == PROBED_ROWS
+
+
+def test_padded_rows_are_as_long_as_the_examples_and_full_rows_are_left_out() -> None:
+    config = TrainConfig(seq_len=1024)
+    rows = Workload(lengths=Lengths.of([100] * 50 + [500] * 25 + [4000] * 25, "counted")).rows(config)
+    assert sorted(rows) == [(128,)] * 4 + [(512,)] * 2 + [(1024,)] * 2  # in sixteenths of a row
+    assert all({sum(pair[0]), sum(pair[1])} != {128} for pair in zip(rows[::2], rows[1::2], strict=True))  # mixed
+    almost = Workload(lengths=Lengths.of([101] * 50 + [510] * 25 + [3000] * 25, "counted")).rows(config)
+    assert almost == rows  # what was measured of the one serves the other
+    assert Workload(lengths=Lengths.constant(1024)).rows(config) == Workload(lengths=Lengths.constant(5000)).rows(
+        config
+    )
+    assert Workload(lengths=Lengths.constant(1024)).rows(config) == ()
+    assert set(Workload(lengths=Lengths.constant(1)).rows(replace(config, seq_len=16))) == {(2,)}  # one has no loss

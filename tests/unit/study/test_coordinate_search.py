@@ -7,7 +7,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace, load_space, shipped_spaces
 from autotune.study.coordinate_search import ORDER, next_move
 from tests.helpers.replay import machine
-from tests.helpers.sessions import Start, subject_of
+from tests.helpers.sessions import Start, space, subject_of
 
 SPACE = SearchSpace(
     name="small",
@@ -106,3 +106,14 @@ def test_a_study_climbs_from_its_baseline_to_the_top_of_a_smooth_hill(start: Sta
     best = session.study.trials.best()
     assert best is not None
     assert (best.config.checkpointing, best.config.micro_batch_size, best.config.compile) == ("none", 4, "per_layer")
+
+
+def test_packing_is_climbed_to_with_the_largest_micro_batch_that_allows_it() -> None:
+    here = TrainConfig(micro_batch_size=8)
+    choices: SearchSpace = space(micro_batch_size=(1, 2, 4, 8), packing=(False, True))
+    choices = choices.condition("packing", "micro_batch_size", (1, 2, 4))
+    chosen = next_move(choices, here, "packing", {here.digest: Outcome.OK})
+    assert chosen == {"micro_batch_size": 4, "packing": True}
+    tried = {here.digest: Outcome.OK, choices.config(chosen).digest: Outcome.OOM}
+    assert next_move(choices, here, "packing", tried) == {"micro_batch_size": 2, "packing": True}
+    assert next_move(choices, choices.config(chosen), "packing", tried) is None

@@ -1,0 +1,43 @@
+"""Packing finds as few rows as best-fit decreasing, and keeps every example."""
+
+import random
+
+import pytest
+
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.packing import packed_rows
+
+# Cut at 10, the longest first: 10; 7 + 3; 6 + 3 (1 is left); 5 + 5; 5 + 2 (3 are left); 1 goes where 1 is left.
+BY_HAND = Lengths.of([7, 6, 5, 5, 5, 3, 3, 2, 1, 12], "counted")
+
+
+def rows_of(lengths: Lengths, seq_len: int) -> list[tuple[int, ...]]:
+    return sorted(row.examples for row in packed_rows(lengths, seq_len) for _ in range(row.number))
+
+
+def best_fit(examples: list[int], seq_len: int) -> list[list[int]]:
+    """As the textbook has it, one example after the other."""
+    rows: list[list[int]] = []
+    for tokens in sorted(examples, reverse=True):
+        having_room = [row for row in rows if sum(row) + tokens <= seq_len]
+        if having_room:
+            max(having_room, key=sum).append(tokens)
+        else:
+            rows.append([tokens])
+    return rows
+
+
+def test_rows_by_hand() -> None:
+    assert rows_of(BY_HAND, 10) == [(5, 2), (5, 5), (6, 3, 1), (7, 3), (10,)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_as_many_rows_as_best_fit_decreasing_and_every_example_once(seed: int) -> None:
+    drawn = random.Random(seed)
+    seq_len = drawn.choice([8, 17, 64, 500])
+    examples = [drawn.randint(1, drawn.choice([seq_len // 4, seq_len + 5])) for _ in range(drawn.randint(1, 120))]
+    rows = rows_of(Lengths.of(examples, "counted"), seq_len)
+    cut = [min(tokens, seq_len) for tokens in examples]
+    assert len(rows) == len(best_fit(cut, seq_len))
+    assert sorted(tokens for row in rows for tokens in row) == sorted(cut)
+    assert max(map(sum, rows)) <= seq_len
