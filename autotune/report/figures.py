@@ -1,6 +1,7 @@
 """Figures as JSON-able data for plotly. A figure with nothing to show is None, and the report says so in a sentence."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autotune.core.probe_types import Rung
@@ -23,6 +24,19 @@ LINES = (  # of the parallel coordinates: group, name, colour, opacity; the fast
 )
 LONG_S = 900.0  # a longer time axis is in minutes
 EDGE = 1.5  # of the limit; a farther miss is drawn at the edge, so that it does not squeeze the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One horizontal bar. `below` and `above` are its error, `text` is to its right, `hover` is escaped HTML."""
+
+    name: str
+    value: float
+    below: float = 0.0
+    above: float = 0.0
+    text: str = ""
+    hover: str = ""
+    highlighted: bool = False
 
 
 def scatter(
@@ -113,134 +127,100 @@ def timeline(info: TimelineInfo) -> dict[str, Any] | None:
 
 
 def horizontal_bars(
-    names: Sequence[str],
-    values: Sequence[float],
-    *,
-    x: str,
-    ticks: str,
-    row_px: int,
-    hover: Sequence[str] | None = None,
-    errors: Sequence[tuple[float, float]] | None = None,
-    texts: Sequence[str] | None = None,
-    highlighted: Sequence[bool] | None = None,
-    line_at: float | None = None,
-    end: float | None = None,
+    bars: Sequence[Bar], *, x: str, ticks: str, row_px: int, line_at: float | None = None, end: float | None = None
 ) -> dict[str, Any]:
-    """One bar for each name, the first on top; `x` titles the axis and `ticks` is its format in d3's language.
+    """One bar below another; `x` titles the axis and `ticks` is its format in d3's language.
 
-    `hover` are tooltips, escaped by the caller. `errors` are drawn below and above the values, `texts` to their right.
-    `highlighted` bars have the accent's colour. `line_at` draws a vertical line; with `end` the axis is from 0 to it.
+    `line_at` draws a vertical line; with `end` the axis reaches from 0 to it.
     """
     figure = empty()
     figure.add_bar(
-        x=list(values),
-        y=[escape(name) for name in names],
+        x=[bar.value for bar in bars],
+        y=[escape(bar.name) for bar in bars],
         orientation="h",
-        marker={"color": [ACCENT if own else BLUE for own in highlighted or [False] * len(names)]},
-        hovertext=hover,
-        hoverinfo="text" if hover else "skip",
+        marker={"color": [ACCENT if bar.highlighted else BLUE for bar in bars]},
+        text=[bar.text for bar in bars],
+        textposition="outside",
+        hovertext=[bar.hover for bar in bars],
+        hoverinfo="text" if any(bar.hover for bar in bars) else "skip",
         cliponaxis=False,
     )
-    if errors:
-        below, above = zip(*errors, strict=True)
-        figure.update_traces(error_x={"array": above, "arrayminus": below, "thickness": 1})
-    if texts:
-        figure.update_traces(text=texts, textposition="outside")
+    if any(bar.below or bar.above for bar in bars):
+        errors = {"array": [bar.above for bar in bars], "arrayminus": [bar.below for bar in bars], "thickness": 1}
+        figure.update_traces(error_x=errors)
     if line_at is not None:
         figure.add_vline(x=line_at, line={"color": ACCENT, "width": 1.5})
     if end is not None:
         figure.update_xaxes(range=[0.0, end])
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(tickformat=ticks)
-    return finish(figure, x=x, height=70 + row_px * len(names))
+    return finish(figure, x=x, height=70 + row_px * len(bars))
 
 
 def importances(shares: dict[str, float]) -> dict[str, Any] | None:
     """The share of each knob, the largest on top."""
     if len(shares) < 2:
         return None
-    values = list(shares.values())
-    return horizontal_bars(
-        list(shares),
-        values,
-        x="share of the variation explained",
-        ticks=".0%",
-        row_px=34,
-        texts=[f"{share:.0%}" for share in values],
-        end=1.16 * values[0] or 1.0,  # the number is to the right of its bar
-    )
+    bars = [Bar(name=knob, value=share, text=f"{share:.0%}") for knob, share in shares.items()]
+    end = 1.16 * bars[0].value or 1.0  # the text is to the right of its bar
+    return horizontal_bars(bars, x="share of the variation explained", ticks=".0%", row_px=34, end=end)
 
 
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
     """The cost of each other learning cell against the winner with its interval, the cheapest on top."""
-    others = [row for row in rows if row.changes]
-    if not others:
+    bars = []
+    for row in rows:
+        low, high = row.interval
+        if row.changes:
+            label, evidence = escape(row.candidate.config.label()), row.candidate.evidence
+            hover = f"{label}<br><b>{row.extra:+.1%}</b> ({low:+.1%} to {high:+.1%}) [{evidence}]"
+            bars.append(
+                Bar(name=row.changes, value=row.extra, below=row.extra - low, above=high - row.extra, hover=hover)
+            )
+    if not bars:
         return None
-    return horizontal_bars(
-        [row.changes for row in others],
-        [row.extra for row in others],
-        x="cost against the winner",
-        ticks="+.0%",
-        row_px=38,
-        errors=[(row.extra - row.interval[0], row.interval[1] - row.extra) for row in others],
-        hover=[
-            f"{escape(row.candidate.config.label())}<br><b>{row.extra:+.1%}</b> "
-            f"({row.interval[0]:+.1%} to {row.interval[1]:+.1%}) [{row.candidate.evidence}]"
-            for row in others
-        ],
-        line_at=0,
-    )
+    return horizontal_bars(bars, x="cost against the winner", ticks="+.0%", row_px=38, line_at=0)
 
 
-def cards(winner_on: tuple[DeviceEstimate, ...], own: str | None = None) -> dict[str, Any] | None:
+def cards(estimates: tuple[DeviceEstimate, ...], own: str | None = None) -> dict[str, Any] | None:
     """USD of the winner's run on each card with a known price, with its interval; the cheapest on top.
 
     The card named `own`, that of the study, is highlighted.
     """
-    bars = [
-        (card, card.cost, card.cost.full_run_usd)
-        for card in winner_on
-        if card.cost is not None and card.cost.full_run_usd is not None
-    ]
-    if len(bars) < 2:
-        return None
-    bounds = [cost.interval_usd or (usd, usd) for _, cost, usd in bars]
-    return horizontal_bars(
-        [card.device.name for card, _, _ in bars],
-        [usd for _, _, usd in bars],
-        x="USD, on demand",
-        ticks="$,.2f",
-        row_px=26,
-        errors=[(usd - low, high - usd) for (_, _, usd), (low, high) in zip(bars, bounds, strict=True)],
-        hover=[
-            f"{escape(card.device.name)}<br><b>{fmt_usd(usd)}</b>, {fmt_seconds(cost.full_run_hours * 3600)} "
-            f"[{cost.evidence}]"
-            for card, cost, usd in bars
-        ],
-        highlighted=[card.device.name == own for card, _, _ in bars],
-    )
+    bars = []
+    for card in estimates:
+        cost = card.cost
+        if cost is not None and cost.full_run_usd is not None:
+            name, usd = card.device.name, cost.full_run_usd
+            low, high = cost.interval_usd or (usd, usd)
+            hours = fmt_seconds(cost.full_run_hours * 3600)
+            hover = f"{escape(name)}<br><b>{fmt_usd(usd)}</b>, {hours} [{cost.evidence}]"
+            bars.append(
+                Bar(name=name, value=usd, below=usd - low, above=high - usd, hover=hover, highlighted=name == own)
+            )
+    return horizontal_bars(bars, x="USD, on demand", ticks="$,.2f", row_px=26) if len(bars) > 1 else None
 
 
 def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
     """The winner's speed with one knob set back for each knob, the slowest on top; no bar where it does not fit."""
     if ablation is None or not any(knob.tokens_per_s for knob in ablation.undone):
         return None
-    knobs = ablation.ranked()
-    speeds = [knob.tokens_per_s or 0.0 for knob in knobs]
-    return horizontal_bars(
-        [f"{knob.knob} {getattr(knob.config, knob.knob)}" for knob in knobs],
-        speeds,
-        x="tokens/s without it",
-        ticks=",",
-        row_px=38,
-        errors=[(knob.error * speed, knob.error * speed) for knob, speed in zip(knobs, speeds, strict=True)],
-        texts=["" if speed else "failed" for speed in speeds],
-        hover=[
-            f"{escape(knob.config.label())}<br><b>{ablation_effect(ablation, knob)}</b> [{knob.evidence}]"
-            for knob in knobs
-        ],
-        line_at=ablation.winner.tokens_per_s,
-    )
+    bars = []
+    for knob in ablation.ranked():
+        speed = knob.tokens_per_s or 0.0
+        effect = ablation_effect(ablation, knob)
+        bars.append(
+            Bar(
+                name=f"{knob.knob} {getattr(knob.config, knob.knob)}",
+                value=speed,
+                below=knob.error * speed,
+                above=knob.error * speed,
+                text="" if speed else "failed",
+                hover=f"{escape(knob.config.label())}<br><b>{effect}</b> [{knob.evidence}]",
+            )
+        )
+    winner_speed = ablation.winner.tokens_per_s
+    return horizontal_bars(bars, x="tokens/s without it", ticks=",", row_px=38, line_at=winner_speed)
 
 
 def parallel(info: ParallelInfo) -> dict[str, Any] | None:

@@ -63,26 +63,19 @@ def test_what_more_capability_costs_is_drawn_with_its_interval(study: StudySumma
     assert figures.capability((winner,)) is None
 
 
-def test_horizontal_bars_draw_what_is_asked_for() -> None:
-    plain = figures.horizontal_bars(["a", "<b>"], [1.0, 2.0], x="s", ticks=",", row_px=10)
-    (bars,) = plain["data"]
-    assert bars["y"] == ["a", "&lt;b&gt;"] and "error_x" not in bars and "text" not in bars
-    assert bars["hoverinfo"] == "skip" and "shapes" not in plain["layout"]
-    rich = figures.horizontal_bars(
-        ["a", "b"],
-        [1.0, 2.0],
-        x="s",
-        ticks=",",
-        row_px=10,
-        hover=["one", "two"],
-        errors=[(0.1, 0.2), (0.3, 0.4)],
-        texts=["1", "2"],
-        highlighted=[True, False],
-        line_at=1.5,
-        end=3.0,
-    )
-    (bars,) = rich["data"]
-    assert (bars["error_x"]["arrayminus"], bars["error_x"]["array"]) == ([0.1, 0.3], [0.2, 0.4])
-    assert (bars["hovertext"], bars["text"]) == (["one", "two"], ["1", "2"])
-    assert bars["marker"]["color"] == [style.ACCENT, style.BLUE]
+def test_horizontal_bars() -> None:
+    bars = [figures.Bar(name="a", value=1.0), figures.Bar(name="<b>", value=2.0)]
+    plain = figures.horizontal_bars(bars, x="s", ticks=",", row_px=10)
+    (trace,) = plain["data"]
+    assert (trace["x"], trace["y"]) == ([1.0, 2.0], ["a", "&lt;b&gt;"]) and "error_x" not in trace
+    assert trace["hoverinfo"] == "skip" and "shapes" not in plain["layout"]
+    bars = [
+        figures.Bar(name="a", value=1.0, below=0.1, above=0.2, text="1", hover="one", highlighted=True),
+        figures.Bar(name="b", value=2.0),
+    ]
+    rich = figures.horizontal_bars(bars, x="s", ticks=",", row_px=10, line_at=1.5, end=3.0)
+    (trace,) = rich["data"]
+    assert (trace["error_x"]["arrayminus"], trace["error_x"]["array"]) == ([0.1, 0.0], [0.2, 0.0])
+    assert (trace["hovertext"], trace["text"], trace["hoverinfo"]) == (["one", ""], ["1", ""], "text")
+    assert trace["marker"]["color"] == [style.ACCENT, style.BLUE]
     assert rich["layout"]["shapes"][0]["x0"] == 1.5 and rich["layout"]["xaxis"]["range"] == [0.0, 3.0]
