@@ -1,14 +1,14 @@
 """Everything that Optuna does for us: which configuration is tried next, and what became of each.
 
-Out of memory is information: told as PRUNED with a signed margin, never FAIL, which samplers ignore. FAIL is for trials
-that have to be run again. Hands history and importances out as plain data.
+Out of memory is information: such a trial is PRUNED with a signed margin, never FAIL, which samplers ignore. FAIL is
+for trials that have to be run again. History and importances leave as plain data.
 """
 
 import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,18 +20,19 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
-from autotune.study.importance import importances
 from autotune.study.storage.database import Outages, one_at_a_time, retried
 from autotune.study.storage.optuna_storage import opened_storage, optuna_errors, optuna_storage
 
 STARTUP_TRIALS = 8
 METRIC = "useful tokens/s"
-NAMELESS_S = 5.0
+UNNAMED_S = 5.0  # how long a running trial may be without its worker's name
+MIN_TRIALS_FOR_IMPORTANCE = 20  # with a value
+MAX_REASON = 500  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A proposal: the trial's number in the study and what it chose."""
+    """A trial that begins: its number in the study, and its configuration."""
 
     number: int
     config: TrainConfig
@@ -39,7 +40,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedTrial:
-    """A finished trial as the study remembers it."""
+    """A finished trial as Optuna knows it."""
 
     number: int
     config: TrainConfig
@@ -51,57 +52,53 @@ class FinishedTrial:
 
 
 class Optimizer:
-    """One Optuna study: created, or continued if the space is the same."""
+    """One Optuna study: created, or continued if the space is the same. The caller closes it."""
 
     def __init__(
         self, url: str, storage: RDBStorage, study: optuna.Study, space: SearchSpace, outages: Outages | None = None
     ) -> None:
-        self._url, self._storage, self._study, self._space = url, storage, study, space
+        self._url = url
+        self._storage = storage
+        self._study = study
+        self._space = space
         self.outages = outages or Outages()
         self.outages.watch(storage.engine)
-        self._asked: dict[int, optuna.Trial] = {}  # a Trial that is made anew samples anew
-        self._asking, self._withdrawn = False, set[int]()  # what a broken connection may interrupt
-        self._nameless: dict[int, float] = {}  # running trials that nobody has put a name on, and since when
+        self._begun: dict[int, optuna.Trial] = {}  # a second Trial object of the same trial would sample again
+        self._is_asking = False  # stays True if a broken connection interrupted `ask`
+        self._withdrawn: set[int] = set()
+        self._unnamed_since: dict[int, float] = {}  # running trials without a worker's name, and when they were seen
 
     @classmethod
     def create(
-        cls,
-        url: str,
-        name: str,
-        space: SearchSpace,
-        *,
-        seed: int,
-        outages: Outages | None = None,
+        cls, url: str, name: str, space: SearchSpace, *, seed: int, outages: Outages | None = None
     ) -> "Optimizer":
-        """A new study, or the existing one of this name."""
+        """Create a study, or continue the one of this name."""
         with optuna_errors(url), contextlib.ExitStack() as undo:
             storage = undo.enter_context(opened_storage(url))
             one_at_a_time(storage.engine)
             study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
-            search = cls(url, storage, study, space, outages)
-            if not study.metric_names:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            optimizer = cls(url, storage, study, space, outages)
+            with _experimental():
+                if not study.metric_names:
                     study.set_metric_names([METRIC])
-            undo.pop_all()  # from here on `close` gives the connections back
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study.sampler = optuna.samplers.TPESampler(
-                multivariate=True,
-                group=True,
-                n_startup_trials=STARTUP_TRIALS,
-                seed=seed + len(study.trials),  # a continued study must not draw the same numbers again
-            )
-        return search
+                study.sampler = optuna.samplers.TPESampler(
+                    multivariate=True,
+                    group=True,
+                    n_startup_trials=STARTUP_TRIALS,
+                    seed=seed + len(study.trials),  # a continued study must not draw the same numbers again
+                )
+            undo.pop_all()  # the caller closes the connections from here on
+        return optimizer
 
     @classmethod
     def open(cls, url: str, name: str, space: SearchSpace) -> "Optimizer":
-        """An existing study, to be read."""
+        """Open an existing study to read it."""
         with optuna_errors(url):
             storage = optuna_storage(url)
             return cls(url, storage, optuna.load_study(storage=storage, study_name=name), space)
 
     def close(self) -> None:
+        """Close the connections."""
         self._storage.engine.dispose()
 
     @retried
@@ -112,86 +109,97 @@ class Optimizer:
 
     @retried
     def remembered(self, key: str) -> Any:
-        """What was remembered under this key; None if nothing was."""
+        """The value under this key; None if there is none."""
         with optuna_errors(self._url):
             return self._study.user_attrs.get(key)
 
     @retried
     def attributes(self) -> dict[str, Any]:
-        """Everything that was remembered."""
+        """All values by key."""
         with optuna_errors(self._url):
             return dict(self._study.user_attrs)
 
     def repair(self, settle: Callable[[int], bool], workers: Callable[[], Collection[str]] = tuple) -> int:
-        """Settle trials that a killed session left RUNNING: told from our row, or failed and queued again.
+        """Finish trials that a killed session left running, or fail and queue them again.
 
-        `settle(number)` tells the trial if its probe is stored, and returns whether it was. Trials of `workers` at
-        work are left alone, and those without a worker's name wait for some seconds: somebody may just have begun them.
-        Returns how many were queued again.
+        Args:
+            settle: Finishes the trial of this number if its probe is stored, and returns whether it was.
+            workers: The names of the live workers, whose trials are left alone. A trial without a worker's name waits
+                for UNNAMED_S: its worker may just have begun it.
+
+        Returns:
+            How many trials were queued again.
         """
-        requeued, nameless, now = 0, dict[int, float](), time.monotonic()
+        num_queued, unnamed_since, now = 0, dict[int, float](), time.monotonic()
         running = self._in_state(TrialState.RUNNING)
-        at_work = workers()  # asked after what runs was read, so that whoever began it has joined
+        live = workers()  # after the running trials were read, so that whoever began one of these has joined
         for trial in running:
             worker = trial.user_attrs.get("worker")
-            if worker in at_work:
+            if worker in live:
                 continue
-            since = self._nameless.get(trial.number, now)
-            if worker is None and len(at_work) > 1 and now - since < NAMELESS_S:
-                nameless[trial.number] = since
+            since = self._unnamed_since.get(trial.number, now)
+            if worker is None and len(live) > 1 and now - since < UNNAMED_S:
+                unnamed_since[trial.number] = since
             elif not settle(trial.number):
-                requeued += self.give_back(trial.number)
-        self._nameless = nameless
-        return requeued
+                num_queued += self.give_back(trial.number)
+        self._unnamed_since = unnamed_since
+        return num_queued
 
     @retried
     def enqueue(self, chosen: dict[str, Any]) -> None:
-        """Have this choice tried next, by whoever asks first."""
+        """Queue a choice: whichever worker asks next tries it."""
         with optuna_errors(self._url):
             self._study.enqueue_trial(chosen)
 
     def hold(self, params: dict[str, Any]) -> None:
-        """Propose nothing but these values of these knobs from now on."""
-        if params:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                self._study.sampler = optuna.samplers.PartialFixedSampler(params, self._study.sampler)
+        """Propose only these values of these knobs from now on."""
+        with _experimental():
+            self._study.sampler = optuna.samplers.PartialFixedSampler(params, self._study.sampler)
 
     def is_waiting(self) -> bool:
-        """Whether something is queued already."""
+        """Whether the queue holds something."""
         return bool(self._in_state(TrialState.WAITING))
 
     @retried
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
-        """The next trial: of what is `wanted`, else what is queued, else what the sampler proposes."""
-        if self._asking:  # the last time it broke off, and may have left a trial behind
-            for left in self._in_state(TrialState.RUNNING):
-                if worker and left.user_attrs.get("worker") == worker and left.number not in self._asked:
-                    self.give_back(left.number)
-        self._asking = True
-        asked = None
-        while asked is None:  # else another held this session to be gone, and gave the trial back
+        """Begin a trial: of the `wanted` choice, else of what is queued, else of what the sampler proposes."""
+        if self._is_asking:  # the last call was interrupted, and may have left a trial behind
+            for trial in self._in_state(TrialState.RUNNING):
+                if worker and trial.user_attrs.get("worker") == worker and trial.number not in self._begun:
+                    self.give_back(trial.number)
+        self._is_asking = True
+        proposal = None
+        while proposal is None:  # else another worker took this one for dead, and gave the trial back
             with optuna_errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-                trial = self._study.ask() if wanted is None else self._begun(wanted, worker)
-                asked = self._chosen(trial, worker if wanted is None else "")
-        self._asking = False
-        return asked
+                if wanted is None:
+                    proposal = self._propose(self._study.ask(), worker)
+                else:
+                    proposal = self._propose(self._begin(wanted, worker), "")
+        self._is_asking = False
+        return proposal
 
-    def _chosen(self, trial: optuna.Trial, worker: str) -> Proposal:
-        """What a trial that was begun tries."""
+    def _propose(self, trial: optuna.Trial, worker: str) -> Proposal:
+        """Let a trial choose the values of the active knobs."""
         if worker:
             trial.set_user_attr("worker", worker)
         chosen: dict[str, Any] = {}
         for knob in self._space.knobs:
-            if knob.is_active(chosen):
-                chosen[knob.name] = trial._suggest(knob.name, distribution(knob))
+            if not knob.is_active(chosen):
+                continue
+            if knob.low is not None and knob.high is not None:
+                chosen[knob.name] = trial.suggest_int(knob.name, knob.low, knob.high, log=knob.log)
+            else:
+                chosen[knob.name] = trial.suggest_categorical(knob.name, knob.values)
         config = self._space.config(chosen)
         trial.set_user_attr("config", config.as_dict())
-        self._asked[trial.number] = trial
+        self._begun[trial.number] = trial
         return Proposal(number=trial.number, config=config)
 
-    def _begun(self, wanted: dict[str, Any], worker: str) -> optuna.Trial:
-        """A trial of this choice; not by way of the queue, from which another worker could take it."""
+    def _begin(self, wanted: dict[str, Any], worker: str) -> optuna.Trial:
+        """Begin a trial of this choice.
+
+        Optuna's public way is its queue, from which another worker could take the trial: hence the private names.
+        """
         known = {name: distribution(knob) for name in wanted if (knob := self._space.knob(name)) is not None}
         template = optuna.trial.create_trial(
             state=TrialState.RUNNING,
@@ -199,9 +207,9 @@ class Optimizer:
             distributions=known,
             user_attrs={"worker": worker} if worker else {},
         )
-        storage, study = self._study._storage, self._study
-        self._study._thread_local.cached_all_trials = None  # as `Study.ask` does, or the sampler would not see the last
-        return optuna.Trial(study, storage.create_new_trial(study._study_id, template_trial=template))
+        study = self._study
+        study._thread_local.cached_all_trials = None  # as `Study.ask` does: else the sampler misses the latest trials
+        return optuna.Trial(study, study._storage.create_new_trial(study._study_id, template_trial=template))
 
     @retried
     def tell(
@@ -214,32 +222,33 @@ class Optimizer:
         reused: bool = False,
         reason: str | None = None,
     ) -> bool:
-        """Tell what became of a trial. Margins are signed: above 0 is infeasible.
+        """Finish a trial. Margins are signed: above 0 is infeasible.
 
-        False where others held this session to be dead and gave the trial back: that stands.
+        Returns False if another worker took this one for dead and gave the trial back: that stands.
         """
         with optuna_errors(self._url), contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-            trial = self._asked.pop(number, None)
-            if trial is None:  # asked for by a session that was killed
+            trial = self._begun.pop(number, None)
+            if trial is None:  # begun by a session that was killed; its id is nowhere public
                 trial = optuna.trial.Trial(self._study, self._trial(number)._trial_id)
-            if (state := self._trial(number).state).is_finished():
+            state = self._trial(number).state
+            if state.is_finished():
                 return state is not TrialState.FAIL
             for key, margin in margins.items():
-                if math.isfinite(margin) and key not in trial.constraints:  # a session may have been killed in here
+                if math.isfinite(margin) and key not in trial.constraints:  # a killed session may have set some
                     trial.set_constraint(key, margin)
             trial.set_user_attr("outcome", outcome.value)
             trial.set_user_attr("reused", reused)
             if reason:
-                trial.set_user_attr("reason", reason[:500])
+                trial.set_user_attr("reason", reason[:MAX_REASON])
             if value is not None and math.isfinite(value):
                 if outcome is Outcome.OK:
                     return self._finish(number, TrialState.COMPLETE, value)
-                trial.report(value, step=0)  # SLOW: what it would have done tells samplers how far off it is
+                trial.report(value, step=0)  # SLOW: the predicted value shows samplers how far off it is
             return self._finish(number, TrialState.PRUNED)
         return False
 
     def _finish(self, number: int, state: TrialState, value: float | None = None) -> bool:
-        """False where another worker was quicker; Optuna says so in two ways."""
+        """Whether this worker finished the trial; False if another was quicker, which Optuna reports in two ways."""
         try:
             self._study.tell(number, value, state)
         except (optuna.exceptions.UpdateFinishedTrialError, ValueError):
@@ -248,15 +257,15 @@ class Optimizer:
 
     @retried
     def withdraw(self, number: int) -> bool:
-        """The trial is not to be: it counts for nothing. False where another worker was quicker to say so."""
-        again = number in self._withdrawn  # its connection broke: who was quicker is this session
+        """Fail a trial, so that it counts for nothing. False if another worker was quicker."""
+        again = number in self._withdrawn  # after a broken connection the quicker worker may be this one
         self._withdrawn.add(number)
         with optuna_errors(self._url):
-            self._asked.pop(number, None)
+            self._begun.pop(number, None)
             return self._finish(number, TrialState.FAIL) or again
 
     def give_back(self, number: int) -> bool:
-        """The trial was not finished: it goes back to the queue, as a new trial. False where another did so."""
+        """Put an unfinished trial back into the queue, as a new trial. False if another worker did so."""
         trial = self._trial(number)
         chosen = trial.system_attrs.get("fixed_params", {}) | trial.params
         if not self.withdraw(number):
@@ -270,7 +279,7 @@ class Optimizer:
         return {trial.number for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)}
 
     def finished(self) -> list[FinishedTrial]:
-        """Trials with an outcome, in order; those that were given back are not among them."""
+        """The trials with an outcome, in order, without those that were given back."""
         return [
             FinishedTrial(
                 number=trial.number,
@@ -287,12 +296,12 @@ class Optimizer:
 
     @retried
     def record(self) -> tuple[dict[str, Any], list[FrozenTrial]]:
-        """What Optuna keeps of the study: its attributes, and its trials of any state."""
+        """What Optuna holds of the study: its attributes, and its trials of any state."""
         with optuna_errors(self._url):
             return dict(self._study.user_attrs), self._study.get_trials(deepcopy=False)
 
     def importances(self) -> dict[str, float]:
-        """How much each knob that was varied mattered, or nothing where that cannot be said."""
+        """How much each varied knob mattered, by PED-ANOVA; empty if that cannot be computed."""
         with contextlib.suppress(Exception):
             return importances(self._in_state(TrialState.COMPLETE, TrialState.PRUNED))
         return {}
@@ -309,8 +318,42 @@ class Optimizer:
             return self._study.get_trials(deepcopy=False)[number]
 
 
+def importances(trials: Iterable[FrozenTrial]) -> dict[str, float]:
+    """How much each varied knob mattered, by PED-ANOVA; empty if there are too few trials to say.
+
+    Trials that were pruned as slow count with their extrapolated value, which Optuna by itself leaves out. So is the
+    rank: it is held while sampling, so that it goes with what was good and not the other way round.
+    """
+    tried: dict[str, list[Any]] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        study = optuna.create_study(direction="maximize")
+        for trial in trials:
+            values = [trial.value] if trial.value is not None else [*trial.intermediate_values.values()][-1:]
+            for value in values:
+                study.add_trial(
+                    optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=value)
+                )
+                for name, chosen in trial.params.items():
+                    tried.setdefault(name, []).append(chosen)
+        varied = [
+            name
+            for name, chosen in tried.items()
+            if name != "lora_rank" and len(chosen) >= MIN_TRIALS_FOR_IMPORTANCE and len(set(chosen)) > 1
+        ]
+        return dict(optuna.importance.get_param_importances(study, params=varied))
+
+
 def distribution(knob: Knob) -> BaseDistribution:
     """A knob as Optuna samples it. Ordered integers given as a list stay categories, since they may have gaps."""
     if knob.low is not None and knob.high is not None:
         return IntDistribution(knob.low, knob.high, log=knob.log)
     return CategoricalDistribution(knob.values)
+
+
+@contextlib.contextmanager
+def _experimental() -> Iterator[None]:
+    """Silence Optuna's warnings that a feature is experimental."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield

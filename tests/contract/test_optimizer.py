@@ -10,8 +10,7 @@ from autotune.core.errors import StorageError
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
-from autotune.study.importance import ENOUGH_TRIALS
-from autotune.study.optimizer import Optimizer
+from autotune.study.optimizer import MIN_TRIALS_FOR_IMPORTANCE, Optimizer
 
 SPACE = SearchSpace(
     name="small",
@@ -193,8 +192,8 @@ def test_importances(begin: Begin) -> None:
     search = begin()
     assert search.importances() == {}
     for number in range(30):
-        if number in (ENOUGH_TRIALS - 1, ENOUGH_TRIALS):
-            assert bool(search.importances()) is (number == ENOUGH_TRIALS)
+        if number in (MIN_TRIALS_FOR_IMPORTANCE - 1, MIN_TRIALS_FOR_IMPORTANCE):
+            assert bool(search.importances()) is (number == MIN_TRIALS_FOR_IMPORTANCE)
         asked = search.ask()
         search.tell(asked.number, Outcome.OK, float(asked.config.micro_batch_size), FITS)
     importances = search.importances()

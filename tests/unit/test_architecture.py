@@ -57,7 +57,7 @@ TORCH = frozenset(
 HEAVY = TORCH | {"optuna", "sqlalchemy", "plotly", "numpy", "pandas", "pydantic", "jinja2"}
 STORAGE = {f"study.storage.{name}" for name in ("database", "probe_store", "leases")}
 HOMES = {
-    "optuna": {"study.importance", "study.optimizer", "study.storage.optuna_storage", "report.dashboard"},
+    "optuna": {"study.optimizer", "study.storage.optuna_storage", "report.dashboard"},
     "optuna_dashboard": {"report.dashboard"},
     "sqlalchemy": STORAGE,
     "plotly": {"report.style", "report.dashboard", "api"},
