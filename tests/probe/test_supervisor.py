@@ -10,7 +10,7 @@ import pytest
 
 from autotune.core.errors import EnvironmentProblem
 from autotune.core.probe_types import Outcome, Phase, ProbeRequest, Rung
-from autotune.probe.supervisor import WorkerProber
+from autotune.probe.supervisor import WorkerProber, check_worker
 from autotune.probe.worker_process import child_environment
 from autotune.study.evaluator import shortened
 from tests.helpers.probing import LARGE, MODEL, WIDE, pid_of, request
@@ -217,3 +217,13 @@ def test_a_worker_that_cannot_start_is_a_problem_of_the_machine(
         assert caught.value.exit_code == 3
         assert "doctor" in (caught.value.remedy or "")
         assert prober._process is None
+
+
+def test_a_machine_is_checked_by_training_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    health = check_worker("cpu")
+    assert health.problem is None and health.nf4_problem is None
+    assert health.fingerprint is not None and health.fingerprint.packages["torch"]
+    (tmp_path / "transformers.py").write_text("raise ImportError('transformers is broken here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    broken = check_worker("cpu")
+    assert broken.fingerprint is None and "transformers is broken here" in (broken.problem or "")

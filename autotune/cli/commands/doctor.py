@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,26 +10,10 @@ from pathlib import Path
 from autotune.core.errors import AutotuneError, EnvironmentProblem
 from autotune.core.nvml import list_gpus
 from autotune.core.units import fmt_gib, gib
-from autotune.probe.worker_process import child_environment
+from autotune.probe.supervisor import check_worker
 from autotune.study.storage.location import storage_url
 
-# Asked of a fresh process, with the environment that probes run in.
-_TORCH_SCRIPT = """
-import json, torch
-out = {"torch": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}
-if out["available"]:
-    out["bf16"] = torch.cuda.is_bf16_supported()
-    out["matmul"] = bool(torch.isfinite(torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")).all())
-try:
-    import bitsandbytes
-    out["bitsandbytes"] = bitsandbytes.__version__
-    if out["available"]:
-        layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16).cuda()
-        out["bnb_cuda"] = bool(torch.isfinite(layer(torch.ones(1, 64, device="cuda", dtype=torch.bfloat16))).all())
-except Exception as error:
-    out["bnb_error"] = str(error).splitlines()[0][:200]
-print(json.dumps(out))
-"""
+BF16_CAPABILITY = 8.0  # computed in hardware from Ampere on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,27 +83,25 @@ def _gpus() -> list[Check]:
 def _torch() -> list[Check]:
     if importlib.util.find_spec("torch") is None:
         return [Check(name="torch", ok=False, found="not installed", remedy="pip install torch")]
-    done = subprocess.run(
-        [sys.executable, "-c", _TORCH_SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=child_environment(os.environ, "cuda"),
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["?"])[-1]
-        return [Check(name="torch", ok=False, found=f"does not import: {last}", remedy="reinstall torch")]
-    seen = json.loads(done.stdout.strip().splitlines()[-1])
-    checks = [Check(name="torch", ok=True, found=f"{seen['torch']}, CUDA {seen['cuda'] or 'none'}")]
-    if list_gpus() and not seen["available"]:
-        remedy = "install a CUDA build of torch that this driver can run"
-        checks.append(Check(name="torch sees the GPU", ok=False, found="no", remedy=remedy))
-    elif seen["available"]:
-        checks.append(Check(name="torch sees the GPU", ok=bool(seen["matmul"]), found="yes, a matrix product ran"))
-        checks.append(Check(name="bf16", ok=None, found="yes" if seen["bf16"] else "no: fp16 will be used"))
-        works = "an nf4 layer ran on the GPU" if seen.get("bnb_cuda") else seen.get("bnb_error", "nf4 failed")
-        checks.append(Check(name="bitsandbytes on GPU", ok=None, found=works))
+    on_gpu = bool(list_gpus())
+    health = check_worker("cuda" if on_gpu else "cpu")
+    fingerprint = health.fingerprint
+    if fingerprint is None:
+        where = "on the GPU" if on_gpu else "here"
+        remedy = "install a build of torch that this machine and its driver can run"
+        return [Check(name="torch", ok=False, found=f"does not train {where}: {health.problem}", remedy=remedy)]
+    checks = [Check(name="torch", ok=True, found=f"{fingerprint.packages['torch']}, CUDA {fingerprint.cuda or 'none'}")]
+    if on_gpu:
+        bf16 = float(fingerprint.compute_capability or 0) >= BF16_CAPABILITY
+        checks += [
+            Check(name="torch sees the GPU", ok=True, found="yes, a tiny model was trained"),
+            Check(name="bf16", ok=None, found="yes" if bf16 else "no: fp16 will be used"),
+            Check(
+                name="bitsandbytes on GPU",
+                ok=None,
+                found=health.nf4_problem or "a tiny model with nf4 weights was trained",
+            ),
+        ]
     return checks
 
 

@@ -1,0 +1,84 @@
+"""Real probes of a tiny model on an NVIDIA GPU: they measure memory, repeat, and report when it runs out."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.core.nvml import list_gpus
+from autotune.core.probe_types import Measurement, Outcome, ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.probe.supervisor import WorkerProber, check_worker
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not list_gpus(), reason="needs an NVIDIA GPU")]
+
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "full": {"method": "full", "precision": "bf16_pure"},
+    "lora": {"method": "lora", "precision": "bf16_mixed"},
+    "nf4": {"method": "lora", "precision": "bf16_mixed", "quantization": "nf4"},
+}
+
+
+@pytest.fixture(scope="module")
+def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
+    """One warm worker on the first GPU."""
+    with WorkerProber("cuda", tmp_path_factory.mktemp("logs")) as started:
+        yield started
+
+
+def request(memory_gib: float, **knobs: Any) -> ProbeRequest:
+    small = {"micro_batch_size": 8, "seq_len": 512, "checkpointing": "none"}
+    return ProbeRequest(config=TrainConfig(**(small | knobs)), model=TINY_LLAMA, memory_gib=memory_gib, min_timed_s=0.2)
+
+
+def measured(prober: WorkerProber, name: str) -> Measurement:
+    prober.fingerprint  # noqa: B018 (starts the worker)
+    result = prober.probe(request(prober.memory_gib, **CASES[name]), prober.logs / f"{name}.log")
+    assert result.outcome is Outcome.OK, result.reason
+    assert result.measurement is not None
+    return result.measurement
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_probe_measures_memory_that_repeats(prober: WorkerProber, name: str) -> None:
+    first, second = measured(prober, name), measured(prober, name)
+    assert min(first.step_s) > 0
+    assert 0 < first.model_gib < first.peak_allocated_gib <= first.peak_reserved_gib < first.limit_gib
+    assert second.peak_allocated_gib == pytest.approx(first.peak_allocated_gib, rel=0.01)
+    assert second.peak_reserved_gib == pytest.approx(first.peak_reserved_gib, rel=0.01)
+    assert second.loss_first == pytest.approx(first.loss_first, rel=1e-3)
+    assert prober.starts == 1
+
+
+def test_the_context_is_measured(prober: WorkerProber) -> None:
+    context_gib = measured(prober, "lora").context_gib
+    assert context_gib is not None and 0.1 < context_gib < 3.0
+
+
+def test_memory_that_runs_out_is_reported(prober: WorkerProber) -> None:
+    context_gib = measured(prober, "lora").context_gib or 0.0
+    little = request(context_gib + 1.0, **CASES["lora"])
+    large = replace(little, config=replace(little.config, micro_batch_size=64))
+    result = prober.probe(large, prober.logs / "oom.log")
+    assert result.outcome is Outcome.OOM
+    assert result.oom is not None and result.oom.margin > 0
+    assert sum(result.oom.terms_gib.values()) == pytest.approx(result.oom.allocated_gib)
+    assert prober.starts == 1  # the worker goes on
+    measured(prober, "lora")
+
+
+def test_a_worker_is_healthy(tmp_path: Path) -> None:
+    health = check_worker("cuda")
+    assert health.problem is None and health.nf4_problem is None
+    assert health.fingerprint is not None and health.fingerprint.cuda

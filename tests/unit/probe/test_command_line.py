@@ -1,0 +1,61 @@
+"""The options of the exported script: what is refused, and what follows from them."""
+
+from pathlib import Path
+
+import pytest
+
+from autotune.core.train_config import TrainConfig
+from autotune.export.script import settings
+from autotune.probe.runtime.command_line import last_checkpoint, parse_options
+from autotune.probe.runtime.settings import Options, one_gpu
+from tests.unit.export.test_script import demo, recipe
+
+
+def parsed(*arguments: str, published: bool = True) -> Options:
+    made = recipe(TrainConfig()) if published else demo(TrainConfig())
+    return parse_options(settings(made), list(arguments))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, published: bool = True) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parsed(*arguments, published=published)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_run_needs_a_dataset_or_random_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}")
+    assert "give either --dataset FILE.jsonl to train, or --random-weights" in refused(capsys)
+    assert "give either" in refused(capsys, "--dataset", str(data), "--random-weights")
+    assert "no published weights" in refused(capsys, "--dataset", str(data), published=False)
+    assert parsed(published=False).dataset is None
+    assert parsed("--dataset", str(data), "--model", "org/name", published=False).model == "org/name"
+
+
+@pytest.mark.parametrize("option", ["--dataset", "--lengths"])
+def test_files_must_exist(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    arguments = ["--random-weights"] if option == "--lengths" else []
+    assert "there is no file nowhere" in refused(capsys, *arguments, option, "nowhere")
+
+
+def test_a_random_run_saves_only_where_it_is_told_to(tmp_path: Path) -> None:
+    assert not parsed("--random-weights").saves
+    assert not parsed("--random-weights", "--output-dir", "").saves
+    assert parsed("--random-weights", "--output-dir", str(tmp_path)).saves
+
+
+def test_a_checkpoint_is_continued_only_on_request(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("checkpoint-2", "checkpoint-10", "checkpoint-12"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-2", "checkpoint-10"):  # the last one was interrupted
+        (tmp_path / name / "trainer_state.json").write_text("{}")
+    arguments = ["--random-weights", "--output-dir", str(tmp_path)]
+    assert "continue it with --resume" in refused(capsys, *arguments)
+    assert parsed(*arguments, "--resume").checkpoint == str(tmp_path / "checkpoint-10")
+    assert last_checkpoint(str(tmp_path / "nowhere")) is None
+
+
+def test_the_first_of_several_gpus_is_used_alone() -> None:
+    assert one_gpu("3, 1") == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "3"}
+    assert one_gpu("")["CUDA_VISIBLE_DEVICES"] == ""
