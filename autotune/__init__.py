@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.api import StudyResult, load_study, tune
+    from autotune.api import StudyResult, check, compare, load_study, plan, tune
     from autotune.core.errors import AutotuneError
     from autotune.core.train_config import TrainConfig
     from autotune.problem.search_space import SearchSpace
@@ -16,7 +16,10 @@ __all__ = [
     "StudyResult",
     "StudySpec",
     "TrainConfig",
+    "check",
+    "compare",
     "load_study",
+    "plan",
     "tune",
 ]
 

@@ -1,7 +1,7 @@
 """autotune from Python: tune a model, load a study, plan without a GPU. The command line stands on these functions."""
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,9 @@ from autotune.study.summary import Quality, Recipe, StudySummary, Verification, 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+    from autotune.planning.compare import Budget, Comparison, Owned
+    from autotune.planning.plan import Plan
+    from autotune.planning.run_check import CheckReport
     from autotune.study.named_configs import ConfigResult
     from autotune.study.session import Leader, Session
 
@@ -41,7 +44,10 @@ __all__ = [
     "StudyResult",
     "StudySpec",
     "TrainConfig",
+    "check",
+    "compare",
     "load_study",
+    "plan",
     "tune",
 ]
 
@@ -92,6 +98,53 @@ def result_of(record: StudyRecord, url: str) -> "StudyResult":
     return StudyResult(
         summary=read_summary(record, url, winner_on_other_devices(record.terms.headroom)), record=record, url=url
     )
+
+
+def plan(model: str, *, gpu: str = "auto", space: str | SearchSpace | None = None, **options: Any) -> "Plan":
+    """Estimate by formula what fits a GPU, how fast it trains and what that costs; needs no GPU.
+
+    `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
+    """
+    from autotune.planning import plan as planning
+    from autotune.planning.observations import known_observations
+
+    spec = StudySpec(model=model, gpu=gpu, space=space, **options)
+    return planning.plan(spec, observations=known_observations(say=planning.silent))
+
+
+def compare(
+    models: str | Sequence[str],
+    gpus: Sequence[str],
+    *,
+    methods: Sequence[str] = (),
+    budget: "Budget | None" = None,
+    owned: "Owned | None" = None,
+    **options: Any,
+) -> "Comparison":
+    """Compare GPUs by formula for the same run of each model; needs no GPU.
+
+    `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
+    """
+    from autotune.planning import compare as planning
+    from autotune.planning.observations import known_observations
+    from autotune.planning.plan import silent
+
+    names = [models] if isinstance(models, str) else models
+    specs = [StudySpec(model=name, **options) for name in names]
+    observations = known_observations(say=silent)
+    return planning.compare(specs, gpus=gpus, methods=methods, budget=budget, owned=owned, observations=observations)
+
+
+def check(file: str | Path, **options: Any) -> "CheckReport":
+    """Check by formula whether the run of a YAML file of TRL, Axolotl or LLaMA-Factory fits a GPU; needs no GPU.
+
+    `options` are those of `autotune check`, with underscores. Raises AutotuneError.
+    """
+    from autotune.planning import run_check as planning
+    from autotune.planning.observations import known_observations
+    from autotune.planning.plan import silent
+
+    return planning.check(Path(file), options, observations=known_observations(say=silent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

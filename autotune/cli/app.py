@@ -12,9 +12,27 @@ from typing import Annotated, Any
 import typer
 
 from autotune import __version__
-from autotune.cli.options import pins_of, with_options_of
-from autotune.cli.studies import Json, Storage, StudyName, studies
+from autotune.cli.options import (
+    ALL,
+    CARD,
+    LENGTHS,
+    PLANNED,
+    Evidence,
+    Gpu,
+    Json,
+    Quiet,
+    Storage,
+    StudyName,
+    spec_of,
+    with_study_options,
+)
 from autotune.core.errors import AutotuneError, UsageError
+
+EVIDENCE = Path("runs/evidence")
+EXPORTS = (
+    "recipe, trl, train, axolotl, llamafactory (these by default), transformers, accelerate, kubernetes, skypilot, "
+    "slurm, torchtune; repeatable."
+)
 
 app = typer.Typer(
     name="autotune",
@@ -32,25 +50,6 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-def _models(incomplete: str) -> list[str]:
-    """For the shell's TAB, like the next two."""
-    from autotune.catalog import list_models
-
-    return [name for one in list_models() for name in (*one.aliases, one.name) if name.startswith(incomplete)]
-
-
-def _gpus(incomplete: str) -> list[str]:
-    from autotune.catalog import list_devices
-
-    return [name for name in ("auto", *(one.name for one in list_devices())) if name.startswith(incomplete)]
-
-
-def _spaces(incomplete: str) -> list[str]:
-    from autotune.problem.search_space import shipped_spaces
-
-    return [name for name in shipped_spaces() if name.startswith(incomplete)]
-
-
 @app.callback()
 def _main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
@@ -60,154 +59,58 @@ def _main(
 
 
 @app.command()
+@with_study_options(*ALL)
 def run(
-    model: Annotated[
-        str | None, typer.Option(help="Catalogue name, local directory, or hub id.", autocompletion=_models)
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Target GPU: a name, auto (the one here), or cpu. [auto]", autocompletion=_gpus)
-    ] = None,
-    spec: Annotated[Path | None, typer.Option(help="Read a study spec (YAML); flags override it.")] = None,
-    space: Annotated[
-        str | None, typer.Option(help="Search space: a name (`autotune spaces`) or a file.", autocompletion=_spaces)
-    ] = None,
-    trainer: Annotated[
-        str | None, typer.Option(help="What trains: transformers, or trl (SFTTrainer). [transformers]")
-    ] = None,
-    examples: Annotated[int | None, typer.Option(help="Examples of the full run. [10000]")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over them. [1]")] = None,
-    dataset: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Your examples (.jsonl, .parquet, .csv): how long they are.")
-    ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Counts their tokens. [the model's]")] = None,
-    lengths: Annotated[str | None, typer.Option(metavar="FILE", help="Their lengths instead, one a line.")] = None,
-    mean_tokens: Annotated[float | None, typer.Option(help="Or their mean length, with --p99-tokens.")] = None,
-    p99_tokens: Annotated[float | None, typer.Option(help="Their 99th percentile.")] = None,
-    tokens_per_example: Annotated[int | None, typer.Option(help="Or one length for all. [1024]")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens a pass, instead of --examples.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Examples an optimizer step. [32]")] = None,
-    global_batch_tokens: Annotated[
-        int | None, typer.Option(help="Or so many tokens of them, as nearly as micro batches allow.")
-    ] = None,
-    budget: Annotated[str | None, typer.Option(help="Wall time for all but --quality: 90s, 15m, 1h. [15m]")] = None,
-    trials: Annotated[int | None, typer.Option(help="Total number of trials, refusals included.")] = None,
-    patience: Annotated[int | None, typer.Option(help="Stop after so many trials without a better one. [40]")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Pin the sequence length.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Pin the LoRA rank.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")
-    ] = None,
-    memory_gib: Annotated[float | None, typer.Option(help="Use no more than this much device memory.")] = None,
-    headroom: Annotated[float | None, typer.Option(help="Share of the memory that must stay free. [0.05]")] = None,
-    price: Annotated[float | None, typer.Option(help="USD an hour, instead of the catalogue's.")] = None,
-    prices: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Prices of your own (`autotune prices` tells the form).")
-    ] = None,
-    min_rank: Annotated[int | None, typer.Option(help="Floor for the LoRA rank. [16]")] = None,
-    max_truncated: Annotated[float | None, typer.Option(help="Largest share of tokens cut off. [0.01]")] = None,
-    allow_quantized: Annotated[bool | None, typer.Option("--allow-quantized", help="Let quantised bases win.")] = None,
-    allow_pure_bf16: Annotated[
-        bool | None, typer.Option("--allow-pure-bf16", help="Full fine-tuning without fp32 master weights.")
-    ] = None,
-    allow_any_optimizer: Annotated[
-        bool | None, typer.Option("--allow-any-optimizer", help="Let optimizers other than AdamW win.")
-    ] = None,
-    slack: Annotated[float | None, typer.Option(help="Extra cost a more capable config may have. [0.05]")] = None,
-    shallow_only: Annotated[
-        bool | None,
-        typer.Option("--shallow-only", help="Judge from a few layers alone, for a model this device cannot hold."),
-    ] = None,
-    quality: Annotated[
-        bool | None,
-        typer.Option("--quality", help="Then train the finalists on --dataset, and tell their held-out losses."),
-    ] = None,
-    verify: Annotated[
-        bool | None, typer.Option("--verify", help="Then run what was exported, and hold it against what was said.")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="GPUs of this machine to probe on. [1]")] = None,
-    ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Probe on all such GPUs of a Ray cluster (pip install ray).")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the search. [0]")] = None,
-    study: Annotated[str | None, typer.Option(help="Name of the study; an existing one is continued.")] = None,
-    storage: Storage = None,
-    out: Annotated[str | None, typer.Option(help="Study directory. [runs/<study>]")] = None,
     json_: Json = False,
     events: Annotated[
         bool, typer.Option("--events", help="Print a line of JSON on stdout for each event, the result last.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+    quiet: Quiet = False,
+    **options: Any,
 ) -> None:
     """Search for the best configuration with real probes, confirm it, and export it with its cost."""
-    flags = {name: value for name, value in locals().items() if name not in ("json_", "events", "quiet")}
     from autotune.cli.commands.run import run as command
 
     if json_ and events:
         raise UsageError("--events ends with what --json prints", remedy="leave one of them out")
-    command(_spec(flags), as_json=json_, quiet=quiet, events=events)
-
-
-_PLANNED = (  # of `run`, what a plan hangs on too
-    *("model", "spec", "space", "examples", "epochs", "dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens"),
-    *("tokens_per_example", "tokens", "global_batch", "global_batch_tokens", "seq_len", "rank", "set_", "memory_gib"),
-    *("headroom", "price", "prices", "min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16"),
-    *("allow_any_optimizer", "slack"),
-)
-
-
-def _spec(flags: dict[str, Any]) -> Any:
-    """The StudySpec that these flags of `run` mean."""
-    from autotune.problem.study_spec import make_spec
-
-    flags["pins"] = pins_of(flags.pop("set_") or [], seq_len=flags.pop("seq_len"), lora_rank=flags.pop("rank")) or None
-    return make_spec(flags.pop("spec"), flags)
-
-
-Evidence = Annotated[Path, typer.Option(metavar="DIR", help="What `autotune import` kept, which tightens the speeds.")]
+    command(spec_of(options), as_json=json_, quiet=quiet, events=events)
 
 
 @app.command()
-@with_options_of(run, *_PLANNED)
-def plan(
-    gpu: Annotated[
-        str | None, typer.Option(help="Target GPU: a name, or auto (the one here).", autocompletion=_gpus)
-    ] = None,
-    evidence: Evidence = Path("runs/evidence"),
-    json_: Json = False,
-    **flags: Any,
-) -> None:
-    """Say what would fit a GPU, how fast it would train and what that would cost; needs no GPU."""
+@with_study_options("model", *PLANNED)
+def plan(gpu: Gpu = None, evidence: Evidence = EVIDENCE, json_: Json = False, **options: Any) -> None:
+    """Estimate what fits a GPU, how fast it trains and what that costs; needs no GPU."""
     from autotune.cli.commands.plan import plan as command
 
-    command(_spec(flags | {"gpu": gpu}), evidence=evidence, as_json=json_)
+    command(spec_of(options | {"gpu": gpu}), evidence=evidence, as_json=json_)
 
 
 @app.command()
-@with_options_of(run, *_PLANNED[1:])  # but for --model, of which there may be several
+@with_study_options(*PLANNED)
 def compare(
-    gpus: Annotated[list[str], typer.Option("--gpus", metavar="NAMES", help="With commas between them; repeatable.")],
-    model: Annotated[list[str] | None, typer.Option(help="As of `run`; repeatable.")] = None,
+    gpus: Annotated[list[str], typer.Option("--gpus", metavar="NAMES", help="Separated by commas; repeatable.")],
+    model: Annotated[list[str] | None, typer.Option(help="As for `run`; repeatable.")] = None,
     methods: Annotated[
         list[str] | None, typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]")
     ] = None,
     max_usd: Annotated[float | None, typer.Option(help="What the run may cost.")] = None,
-    max_hours: Annotated[float | None, typer.Option(help="How long it may take.")] = None,
+    max_hours: Annotated[float | None, typer.Option(help="How long the run may take.")] = None,
     owned: Annotated[str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")] = None,
-    owned_usd: Annotated[float | None, typer.Option(help="What it costs.")] = None,
-    owned_hours: Annotated[float, typer.Option(help="Hours of use over which that is spread.")] = 10_000,
+    owned_usd: Annotated[float | None, typer.Option(help="What that card costs.")] = None,
+    owned_hours: Annotated[float, typer.Option(help="Hours of use over which its cost is spread.")] = 10_000,
     usd_per_kwh: Annotated[float, typer.Option(help="What its electricity costs.")] = 0.30,
     format_: Annotated[
         str | None, typer.Option("--format", help="table, markdown, csv, html or json. [by --out, or table]")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there.")] = None,
-    evidence: Evidence = Path("runs/evidence"),
-    **flags: Any,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the comparison to this file.")] = None,
+    evidence: Evidence = EVIDENCE,
+    **options: Any,
 ) -> None:
-    """Hold GPUs against one another for the same run: what fits, how fast, and at what cost; needs no GPU."""
+    """Compare GPUs for the same run: what fits, how fast it is, and what it costs; needs no GPU."""
     from autotune.cli.commands.compare import compare as command
 
     command(
-        [_spec(flags | {"model": one}) for one in model or (None,)],
+        [spec_of(options | {"model": name}) for name in model or (None,)],
         gpus=gpus,
         methods=methods or [],
         budget=(max_usd, max_hours),
@@ -218,36 +121,201 @@ def compare(
     )
 
 
-_CHECKED = (  # of `run`, what a run that is described elsewhere leaves open
-    *("examples", "dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example", "tokens"),
-    *("memory_gib", "headroom", "price", "prices"),
-)
+@app.command()
+@with_study_options(*LENGTHS, *CARD)
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads.")],
+    gpu: Gpu = None,
+    model: Annotated[str | None, typer.Option(help="A model of the same shape. [the file's]")] = None,
+    evidence: Evidence = EVIDENCE,
+    json_: Json = False,
+    **options: Any,
+) -> None:
+    """Check whether the run of another tool's YAML fits a GPU, how long it takes and what to change; needs no GPU."""
+    from autotune.cli.commands.check import check_file
+
+    check_file(file, options | {"gpu": gpu, "model": model}, evidence=evidence, as_json=json_)
 
 
 @app.command()
-@with_options_of(run, *_CHECKED)
-def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads.")],
-    gpu: Annotated[
-        str | None, typer.Option(help="Target GPU: a name, or auto (the one here).", autocompletion=_gpus)
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="What the model is shaped like. [the file's]")] = None,
-    evidence: Evidence = Path("runs/evidence"),
+def status(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
+    """Show how far a study is, and its best configuration so far."""
+    from autotune.cli.commands import studies
+
+    studies.status(study, storage, json_)
+
+
+@app.command("list")
+def list_(storage: Storage = None, json_: Json = False) -> None:
+    """List the studies of a database."""
+    from autotune.cli.commands import studies
+
+    studies.list_all(storage, json_)
+
+
+@app.command()
+def resume(
+    study: StudyName = None,
+    budget: Annotated[str | None, typer.Option(help="Wall time from now: 90s, 15m, 1h. [as before]")] = None,
+    trials: Annotated[int | None, typer.Option(help="Total number of trials, over all sessions. [as before]")] = None,
+    workers: Annotated[int | None, typer.Option(help="GPUs of this machine to probe on. [as before]")] = None,
+    storage: Storage = None,
     json_: Json = False,
-    **flags: Any,
+    quiet: Quiet = False,
 ) -> None:
-    """Say whether the run of another tool's YAML fits a GPU, how long it takes and what to change; needs no GPU."""
-    from autotune.cli.commands.check import check_file
+    """Continue a study that was stopped, with the options it was begun with."""
+    from autotune.cli.commands import studies
 
-    check_file(file, flags | {"gpu": gpu, "model": model}, evidence=evidence, as_json=json_)
+    changes = {"budget": budget, "trials": trials, "workers": workers}
+    studies.resume(study, storage, changes, as_json=json_, quiet=quiet)
 
 
-app.add_typer(studies)
+@app.command()
+def delete(
+    study: Annotated[str, typer.Argument(help="Name of the study.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    storage: Storage = None,
+) -> None:
+    """Delete a study and its probes from the database; its files stay."""
+    from autotune.cli.commands import studies
+
+    studies.delete(study, storage, sure=yes)
+
+
+@app.command()
+def explain(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
+    """Probe a study's winner with one knob after another set back, and print what each is worth."""
+    from autotune.cli.commands.analysis import explain_study
+
+    explain_study(study, storage, as_json=json_)
+
+
+@app.command()
+def verify(
+    study: StudyName = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="What to run: train (train.py) or trl (trl_sft.yaml). [as probed]")
+    ] = None,
+    soak: Annotated[
+        bool, typer.Option("--soak", help="Mix the longest possible rows with short ones; memory must not grow.")
+    ] = False,
+    micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
+    tolerance: Annotated[float, typer.Option(help="Largest relative difference allowed.")] = 0.05,
+    storage: Storage = None,
+    json_: Json = False,
+) -> None:
+    """Run what a study exported, and compare its speed and memory with the study's numbers."""
+    from autotune.cli.commands.analysis import verify_study
+
+    verify_study(study, storage, form=format_, soak=soak, micro_steps=micro_steps, tolerance=tolerance, as_json=json_)
+
+
+@app.command()
+def train(
+    study: StudyName = None,
+    dataset: Annotated[Path | None, typer.Option(metavar="FILE", help="Lines of JSON to train on.")] = None,
+    model: Annotated[str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Try the speed, without data.")] = False,
+    output: Annotated[Path | None, typer.Option("--output-dir", help="[trained/ in the study's directory]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint, if any.")] = False,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")] = None,
+    storage: Storage = None,
+    json_: Json = False,
+) -> None:
+    """Start the full run with a study's winner; shows its progress and its cost."""
+    from autotune.cli.commands.train import command
+
+    options: dict[str, Any] = {"dataset": dataset, "model": model, "output": output, "max_steps": max_steps}
+    command(study, storage, random_weights=random_weights, resume=resume, as_json=json_, **options)
+
+
+@app.command()
+def worker(
+    study: Annotated[str, typer.Option(help="Name of the study that `autotune run` leads.")],
+    storage: Storage = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for logs. [the study's]")] = None,
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Join although this machine differs from the others.")
+    ] = False,
+    wait: Annotated[str | None, typer.Option(help="How long to wait for the study to begin, such as 15m.")] = None,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="End with this process.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Help with a study that another process leads, on the GPU of this machine, until its search is over."""
+    from autotune.cli.commands.worker import worker as command
+
+    command(study, storage, out=out, allow_mixed=allow_mixed, parent=parent, quiet=quiet, wait=wait)
+
+
+@app.command()
+def fleet(
+    study: StudyName = None,
+    workers: Annotated[int, typer.Option(min=1, help="How many workers, besides the `autotune run` that leads.")] = 1,
+    format_: Annotated[
+        list[str] | None, typer.Option("--format", help="kubernetes, skypilot, slurm (all by default); repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory. [the study's]")] = None,
+    storage: Storage = None,
+) -> None:
+    """Write files that start workers of a study on Kubernetes, SkyPilot or Slurm; none contains the database's URL."""
+    from autotune.cli.commands import studies
+
+    studies.fleet(study, storage, workers=workers, formats=format_ or [], out=out)
+
+
+@app.command()
+def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
+    """Explain every out-of-memory and refusal of a study, and what to change."""
+    from autotune.cli.commands import studies
+
+    studies.oom(study, storage, json_)
+
+
+@app.command()
+def export(
+    study: StudyName = None,
+    format_: Annotated[list[str] | None, typer.Option("--format", help=EXPORTS)] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory. [the study's]")] = None,
+    storage: Storage = None,
+) -> None:
+    """Write the winner's configuration for a trainer."""
+    from autotune.cli.commands import studies
+
+    studies.export(study, storage, format_ or [], out)
+
+
+@app.command()
+def report(
+    study: StudyName = None,
+    out: Annotated[Path | None, typer.Option(help="Directory. [the study's]")] = None,
+    storage: Storage = None,
+) -> None:
+    """Write report.html and the other files of a study again."""
+    from autotune.cli.commands import studies
+
+    studies.report(study, storage, out)
+
+
+@app.command()
+def dashboard(
+    study: StudyName = None,
+    host: Annotated[str, typer.Option(help="Address of this machine to listen at; loopback only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; where it is taken, one that is free.")] = 8080,
+    storage: Storage = None,
+) -> None:
+    """Show a study in optuna-dashboard, read-only and on this machine alone (pip install optuna-dashboard).
+
+    It shows a copy in memory, with notes, figures and reports; the database is only read. A study that still runs is
+    read again every 5 seconds while the page is open.
+    """
+    from autotune.cli.commands.dashboard import dashboard as command
+
+    command(study, storage, host=host, port=port)
 
 
 @app.command()
 def doctor(storage: Storage = None, json_: Json = False) -> None:
-    """Check what this machine has of what a study needs."""
+    """Check whether this machine has what a study needs."""
     from autotune.cli.commands.doctor import doctor as command
 
     command(storage, json_)
@@ -273,12 +341,12 @@ def models(json_: Json = False) -> None:
 def prices(
     gpu: Annotated[str | None, typer.Argument(help="Name of a GPU; all by default.")] = None,
     own: Annotated[
-        Path | None, typer.Option("--prices", metavar="FILE", help="Prices of your own, which go first.")
+        Path | None, typer.Option("--prices", metavar="FILE", help="Your own prices, which come first.")
     ] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask what clouds charge today (pip install gpuhunt).")] = False,
     json_: Json = False,
 ) -> None:
-    """List what an hour of a GPU costs, and how old that is."""
+    """List what an hour of a GPU costs, and how old each price is."""
     from autotune.cli.commands.prices import prices as command
 
     command(gpu, own, live, json_)
@@ -290,7 +358,7 @@ def submit(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="[the study's submission.json]")] = None,
     storage: Storage = None,
 ) -> None:
-    """Write a study's winner and baseline for others, without anything private."""
+    """Write a study's winner and baseline to a file for others, without anything private."""
     from autotune.cli.commands import share
 
     share.submit(study, storage, out)
@@ -301,7 +369,7 @@ def import_(
     file: Annotated[Path, typer.Argument(help="What `autotune submit` wrote.")],
     evidence: Annotated[Path | None, typer.Option(metavar="DIR", help="[runs/evidence]")] = None,
 ) -> None:
-    """Check what somebody else measured, and keep it."""
+    """Check a file that somebody else submitted, and store it as evidence."""
     from autotune.cli.commands import share
 
     share.import_(file, evidence)
@@ -315,7 +383,7 @@ def spaces(json_: Json = False) -> None:
     catalogs.spaces(json_)
 
 
-dev = typer.Typer(help="For those who test a machine or a fleet.", no_args_is_help=True)
+dev = typer.Typer(help="Tests of a machine or a fleet.", no_args_is_help=True)
 app.add_typer(dev, name="dev")
 
 
@@ -331,7 +399,7 @@ def inject(
     gpu: Annotated[str, typer.Option(help="What small studies run on: auto, or cpu.")] = "cpu",
     json_: Json = False,
 ) -> None:
-    """Strike small studies with faults on purpose, and say what came of each."""
+    """Inject faults into small studies, and print how each ended."""
     from autotune.cli.commands.dev import inject as command
 
     command(fault or [], gpu, as_json=json_)

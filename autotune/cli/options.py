@@ -1,21 +1,93 @@
-"""What commands share of their flags: the options of another command, and knobs pinned as KNOB=VALUE."""
+"""Options of the commands: those of StudySpec, generated from its fields, and those that several commands share."""
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from autotune.core.errors import UsageError
 from autotune.core.files import load_yaml
+from autotune.problem.study_spec import OPTIONS, StudySpec, make_spec
+
+if TYPE_CHECKING:
+    from dataclasses import Field
 
 
-def with_options_of(source: Callable[..., None], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command that takes **flags the options of `source` of these names, before its own."""
+def _models(incomplete: str) -> list[str]:
+    """Names of models for the shell's TAB, like the next two."""
+    from autotune.catalog import list_models
+
+    return [name for model in list_models() for name in (*model.aliases, model.name) if name.startswith(incomplete)]
+
+
+def _gpus(incomplete: str) -> list[str]:
+    from autotune.catalog import list_devices
+
+    return [name for name in ("auto", *(device.name for device in list_devices())) if name.startswith(incomplete)]
+
+
+def _spaces(incomplete: str) -> list[str]:
+    from autotune.problem.search_space import shipped_spaces
+
+    return [name for name in shipped_spaces() if name.startswith(incomplete)]
+
+
+StudyName = Annotated[str | None, typer.Argument(help="Name of the study; the newest by default.")]
+Storage = Annotated[
+    str | None,
+    typer.Option(help="Database URL, or AUTOTUNE_STORAGE. [default: sqlite:///runs/autotune.db]", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Gpu = Annotated[str | None, typer.Option(help="Target GPU: a name, or auto (the one here).", autocompletion=_gpus)]
+Evidence = Annotated[
+    Path, typer.Option(metavar="DIR", help="What `autotune import` stored, which makes the speeds more exact.")
+]
+
+_COMPLETIONS = {"model": _models, "gpu": _gpus, "space": _spaces}
+_PINS: dict[str, Any] = {  # options that are not fields of StudySpec of their own
+    "spec": Annotated[Path | None, typer.Option(help="Read a study spec (YAML); options override it.")],
+    "seq_len": Annotated[int | None, typer.Option(help="Pin the sequence length.")],
+    "rank": Annotated[int | None, typer.Option(help="Pin the LoRA rank.")],
+    "set_": Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")],
+    "storage": Storage,
+}
+LENGTHS = ("examples", "dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example", "tokens")
+CARD = ("memory_gib", "headroom", "price", "prices")
+PLANNED = (
+    *("spec", "space", *LENGTHS, "epochs", "global_batch", "global_batch_tokens", "seq_len", "rank", "set_", *CARD),
+    *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "slack"),
+)
+ALL = ("model", "gpu", "spec", *(name for name in OPTIONS if name not in ("model", "gpu")), "seq_len", "rank", "set_")
+
+
+def _annotation(name: str) -> Any:
+    """The annotation of an option of this name, as typer reads it."""
+    if name in _PINS:
+        return _PINS[name]
+    option = OPTIONS[name]
+    field: Field[Any] = StudySpec.__dataclass_fields__[name]
+    text = option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
+    names = (f"--{name.replace('_', '-')}",)
+    kinds: Any = str | None if name == "space" else field.type  # a SearchSpace is for Python alone
+    parameter = typer.Option(*names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name))
+    return Annotated[kinds | None, parameter]
+
+
+def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes **options these options of a study, before its own."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        theirs = inspect.signature(source).parameters
+        keyword = inspect.Parameter.KEYWORD_ONLY
         own = [one for one in inspect.signature(command).parameters.values() if one.kind is not one.VAR_KEYWORD]
-        parameters = [theirs[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
-        parameters += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+        parameters = [
+            inspect.Parameter(name, keyword, default=None, annotation=_annotation(name))
+            for name in names
+            if name not in {one.name for one in own}
+        ]
+        parameters += [one.replace(kind=keyword) for one in own]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {one.name: one.annotation for one in parameters}
         return command
@@ -23,8 +95,15 @@ def with_options_of(source: Callable[..., None], *names: str) -> Callable[[Calla
     return decorate
 
 
+def spec_of(options: dict[str, Any]) -> StudySpec:
+    """The StudySpec that these options mean. Raises UsageError."""
+    options = dict(options)
+    pins = pins_of(options.pop("set_") or [], seq_len=options.pop("seq_len"), lora_rank=options.pop("rank"))
+    return make_spec(options.pop("spec"), options | {"pins": pins or None})
+
+
 def pins_of(settings: list[str], **named: Any) -> dict[str, Any]:
-    """{knob: value} from KNOB=VALUE settings (values as YAML reads them) and the named flags."""
+    """{knob: value} from KNOB=VALUE settings (values as YAML reads them) and the named options. Raises UsageError."""
     pins = {name: value for name, value in named.items() if value is not None}
     for setting in settings:
         name, equals, text = setting.partition("=")

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 
 import autotune
 from autotune import SearchSpace, StudyResult, load_study, tune
+from autotune.cli.commands import studies
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import load_space, shipped_spaces
@@ -89,3 +91,50 @@ def test_a_space_of_ones_own() -> None:
         SearchSpace.of(lora_ranks=[16])
     with pytest.raises(UsageError, match="checkpointing"):
         SearchSpace.of(checkpointing=["some"])
+
+
+def test_plans_need_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = autotune.plan("demo-3m", gpu="a10", examples=1000)
+    assert made.best is not None and made.task.device.name == "a10"
+    compared = autotune.compare("demo-3m", ["a10", "l4"], examples=1000)
+    assert [card.device.name for card in compared.groups[0].cards]
+    (tmp_path / "trl.yaml").write_text("model_name_or_path: demo-3m\nmax_length: 256\nuse_peft: true\n")
+    assert autotune.check("trl.yaml", gpu="a10", examples=1000).checked.state == "fits"
+    assert capfd.readouterr().out == ""
+
+
+def test_an_impossible_option_is_an_autotune_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(autotune.AutotuneError, match="epochs cannot be 0") as caught:
+        tune("demo-3m", gpu="cpu", epochs=0)
+    assert caught.value.remedy and caught.value.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.probe
+def test_a_space_from_python_survives_resume_and_nothing_is_printed_or_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two studies in one process leave no pool behind, and the command line continues one of them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
+    engines: list[Any] = []
+    create = sqlalchemy.create_engine
+
+    def remember(*arguments: Any, **options: Any) -> Any:
+        engines.append(create(*arguments, **options))
+        return engines[-1]
+
+    monkeypatch.setattr("sqlalchemy.create_engine", remember)
+    monkeypatch.setattr("sqlalchemy.engine.create_engine", remember)  # Optuna's
+    space = SearchSpace.of(micro_batch_size=[1, 2], seq_len=64, lora_rank=16, checkpointing="none")
+    for trials in (1, 2):
+        result = tune("demo-3m", gpu="cpu", space=space, examples=200, budget="60s", trials=trials, study="mine")
+        assert len(result.trials) == trials
+    assert capfd.readouterr() == ("", "")
+    pools = [engine.pool for engine in engines if isinstance(engine.pool, sqlalchemy.QueuePool)]
+    assert len(pools) > 4 and all(pool.checkedout() + pool.checkedin() == 0 for pool in pools)
+    assert result.record.spec.space == space
+    studies.resume("mine", None, {"trials": 2}, as_json=False, quiet=True)
+    assert load_study("mine").winner == result.winner
