@@ -1,4 +1,4 @@
-"""The user's own examples, as the exported script will read them: text, prompt and completion, or messages."""
+"""The user's examples: text, prompt and completion, or messages. They are read as the exported script reads them."""
 
 import glob
 import json
@@ -12,36 +12,41 @@ from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.problem.length_distribution import Lengths
 
 LOADERS = {".jsonl": "lines", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-BYTES_PER_TOKEN = 4.0  # of UTF-8; English text under the vocabularies of today has 3.5 to 4.5
+BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with the vocabularies of today
 FORMS = "`text`, `prompt` and `completion`, or `messages` with a `role` and a `content` each"
 
 COLUMNS = ("text", "prompt", "completion", "messages")
 
-BATCH = 1000  # rows that are counted at once: a tokenizer takes them side by side
+BATCH = 1000  # rows that are counted at once, since a tokenizer counts several in parallel
 Render = Callable[[dict[str, Any]], str]
 Count = Callable[[list[str], bool], list[int]]
 
 
 def dataset_lengths(path: Path, tokenizer: str | None, say: Callable[[str], None] = lambda text: None) -> Lengths:
-    """How long each example is: counted with the tokenizer of a directory, else estimated from its bytes.
+    """The length of each example in tokens: counted with the tokenizer of a directory, or estimated from its bytes.
+
+    `say` gets progress messages.
 
     Raises:
-        UsageError: a file that cannot be read, or a row that has none of the forms; the row is named.
+        UsageError: the file cannot be read, or a row has none of the known forms; the row is named.
         EnvironmentProblem: the `datasets` library is not installed.
     """
     say(f"reading {path.name}")
     render, count = _counting(tokenizer) if tokenizer else (_joined, _estimated)
-    rows, found, said = enumerate(read_rows(path), 1), list[int](), time.monotonic()
+    rows = enumerate(read_rows(path), 1)
+    lengths: list[int] = []
+    last_message = time.monotonic()
     while batch := list(islice(rows, BATCH)):
         for is_chat in (False, True):  # a chat template writes its own special tokens
-            texts = [_rendered(path, *one, render) for one in batch if is_chat is (one[1].get("messages") is not None)]
-            found += count(texts, is_chat) if texts else []
-        if time.monotonic() - said > 2:
-            say(f"{len(found):,} examples of {path.name}")
-            said = time.monotonic()
-    if not found:
+            of_form = [(number, row) for number, row in batch if is_chat is (row.get("messages") is not None)]
+            if of_form:
+                lengths += count([_rendered(path, number, row, render) for number, row in of_form], is_chat)
+        if time.monotonic() - last_message > 2:
+            say(f"{len(lengths):,} examples of {path.name}")
+            last_message = time.monotonic()
+    if not lengths:
         raise _no_rows(path)
-    return Lengths.of((max(tokens, 1) for tokens in found), "counted" if tokenizer else "characters")
+    return Lengths.of((max(tokens, 1) for tokens in lengths), "counted" if tokenizer else "characters")
 
 
 def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> str:
@@ -51,14 +56,14 @@ def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> s
         return text
     except UnicodeEncodeError:
         raise UsageError(
-            f"{path}, row {number}: half of a surrogate pair is no character", remedy="write the text anew as UTF-8"
+            f"{path}, row {number}: half of a surrogate pair is not a character", remedy="write the text again as UTF-8"
         ) from None
     except (KeyError, TypeError, AttributeError):
         raise UsageError(
             f"{path}, row {number}: it has none of the known forms; its columns: {', '.join(map(str, row))}",
             remedy=f"give rows with {FORMS}",
         ) from None
-    except Exception as error:  # a chat template says in its own way what it does not take
+    except Exception as error:  # chat templates raise errors of all kinds
         raise UsageError(
             f"{path}, row {number}: the tokenizer's chat template refuses it: {error}",
             remedy="change the messages, or leave the tokenizer out for an estimate",
@@ -66,7 +71,7 @@ def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> s
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Every example as its file has it, one after the other. Raises as `dataset_lengths`."""
+    """Yield each row of a file. Raises the same errors as `dataset_lengths`."""
     loader = LOADERS.get(path.suffix.lower())
     if loader is None:
         raise UsageError(f"--dataset: {path.name} is none of {', '.join(LOADERS)}", remedy="convert it to JSON lines")
@@ -78,13 +83,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """As the exported script reads them: each line by itself, so that rows of several forms may be mixed."""
+    """Yield the rows of JSON lines. Each line is read by itself, so that rows of several forms may be mixed."""
     try:
         yield from _parsed(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", remedy="check who may read it") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no UTF-8: {error}", remedy="write it anew as UTF-8") from None
+        raise UsageError(f"{path} is not UTF-8: {error}", remedy="write it again as UTF-8") from None
 
 
 def _parsed(path: Path) -> Iterator[dict[str, Any]]:
@@ -96,10 +101,10 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UsageError(
-                    f"{path}, line {number} is no JSON: {error}", remedy=f"give rows with {FORMS}"
+                    f"{path}, line {number} is not JSON: {error}", remedy=f"give rows with {FORMS}"
                 ) from None
             if not isinstance(row, dict):
-                raise UsageError(f"{path}, line {number} is no JSON object", remedy=f"give rows with {FORMS}")
+                raise UsageError(f"{path}, line {number} is not a JSON object", remedy=f"give rows with {FORMS}")
             yield row
 
 
@@ -112,9 +117,9 @@ def _loaded(path: Path, loader: str) -> Iterator[dict[str, Any]]:
             remedy="pip install datasets, or give JSON lines or --lengths FILE",
         ) from None
     datasets.disable_progress_bars()
-    try:  # a path is a pattern to it
+    try:  # which takes a path for a pattern
         yield from datasets.load_dataset(loader, data_files=glob.escape(str(path)), split="train", streaming=True)
-    except Exception as error:  # of pyarrow, pandas and its own
+    except Exception as error:  # errors of pyarrow, of pandas and of the library
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
             f"cannot read {path}: {reason}", remedy="check the file, or convert it to JSON lines"
@@ -126,7 +131,7 @@ def _counting(directory: str) -> tuple[Render, Count]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # whatever is wrong with its files
+    except Exception as error:  # errors of many kinds, depending on the files
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
             f"the tokenizer in {directory} cannot be loaded: {reason}",

@@ -132,18 +132,6 @@ class SearchSpace:
             space = space._with(Knob(name=knob, values=values))
         return space
 
-    def as_yaml(self) -> str:
-        """What `load` reads."""
-        import yaml
-
-        def entry(knob: Knob) -> dict[str, Any]:
-            values = (
-                {"min": knob.low, "max": knob.high, "log": knob.log} if knob.is_range else {"values": [*knob.values]}
-            )
-            return values | ({"when": knob.when} if knob.when else {})
-
-        return yaml.safe_dump({"version": 1, "knobs": {knob.name: entry(knob) for knob in self.knobs}}, sort_keys=False)
-
     def knob(self, name: str) -> Knob | None:
         """The knob of this name; None where the space does not name it."""
         return next((knob for knob in self.knobs if knob.name == name), None)

@@ -76,8 +76,8 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     global_batch = _global_batch(spec, space, model, lengths)
     narrowing = Narrowing.of(space)
     narrow_to_device(narrowing, target.device)
-    if target.here is not None and not target.here.supports_fp8:
-        narrowing.remove("quantization", {"fp8"}, f"{target.here.name} cannot try it")
+    if target.measured_on is not None and not target.measured_on.supports_fp8:
+        narrowing.remove("quantization", {"fp8"}, f"{target.measured_on.name} cannot try it")
     if probes_run_here:
         narrow_to_packages(narrowing)
     narrow_to_model(narrowing, model, global_batch)
@@ -104,7 +104,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         floors=floors,
         space=narrowing.space,
         trainer=spec.trainer,
-        measured_on=target.here,
+        measured_on=target.measured_on,
         carried=target.carried,
     )
     return Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
@@ -232,7 +232,7 @@ def _lengths(spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callabl
 
 
 def _study_name(target: Target, model: ModelSpec, space: SearchSpace) -> str:
-    device = target.device.name if target.here is None else f"{target.device.name}-by-{target.here.name}"
+    device = target.device.name if target.measured_on is None else f"{target.device.name}-by-{target.measured_on.name}"
     return f"{device}-{model.short}-{space.name}".lower()
 
 

@@ -1,7 +1,7 @@
-"""What is tuned for, and what measures it: the card that was asked for, or a larger one here that stands in for it.
+"""Target: the device that is tuned for, and the GPU of this machine that probes for it.
 
-Memory carries from card to card, so that under a cap of what the target offers a probe runs out of memory where it
-would; its speed is projected. What the target has and the card here lacks cannot be tried.
+A larger GPU can probe for a smaller device. Under a cap of the device's memory a probe runs out of memory where it
+would on the device; its speed is projected. What the device has and the GPU here lacks cannot be tried.
 """
 
 from dataclasses import dataclass
@@ -20,36 +20,43 @@ HOST_SHARE = 0.8  # share of a host's memory that a run on its CPU may use: the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`device` is tuned for, `card` is here (None on a CPU), `here` what it is if that is another product.
+    """The device that is tuned for, and what probes for it.
 
-    `carried` says how much faster the device is than the card here.
+    `card` is the GPU of this machine, None for a CPU. `measured_on` is its data sheet and `carried` the speed of
+    `device` relative to it, where the GPU is another product than `device`; else both are None.
     """
 
     device: DeviceSpec
     card: nvml.GpuInfo | None = None
-    here: DeviceSpec | None = None
+    measured_on: DeviceSpec | None = None
     carried: SpeedTransfer | None = None
 
     @property
     def cap_gib(self) -> float | None:
         """The memory of the device in GiB, where another GPU probes for it; else None."""
-        return None if self.here is None else self.device.usable_gib
+        return None if self.measured_on is None else self.device.usable_gib
 
     @property
     def held_by_others_gib(self) -> float:
-        """GiB that other processes hold of the GPU here; 0 up to `IGNORED_GIB`, and for a CPU."""
+        """GiB that other processes hold of the GPU of this machine; 0 up to `IGNORED_GIB`, and for a CPU."""
         return self.card.used_gib if self.card is not None and self.card.used_gib > IGNORED_GIB else 0.0
 
     def other_processes(self) -> str:
-        """The processes that hold memory of the GPU here, in words."""
-        found = [one for one in self.card.processes if (one.used_gib or 0) > IGNORED_GIB] if self.card else []
-        names = [f"{one.name or '?'} (pid {one.pid}, {fmt_gib(one.used_gib)})" for one in found]
-        return ", ".join(names) or "no process is named"
+        """The processes that hold memory of the GPU of this machine, in words."""
+        processes = self.card.processes if self.card else ()
+        return (
+            ", ".join(
+                f"{process.name or '?'} (pid {process.pid}, {fmt_gib(process.used_gib)})"
+                for process in processes
+                if (process.used_gib or 0) > IGNORED_GIB
+            )
+            or "no process is named"
+        )
 
     def memory_budget(
         self, total_gib: float, *, reserve_fraction: float, asked_gib: float | None = None, may_exceed: bool = False
     ) -> MemoryBudget:
-        """What a run may use of the device here, which has `total_gib`.
+        """What a run may use of the device of this machine, which has `total_gib`.
 
         `asked_gib` is what the user allows. With `may_exceed` it may be more than is available, for probes of a few
         layers only.
@@ -103,61 +110,65 @@ def device_budget(device: DeviceSpec, *, reserve_fraction: float, asked_gib: flo
 
 
 def find_target(name: str) -> Target:
-    """The device that this name means: a CPU, the card here, or one that the card here can stand in for.
+    """The target of this name on this machine: its CPU, its GPU, or a device that its GPU can probe for.
 
     Raises:
-        UsageError: no such GPU in the catalogue.
-        EnvironmentProblem: it is not here, and what is here cannot stand in for it; why is said.
+        UsageError: there is no such GPU in the catalogue.
+        EnvironmentProblem: this machine cannot probe for the device.
     """
     wanted = None if name.strip().lower() == "auto" else resolve_device(name)
     if wanted is not None and wanted.kind == "cpu":
         return Target(device=wanted)
     visible = nvml.first_visible()
-    here = [card for card in nvml.list_gpus() if visible in (card.index, card.uuid)]
-    if not here:
-        if wanted is None:
-            raise EnvironmentProblem(
-                "an NVIDIA GPU was asked for, but there is no NVIDIA GPU here",
-                remedy="run on a machine that has it, or try the tool on the processor: --gpu cpu --model demo-3m",
-            )
+    card = next((card for card in nvml.list_gpus() if visible in (card.index, card.uuid)), None)
+    if card is None:
+        raise _no_gpu(wanted)
+    present = match_device(card.name, card.memory_gib) or _uncatalogued(card)
+    if wanted is None or wanted.name == present.name:
+        return Target(device=present, card=card)
+    lack = _lack(wanted, present, card)
+    carried = speed_transfer(present, wanted)
+    if lack is not None or carried is None:
+        reason = ", whose rates are not known" if lack is None else f", which cannot stand in for it: {lack}"
         raise EnvironmentProblem(
-            f"{wanted.name} was asked for, but there is no NVIDIA GPU here to probe on",
-            remedy=f"`autotune plan --gpu {wanted.name}` with the same arguments estimates without one; "
-            "or try the tool on the processor: --gpu cpu --model demo-3m",
-        )
-    card = here[0]
-    found = match_device(card.name, card.memory_gib) or _uncatalogued(card)
-    if wanted is None or wanted.name == found.name:
-        return Target(device=found, card=card)
-    lacks = _lacks(wanted, found, card)
-    carried = speed_transfer(found, wanted)
-    if lacks or carried is None:
-        here_is = f"{card.name} ({found.name}, {fmt_gib(card.memory_gib)})"
-        why = f", which cannot stand in for it: {lacks}" if lacks else ", whose rates are not known"
-        raise EnvironmentProblem(
-            f"{wanted.name} was asked for, but the GPU here is {here_is}{why}",
-            remedy=f"give --gpu {found.name} (or auto), run where there is {wanted.name}, or estimate with `autotune "
-            f"plan --gpu {wanted.name}`; a few layers can be probed here too: --gpu {found.name} "
+            f"{wanted.name} was asked for, but the GPU here is {card.name} ({present.name}, "
+            f"{fmt_gib(card.memory_gib)}){reason}",
+            remedy=f"give --gpu {present.name} (or auto), run where there is {wanted.name}, or estimate with `autotune "
+            f"plan --gpu {wanted.name}`; a few layers can be probed here too: --gpu {present.name} "
             f"--memory-gib {wanted.memory_gib or 0:.0f} --shallow-only",
         )
-    return Target(device=wanted, card=card, here=found, carried=carried)
+    return Target(device=wanted, card=card, measured_on=present, carried=carried)
 
 
-def _lacks(wanted: DeviceSpec, found: DeviceSpec, card: nvml.GpuInfo) -> str | None:
-    """What the card here has not got of what the wanted one has; None where it can stand in."""
+def _no_gpu(wanted: DeviceSpec | None) -> EnvironmentProblem:
+    """The error where this machine has no NVIDIA GPU."""
+    on_cpu = "try the tool on the processor: --gpu cpu --model demo-3m"
+    if wanted is None:
+        return EnvironmentProblem(
+            "an NVIDIA GPU was asked for, but there is no NVIDIA GPU here",
+            remedy=f"run on a machine that has it, or {on_cpu}",
+        )
+    return EnvironmentProblem(
+        f"{wanted.name} was asked for, but there is no NVIDIA GPU here to probe on",
+        remedy=f"`autotune plan --gpu {wanted.name}` with the same arguments estimates without one; or {on_cpu}",
+    )
+
+
+def _lack(wanted: DeviceSpec, present: DeviceSpec, card: nvml.GpuInfo) -> str | None:
+    """What the GPU of this machine lacks to probe for the wanted device; None if nothing."""
     if wanted.usable_gib is None:
         return f"the memory of {wanted.name} is not known"
-    if wanted.vendor != found.vendor:
+    if wanted.vendor != present.vendor:
         return f"{wanted.vendor} has other kernels"
     if wanted.usable_gib > card.memory_gib:
         return f"it would need {fmt_gib(wanted.usable_gib)}"
-    if wanted.supports_bf16 and not found.supports_bf16:
+    if wanted.supports_bf16 and not present.supports_bf16:
         return "it has no bf16"
     return None
 
 
 def _uncatalogued(card: nvml.GpuInfo) -> DeviceSpec:
-    """A card that the catalogue does not know: its rates are unknown, not guessed."""
+    """The data sheet of a GPU that the catalogue does not know: its rates are unknown, not guessed."""
     return DeviceSpec(
         name=dashed(card.name),
         vendor="nvidia",

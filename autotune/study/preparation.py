@@ -99,7 +99,7 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
         raise UsageError("--quality trains the whole model, --shallow-only none", remedy="leave one of them out")
     if spec.configs and (spec.quality or spec.shallow_only or spec.verify):
         raise UsageError("configs are probed as they are", remedy="leave --quality, --verify and --shallow-only out")
-    if spec.verify and (spec.shallow_only or target.here is not None):
+    if spec.verify and (spec.shallow_only or target.measured_on is not None):
         raise UsageError(
             "--verify runs what is exported on the device itself", remedy="leave out --verify, or --shallow-only"
         )

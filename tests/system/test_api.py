@@ -13,7 +13,6 @@ from autotune import SearchSpace, StudyResult, load_study, tune
 from autotune.cli.commands import studies
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.train_config import TrainConfig
-from autotune.problem.search_space import load_space, shipped_spaces
 from tests.helpers.factories import summary
 from tests.helpers.sessions import record_of
 
@@ -71,13 +70,6 @@ def test_what_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         tune("demo-3m", gpu="cpu", budgets="60s")
     with pytest.raises(AttributeError, match="no attribute 'tunes'"):
         print(autotune.tunes)
-
-
-@pytest.mark.parametrize("name", shipped_spaces())
-def test_a_space_that_is_written_reads_as_itself(name: str, tmp_path: Path) -> None:
-    space = SearchSpace.load(name)
-    (tmp_path / f"{name}.yaml").write_text(space.as_yaml())
-    assert load_space(str(tmp_path / f"{name}.yaml")) == space
 
 
 def test_a_space_of_ones_own() -> None:

@@ -67,8 +67,8 @@ def test_each_form_in_each_kind_of_file(
         ('{"text": "fine"}\n{"text": null}\n', "row 2.*its columns: text"),
         ('{"question": "what?"}\n', "row 1.*its columns: question"),
         ('{"messages": [{"role": "user"}]}\n', "row 1"),
-        ('{"text": "fine"}\n\n{"text": \n', "line 3 is no JSON"),
-        ("null\n", "line 1 is no JSON object"),
+        ('{"text": "fine"}\n\n{"text": \n', "line 3 is not JSON"),
+        ("null\n", "line 1 is not a JSON object"),
         ("\n\n", "no rows"),
         ("", "no rows"),
     ],
@@ -113,7 +113,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
     latin.write_bytes('{"text": "é"}\n'.encode("latin-1"))
     for file, message in (
         (broken, "cannot read"),
-        (latin, "is no UTF-8"),
+        (latin, "is not UTF-8"),
         (tmp_path / "none.jsonl", "no file"),
         (tmp_path / "data.xlsx", "none of .jsonl"),
     ):

@@ -108,7 +108,7 @@ def test_a_card_that_nobody_catalogued_has_no_guessed_rates(cards):
 def test_a_larger_card_stands_in_for_a_smaller_one(cards, name):
     cards(card())
     target, device = find_target(name), resolve_device(name)
-    assert (target.device, target.here, target.card) == (device, H200, card())
+    assert (target.device, target.measured_on, target.card) == (device, H200, card())
     assert target.carried == speed_transfer(H200, device) and target.carried.ratio < 1
     assert 0.95 * device.memory_gib < target.cap_gib < device.memory_gib
 
@@ -136,7 +136,7 @@ def test_what_cannot_stand_in_is_told(cards, here, wanted, why):
 
 def emulated(name="a10"):
     device = resolve_device(name)
-    return Target(device=device, card=card(), here=H200, carried=speed_transfer(H200, device))
+    return Target(device=device, card=card(), measured_on=H200, carried=speed_transfer(H200, device))
 
 
 def test_what_the_target_cannot_do_is_taken_out_of_the_space():
@@ -152,7 +152,7 @@ def test_what_the_target_cannot_do_is_taken_out_of_the_space():
 def test_what_the_card_here_cannot_try_is_taken_out_too(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: object())
     l4, a100 = resolve_device("l4"), resolve_device("a100")
-    target = Target(device=l4, card=card(), here=a100, carried=speed_transfer(a100, l4))
+    target = Target(device=l4, card=card(), measured_on=a100, carried=speed_transfer(a100, l4))
     setup = set_up(StudySpec(model="mistral-7b", allow_quantized=True), target)
     assert "fp8" not in setup.task.space.knob("quantization").choices()
     assert any("a100-80gb-sxm cannot try it" in str(removal) for removal in setup.removals)
