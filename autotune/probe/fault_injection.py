@@ -1,7 +1,7 @@
-"""Faults on purpose, to see what becomes of a study: AUTOTUNE_INJECT=FAULT[@PHASE][:TRIAL],... with commas between.
+"""Faults on purpose, which test how a study deals with them: AUTOTUNE_INJECT=FAULT[@PHASE][:TRIAL], comma-separated.
 
-FAULT is one of FAULTS. PHASE is load, first_step (where none is named), steady, evaluate or save. TRIAL is the number
-of the one trial that is struck, else every probe is. Without the variable nothing here does anything.
+FAULT is one of FAULTS. PHASE is load, first_step (the default), steady, evaluate or save. TRIAL is the number of the
+one trial to disturb; by default every probe is. Without the variable nothing happens.
 """
 
 import os
@@ -57,7 +57,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "nan": _nan,
     "crash": _crash,
     "ecc": _ecc,
-    THROTTLE: lambda: None,  # the parent, which reads the sensors, reads that the card was hot
+    THROTTLE: lambda: None,  # it acts in the parent, whose sensors then report a hot card
     "slow": lambda: time.sleep(SLOW_S),
     "hang": _hang,
     "exit": lambda: os._exit(3),
@@ -70,29 +70,29 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def injected(log: str) -> Callable[[Phase], None] | None:
-    """What strikes the probe that writes this log, at the start of each phase; None where nothing is asked for."""
-    asked = [(phase, FAULTS[fault]) for fault, phase in _asked(log)]
+    """What to call at the start of each phase of the probe that writes this log; None without faults for it."""
+    requested = [(phase, FAULTS[fault]) for fault, phase in _requested(log)]
 
     def strike(phase: Phase) -> None:
-        for when, fault in asked:
-            if phase is when:
+        for fault_phase, fault in requested:
+            if phase is fault_phase:
                 fault()
 
-    return strike if asked else None
+    return strike if requested else None
 
 
 def throttles(log: str) -> bool:
-    """Whether the card is to seem slowed down by heat to the probe that writes this log."""
-    return any(fault == THROTTLE for fault, _ in _asked(log))
+    """Whether the sensors are to report heat during the probe that writes this log."""
+    return any(fault == THROTTLE for fault, _ in _requested(log))
 
 
-def _asked(log: str) -> list[tuple[str, Phase]]:
-    """The faults for the probe that writes this log, and the phase in which each strikes."""
-    asked = []
-    for one in filter(None, os.environ.get(VARIABLE, "").split(",")):
-        match = re.fullmatch(r"([a-z-]+)(?:@([a-z_]+))?(?::([0-9]+))?", one)
+def _requested(log: str) -> list[tuple[str, Phase]]:
+    """The faults for the probe that writes this log, each with its phase."""
+    requested = []
+    for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        match = re.fullmatch(r"([a-z-]+)(?:@([a-z_]+))?(?::([0-9]+))?", entry)
         if match is None or match[1] not in FAULTS:
-            raise ValueError(f"{VARIABLE}: {one!r} is not FAULT[@PHASE][:TRIAL] with one of {', '.join(FAULTS)}")
+            raise ValueError(f"{VARIABLE}: {entry!r} is not FAULT[@PHASE][:TRIAL] with one of {', '.join(FAULTS)}")
         if match[3] is None or Path(log).name.startswith(f"trial-{int(match[3]):04d}"):
-            asked.append((match[1], Phase(match[2] or Phase.FIRST_STEP)))
-    return asked
+            requested.append((match[1], Phase(match[2] or Phase.FIRST_STEP)))
+    return requested
