@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from autotune.core.errors import UsageError
+from autotune.export.keys import key_of
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, parse, with_supported_attention
 from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run, memory_bounds
 from autotune.problem.run_cost import FITS, OOM, TIGHT
@@ -14,14 +15,6 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT
 MAX_MICRO_BATCH, MIN_LENGTH = 1024, 256  # of what is tried
 NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # TRL prefers their values to those of the top level
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-ACCUMULATION = "gradient_accumulation_steps"
-MICRO_BATCH = {
-    "trl": "per_device_train_batch_size",
-    "axolotl": "micro_batch_size",
-    "llamafactory": "per_device_train_batch_size",
-}
-LENGTH = {"trl": "max_length", "axolotl": "sequence_len", "llamafactory": "cutoff_len"}
-
 # How much a fix changes what is learned.
 SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 
@@ -78,9 +71,9 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
         }
         yield Fix(rank=SAME_RESULT, edits=checkpointing[tool])
     if config.optimizer in ("adamw_torch", "adamw_torch_fused"):
-        yield Fix(rank=OTHER_OPTIMIZER, edits={"optimizer" if tool == "axolotl" else "optim": "adamw_bnb_8bit"})
+        yield Fix(rank=OTHER_OPTIMIZER, edits={key_of(tool, "optimizer"): "adamw_bnb_8bit"})
     if config.dora:
-        yield Fix(rank=OTHER_OPTIMIZER, edits={"peft_use_dora" if tool == "axolotl" else "use_dora": False})
+        yield Fix(rank=OTHER_OPTIMIZER, edits={key_of(tool, "dora"): False})
     nf4: dict[str, Edits] = {
         "trl": {"load_in_4bit": True},
         "axolotl": {"adapter": "qlora", "load_in_4bit": True},
@@ -214,17 +207,18 @@ class FixSearch:
         config = run.config
         config = replace(
             config,
-            micro_batch_size=size.get(MICRO_BATCH[run.format], config.micro_batch_size),
+            micro_batch_size=size.get(key_of(run.format, "micro_batch_size"), config.micro_batch_size),
             seq_len=size.get(self._length_key, config.seq_len),
         )
-        return replace(run, config=config, accumulation=size.get(ACCUMULATION, run.accumulation))
+        return replace(run, config=config, accumulation=size.get(key_of(run.format, "accumulation"), run.accumulation))
 
     def _smaller_batches(self, run: ForeignConfig) -> list[Edits]:
         """Smaller micro batches that leave the global batch as it is, the largest first."""
         micro = run.config.micro_batch_size
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
-        return [{MICRO_BATCH[run.format]: size, ACCUMULATION: rows // size} for size in sizes]
+        batch_key, accumulation_key = key_of(run.format, "micro_batch_size"), key_of(run.format, "accumulation")
+        return [{batch_key: size, accumulation_key: rows // size} for size in sizes]
 
     def _shorter(self, run: ForeignConfig) -> list[Edits]:
         """Shorter sequences: powers of two, the longest first."""
@@ -234,7 +228,7 @@ class FixSearch:
     @property
     def _length_key(self) -> str:
         run = self.checked.run
-        key = LENGTH[run.format]
+        key = key_of(run.format, "seq_len")
         return "max_seq_length" if key not in run.values and "max_seq_length" in run.values else key
 
 

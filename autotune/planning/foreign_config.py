@@ -1,8 +1,8 @@
-"""A fine-tuning run as the YAML of TRL, Axolotl or LLaMA-Factory describes it, read as a TrainConfig.
+"""Read a fine-tuning run from the YAML file of TRL, Axolotl or LLaMA-Factory, as a TrainConfig.
 
-Nothing of the file is run or looked up. What it leaves out is its tool's own default, from the sources of TRL 1.16,
-Axolotl 0.18 and LLaMA-Factory 0.9.5. What no knob says becomes a note where memory or speed depend on it; what is
-another kind of run is refused.
+Nothing of the file is run or looked up. What the file leaves out is the tool's own default, from the sources of TRL
+1.16, Axolotl 0.18 and LLaMA-Factory 0.9.5. Where memory or speed depend on something that no knob expresses, the result
+has a note. A run of another kind, such as preference tuning, is refused.
 """
 
 import math
@@ -16,75 +16,77 @@ from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
+from autotune.export.keys import default_of, key_of
 from autotune.problem.constraints import NO_SDPA
 
 MAX_BYTES = 2**20
-MAX_KNOB, MAX_COUNT = 2**24, 10**15  # the most that TrainConfig takes; some write "all examples" as a large number
+MAX_KNOB = 2**24  # the most that TrainConfig takes
+MAX_COUNT = 10**15  # some write "all examples" as a large number
 
 TOOLS = ("trl", "axolotl", "llamafactory")
-_MARKS = {  # keys that no other of them has
+_MARKS = {  # keys that no other tool has
     "trl": ("dataset_name", "use_peft", "max_length", "max_seq_length", "packing_strategy", "padding_free", "dtype"),
     "axolotl": ("base_model", "micro_batch_size", "sequence_len", "adapter", "sample_packing", "num_epochs"),
     "llamafactory": ("stage", "finetuning_type", "cutoff_len", "template", "lora_rank", "lora_target"),
 }
-_KEYS = {  # what each of them calls it ...
-    "model": ("model_name_or_path", "base_model", "model_name_or_path"),
-    "micro_batch": ("per_device_train_batch_size", "micro_batch_size", "per_device_train_batch_size"),
-    "length": ("max_length", "sequence_len", "cutoff_len"),
-    "epochs": ("num_train_epochs", "num_epochs", "num_train_epochs"),
-    "optimizer": ("optim", "optimizer", "optim"),
-    "attention": ("attn_implementation", "attn_implementation", "flash_attn"),
-    "rank": ("lora_r", "lora_r", "lora_rank"),
-    "targets": ("lora_target_modules", "lora_target_modules", "lora_target"),
-    "dora": ("use_dora", "peft_use_dora", "use_dora"),
-    "rslora": ("use_rslora", "peft_use_rslora", "use_rslora"),
-    "double_quant": ("use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization"),
-}
-_DEFAULTS = {"micro_batch": (8, 1, 8), "length": (1024, 512, 2048), "epochs": (3, 1, 3), "rank": (16, 0, 8)}
-_DEFAULTS |= {"double_quant": (False, True, True)}  # ... and its default; Axolotl has none for the rank
 _ALL_LINEAR = [{"all"}, {"all-linear"}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}]
 _ALL_LINEAR += [{"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}]
-_ATTENTION_FLAGS = ("xformers", "sage", "flex", "flash", "sdp", "eager")  # Axolotl's older ones, as it prefers them
+_ATTENTION_FLAGS = (
+    "xformers",
+    "sage",
+    "flex",
+    "flash",
+    "sdp",
+    "eager",
+)  # older keys of Axolotl, in the order of its preference
 _ATTENTIONS = {name: name for name in KNOBS["attention"].choices} | dict.fromkeys(("", "auto", "sdp"), "sdpa")
 _ATTENTIONS |= {"disabled": "eager", "flex": "flex_attention", "kernels-community/flash-attn2": "flash_attention_2"}
 _ATTENTIONS |= dict.fromkeys(("flash", "fa2", "kernels-community/flash-attn"), "flash_attention_2")
 _OPTIMIZERS = {name: name for name in KNOBS["optimizer"].choices}
 _OPTIMIZERS |= {"": KNOBS["optimizer"].default, "paged_lion_8bit": "lion_8bit"}
 _OPTIMIZERS |= dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), "adamw_8bit")
-# By a part of the name, what keeps as much state a trained parameter: 1, 2 and 2 bytes, next to none; else AdamW's 8.
+# By a part of the name: the known optimizer with as much state a trained parameter (1, 2 or 2 bytes, or almost none).
+# AdamW's 8 bytes are assumed for all others.
 _NEAR_OPTIMIZERS = {"4bit": "lion_8bit", "8bit": "adamw_8bit", "fp8": "adamw_8bit", "sgd": "adafactor"}
 _LOADER_WORKERS = KNOBS["loader_workers"].choices
-_WORDS = {True: True, "true": True, "yes": True, "on": True, "1": True, "auto": True}  # auto: what a recent GPU can do
+_WORDS = {
+    True: True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "auto": True,
+}  # auto: what a recent GPU supports
 _WORDS |= {False: False, "false": False, "no": False, "off": False, "0": False}
 
-_PREFERENCES = "supervised fine-tuning alone is known; here pairs, rewards or reference models would not be counted"
-_REMEDY = "pass the file of a run that is known: supervised, LoRA or full, of a checkpoint that is not quantised yet"
+_PREFERENCES = "only supervised fine-tuning is supported; pairs, rewards or reference models would not be counted"
+_REMEDY = "pass the file of a supported run: supervised, LoRA or full, of a checkpoint that is not quantised"
 _REFUSED = {
     **dict.fromkeys(("rl", "reward_model", "process_reward_model", "reward_funcs", "num_generations"), _PREFERENCES),
     **dict.fromkeys(("beta", "max_prompt_length", "max_completion_length", "use_asft_loss"), _PREFERENCES),
-    **dict.fromkeys(("gptq", "model_quantization_config", "use_kt", "use_megatron_bridge"), "nothing is known of it"),
+    **dict.fromkeys(("gptq", "model_quantization_config", "use_kt", "use_megatron_bridge"), "it is not supported"),
 }
 _SHARDED = "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
-_LESS = "{key} is not counted: it takes less memory than told."
-_MORE = "{key} trains whole modules beside the adapters, which are not counted: it takes more memory than told."
+_LESS = "{key} is not counted: the run needs less memory than estimated."
+_MORE = "{key} trains whole modules besides adapters, which are not counted: the run needs more memory than estimated."
 _NOTED = {
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), _SHARDED),
     **dict.fromkeys(("use_galore", "use_apollo", "use_badam", "use_muon", "use_adam_mini", "use_unsloth"), _LESS),
     **dict.fromkeys(("layer_offloading", "tiled_mlp", "quantize_moe_experts", "unfrozen_parameters"), _LESS),
     **dict.fromkeys(("lora_modules_to_save", "additional_target"), _MORE),
-    "selective_checkpointing": "{key} is not counted: it takes more memory than told, and less time.",
-    "fp8": "{key} is not counted: it takes less time than told, on a GPU that has it.",
+    "selective_checkpointing": "{key} is not counted: the run needs more memory than estimated, and less time.",
+    "fp8": "{key} is not counted: the run takes less time than estimated, on a GPU that has it.",
     "auto_find_batch_size": "{key} lowers a micro batch that does not fit; the one that is written is counted.",
 }
 _PARALLEL = ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "dp_shard_size")
 _GPUS = ("num_processes", "ray_num_workers", "dp_replicate_size", *_PARALLEL)
 FP32_BASE = (
-    "What is frozen and not quantised stays in float32, TRL's default for dtype: 2 bytes a parameter of it more than"
-    " told, and slower; with `dtype: bfloat16` it is as told."
+    "What is frozen and not quantised stays in float32, TRL's default for dtype: 2 bytes a parameter more than in"
+    " bfloat16, and slower; `dtype: bfloat16` avoids that."
 )
 _CROSSED = "Examples that share a row attend to one another; they are counted as kept apart, which may be slower."
 _FUSED = "A cross-entropy that is fused with the head is counted as autotune's loss in chunks."
-_ONE_ROW = "TRL packs a micro batch into one row, whose mask takes more memory than told without flash attention."
+_ONE_ROW = "TRL packs a micro batch into one row, whose mask needs more memory than estimated without flash attention."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,36 +172,42 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
     first, second, _ = sorted(TOOLS, key=lambda tool: len(had[tool]), reverse=True)
     if len(had[first]) > len(had[second]):
         return first
-    told = "; ".join(f"{', '.join(keys)} of {tool}" for tool, keys in (had if had[first] else _MARKS).items() if keys)
+    marks = had if had[first] else _MARKS
+    keys = "; ".join(f"{', '.join(names)} of {tool}" for tool, names in marks.items() if names)
     raise UsageError(
-        f"{path}: cannot tell which tool it is for: it has {'both' if had[first] else 'none of'} {told}",
+        f"{path}: cannot tell which tool it is for: it has {'both' if had[first] else 'none of'} {keys}",
         remedy="pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory",
     )
 
 
 class _Refused(Exception):
-    """What a key holds cannot be, or is not known."""
+    """The value of a key is impossible, or not supported."""
 
-    def __init__(self, key: str, message: str, remedy: str = "correct it there") -> None:
+    def __init__(self, key: str, message: str, remedy: str = "correct it in the file") -> None:
         super().__init__(message)
         self.key, self.remedy = key, remedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """Values by key, each read as what it must be; of several keys the first that is set."""
+    """The values of a file by key, each read as the type that it must have; of several keys the first that is set.
+
+    `notes` collects sentences about the run. All methods raise _Refused for a value of the wrong type.
+    """
 
     values: dict[str, Any]
     notes: list[str]
 
     def get(self, *keys: str) -> tuple[str, Any]:
+        """The first key that is set, with its value; the first key and None where none is set."""
         return next(((key, self.values[key]) for key in keys if self.values.get(key) is not None), (keys[0], None))
 
     def has(self, *keys: str) -> bool:
-        """Whether one of them is there and not switched off."""
+        """Whether one of the keys is set and not switched off."""
         return any(self.values.get(key) not in (None, False, "", "false", [], {}) for key in keys)
 
     def number(self, *keys: str, default: float, least: float = 1, most: float = MAX_KNOB) -> float:
+        """A number from `least` to `most`; "auto" means the default."""
         key, value = self.get(*keys)
         if value is None or value == "auto":
             self.note(value is not None, f"{key} is auto: {default:g} is assumed.")
@@ -212,17 +220,20 @@ class _File:
             raise _Refused(key, f"a number from {least:g} to {most:,.0f} is needed, not {_shown(value)}")
         return number
 
-    def note(self, holds: bool, sentence: str) -> None:
-        if holds:
+    def note(self, applies: bool, sentence: str) -> None:
+        """Add a note if it applies."""
+        if applies:
             self.notes.append(sentence)
 
     def whole(self, *keys: str, default: int, least: int = 1, most: int = MAX_KNOB) -> int:
+        """A whole number from `least` to `most`."""
         number = float(self.number(*keys, default=default, least=least, most=most))
         if not number.is_integer():
             raise _Refused(self.get(*keys)[0], f"a whole number is needed, not {number:g}")
         return int(number)
 
     def flag(self, key: str, default: bool = False) -> bool:
+        """True or false, in any form that YAML or the tools accept."""
         value = self.values.get(key)
         try:
             return default if value is None else _WORDS[value.lower() if isinstance(value, str) else value]
@@ -230,13 +241,14 @@ class _File:
             raise _Refused(key, f"true or false is needed, not {_shown(value)}") from None
 
     def text(self, *keys: str, default: str = "") -> str:
+        """A printable text without spaces around it."""
         key, value = self.get(*keys)
         if value is not None and not (isinstance(value, str) and value.isprintable()):
             raise _Refused(key, f"a name is needed, not {_shown(value)}")
         return (value or "").strip() or default
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """Of a list of names, or of mappings with a path; or of a text with commas between."""
+        """The names in a list of names or of mappings with a path, or in a text with commas between them."""
         key, value = self.get(*keys)
         parts = value.split(",") if isinstance(value, str) else [] if value is None else value
         if isinstance(parts, list):
@@ -246,6 +258,7 @@ class _File:
         return tuple(part.strip() for part in parts if part.strip())
 
     def inside(self, *keys: str) -> "_File":
+        """The mapping that a key holds, as a file of its own with the same notes."""
         key, value = self.get(*keys)
         if value is not None and not isinstance(value, dict):
             raise _Refused(key, f"keys with values are needed, not {_shown(value)}")
@@ -261,53 +274,34 @@ def _shown(value: Any) -> str:
 
 
 def _read(file: _File, tool: str) -> ForeignConfig:
-    column = TOOLS.index(tool)
-    keys = {what: row[column] for what, row in _KEYS.items()}
-    defaults = {what: row[column] for what, row in _DEFAULTS.items()}
-    for inner in ("model_init_kwargs", "bnb_config_kwargs"):  # what they hold goes first
-        file = replace(file, values=file.values | file.inside(inner).values)
+    for nested in ("model_init_kwargs", "bnb_config_kwargs"):  # tools prefer their values to those of the top level
+        file = replace(file, values=file.values | file.inside(nested).values)
     if refused := next((key for key in _REFUSED if file.has(key)), None):
         raise _Refused(refused, _REFUSED[refused], _REMEDY)
-    if not (model := file.text(keys["model"])):
-        raise _Refused(keys["model"], "is missing", "say which model is trained")
-    knobs = (_trl, _axolotl, _llamafactory)[column](file)
+    model_key = key_of(tool, "model")
+    if not (model := file.text(model_key)):
+        raise _Refused(model_key, "is missing", "say which model is trained")
+    knobs = {"trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory}[tool](file)
     file.note(knobs["loss"] == "chunked" and tool != "trl", _FUSED)
     if knobs["method"] == "lora":
-        knobs |= _adapters(file, keys, defaults["rank"])
+        knobs |= _adapters(file, tool)
     elif knobs["quantization"] != "none":
         quantized = next(key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key))
         raise _Refused(quantized, "a quantised base is trained by adapters alone", "ask for LoRA, or do not quantise")
-    also = ("torch_compile_backend", "torch_compile_mode") if tool != "axolotl" else ()
-    compiled = file.flag("torch_compile") or file.has(*also)
-    file.note(compiled, "torch_compile takes the whole model; its layers are counted, compiled one by one.")
-    for key, note in (*_NOTED.items(), *dict.fromkeys(_PARALLEL, _SHARDED).items()):
-        file.note(file.whole(key, default=1) > 1 if key in _PARALLEL else file.has(key), note.format(key=key))
-    older = next((name for name in _ATTENTION_FLAGS if file.flag(f"{name}_attention")), "")
-    attention, optimizer = file.text(keys["attention"], default=older), file.text(keys["optimizer"])
-    file.note(attention not in _ATTENTIONS, f"Attention by {_shown(attention)} is counted as sdpa.")
-    state = next((known for part, known in _NEAR_OPTIMIZERS.items() if part in optimizer), "adamw_torch")
-    file.note(optimizer not in _OPTIMIZERS, f"The optimizer {_shown(optimizer)} is counted as {state}.")
-    micro_batch = file.whole(keys["micro_batch"], default=defaults["micro_batch"])
-    accumulation = max(1, file.whole("batch_size", default=micro_batch) // micro_batch)  # Axolotl's other way to say it
+    knobs |= _compute(file, tool)
+    micro_batch = _whole(file, tool, "micro_batch_size")
+    accumulation = max(1, file.whole("batch_size", default=micro_batch) // micro_batch)  # an older key of Axolotl
     max_steps = file.whole("max_steps", default=-1, least=-MAX_COUNT, most=MAX_COUNT)
-    epochs = file.number(keys["epochs"], default=defaults["epochs"], least=0.001, most=MAX_COUNT)
-    workers = file.whole("dataloader_num_workers", default=0, least=0)
+    epochs = file.number(key_of(tool, "epochs"), default=default_of(tool, "epochs"), least=0.001, most=MAX_COUNT)
     datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset")
     samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # of each dataset
+    double_quant = file.flag(key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant")))
+    seq_len = file.whole(key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len"))
     return ForeignConfig(
         format=tool,
         model=model,
-        config=TrainConfig(
-            micro_batch_size=micro_batch,
-            seq_len=file.whole(keys["length"], "max_seq_length", default=defaults["length"]),
-            optimizer=_OPTIMIZERS.get(optimizer, state),
-            attention=_ATTENTIONS.get(attention, "sdpa"),
-            loader_workers=next((known for known in _LOADER_WORKERS if known >= workers), _LOADER_WORKERS[-1]),
-            compile="per_layer" if compiled else "none",
-            double_quant=file.flag(keys["double_quant"], default=bool(defaults["double_quant"])),
-            **knobs,
-        ),
-        accumulation=file.whole("gradient_accumulation_steps", default=accumulation),
+        config=TrainConfig(micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs),
+        accumulation=file.whole(key_of(tool, "accumulation"), default=accumulation),
         num_gpus=math.prod(file.whole(key, default=1) for key in _GPUS) if file.has(*_GPUS) else None,
         epochs=None if max_steps > 0 else float(epochs),
         max_steps=max_steps if max_steps > 0 else None,
@@ -317,17 +311,49 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     )
 
 
-def _adapters(file: _File, keys: dict[str, str], default: int) -> dict[str, Any]:
-    rank = file.whole(keys["rank"], default=default)
+def _whole(file: _File, tool: str, what: str) -> int:
+    """The whole number that the tool's key for a knob holds, else the tool's default."""
+    return file.whole(key_of(tool, what), default=default_of(tool, what))
+
+
+def _compute(file: _File, tool: str) -> dict[str, Any]:
+    """Optimizer, attention, compilation and loading of data, which are the same in all tools but for the keys."""
+    compile_keys = ("torch_compile_backend", "torch_compile_mode") if tool != "axolotl" else ()
+    compiled = file.flag("torch_compile") or file.has(*compile_keys)
+    file.note(compiled, "torch_compile takes the whole model; its layers are counted, compiled one by one.")
+    for key, note in _NOTED.items():
+        file.note(file.has(key), note.format(key=key))
+    for key in _PARALLEL:
+        file.note(file.whole(key, default=1) > 1, _SHARDED)
+    older = next((name for name in _ATTENTION_FLAGS if file.flag(f"{name}_attention")), "")
+    attention_key = "flash_attn" if tool == "llamafactory" else key_of(tool, "attention")
+    attention, optimizer = file.text(attention_key, default=older), file.text(key_of(tool, "optimizer"))
+    file.note(attention not in _ATTENTIONS, f"Attention by {_shown(attention)} is counted as sdpa.")
+    state = next((known for part, known in _NEAR_OPTIMIZERS.items() if part in optimizer), "adamw_torch")
+    file.note(optimizer not in _OPTIMIZERS, f"The optimizer {_shown(optimizer)} is counted as {state}.")
+    workers = file.whole("dataloader_num_workers", default=0, least=0)
+    return {
+        "optimizer": _OPTIMIZERS.get(optimizer, state),
+        "attention": _ATTENTIONS.get(attention, "sdpa"),
+        "loader_workers": next((known for known in _LOADER_WORKERS if known >= workers), _LOADER_WORKERS[-1]),
+        "compile": "per_layer" if compiled else "none",
+    }
+
+
+def _adapters(file: _File, tool: str) -> dict[str, Any]:
+    rank = _whole(file, tool, "lora_rank")
     if not rank:
-        raise _Refused(keys["rank"], "is missing, and has no default", "say the rank of the adapters")
-    rslora, alpha = file.flag(keys["rslora"]), file.number("lora_alpha", default=2 * rank, least=0)
+        raise _Refused(key_of(tool, "lora_rank"), "is missing, and has no default", "say the rank of the adapters")
+    rslora, alpha = file.flag(key_of(tool, "rslora")), file.number("lora_alpha", default=2 * rank, least=0)
     file.note(not (rslora or rank / 4 <= alpha <= 4 * rank), f"lora_alpha {alpha:g} is far from twice the rank.")
-    targets = set(file.names(keys["targets"])) or ({"all"} if keys["targets"] == "lora_target" else set())
-    if not (file.flag("lora_target_linear") or any(every <= targets for every in _ALL_LINEAR)):
+    if tool == "llamafactory":
+        targets = set(file.names("lora_target")) or {"all"}
+    else:
+        targets = set(file.names("lora_target_modules"))
+    if not (file.flag("lora_target_linear") or any(names <= targets for names in _ALL_LINEAR)):
         where = _shown(", ".join(sorted(targets))) if targets else "what PEFT chooses, mostly q_proj and v_proj"
         file.note(True, f"Adapters are counted on every linear layer; the file has them on {where}.")
-    return {"lora_rank": rank, "dora": file.flag(keys["dora"]), "rslora": rslora}
+    return {"lora_rank": rank, "dora": file.flag(key_of(tool, "dora")), "rslora": rslora}
 
 
 def _trl(file: _File) -> dict[str, Any]:
@@ -370,7 +396,7 @@ def _trl(file: _File) -> dict[str, Any]:
 def _axolotl(file: _File) -> dict[str, Any]:
     adapter, four, eight = file.text("adapter"), file.flag("load_in_4bit"), file.flag("load_in_8bit")
     if adapter not in ("", "lora", "qlora"):
-        raise _Refused("adapter", f"lora, qlora or none is known, not {_shown(adapter)}", _REMEDY)
+        raise _Refused("adapter", f"lora, qlora or none is supported, not {_shown(adapter)}", _REMEDY)
     if adapter == "qlora" and not four:
         raise _Refused("adapter", "Axolotl refuses qlora without load_in_4bit: true", "add that line")
     file.note(adapter == "lora" and four, "With adapter: lora Axolotl does not quantise to 4 bits, with qlora alone.")
@@ -405,9 +431,9 @@ def _llamafactory(file: _File) -> dict[str, Any]:
     if (stage := file.text("stage", default="sft")) not in ("sft", "pt"):
         raise _Refused("stage", f"{_shown(stage)}: {_PREFERENCES}", _REMEDY)
     if (method := file.text("finetuning_type", default="lora")) not in ("lora", "full"):
-        raise _Refused("finetuning_type", f"lora or full is known, not {_shown(method)}", _REMEDY)
+        raise _Refused("finetuning_type", f"lora or full is supported, not {_shown(method)}", _REMEDY)
     if (bits := file.whole("quantization_bit", default=16)) not in (4, 8, 16):
-        raise _Refused("quantization_bit", f"4 or 8 is known, not {bits}", _REMEDY)
+        raise _Refused("quantization_bit", f"4 or 8 is supported, not {bits}", _REMEDY)
     by = file.text("quantization_method", default="bnb")
     file.note(bits < 16 and by != "bnb", f"The base, quantised by {_shown(by)}, is counted as by bitsandbytes.")
     pure, bf16, fp16 = file.flag("pure_bf16"), file.flag("bf16"), file.flag("fp16")

@@ -136,7 +136,7 @@ def test_other_factory_examples(read):
     assert (run.config.quantization, run.config.double_quant, run.notes) == ("nf4", True, ())
     run = read(f"{FACTORY}finetuning_type: full\nuse_galore: true\ngalore_rank: 128\npure_bf16: true\n")
     assert run.config.precision == "bf16_pure"
-    assert run.notes == ("use_galore is not counted: it takes less memory than told.",)
+    assert run.notes == ("use_galore is not counted: the run needs less memory than estimated.",)
 
 
 @pytest.mark.parametrize(
@@ -265,17 +265,17 @@ ONE_NOTE = {
     ("trl", "gradient_accumulation_steps: auto"): "gradient_accumulation_steps is auto: 1 is assumed.",
     ("trl", "attn_implementation: flash_attention_3"): "Attention by 'flash_attention_3' is counted as sdpa.",
     ("trl", "{packing: true, packing_strategy: wrapped}"): CROSSED,
-    ("trl", "packing: true"): "TRL packs a micro batch into one row, whose mask takes more memory than told",
+    ("trl", "packing: true"): "TRL packs a micro batch into one row, whose mask needs more memory than estimated",
     ("trl", "accelerate_config: zero3"): SHARDED,
     ("trl", "lora_alpha: 1"): "lora_alpha 1 is far from twice the rank.",
-    ("trl", "gradient_checkpointing_kwargs: {selective: true}"): "selective is not counted: it takes more memory",
+    ("trl", "gradient_checkpointing_kwargs: {selective: true}"): "selective is not counted: the run needs more memory",
     ("trl", "{gradient_checkpointing: no, activation_offloading: 1}"): "activation_offloading is not counted: ",
     ("trl", "torch_compile: true"): "torch_compile takes the whole model; its layers are counted, compiled one by one.",
-    ("axolotl", "lora_modules_to_save: [lm_head]"): "lora_modules_to_save trains whole modules beside the adapters",
+    ("axolotl", "lora_modules_to_save: [lm_head]"): "lora_modules_to_save trains whole modules besides adapters",
     ("axolotl", "load_in_4bit: true"): "With adapter: lora Axolotl does not quantise to 4 bits, with qlora alone.",
     ("axolotl", "liger_rope: true"): "liger_* does nothing without Liger's plugin under plugins.",
     ("axolotl", "tensor_parallel_size: 2"): SHARDED,
-    ("axolotl", "fp8: true"): "fp8 is not counted: it takes less time than told, on a GPU that has it.",
+    ("axolotl", "fp8: true"): "fp8 is not counted: the run takes less time than estimated, on a GPU that has it.",
     ("llamafactory", "packing: true"): CROSSED,
     ("llamafactory", "enable_liger_kernel: true"): FUSED,
     ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base, quantised by 'hqq', is counted as",
@@ -306,18 +306,18 @@ def test_what_needs_no_note(read):
 # --- what is refused
 
 
-PREFERENCES = "supervised fine-tuning alone is known; here pairs, rewards or reference models would not be counted"
+PREFERENCES = "only supervised fine-tuning is supported; pairs, rewards or reference models would not be counted"
 QUANTISED = "a quantised base is trained by adapters alone"
 REFUSED = {
     ("llamafactory", "stage: dpo"): f"'dpo': {PREFERENCES}",
-    ("llamafactory", "finetuning_type: freeze"): "lora or full is known, not 'freeze'",
-    ("llamafactory", "quantization_bit: 3"): "4 or 8 is known, not 3",
+    ("llamafactory", "finetuning_type: freeze"): "lora or full is supported, not 'freeze'",
+    ("llamafactory", "quantization_bit: 3"): "4 or 8 is supported, not 3",
     ("llamafactory", "do_train: false"): "is not true, so that LLaMA-Factory trains nothing",
     ("axolotl", "rl: dpo"): PREFERENCES,
-    ("axolotl", "adapter: llama-adapter"): "lora, qlora or none is known, not 'llama-adapter'",
+    ("axolotl", "adapter: llama-adapter"): "lora, qlora or none is supported, not 'llama-adapter'",
     ("axolotl", "adapter: qlora"): "Axolotl refuses qlora without load_in_4bit: true",
     ("axolotl", "lora_r:"): "is missing, and has no default",
-    ("axolotl", "gptq: true"): "nothing is known of it",
+    ("axolotl", "gptq: true"): "it is not supported",
     ("trl", "beta: 0.1"): PREFERENCES,
     ("trl", "loss_type: sigmoid"): PREFERENCES,
     ("trl", "max_length: null"): "nothing is cut off then",
