@@ -149,7 +149,7 @@ def test_the_json_has_the_documented_keys(finished: Finished) -> None:
 
 def test_stderr_tells_the_story_and_stdout_is_json_alone(finished: Finished) -> None:
     assert finished.ended.out.count("\n") == 1
-    for part in ("baseline", "left out  lora_rank 8", "over by", "winner", "speed-up", "--max-steps 5"):
+    for part in ("baseline", "left out  lora_rank 8", "over the limit", "winner", "speed-up", "--max-steps 5"):
         assert part in finished.ended.err
     assert "Traceback" not in finished.ended.err and "Warning" not in finished.ended.err
 
