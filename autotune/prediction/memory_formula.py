@@ -1,9 +1,9 @@
-"""What a configuration needs in memory, by formula: from the shape of the model alone, without a GPU and without torch.
+"""The memory that a configuration needs, by formula: from the shape of the model, without a GPU and without torch.
 
 The peaks of a training step are affine in the tokens of a micro batch, with coefficients that are sums of the model's
-sizes. What a layer keeps for its backward pass is in the autograd graph, where `tests/probe/test_kept_activations.py`
-counts it; the head, what comes and goes, and what Inductor keeps were read off whole models on an H200
-(`benchmarks/plan_memory.py`). Families and ways of computing that nobody looked at are None.
+sizes. The bytes that a layer keeps for its backward pass are those of the autograd graph, where
+`tests/probe/test_kept_activations.py` counts them. The head, temporary tensors and what Inductor keeps were measured
+on whole models on an H200 (`benchmarks/plan_memory.py`). Families and configurations that were not measured give None.
 """
 
 import math
@@ -23,8 +23,8 @@ ERROR = 0.04
 _BLOCK = 256  # values of 8-bit optimizer state to a scale of 4 bytes
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}  # bytes a weight, by double_quant: a scale for each 64
 
-# Bytes that a layer keeps of a token, for each of hidden size, intermediate size, width of the queries, of the keys.
-# "mixed" is fp32 adapters or master weights under autocast; a quantised base is computed like a pure one.
+# Bytes that a layer keeps for each token, by hidden size, intermediate size, width of the queries, width of the keys.
+# "mixed" has fp32 adapters or master weights under autocast; a quantised base computes like a pure one.
 _Kept = dict[str, tuple[int, int, int, int]]
 _LLAMA: _Kept = {
     "lora_mixed": (18, 8, 6, 4),
@@ -59,7 +59,7 @@ EAGER: dict[str, _Kept] = {
     "qwen2": _LLAMA,
     "qwen3": _QWEN3,
 }
-# Inductor keeps the inputs of what is cheap in place of its outputs. Full fine-tuning was measured with one model only.
+# Inductor keeps the inputs of cheap operations instead of their outputs. Full fine-tuning was measured with one model.
 _COMPILED: _Kept = {
     "lora_mixed": (10, 6, 4, 4),
     "lora_pure": (8, 6, 4, 4),
@@ -67,18 +67,19 @@ _COMPILED: _Kept = {
     "full_pure": (10, 6, 4, 4),
 }
 COMPILED: dict[str, _Kept] = dict.fromkeys(EAGER, _COMPILED) | {
-    "gemma2": {way: (kept[0] + 4, *kept[1:]) for way, kept in _COMPILED.items()},
+    "gemma2": {case: (kept[0] + 4, *kept[1:]) for case, kept in _COMPILED.items()},
     "phi3": dict.fromkeys(_COMPILED, (10, 6, 4, 6)),
 }
-SCORES = {"gemma2": 8}  # bytes a token and head for each token it is held against, where the scores are there at all
-SCORES_ELSEWHERE, SCORES_COMPILED = 6, 4
+# Bytes of attention scores for each head and pair of tokens, where the kernel stores scores.
+SCORES = {"gemma2": 8}
+SCORES_DEFAULT, SCORES_COMPILED = 6, 4
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
-_NORMS = {"gemma2": 4}  # of a layer; 2 elsewhere
+_NORMS = {"gemma2": 4}  # norms in a layer; 2 in all other families
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of a model that memory follows from."""
+    """The sizes of a model from which its memory follows. `params` counts all parameters."""
 
     family: str
     layers: int
@@ -93,7 +94,7 @@ class Sizes:
 
     @classmethod
     def of(cls, model: ModelSpec) -> "Sizes | None":
-        """None for a family that has no formula."""
+        """The sizes of the model; None for a family that has no formula."""
         config: dict[str, Any] = model.config
         family, heads = config["model_type"], model.size("num_attention_heads")
         intermediate = model.size("intermediate_size")
@@ -115,10 +116,12 @@ class Sizes:
 
     @property
     def queries(self) -> int:
+        """Width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
+        """Width of all key heads together."""
         return self.key_heads * self.head_dim
 
     @property
@@ -137,11 +140,11 @@ class Sizes:
 
     @property
     def linear_params(self) -> int:
-        """Of all layers together."""
+        """Parameters of the matrices of all layers."""
         return self.layers * sum(fan_in * fan_out for fan_in, fan_out in self.linears)
 
     def adapter_params(self, rank: int) -> int:
-        """With adapters on every matrix of every layer."""
+        """Parameters of adapters of this rank on every matrix of every layer."""
         return self.layers * rank * sum(map(sum, self.linears))
 
 
@@ -149,8 +152,8 @@ class Sizes:
 class MemoryBreakdown:
     """Memory by named term, in GiB, at the peak of a step; without the CUDA context.
 
-    `activations` are what layers keep or are recomputed from, and what comes and goes with them, `logits` what the head
-    makes of them, `reserved` what the allocator holds beyond what is used.
+    `activations` are what layers keep for the backward pass, the inputs of recomputed layers, and temporary tensors.
+    `logits` are those of the head with their gradients. `reserved` is what the allocator holds beyond allocated memory.
     """
 
     weights: float
@@ -165,86 +168,109 @@ class MemoryBreakdown:
 
     @property
     def peak_gib(self) -> float:
-        """Allocated at the peak."""
+        """Memory allocated at the peak."""
         held = self.weights + self.adapters + self.gradients + self.optimizer
         return held + self.activations + self.logits + self.workspace
 
     @property
     def peak_reserved_gib(self) -> float:
+        """Memory that the allocator holds at the peak."""
         return self.peak_gib + self.reserved
 
     def terms(self) -> dict[str, float]:
-        """By name, without what is nothing; they sum to `peak_reserved_gib`."""
+        """The terms above zero, by name. They sum to `peak_reserved_gib`."""
         named = {name: getattr(self, name) for name in self.__slots__ if name != "phase"}
         return {name: value for name, value in named.items() if value}
 
 
-def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> MemoryBreakdown | None:
-    """By formula; None for families, quantisations and ways that it does not know.
-
-    With `micro_steps` of 1 no gradients wait while activations are alive.
-    """
-    sizes = Sizes.of(model)
-    if sizes is None or config.quantization == "int8" or config.precision == "fp32" or config.dora or config.offloads:
+def supported(model: ModelSpec, config: TrainConfig) -> Sizes | None:
+    """The sizes of the model where the formulas of memory and step time cover it and the configuration, else None."""
+    if config.quantization == "int8" or config.precision == "fp32" or config.dora or config.offloads:
         return None
-    full, tokens = config.method == "full", config.tokens
-    pure = config.precision == "bf16_pure"
-    wide = 4 if full and not pure else 2  # bytes of what is not quantised
-    weights = _weights(sizes, config, wide)
-    trained = sizes.params if full else sizes.adapter_params(config.lora_rank or 1)
-    trained_bytes = trained * (wide if full else 2 if pure else 4)
-    adapters = 0.0 if full else trained_bytes
-    optimizer = _state(sizes, config, trained, trained_bytes)
+    return Sizes.of(model)
 
+
+def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> MemoryBreakdown | None:
+    """The memory of the whole model at the peak of a step; None where `supported` is None.
+
+    With `micro_steps` of 1, the micro batches in a step, no gradients are alive in the forward pass.
+    """
+    sizes = supported(model, config)
+    if sizes is None:
+        return None
+    full, pure = config.method == "full", config.precision == "bf16_pure"
+    base_bytes = 4 if full and not pure else 2  # of a value that is not quantised
+    trained = sizes.params if full else sizes.adapter_params(config.lora_rank or 1)
+    trained_bytes = trained * (base_bytes if full else 2 if pure else 4)
+    logits = (min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else config.tokens) * sizes.vocab
+    moments = _moments(sizes, config, trained, trained_bytes, base_bytes, logits, accumulates=micro_steps > 1)
+    moment, (gradients, activations, head) = max(moments.items(), key=lambda item: sum(item[1]))
+    fragmentation = 0.010 if config.compile == "none" else 0.034
+    return MemoryBreakdown(
+        weights=gib(_weights(sizes, config, base_bytes)),
+        adapters=gib(0.0 if full else trained_bytes),
+        gradients=gib(gradients),
+        optimizer=gib(_optimizer_state(sizes, config, trained, trained_bytes)),
+        activations=gib(activations),
+        logits=gib(head),
+        workspace=gib(WORKSPACE),
+        reserved=gib(2.4 * logits + fragmentation * (activations + head) + 42 * MIB),
+        phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
+    )
+
+
+def _moments(
+    sizes: Sizes,
+    config: TrainConfig,
+    trained: int,
+    trained_bytes: float,
+    base_bytes: int,
+    logits: int,
+    *,
+    accumulates: bool,
+) -> dict[str, tuple[float, float, float]]:
+    """Bytes of (gradients, activations, logits) at each moment of a step that may be its peak.
+
+    `trained` counts parameters, `logits` the values of the logits that exist at once.
+    """
+    full, tokens = config.method == "full", config.tokens
     keep, moving = kept_bytes(sizes, config), moving_bytes(sizes, config)
     every = config.checkpoint_every
     recomputed = 0 if every is None else math.ceil(sizes.layers / every)
-    body = tokens * ((sizes.layers - recomputed) * keep + recomputed * wide * sizes.hidden)
-    # Autocast keeps what it has cast: for a whole forward pass, and what is saved for the backward pass for longer.
-    casts = 0.0 if pure else 2.0 * trained
+    body = tokens * ((sizes.layers - recomputed) * keep + recomputed * base_bytes * sizes.hidden)
+    # Autocast keeps its casts for a whole forward pass, and those that the backward pass needs for longer.
+    casts = 0.0 if config.precision == "bf16_pure" else 2.0 * trained
     kept_casts = casts * (1 - recomputed / sizes.layers)
     if config.compile != "none":
         casts = kept_casts
     capped = 2 if sizes.family == "gemma2" else 0
-    logits = (min(tokens, HEAD_CHUNK) if config.loss == "chunked" else tokens) * sizes.vocab
-    norm = tokens * sizes.hidden * (6 if wide == 2 else 20)
-    waiting = trained_bytes if micro_steps > 1 else 0.0
-    embedding = float(wide * sizes.embedding) if full else 0.0
-    moments = {  # (gradients, activations, logits)
+    norm = tokens * sizes.hidden * (6 if base_bytes == 2 else 20)
+    waiting = trained_bytes if accumulates else 0.0
+    embedding = float(base_bytes * sizes.embedding) if full else 0.0
+    layer = tokens * ((keep if recomputed else 0) + moving)
+    return {
         "forward": (waiting, body + norm + casts, logits * (10 + capped)),
         "head": (waiting, body + norm - 2 * tokens * sizes.hidden + kept_casts, logits * (12 + capped)),
-        "layers": (waiting, body + tokens * ((keep if recomputed else 0) + moving) + kept_casts, 0.0),
-        # The first layer comes last, beside the gradients of all others.
-        "first": (trained_bytes - embedding, tokens * ((keep if recomputed else 0) + moving), 0.0),
-        # The gradient of the embedding is made whole, and added to the one that waits.
+        "layers": (waiting, body + layer + kept_casts, 0.0),
+        # The backward pass ends with the first layer, when the gradients of all others exist.
+        "first": (trained_bytes - embedding, layer, 0.0),
+        # The gradient of the embedding is made as a whole, and added to the one that waits.
         "inputs": (trained_bytes, embedding, 0.0),
-        # torch's own AdamW that is not fused makes a root of the second moment.
+        # torch's own AdamW, if it is not fused, makes a root of the second moment.
         "optimizer": (trained_bytes, trained_bytes if config.optimizer == "adamw_torch" else 0.0, 0.0),
     }
-    where, (gradients, activations, head) = max(moments.items(), key=lambda one: sum(one[1]))
-    beyond = 2.4 * logits + (0.010 if config.compile == "none" else 0.034) * (activations + head) + 42 * MIB
-    return MemoryBreakdown(
-        weights=gib(weights),
-        adapters=gib(adapters),
-        gradients=gib(gradients),
-        optimizer=gib(optimizer),
-        activations=gib(activations),
-        logits=gib(head),
-        workspace=gib(WORKSPACE),
-        reserved=gib(beyond),
-        phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(where, Phase.BACKWARD),
-    )
 
 
-def _weights(sizes: Sizes, config: TrainConfig, wide: int) -> float:
+def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:
+    """Bytes of the base model."""
     linear = sizes.linear_params
     if config.quantization == "nf4":
-        return linear * (0.5 + NF4_STATISTICS[config.double_quant]) + (sizes.params - linear) * wide
-    return sizes.params * wide
+        return linear * (0.5 + NF4_STATISTICS[config.double_quant]) + (sizes.params - linear) * base_bytes
+    return sizes.params * base_bytes
 
 
-def _state(sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float) -> float:
-    """Optimizer state. bitsandbytes keeps that of embeddings in 32 bits."""
+def _optimizer_state(sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float) -> float:
+    """Bytes of optimizer state. bitsandbytes keeps the state of embeddings in 32 bits."""
     moments = {"adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}.get(config.optimizer)
     if moments is None:
         return 0.0 if config.optimizer == "adafactor" else 2 * trained_bytes
@@ -253,16 +279,16 @@ def _state(sizes: Sizes, config: TrainConfig, trained: int, trained_bytes: float
 
 
 def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
-    """Bytes of a token that a layer keeps for its backward pass, unless it is recomputed."""
+    """Bytes that a layer keeps for its backward pass, for each token, unless the layer is recomputed."""
     compiled = config.compile != "none"
     pure = config.precision == "bf16_pure" or config.quantization == "nf4"
-    way = f"{config.method}_{'pure' if pure else 'mixed'}"
+    case = f"{config.method}_{'pure' if pure else 'mixed'}"
     table = (COMPILED if compiled or config.kernels == "liger" else EAGER)[sizes.family]
-    of_hidden, of_inner, of_queries, of_keys = table[way]
-    if config.kernels == "liger" and not pure:  # norms and MLPs keep what Inductor's do; adapters cast as ever
-        alone = way.replace("mixed", "pure")
-        eager, casting = EAGER[sizes.family][alone], EAGER[sizes.family][way]
-        kept = (one + more - less for one, more, less in zip(table[alone], casting, eager, strict=True))
+    of_hidden, of_inner, of_queries, of_keys = table[case]
+    if config.kernels == "liger" and not pure:  # norms and MLPs keep what Inductor's do, and autocast adds the same
+        pure_case = case.replace("mixed", "pure")
+        eager, mixed = EAGER[sizes.family][pure_case], EAGER[sizes.family][case]
+        kept = (own + more - less for own, more, less in zip(table[pure_case], mixed, eager, strict=True))
         of_hidden, of_inner, of_queries, of_keys = kept
     if config.attention == "eager":  # it repeats keys and values, and keeps the scores
         other = {"gemma2": (of_queries, of_keys), "phi3": (of_queries, 0), "qwen3": QWEN3_EAGER[config.method]}
@@ -270,15 +296,15 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     keep = of_hidden * sizes.hidden + of_inner * sizes.intermediate
     keep += of_queries * sizes.queries + of_keys * sizes.keys + 4 * _NORMS.get(sizes.family, 2)
     if config.attention == "eager":
-        scores = SCORES_COMPILED if compiled else SCORES.get(sizes.family, SCORES_ELSEWHERE)
+        scores = SCORES_COMPILED if compiled else SCORES.get(sizes.family, SCORES_DEFAULT)
         keep += scores * sizes.heads * config.seq_len
     else:
         keep += 4 * sizes.heads
         if config.packing and config.attention.startswith("sdpa"):
-            # What keeps examples apart is a mask, with which keys and values are repeated for each query head.
-            # Phi 3 keeps less of them in turn: they are parts of one matrix product.
+            # A mask keeps examples apart, and with a mask keys and values are repeated for each query head.
+            # Phi 3 keeps less of these: they are parts of one matrix product.
             keep += 2 * config.seq_len + (0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys))
-    if sizes.family == "qwen3":  # it normalises queries and keys of each head
+    if sizes.family == "qwen3":  # which normalises queries and keys of each head
         keep += 4 * (sizes.heads + sizes.key_heads)
     if config.method == "lora":
         keep += 2 * (config.lora_rank or 1) * len(sizes.linears)
@@ -286,7 +312,7 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
 
 
 def moving_bytes(sizes: Sizes, config: TrainConfig) -> float:
-    """Bytes of a token that come and go in the backward pass of a layer."""
+    """Bytes of temporary tensors in the backward pass of a layer, for each token."""
     if config.compile != "none":
         return 8 * sizes.intermediate + 6 * sizes.hidden
     pure = config.precision == "bf16_pure" or config.quantization == "nf4"

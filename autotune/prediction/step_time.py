@@ -1,8 +1,8 @@
-"""How long a micro batch takes, by formula: products at the rate that large ones reach, everything else at memory's.
+"""The time of a micro batch, by formula: products at the rate of large ones, all else at the memory's bandwidth.
 
-The constants are those of an H200, on which `benchmarks/depth_extrapolation.py` and the table of
-`benchmarks/search_efficiency.py` were measured; for another card the result is carried across (`carry`). What the host
-needs to issue the work is a floor of its own, and the least certain number here: hosts differ by two times.
+The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`, `benchmarks/search_efficiency.py`), and
+`transfer` converts the result to other cards. The host's time to launch the work is a lower bound of its own, and the
+least certain number: hosts differ by a factor of two.
 """
 
 import math
@@ -11,27 +11,28 @@ from dataclasses import dataclass
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.prediction.memory_formula import Sizes, kept_bytes, memory_breakdown
+from autotune.prediction.memory_formula import kept_bytes, memory_breakdown, supported
 from autotune.prediction.transfer import interval
 
 REFERENCE = "h200-sxm"
-RATE = 0.67  # of the dense peak, in products and in attention
-FP8 = 1.36  # times that, where factors are rounded to 8 bits
-# Bytes moved for each byte that a layer keeps, with what comes and goes; for each logit; for each byte of a 4-bit base.
+RATE = 0.67  # share of the dense peak that products and attention reach
+FP8 = 1.36  # that rate with factors in 8 bits, relative to bf16
+# Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; for each byte of a 4-bit base.
 EAGER, COMPILED = (10.5, 560.0, 8.5), (5.0, 260.0, 5.0)
-FULL = 0.7  # of these where no adapters stand beside the layers
-HOST_MS = {"eager": 6.0, "compiled": 3.5}  # of a layer and micro batch, with adapters
+FULL = 0.7  # share of these bytes in full fine-tuning, which has no adapters
+HOST_MS = {"eager": 6.0, "compiled": 3.5}  # the host's time for a layer and micro batch, with adapters
 NF4_MS, FULL_MS = 2.0, 2.5
-AGAIN = 0.7  # of it, where the layer is computed again
-# Relative standard deviations of an estimated micro batch: where the device decides, where the host does.
+AGAIN = 0.7  # share of that time that recomputing the layer adds
+# Relative standard deviations of an estimated micro batch, where the device is the bottleneck and where the host is.
 DEVICE_ERROR, HOST_ERROR = 0.08, 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeEstimate:
-    """Seconds on the reference card, of a micro batch, of what follows the last one of a step, and of what it is made.
+    """Seconds on the reference card.
 
-    `error` is a standard deviation of the logarithm.
+    `micro_s` is a micro batch, `rest_s` what follows the last one of a step: clipping and the optimizer. `compute_s`,
+    `memory_s` and `host_s` are the parts of a micro batch. `error` is the standard deviation of its logarithm.
     """
 
     micro_s: float
@@ -43,23 +44,24 @@ class StepTimeEstimate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds between which 80 % of the cases lie."""
+        """Seconds of a micro batch, (low, high): 80 % of the cases are between them."""
         return interval(self.micro_s, self.error)
 
     @property
     def host_bound(self) -> bool:
+        """Whether launching a micro batch takes the host longer than the device takes to compute it."""
         return self.host_s > self.compute_s + self.memory_s
 
 
-def estimate_step_time(model: ModelSpec, config: TrainConfig, host_pace: float = 1.0) -> StepTimeEstimate | None:
-    """On the reference card; None where `estimate.footprint` knows nothing either.
+def estimate_step_time(model: ModelSpec, config: TrainConfig, host_scale: float = 1.0) -> StepTimeEstimate | None:
+    """The time of a step on the reference card; None where `supported` is None, or for fp8 without compilation.
 
-    `host_pace` times what is assumed that the host needs.
+    The host is taken to need `host_scale` times the time that the formula assumes for it.
     """
-    sizes = Sizes.of(model)
-    if sizes is None or config.quantization == "int8" or config.precision == "fp32" or config.dora or config.offloads:
+    sizes = supported(model, config)
+    if sizes is None:
         return None
-    if config.quantization == "fp8" and config.compile == "none":  # slower than bf16, and nobody's choice
+    if config.quantization == "fp8" and config.compile == "none":  # slower than bf16, so nobody chooses it
         return None
     card: DeviceSpec = resolve_device(REFERENCE)
     full, compiled, tokens = config.method == "full", config.compile != "none", config.tokens
@@ -81,7 +83,7 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host_pace: float =
     memory = moved / ((card.bandwidth_gb_s or 0.0) * 1e9)
     issue_ms = FULL_MS if full else HOST_MS["compiled" if compiled else "eager"]
     issue_ms += NF4_MS if config.quantization == "nf4" else 0.0
-    host = sizes.layers * issue_ms / 1000 * (1 + AGAIN * again) * host_pace
+    host = sizes.layers * issue_ms / 1000 * (1 + AGAIN * again) * host_scale
     device = compute + memory
     micro = (device**4 + host**4) ** 0.25  # the longer of the two, a little more where they are close
     share = host**4 / (device**4 + host**4)

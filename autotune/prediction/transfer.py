@@ -1,9 +1,10 @@
-"""Carrying a speed from one card to another: a projection with an interval, tightened by what was measured there.
+"""Converting a speed from one card to another: a projection with an interval, which measurements on the target narrow.
 
-Memory carries exactly, speed does not. Between cards it goes with the quarter power of the ratio of their dense peaks
-times the three-quarter power of that of their bandwidths, by 574 published pairs (`benchmarks/projection.py`): newer
-cards multiply faster than training can use. What a method gains or loses on one pair of cards beside that (`BETWEEN`)
-is the same for all that is trained so, which is why one measurement there helps; `WITHIN` is what is left.
+Memory is the same on every card, speed is not. Its ratio between two cards goes with the quarter power of the ratio of
+their dense peaks times the three-quarter power of that of their bandwidths, by 574 published pairs
+(`benchmarks/projection.py`): newer cards multiply faster than training can use. On one pair of cards a method deviates
+from this by about `BETWEEN`, the same for every configuration of the method, so one measurement on the target helps;
+`WITHIN` is the scatter that remains.
 """
 
 import math
@@ -14,14 +15,14 @@ from autotune.catalog import DeviceSpec
 
 OF_FLOPS, OF_BANDWIDTH = 0.25, 0.75
 BETWEEN, WITHIN = 0.14, 0.09  # standard deviations of the logarithm of a ratio
-EIGHTY_PERCENT = 1.2816  # of a normal distribution lie within so many standard deviations
+EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedTransfer:
-    """How many times as fast the target is. `error` is the standard deviation of its logarithm.
+    """The speed of the target divided by that of the source, with the standard deviation of its logarithm.
 
-    `basis` counts the measurements on the target that it rests on.
+    `basis` counts the measurements on the target that the ratio rests on.
     """
 
     ratio: float
@@ -30,12 +31,12 @@ class SpeedTransfer:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """80 % of the cases lie in it."""
+        """(low, high) of the ratio: 80 % of the cases are between them."""
         return interval(self.ratio, self.error)
 
 
 def interval(value: float, error: float) -> tuple[float, float]:
-    """(low, high) about a value whose logarithm has this standard deviation: 80 % of the cases."""
+    """(low, high) around a value whose logarithm has the standard deviation `error`: 80 % of the cases."""
     spread = math.exp(EIGHTY_PERCENT * error)
     return value / spread, value * spread
 
@@ -43,10 +44,10 @@ def interval(value: float, error: float) -> tuple[float, float]:
 def speed_transfer(
     source: DeviceSpec, target: DeviceSpec, known: Sequence[float] = (), *, precision: str = "bf16"
 ) -> SpeedTransfer | None:
-    """From `source` to `target`; None where a rate of either is not known.
+    """The ratio of speeds from `source` to `target`; None where a rate of either card is unknown.
 
-    `known` are ratios of speed, target over source, that were measured with the same method. `precision` is that of the
-    products: bf16, fp16 or fp8.
+    `known` are ratios, target over source, measured with the same method. `precision` is that of the products: bf16,
+    fp16 or fp8.
     """
     if source.name == target.name:
         return SpeedTransfer(ratio=1.0, error=0.0)
@@ -60,7 +61,7 @@ def speed_transfer(
 
 
 def log_ratio(source: DeviceSpec, target: DeviceSpec, precision: str = "bf16") -> float | None:
-    """Of speeds, from data sheets alone."""
+    """The logarithm of the ratio of speeds, from data sheets alone; None where a rate is unknown."""
     rates = (_rate(source, precision), _rate(target, precision), source.bandwidth_gb_s, target.bandwidth_gb_s)
     if not all(rates):
         return None
@@ -69,7 +70,7 @@ def log_ratio(source: DeviceSpec, target: DeviceSpec, precision: str = "bf16") -
 
 
 def _rate(device: DeviceSpec, precision: str) -> float | None:
-    """TFLOP/s. A card without bf16 units trains in fp16."""
+    """Dense peak in TFLOP/s. A card without bf16 units trains in fp16."""
     if precision == "fp8":
         return device.fp8_tflops
     return device.bf16_tflops or device.fp16_tflops
