@@ -110,7 +110,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     return Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
 
 
-def suit(setup: Setup, shape: ModelShape | None) -> Setup:
+def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
     """The same study without what layers of this shape cannot do; None where the shape is not known.
 
     Raises:

@@ -24,7 +24,7 @@ from autotune.core.units import fmt_gib, fmt_seconds
 from autotune.prediction.depth_extrapolation import depths
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.run_cost import DeviceEstimate
-from autotune.problem.setup import Setup, open_reserve, suit
+from autotune.problem.setup import Setup, adapt_to_layers, open_reserve
 from autotune.problem.target import IGNORED_GIB, find_target
 from autotune.problem.task import Task
 from autotune.study.ablation import Ablation, ablate
@@ -213,7 +213,7 @@ class Leader:
                 "--shallow-only: this model's layers cannot be left out: too few, or no two alike",
                 remedy="leave --shallow-only out",
             )
-        return suit(setup, shape), shape
+        return adapt_to_layers(setup, shape), shape
 
     def _find_feasible(self, setup: Setup, evaluator: Evaluator) -> tuple[Setup, bool, list[TrainConfig]]:
         """The setup with its reserve opened if nothing else fits, whether it is, and the baselines tried."""

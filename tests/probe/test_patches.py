@@ -19,7 +19,7 @@ from autotune.prediction.memory_predictor import needs_at_least
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import Knob, SearchSpace
-from autotune.problem.setup import set_up, suit
+from autotune.problem.setup import adapt_to_layers, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
 from autotune.study.coordinate_search import next_move
@@ -231,7 +231,7 @@ def test_liger_is_for_models_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> N
     setup = set_up(StudySpec(model="mistral-7b", gpu="h200"), resolve_device("h200"))
     shape = ModelShape(num_layers=32, prefix=0, period=1, plain_head=True)
     for known in (True, False):
-        suited = suit(setup, replace(shape, liger=known))
+        suited = adapt_to_layers(setup, replace(shape, liger=known))
         assert ("liger" in suited.task.space.knob("kernels").choices()) is known  # type: ignore[union-attr]
         assert any("Liger has no kernels" in one.reason for one in suited.removals) is not known
 

@@ -14,7 +14,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export import export_all, inexpressible
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.supervisor import WorkerProber
-from autotune.problem.setup import set_up, suit
+from autotune.problem.setup import adapt_to_layers, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
 from autotune.study.evaluator import shortened
@@ -89,7 +89,7 @@ def test_the_space_is_what_sfttrainer_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert "bf16_pure" in choices(full, "precision")
     assert all(config.loss == "chunked" for config in setup.task.baselines())
     # TRL's loss knows heads that cap or scale: it stays where ours would be taken out.
-    assert choices(suit(setup, None), "loss") == ("chunked",)
+    assert choices(adapt_to_layers(setup, None), "loss") == ("chunked",)
 
 
 def test_probes_of_another_trainer_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Floors that are never given up unasked."""
+"""Floors are never given up unasked, and packing is searched only where it is possible."""
 
 import importlib.util
 from pathlib import Path

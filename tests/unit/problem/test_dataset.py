@@ -1,4 +1,4 @@
-"""The user's own file, in each of its forms, counted as the exported script counts it."""
+"""The user's own file is counted in each of its forms as the exported script counts it."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ def test_each_form_in_each_kind_of_file(
         ("", "no rows"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_an_unusable_row_is_named(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
@@ -88,7 +88,7 @@ def test_messages_in_a_table_of_text_are_refused(tmp_path: Path, tokenizer: str)
             dataset_lengths(file, given)
 
 
-def test_half_a_character_is_refused_by_its_row(tmp_path: Path, tokenizer: str) -> None:
+def test_half_a_surrogate_pair_is_an_error_that_names_its_row(tmp_path: Path, tokenizer: str) -> None:
     """JSON can escape one half of a surrogate pair; no tokenizer takes it."""
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "fine"}\n{"text": "\\ud83d"}\n')
@@ -107,7 +107,7 @@ def test_lines_of_several_forms_as_other_tools_write_them(tmp_path: Path, tokeni
     assert dataset_lengths(csv, tokenizer) == Lengths.of([4], "counted")
 
 
-def test_files_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
+def test_an_unusable_file_is_a_usage_error(tmp_path: Path, tokenizer: str) -> None:
     broken, latin = tmp_path / "data.parquet", tmp_path / "latin.jsonl"
     broken.write_text("no parquet")
     latin.write_bytes('{"text": "é"}\n'.encode("latin-1"))
@@ -121,7 +121,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
             dataset_lengths(file, None)
 
 
-def test_tokenizers_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None:
+def test_an_unusable_tokenizer_is_a_usage_error(tmp_path: Path, tokenizer: str) -> None:
     fine = written(tmp_path / "fine.jsonl", [FORMS[2][0]])
     for content in (None, "{}", "no JSON"):
         folder = tmp_path / str(content)

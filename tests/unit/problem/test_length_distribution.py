@@ -1,4 +1,4 @@
-"""How long examples are: by hand, from a file, from two numbers, and what of it is useful at a sequence length."""
+"""Lengths of examples: by hand, from a file, from two numbers, and what is useful of them at a sequence length."""
 
 import pytest
 
@@ -16,7 +16,7 @@ SKEWED = Lengths.of([100] * 4 + [500] * 3 + [1000] * 2 + [2500], "counted")
     ("seq_len", "kept", "longer"),
     [(50, 500, 1.0), (100, 1000, 0.6), (512, 400 + 1500 + 3 * 512, 0.3), (1024, 4924, 0.1), (4096, 6400, 0.0)],
 )
-def test_what_is_cut_by_hand(seq_len: int, kept: int, longer: float) -> None:
+def test_truncation_by_hand(seq_len: int, kept: int, longer: float) -> None:
     assert SKEWED.tokens_within(seq_len) == kept
     assert SKEWED.longer(seq_len) == longer
     workload = Workload(lengths=SKEWED)
@@ -41,11 +41,11 @@ def test_the_figures_of_a_distribution() -> None:
     assert str(Lengths.constant(1024)) == "1,024 tokens each"
 
 
-def test_it_comes_back_from_a_database() -> None:
+def test_a_distribution_survives_serialization() -> None:
     assert from_data(Lengths, to_data(SKEWED)) == SKEWED
 
 
-def test_facts_tell_one_from_another() -> None:
+def test_different_distributions_have_different_digests() -> None:
     same = Lengths.of([2500] + [1000] * 2 + [500] * 3 + [100] * 4, "counted")
     assert SKEWED.facts() == same.facts()
     assert (
@@ -63,7 +63,7 @@ def test_two_numbers_describe_a_distribution(mean: float, p99: float) -> None:
 
 
 @pytest.mark.parametrize(("mean", "p99"), [(300.0, 299.0), (100.0, 1600.0), (0.5, 10.0)])
-def test_numbers_that_describe_nothing(mean: float, p99: float) -> None:
+def test_two_numbers_without_a_distribution_are_an_error(mean: float, p99: float) -> None:
     with pytest.raises(ValueError, match="99th percentile"):
         Lengths.described(mean, p99)
 
@@ -84,7 +84,7 @@ def test_a_file_of_lengths(tmp_path) -> None:
         ("", "empty"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told_by_its_line(tmp_path, text: str, message: str) -> None:
+def test_a_wrong_line_of_a_file_is_named(tmp_path, text: str, message: str) -> None:
     file = tmp_path / "lengths.txt"
     file.write_text(text)
     with pytest.raises(UsageError, match=message):

@@ -1,4 +1,4 @@
-"""Scores by hand, floors that are never traded unasked, and one winner with its reason."""
+"""Step times, spread, scores and margins, computed by hand."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ def test_a_micro_batch_that_does_not_divide_has_no_performance():
         performance(TrainConfig(micro_batch_size=5), [measurement()], WORKLOAD)
 
 
-def test_only_what_came_through_or_was_pruned_as_slow_has_a_score():
+def test_only_probes_that_succeeded_or_were_pruned_as_slow_have_a_score():
     for outcome in (Outcome.OK, Outcome.SLOW):
         assert score(result(outcome=outcome, measurement=measurement()), WORKLOAD) == pytest.approx(32 * 1024 / 2.02)
     for outcome in set(Outcome) - {Outcome.OK, Outcome.SLOW}:

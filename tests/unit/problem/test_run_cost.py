@@ -43,7 +43,7 @@ def test_without_price_and_power():
     assert cost.cost_per_1000_samples_usd is None
 
 
-def test_a_free_machine_costs_nothing_and_not_nobody_knows():
+def test_a_price_of_zero_is_a_known_price():
     cost = project(WORKLOAD, TrainConfig(), SPEED, replace(PRICE, usd_per_hour=0.0, spot_usd_per_hour=None), 0.0)
     assert (cost.full_run_usd, cost.interval_usd, cost.cost_per_1000_samples_usd) == (0.0, (0.0, 0.0), 0.0)
     assert cost.spot_usd is None

@@ -1,4 +1,4 @@
-"""Search spaces: every typo has its line, narrowing tells what it took, and counting agrees with enumerating."""
+"""Search spaces: a typo is named with its line, narrowing returns what it removed, counting agrees with enumerating."""
 
 from itertools import islice
 from pathlib import Path
@@ -171,7 +171,7 @@ def test_a_circle_of_conditions_keeps_the_order_of_the_file(tmp_path):
     assert list(circle.enumerate()) == [{"seq_len": 8}]  # the default micro batch of 8 lets the first be
 
 
-def test_what_nobody_wrote_counts_with_its_default():
+def test_a_knob_outside_the_space_counts_with_its_default():
     rank_only = space(lora_rank=(8, 16))
     assert rank_only.config({"lora_rank": 8}) == TrainConfig(lora_rank=8)
     assert space(double_quant=(True, False)).size() == 1  # quantization is none by default
@@ -180,7 +180,7 @@ def test_what_nobody_wrote_counts_with_its_default():
 # --- ranges
 
 
-def test_a_wide_space_is_never_written_out():
+def test_a_wide_space_is_enumerated_lazily():
     wide = SearchSpace(
         name="wide",
         knobs=tuple(Knob(name=name, low=1, high=5000) for name in ("micro_batch_size", "seq_len", "lora_rank")),
@@ -192,7 +192,7 @@ def test_a_wide_space_is_never_written_out():
     ]
 
 
-def test_a_range_stays_one_while_it_is_whole():
+def test_a_range_without_gaps_stays_a_range():
     knob = Knob(name="seq_len", low=1, high=100, log=True)
     cut = knob.keep(lambda value: 10 <= value <= 20)
     assert (cut.low, cut.high, cut.log, cut.values) == (10, 20, True, ())
@@ -201,7 +201,7 @@ def test_a_range_stays_one_while_it_is_whole():
     assert knob.keep(lambda value: False).choices() == ()
 
 
-def test_many_values_are_told_in_short():
+def test_many_removed_values_are_abbreviated():
     wide = SearchSpace(name="wide", knobs=(Knob(name="seq_len", low=1, high=20_000),))
     narrow, removals = wide.narrow("seq_len", lambda value: value <= 4096, "too long")
     assert narrow.knob("seq_len").high == 4096
@@ -211,7 +211,7 @@ def test_many_values_are_told_in_short():
 # --- narrowing and pinning
 
 
-def test_narrow_tells_what_it_took():
+def test_narrow_returns_what_it_removed():
     lora = load_space("lora")
     narrow, removals = lora.narrow("seq_len", lambda value: value < 2048, "because")
     assert narrow.knob("seq_len").values == (512, 1024)
@@ -239,7 +239,7 @@ def test_pin():
     assert [knob.name for knob in pinned.knobs] == [knob.name for knob in lora.knobs]
 
 
-def test_a_pin_stands_after_what_it_depends_on():
+def test_a_pinned_knob_comes_after_the_knobs_it_depends_on():
     for first, second in (
         (("quantization", "nf4"), ("double_quant", True)),
         (("double_quant", True), ("quantization", "nf4")),
@@ -262,7 +262,7 @@ def test_a_pin_stands_after_what_it_depends_on():
          "or more, not 'every_1'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_pinned(knob, value, message):
+def test_an_impossible_pin_is_a_usage_error(knob, value, message):
     with pytest.raises(UsageError) as caught:
         load_space("lora").pin(knob, value)
     assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""From a spec to a subject: the device that is here, the space narrowed to what can be, and names that are no paths."""
+"""From a spec to a task: names are resolved, the space is narrowed, and study names are never paths."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from autotune.core.errors import UsageError
 from autotune.core.probe_types import ModelShape
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.setup import open_reserve, set_up, slug, suit
+from autotune.problem.setup import adapt_to_layers, open_reserve, set_up, slug
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
 from autotune.problem.task import BASELINE
@@ -68,7 +68,7 @@ def test_a_task(installed):
     assert [config.micro_batch_size for config in task.baselines()] == [8, 4, 2, 1]
 
 
-def test_what_a_processor_cannot_do(installed):
+def test_a_cpu_loses_what_it_cannot_do(installed):
     setup = set_up(StudySpec(model="demo-3m"), CPU)
     assert (setup.task.study, setup.task.price) == ("cpu-demo-3m-cpu", None)
     assert setup.task.workload.lengths == Lengths.constant(256, "assumed")  # the longest of its space
@@ -140,7 +140,7 @@ def test_a_global_batch_in_tokens(installed, tokens, length, batch):
     assert workload.global_batch == batch
 
 
-def test_a_space_that_leaves_the_micro_batch_out_must_suit_too(installed, tmp_path):
+def test_a_default_micro_batch_must_divide_the_global_batch_too(installed, tmp_path):
     file = tmp_path / "odd.yaml"
     file.write_text("version: 1\ndescription: odd\nknobs: {method: lora}\n")
     with pytest.raises(UsageError, match="no value of micro_batch_size is left"):
@@ -171,14 +171,14 @@ def test_the_workload(installed, asked, examples, length, assumed):
     assert (workload.lengths.source == "assumed", workload.examples_assumed) == assumed
 
 
-def test_examples_that_are_too_long_are_told(installed):
+def test_examples_that_are_too_long_are_a_warning(installed):
     setup = set_up(StudySpec(model="mistral-7b", tokens_per_example=16_384), H200)
     assert setup.warnings == (
         "100% of the examples are longer than every seq_len of the space (4096): 75% of the tokens will be cut off",
     )
 
 
-def test_a_pin_that_has_no_effect_is_told(installed):
+def test_a_pin_without_effect_is_a_warning(installed):
     told = set_up(StudySpec(model="mistral-7b", space="lora", pins={"method": "full", "dora": True}), H200).warnings
     assert told == ("dora has no effect: it needs method lora",)
     told = set_up(StudySpec(model="mistral-7b", space="lora", pins={"double_quant": True}), H200).warnings
@@ -186,7 +186,7 @@ def test_a_pin_that_has_no_effect_is_told(installed):
     assert set_up(StudySpec(model="mistral-7b", space="default", pins={"double_quant": True}), H200).warnings == ()
 
 
-def test_a_price_of_ones_own(installed):
+def test_a_price_given_by_the_user(installed):
     price = set_up(StudySpec(model="mistral-7b", price=0.0), H200).task.price
     assert (price.usd_per_hour, price.provider, price.spot_usd_per_hour) == (0.0, "given by --price", None)
 
@@ -200,7 +200,7 @@ def test_a_price_of_ones_own(installed):
         (StudySpec(model="mistrl-7b"), "catalogue nor a directory; did you mean 'mistral-7b' or"),
     ],
 )
-def test_names_that_cannot_be(installed, spec, message):
+def test_unknown_names_are_usage_errors(installed, spec, message):
     with pytest.raises(UsageError) as caught:
         set_up(spec, H200)
     assert message in str(caught.value)
@@ -225,7 +225,7 @@ def test_a_slug_is_one_plain_file_name(tmp_path, study):
     assert (slug(name) == name) is (study in FINE)
 
 
-def test_fine_names_are_kept():
+def test_a_plain_name_is_its_own_slug():
     assert [slug(name) for name in FINE] == FINE
 
 
@@ -236,7 +236,7 @@ def test_no_two_names_share_a_slug():
     assert len({slug(name) for name in names}) == len(names)
 
 
-def test_a_model_without_sdpa_is_probed_with_eager_attention_and_that_is_told(installed):
+def test_a_model_without_sdpa_is_probed_with_eager_attention_and_the_removal_is_recorded(installed):
     for space in ("lora", "default"):
         setup = set_up(StudySpec(model="gemma-2-9b", space=space), HERE)
         assert setup.task.space.knob("attention").choices() == ("eager",)
@@ -244,7 +244,7 @@ def test_a_model_without_sdpa_is_probed_with_eager_attention_and_that_is_told(in
         assert any(removal.knob == "attention" and "SDPA" in removal.reason for removal in setup.removals)
 
 
-def test_where_another_attention_is_left_it_is_kept(installed):
+def test_a_model_without_sdpa_uses_another_attention_of_the_space(installed):
     installed("bitsandbytes", "flash_attn")
     setup = set_up(StudySpec(model="gemma-2-9b", space="default"), H200)
     assert setup.task.space.knob("attention").choices() == ("flash_attention_2",)
@@ -254,12 +254,14 @@ MIXTURE = ModelShape(num_layers=32, prefix=0, period=1, unquantized=0.9, paramet
 
 
 def test_adapters_on_fused_experts_are_not_compiled(installed):
-    setup = suit(set_up(StudySpec(model="mixtral-8x7b", gpu="h200"), H200), MIXTURE)
+    setup = adapt_to_layers(set_up(StudySpec(model="mixtral-8x7b", gpu="h200"), H200), MIXTURE)
     for space in (setup.task.space, setup.reserve):
         assert space.knob("compile").choices() == ("none",)
     assert [removal.values for removal in setup.removals if removal.knob == "compile"] == [("per_layer",)]
     with pytest.raises(UsageError, match="does not compile"):
-        suit(set_up(StudySpec(model="mixtral-8x7b", gpu="h200", pins={"compile": "per_layer"}), H200), MIXTURE)
+        adapt_to_layers(
+            set_up(StudySpec(model="mixtral-8x7b", gpu="h200", pins={"compile": "per_layer"}), H200), MIXTURE
+        )
 
 
 @pytest.mark.parametrize("space", ["lora", "full"])
@@ -272,7 +274,7 @@ def test_adapters_on_fused_experts_are_not_compiled(installed):
     ],
 )
 def test_a_loss_in_chunks_is_for_plain_heads(installed, space, shape, losses):
-    setup = suit(set_up(StudySpec(model="mistral-7b", gpu="h200", space=space), H200), shape)
+    setup = adapt_to_layers(set_up(StudySpec(model="mistral-7b", gpu="h200", space=space), H200), shape)
     assert setup.task.space.knob("loss").choices() == setup.reserve.knob("loss").choices() == losses
     assert any(removal.knob == "loss" for removal in setup.removals) is (losses == ("full",))
 
@@ -286,13 +288,13 @@ def test_a_loss_in_chunks_is_for_plain_heads(installed, space, shape, losses):
         ({"space": "full", "allow_pure_bf16": True}, replace(MIXTURE, untrained=0.9), []),
     ],
 )
-def test_what_adapters_and_quantisation_do_not_reach_is_told(installed, spec, shape, told):
+def test_parameters_that_adapters_and_quantisation_do_not_reach_are_a_warning(installed, spec, shape, told):
     setup = set_up(StudySpec(model="mixtral-8x7b", gpu="h200", **spec), H200)
-    warnings = [text for text in suit(setup, shape).warnings if text not in setup.warnings]
+    warnings = [text for text in adapt_to_layers(setup, shape).warnings if text not in setup.warnings]
     assert len(warnings) == len(told)
     assert all(part in text for part, text in zip(told, warnings, strict=True))
     if spec.get("space") == "full":
-        assert suit(setup, shape) == setup
+        assert adapt_to_layers(setup, shape) == setup
 
 
 def test_a_search_space_may_be_given_by_value():

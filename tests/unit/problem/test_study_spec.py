@@ -1,4 +1,4 @@
-"""A study spec from flags and files: flags go first, and what cannot be is refused with its line."""
+"""A study spec from options and files: options come first, and an impossible value is an error with its line."""
 
 import json
 import math
@@ -86,7 +86,7 @@ COUNTS = (
     + [("seed", value) for value in (-1, 2**31)]
     + [("study", value) for value in ("a\nb", "a\0", "\x1b[31m", "\udcff")],
 )
-def test_what_cannot_be(name, value):
+def test_an_impossible_value_is_a_usage_error(name, value):
     assert failure(None, {"model": "m", name: value}) == f"{name} cannot be {value!r}"
 
 
@@ -94,7 +94,7 @@ def test_what_cannot_be(name, value):
     ("name", "value"),
     [("headroom", 0.0), ("price", 0.0), ("slack", 1.0), ("max_truncated", 1.0), ("seed", 0), ("study", "a'; echo ä")],
 )
-def test_what_can_be(name, value):
+def test_extreme_values_that_are_possible(name, value):
     assert getattr(make_spec(None, {"model": "m", name: value}), name) == value
 
 

@@ -1,4 +1,4 @@
-"""What is tuned for: what is here, or another card that the one here stands in for under a cap."""
+"""The device that is tuned for: that of this machine, or another that its GPU probes for under a cap."""
 
 from dataclasses import replace
 
@@ -45,18 +45,18 @@ def cards(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["cpu", "CPU", " cpu "])
-def test_the_processor_needs_no_card(cards, name):
+def test_a_cpu_needs_no_gpu(cards, name):
     cards(card())
     assert find_target(name) == Target(device=CPU)
 
 
 @pytest.mark.parametrize("name", ["auto", "Auto", "h200", "H200-SXM", "NVIDIA H200"])
-def test_the_card_here(cards, name):
+def test_the_gpu_of_this_machine(cards, name):
     cards(card())
     assert find_target(name) == Target(device=H200, card=card())
 
 
-def test_no_card(cards):
+def test_a_machine_without_a_gpu_is_an_environment_problem(cards):
     cards()
     with pytest.raises(EnvironmentProblem, match="an NVIDIA GPU was asked for, but there is no NVIDIA GPU here"):
         find_target("auto")
@@ -65,7 +65,7 @@ def test_no_card(cards):
     assert "autotune plan --gpu h200-sxm" in caught.value.remedy and caught.value.exit_code == 3
 
 
-def test_another_card(cards):
+def test_a_gpu_that_is_too_small_is_an_environment_problem(cards):
     cards(card(name="NVIDIA A10", memory_gib=22.5))
     with pytest.raises(EnvironmentProblem) as caught:
         find_target("h200")
@@ -74,7 +74,7 @@ def test_another_card(cards):
     assert caught.value.remedy.startswith("give --gpu a10 (or auto)") and "--shallow-only" in caught.value.remedy
 
 
-def test_an_unknown_name_is_told_before_the_machine_is_looked_at(cards):
+def test_an_unknown_name_is_an_error_on_every_machine(cards):
     cards()
     with pytest.raises(UsageError, match="unknown gpu 'a10x'; did you mean 'a10"):
         find_target("a10x")
@@ -93,7 +93,7 @@ def test_only_the_visible_card_counts(cards, monkeypatch, visible, index):
         assert find_target("auto").card.index == index
 
 
-def test_a_card_that_nobody_catalogued_has_no_guessed_rates(cards):
+def test_a_gpu_outside_the_catalogue_has_no_guessed_rates(cards):
     cards(card(name="NVIDIA H999 (Super) 1TB", memory_gib=1000.0))
     device = find_target("auto").device
     assert (device.name, device.memory_gib, device.kind) == ("nvidia-h999-super-1tb", 1000.0, "cuda")
@@ -127,7 +127,7 @@ def test_the_card_itself_is_not_capped(cards):
         ({"name": "Quadro RTX 8000", "memory_gib": 48.0}, "a10", "whose rates are not known"),
     ],
 )
-def test_what_cannot_stand_in_is_told(cards, here, wanted, why):
+def test_a_gpu_that_cannot_stand_in_is_an_error_with_the_reason(cards, here, wanted, why):
     cards(card(**here))
     with pytest.raises(EnvironmentProblem, match=why) as caught:
         find_target(wanted)
@@ -139,7 +139,7 @@ def emulated(name="a10"):
     return Target(device=device, card=card(), measured_on=H200, carried=speed_transfer(H200, device))
 
 
-def test_what_the_target_cannot_do_is_taken_out_of_the_space():
+def test_values_that_the_target_cannot_do_are_removed():
     spec = StudySpec(model="mistral-7b", allow_quantized=True)
     a10, t4 = set_up(spec, emulated()), set_up(replace(spec, space="lora"), emulated("t4"))
     assert "fp8" not in a10.task.space.knob("quantization").choices()
@@ -149,7 +149,7 @@ def test_what_the_target_cannot_do_is_taken_out_of_the_space():
     assert a10.task.price.device == "a10"
 
 
-def test_what_the_card_here_cannot_try_is_taken_out_too(monkeypatch):
+def test_values_that_the_measuring_gpu_cannot_try_are_removed_too(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: object())
     l4, a100 = resolve_device("l4"), resolve_device("a100")
     target = Target(device=l4, card=card(), measured_on=a100, carried=speed_transfer(a100, l4))
@@ -188,14 +188,14 @@ def test_speeds_are_projected_and_memory_is_measured():
     assert not any("probed on" in one for one in found[own.device.name].caveats)
 
 
-def test_an_emulated_study_is_kept_and_is_not_continued_on_the_card_itself():
+def test_an_emulated_study_is_stored_and_is_not_continued_on_the_target_itself():
     other = replace(subject_of(), device=A10, measured_on=H200, carried=speed_transfer(H200, A10))
     assert from_data(type(other), to_data(other)) == other
     facts = [record_of(task).identity() for task in (other, replace(other, measured_on=None, carried=None))]
     assert [one["measured on"] for one in facts] == ["h200-sxm", "a10"]
 
 
-def test_what_was_measured_on_the_target_tightens_the_projection():
+def test_measurements_on_the_target_tighten_the_projection():
     task = set_up(StudySpec(model="mistral-7b"), emulated()).task
     tight = corrected_by_observations(task, published_observations())
     assert tight.carried.basis == 2 and tight.carried.error < task.carried.error

@@ -1,4 +1,4 @@
-"""What the full run must process, computed by hand."""
+"""The examples of the full run and the rows they make, computed by hand."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_padding_and_truncation(length, seq_len, useful, cut, fill):
 
 @pytest.mark.parametrize("name", ["examples", "epochs", "global_batch"])
 @pytest.mark.parametrize("value", [0, -1, -(10**30), -math.inf])
-def test_nothing_is_less_than_one(name, value):
+def test_counts_below_one_are_errors(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be at least 1, not "):
         Workload(**{name: value})
 
