@@ -134,7 +134,7 @@ def test_what_a_few_layers_run_out_of_is_not_enough(
     verdict = evaluator.evaluate(MIDDLE, 3)
     assert asked(prober) == depths
     assert how(verdict) == (Outcome.OOM, Rung.SHALLOW, Evidence.EXTRAPOLATED)
-    assert f"{depths[-1]} of 32 layers alone" in (verdict.result.reason or "")
+    assert f"with only {depths[-1]} of 32 layers" in (verdict.result.reason or "")
     assert verdict.result.depth is None and verdict.result.phase is Phase.FORWARD
     *truncated, last = [row.result for row in store.of_study("one")]
     assert [row.depth for row in truncated] == depths and last == verdict.result
@@ -194,7 +194,7 @@ def test_the_gate_refuses_what_is_foretold_to_be_far_beyond_the_limit(
     found = evaluator.evaluate(MIDDLE, 0).result
     assert found.outcome is outcome and asked(prober) == depths
     if outcome is Outcome.REFUSED:
-        assert found.rung is Rung.GATE and "learned from 2 configurations" in (found.reason or "")
+        assert found.rung is Rung.GATE and "learned from 2 similar configurations" in (found.reason or "")
         assert found.oom is not None and found.oom.margin == pytest.approx(need - 1)
 
 
