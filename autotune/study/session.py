@@ -284,7 +284,7 @@ class Leader:
 
     def _refuse_second_leader(self, leases: Leases) -> None:
         """Raises UsageError if another process leads the study already, on this host or another."""
-        others = leases.certainly(self.session.progress.say).values()
+        others = leases.confirmed_others(self.session.progress.say).values()
         leader = next((worker for worker in others if worker.leads), None)
         if leader is not None:
             raise UsageError(
@@ -489,7 +489,7 @@ def _watched_rows(
 
 
 def worker_device(record: StudyRecord) -> str:
-    """ "cpu" or "cuda", for a worker of this study. Raises EnvironmentProblem for another GPU, or one in use."""
+    """The device, "cpu" or "cuda", for a worker of this study. Raises EnvironmentProblem."""
     device = device_of(record.task, "GPUs of different models never share a study: begin another one on this card")
     if device == "cpu":
         return device
@@ -506,12 +506,12 @@ def worker_device(record: StudyRecord) -> str:
 
 
 def device_of(task: Task, remedy: str) -> str:
-    """ "cpu" or "cuda", on which a study was probed. Raises EnvironmentProblem if this machine has another device."""
+    """The device, "cpu" or "cuda", on which a study was probed. Raises EnvironmentProblem if it is not here."""
     return require_device(task.measured_on or task.device, remedy)
 
 
 def require_device(device: DeviceSpec, remedy: str) -> str:
-    """ "cpu" or "cuda", if this machine has the device. Raises EnvironmentProblem otherwise."""
+    """The device, "cpu" or "cuda", if this machine has the device. Raises EnvironmentProblem otherwise."""
     kind = "cpu" if device.kind == "cpu" else "cuda"
     here = find_target("cpu" if kind == "cpu" else "auto").device
     if here.name != device.name:

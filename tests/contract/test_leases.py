@@ -102,11 +102,11 @@ def test_a_worker_elsewhere_is_gone_once_its_heart_has_stood_still(join: Join, c
     mine, theirs = join(far(1)), join(far(2))
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
     for _ in range(3):
-        passes(clock, 0.9 * leases.GONE_S, mine, theirs)
+        passes(clock, 0.9 * leases.LOST_S, mine, theirs)
         assert set(mine.workers()) == {mine.name, theirs.name}
-    passes(clock, 0.9 * leases.GONE_S, mine)
+    passes(clock, 0.9 * leases.LOST_S, mine)
     assert theirs.name in mine.workers()
-    passes(clock, 0.2 * leases.GONE_S, mine)
+    passes(clock, 0.2 * leases.LOST_S, mine)
     assert set(mine.workers()) == {mine.name}
     assert mine.take("aa", 2)  # what it held is free
     theirs._beat()  # it had only been stopped
@@ -123,15 +123,15 @@ def test_whose_own_heart_stood_still_does_not_judge_others(
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
     if beats_before:  # between its look and the outage
         passes(clock, leases.BEAT_S, mine)
-    passes(clock, 10 * leases.GONE_S)
+    passes(clock, 10 * leases.LOST_S)
     if beats_after:  # and theirs not yet
         mine._beat()
     assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
     mine._beat()
     assert theirs.name in mine.workers()  # from now on it is watched again
-    passes(clock, 0.9 * leases.GONE_S, mine)
+    passes(clock, 0.9 * leases.LOST_S, mine)
     assert theirs.name in mine.workers()
-    passes(clock, 0.2 * leases.GONE_S, mine)
+    passes(clock, 0.2 * leases.LOST_S, mine)
     assert set(mine.workers()) == {mine.name} and mine.taken() == set()
 
 

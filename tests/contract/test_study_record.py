@@ -62,6 +62,18 @@ def test_a_record_reads_as_it_was_written(begin: Begin, database: str) -> None:
     assert study_names(database) == []
 
 
+def test_names_are_listed_without_loading_trials(begin: Begin, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(record_of())
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("summaries load the best trial of each study")
+
+    monkeypatch.setattr("optuna.get_all_study_summaries", load)
+    monkeypatch.setattr("optuna.storages.RDBStorage.get_all_trials", load)
+    assert study_names(database) == ["one"] == list(all_attributes(database))
+    assert read_record(database, "one") == record_of()
+
+
 def test_what_may_change_between_sessions_changes(begin: Begin, database: str) -> None:
     begin(record_of())
     later = record_of(out="elsewhere", terms=ProbeTerms(memory_gib=80.2, headroom=0.05, seed=7))

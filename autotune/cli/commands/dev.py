@@ -1,7 +1,7 @@
-"""`autotune dev inject`: faults on purpose in small real studies, and whether each came to what it should.
+"""`autotune dev inject`: inject faults into small real studies, and check that each ends as it should.
 
-A study is a process of its own in a folder for temporary files. What strikes a probe is `probe.inject`'s; the disk and
-the database are struck from here.
+Each study is a process in a temporary directory. `probe.fault_injection` injects faults into probes, this module into
+the disk and the database.
 """
 
 import json
@@ -22,7 +22,7 @@ from autotune.core.errors import TooManyFailures, UsageError, did_you_mean
 from autotune.probe.fault_injection import VARIABLE
 
 TRIALS = 4
-STRUCK = 1  # the number of the trial
+STRUCK = 1  # the number of the trial that has the fault
 SPACE = """\
 version: 1
 knobs:
@@ -31,23 +31,23 @@ knobs:
   lora_rank: {values: [16, 32], kind: learning}
   checkpointing: {values: [none, full]}
 """
-OUTCOMES = {  # of the trial that is struck
+OUTCOMES = {  # the expected outcome of that trial
     **dict.fromkeys(("oom", "host-oom"), "oom"),
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "crash"),
     **dict.fromkeys(("slow", "throttle"), "ok"),
     **{"nan": "numerics", "hang": "timeout"},
 }
-TOLD = {  # what its reason says too
+REASONS = {  # what its reason must contain
     **dict.fromkeys(("crash", "ecc", "exit", "sigkill", "sigsegv"), "tried twice"),
     "throttle": "slowed down",
 }
-AROUND = ("disk-full", "db-gone")
-USUAL = (*(name for name in OUTCOMES if name != "hang"), *AROUND)  # a hang is waited for, 15 minutes
+OUTSIDE_PROBES = ("disk-full", "db-gone")
+USUAL = (*(name for name in OUTCOMES if name != "hang"), *OUTSIDE_PROBES)  # a hang takes 15 minutes until its timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What became of a study. `lost` counts trials, `orphans` processes that were left."""
+    """How a study with a fault ended. `lost` counts missing trials, `orphans` processes that were left."""
 
     fault: str
     happened: str
@@ -56,19 +56,20 @@ class Row:
     orphans: int
 
     def cells(self) -> tuple[str, ...]:
+        """The row of a table."""
         return self.fault, self.happened, "yes" if self.survived else "NO", str(self.lost), str(self.orphans)
 
 
 def inject(faults: Sequence[str], gpu: str, *, as_json: bool = False) -> None:
-    """Strike, and print what came of it.
+    """Inject the faults, and print how each study ended.
 
     Raises:
         UsageError: there is no such fault.
-        TooManyFailures: not all were survived with nothing lost and nobody left.
+        TooManyFailures: a study did not survive, lost a trial, or left a process.
     """
     for fault in faults:
-        if fault not in OUTCOMES and fault not in AROUND:
-            known = (*OUTCOMES, *AROUND)
+        if fault not in OUTCOMES and fault not in OUTSIDE_PROBES:
+            known = (*OUTCOMES, *OUTSIDE_PROBES)
             raise UsageError(
                 f"there is no fault {fault!r}{did_you_mean(fault, known)}", remedy=f"the faults are {', '.join(known)}"
             )
@@ -95,10 +96,10 @@ def _strike(fault: str, gpu: str, folder: Path) -> Row:
         trials = _trials(folder)
         row = next((row for row in trials if row["number"] == STRUCK), {})
         outcome, reason = row.get("outcome", "none"), row.get("reason") or ""
-        happened, told = f"trial {STRUCK}: {outcome}", TOLD.get(fault, "")
-        if told and told in reason:
-            happened += f", {told}"
-        survived = code == 0 and outcome == OUTCOMES[fault] and told in reason
+        happened, expected = f"trial {STRUCK}: {outcome}", REASONS.get(fault, "")
+        if expected and expected in reason:
+            happened += f", {expected}"
+        survived = code == 0 and outcome == OUTCOMES[fault] and expected in reason
     else:
         first = _full(folder, gpu) if fault == "disk-full" else _gone(folder, gpu)
         code = _study(folder, gpu)  # the same command, as the error says
@@ -108,13 +109,13 @@ def _strike(fault: str, gpu: str, folder: Path) -> Row:
 
 
 def _full(folder: Path, gpu: str) -> int:
-    """No file may grow beyond a little more than an empty database has."""
+    """Run a study whose files may not grow much beyond an empty database; its exit code."""
     size = 200_000
     return _study(folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size)))
 
 
 def _gone(folder: Path, gpu: str) -> int:
-    """Once a trial is done the database makes room for a folder, and comes back after the study has ended."""
+    """Run a study whose database a directory replaces after the first trial, until it has ended; its exit code."""
     database, aside = folder / "study.db", folder / "aside.db"
 
     def take() -> None:
@@ -137,7 +138,7 @@ def _study(
     limit: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run or continue it; its exit code."""
+    """Run or continue the study; its exit code. `meanwhile` is called again and again until it ends."""
     command = [sys.executable, "-m", "autotune", "run", "--quiet", "--gpu", gpu, "--model", "demo-3m"]
     command += ["--space", "space.yaml", "--trials", str(TRIALS), "--study", "injected", "--out", "out"]
     command += ["--storage", "sqlite:///study.db"]
@@ -153,12 +154,12 @@ def _study(
 def _trials(folder: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in (folder / "out" / "trials.jsonl").read_text().splitlines()]
-    except (OSError, ValueError):  # not there yet, or half a line
+    except (OSError, ValueError):  # it does not exist yet, or ends with half a line
         return []
 
 
 def _orphans(folder: Path) -> int:
-    """Processes that have the folder among their words, as workers do."""
+    """How many processes name the directory on their command line, as workers do."""
     import psutil
 
     return sum(str(folder) in " ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))

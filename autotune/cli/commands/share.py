@@ -1,4 +1,4 @@
-"""`autotune submit` and `autotune import`: what a study measured, for others; and what others measured, checked."""
+"""`autotune submit` and `autotune import`: publish what a study measured, and store what others measured."""
 
 from datetime import date
 from pathlib import Path
@@ -13,10 +13,10 @@ from autotune.study.storage.location import storage_url
 
 
 def submit(name: str | None, storage: str | None, out: Path | None) -> None:
-    """Write what others may know of a study: its winner and baseline, on which GPU, with which versions.
+    """Write the public part of a study: its winner and baseline, its GPU and its versions.
 
     Raises:
-        UsageError: no such study, one of a GPU that the catalogue does not have, or of one that another stood in for.
+        UsageError: no such study, a GPU that is not in the catalogue, or speeds that are only projected.
         NothingFits: it has no winner.
         StorageError: the file cannot be written.
     """
@@ -40,7 +40,7 @@ def import_(file: Path, evidence: Path | None) -> None:
     """Check a submission and keep it as evidence.
 
     Raises:
-        UsageError: anything in the file that a submission does not have.
+        UsageError: the file is not a valid submission.
         StorageError: the directory cannot be written.
     """
     path, known = store_submission(file, evidence or EVIDENCE)
@@ -48,7 +48,7 @@ def import_(file: Path, evidence: Path | None) -> None:
         model = one.model or f"a model of shape {one.model_digest}"
         speed = f"{fmt_count(one.tokens_per_s)} tokens/s, {fmt_gib(one.peak_reserved_gib)}"
         print(f"{one.device}  {model}  {one.config.label()}  {speed}  [{one.evidence}]")
-    print(f"{path} was here already: nothing changed" if known else path)
+    print(f"{path} is stored already: nothing changed" if known else path)
 
 
 def _measured_on(study: str, storage: str | None) -> str:

@@ -95,7 +95,7 @@ def delete(name: str, storage: str | None, *, sure: bool) -> None:
 
     study = load_study(name, storage)
     with closing(Leases(study.url, name, Worker.here(""))) as leases:
-        at_work = leases.certainly(partial(print, file=sys.stderr)).values()
+        at_work = leases.confirmed_others(partial(print, file=sys.stderr)).values()
         if at_work:
             hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in at_work)
             raise UsageError(f"study {name!r} is being worked on by {hosts}", remedy="stop it first")

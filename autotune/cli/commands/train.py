@@ -1,4 +1,4 @@
-"""`autotune train`: starts the full run from a study's recipe, and says how far it is and what it has cost."""
+"""`autotune train`: start the full run of a study's winner, and show its progress and its cost."""
 
 import signal
 import sys
@@ -15,7 +15,7 @@ from autotune.export.run.verify import TOLERANCE
 from autotune.report.study_directory import write_exports
 
 PLAIN_S = 30.0  # between two lines where there is no terminal
-STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes: the last where it did not train yet
+STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes; the last one before training begins
 
 
 def command(
@@ -30,7 +30,7 @@ def command(
     max_steps: int | None,
     as_json: bool = False,
 ) -> None:
-    """Train with a study's winner, by its script, which is written beside what it saves.
+    """Train with a study's winner, by its exported script, which is written next to the weights.
 
     Raises:
         UsageError: no such study, no data, or a checkpoint is in the way.
@@ -50,27 +50,27 @@ def command(
         )
     if dataset is not None and not dataset.is_file():
         raise UsageError(f"there is no file {dataset}", remedy="name a .jsonl file")
-    # What only tries the speed leaves nothing, unless it is told where.
+    # A run that only tries the speed saves nothing, unless a directory is given.
     saves = output is not None or not random_weights
     output = (output or found.out / ("trained" if saves else "tried")).absolute()
     there = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
     if there and not resume:
-        raise UsageError(f"{there[0]} is of an earlier run", remedy="go on with --resume, or name another --output-dir")
+        raise UsageError(f"{there[0]} is of an earlier run", remedy="add --resume, or name another --output-dir")
     script = output / "export" / "train.py"
-    if not (resume and script.is_file()):  # what was begun is gone on with as it was, whoever wins by now
+    if not (resume and script.is_file()):  # a run is continued with its own script, whichever configuration wins by now
         write_exports(output, recipe, ["train"])
     arguments = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
     arguments += ["--output-dir", str(output) if saves else ""]
     arguments += ["--model", model] if model else []
     arguments += ["--resume"] if resume else []
     arguments += ["--max-steps", str(max_steps)] if max_steps else []
-    run, shown = Run(recipe, script, output, arguments, fresh=not resume), Shown()
+    run, shown = Run(recipe, script, output, arguments, fresh=not resume), TrainingDisplay()
     shown.say(f"training {recipe.winner.config.label()}; its log is {run.log}")
     with stop_on_signals() as stop, shown:
         code, error = run.train(shown.progress, lambda: stop() and shown.stopping())
     if code == 0:
-        kept = f"what was trained is in {output}" if saves else "nothing was kept"
-        shown.say(f"done: {shown.line}; {kept}")
+        saved = f"the weights are in {output}" if saves else "nothing was saved"
+        shown.say(f"done: {shown.line}; {saved}")
         if as_json:
             sys.stdout.write((output / "training.json").read_text())
         return
@@ -78,13 +78,13 @@ def command(
         steps = [int(one.parent.name[11:]) for one in output.glob("checkpoint-*/trainer_state.json")]
         raise Interrupted(
             f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
-            remedy=f"go on with `autotune train {found.summary.study} --resume` and the same options",
+            remedy=f"continue with `autotune train {found.summary.study} --resume` and the same options",
             exit_code=128 + stop.signal if stop.signal else PREEMPTED,
         )
     raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
 
 
-class Shown:
+class TrainingDisplay:
     """The run's progress on stderr: a bar on a terminal, a line every half minute elsewhere."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Shown:
         self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=self._console, transient=True)
         self._task = self._bar.add_task("loading", total=None)
 
-    def __enter__(self) -> "Shown":
+    def __enter__(self) -> "TrainingDisplay":
         if self._console.is_terminal:
             self._bar.start()
         return self
@@ -106,15 +106,18 @@ class Shown:
             self._bar.stop()
 
     def say(self, text: str) -> None:
+        """Print a line that stays."""
         self._console.print(text, markup=False)
 
     def stopping(self) -> bool:
+        """Report once that a stop was requested."""
         if not self._stopping:
             self._stopping = True
-            self.say("stopping: the step is finished and a checkpoint saved; once more ends it at once")
+            self.say("stopping: this step will end and a checkpoint be saved; a second signal ends the run at once")
         return True
 
     def progress(self, now: Progress) -> None:
+        """Show how far the run is; warn once if its steps take longer or less than measured."""
         loss = "" if now.loss is None else f", loss {now.loss:.4g}"
         spent = "" if now.spent_usd is None else f", {fmt_usd(now.spent_usd)}"
         projected = f"projected {fmt_seconds(now.projected_s)}"

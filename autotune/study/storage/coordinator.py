@@ -1,4 +1,4 @@
-"""Who else works on a study, as the loop sees it: nobody, or the workers that a database knows (`leases`)."""
+"""The other workers of a study as the loop sees them: none, or those that the database knows (`leases`)."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -10,37 +10,41 @@ class Coordinator(Protocol):
     name: str
 
     def take(self, config: str, trial: int) -> bool:
-        """Take a configuration up; False where another worker is at it."""
+        """Take a configuration; False if another worker has it."""
 
     def drop(self, config: str) -> None:
-        """It is done, or given back."""
+        """Release a configuration that is finished or given back."""
 
     def ahead(self, config: str) -> int:
-        """How many were taken up before this one and are not done."""
+        """How many unfinished configurations were taken before this one."""
 
     def taken(self) -> set[str]:
-        """What anybody is at."""
+        """The configurations that any worker has taken and not finished."""
 
     def workers(self) -> Collection[str]:
-        """Everybody who is at work, by name."""
+        """The names of all workers."""
 
 
 class SingleWorker:
-    """A session that shares its study with nobody."""
+    """The Coordinator of a session that shares its study with nobody."""
 
     name = ""
 
     def take(self, config: str, trial: int) -> bool:
+        """Nobody else can have it."""
         return True
 
     def drop(self, config: str) -> None:
-        pass
+        """Nothing is held."""
 
     def ahead(self, config: str) -> int:
+        """Nobody else takes any."""
         return 0
 
     def taken(self) -> set[str]:
+        """Nothing is held."""
         return set()
 
     def workers(self) -> Collection[str]:
+        """There are no others."""
         return ()

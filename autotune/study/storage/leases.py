@@ -1,8 +1,8 @@
-"""Who is at work on a study: its workers, what each of them has taken up, and which of them are gone.
+"""The workers of a study, the configurations that each has taken, and which workers are lost.
 
-The database itself keeps two workers from probing the same configuration: a lease is the one row that there can be of
-it. Workers count heartbeats, and whoever looks judges by its own clock how long a count has stood still, so that no two
-clocks need to agree. Of a worker on this very machine the process tells at once.
+The database keeps two workers from probing the same configuration: its lease is a unique row. Workers count
+heartbeats, and each observer measures by its own clock how long a count has not changed, so that no two clocks need to
+agree. A worker on this machine is lost as soon as its process is.
 """
 
 import json
@@ -23,7 +23,7 @@ from autotune.core.errors import StorageError
 from autotune.study.storage.database import Database, Outages, retried, storage_errors
 
 BEAT_S = 5.0
-GONE_S = 60.0  # a count that has stood still for so long is that of a worker that is gone
+LOST_S = 60.0  # a worker is lost if its count has not changed for so long
 
 _metadata = sa.MetaData()
 _workers = sa.Table(
@@ -48,7 +48,7 @@ _leases = sa.Table(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """A process that works on a study. `realm` is where its pid means something: this boot, and process namespace."""
+    """A process that works on a study. `realm` names the boot and the process namespace in which its pid is valid."""
 
     host: str
     realm: str
@@ -66,10 +66,11 @@ class Worker:
 
     @property
     def name(self) -> str:
+        """The worker's name, unique among all machines and times."""
         return f"{self.host}:{self.pid}:{self.started}"
 
     def lives_here(self) -> bool | None:
-        """Whether the process is alive; None where that cannot be seen from here."""
+        """Whether the process is alive; None if it is on another machine or in another namespace."""
         return began(self.pid) == self.started if self.realm == _realm() else None
 
 
@@ -90,13 +91,13 @@ class Leases:
         self._clock = clock
         self.name = me.name
         self._seen: dict[str, tuple[int, float]] = {}  # beats, and since when
-        self._beaten, self._stood_still = clock(), False
+        self._beaten, self._was_paused = clock(), False
         self.outages = outages or Outages()
         self._database = Database(url, self.outages, _metadata)
 
     @contextmanager
     def joined(self) -> Iterator["Leases"]:
-        """Be one of the study's workers; what was taken and not dropped goes back at the end."""
+        """Join the study's workers for a `with` block; at its end all leases of this worker are released."""
         self._beat()
         stop = threading.Event()
         heart = threading.Thread(target=self._beat_on, args=(stop,), daemon=True)
@@ -116,7 +117,7 @@ class Leases:
 
     @retried
     def take(self, config: str, trial: int) -> bool:
-        """Take a configuration up, by its digest; False where another worker is at it."""
+        """Take a configuration by its digest; False if another worker has it."""
         row = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
         with storage_errors(self._database.url):
             try:
@@ -132,21 +133,21 @@ class Leases:
 
     @retried
     def _holds(self, config: str, trial: int) -> bool:
-        """Whether a lease is this one: it may have been taken when a connection broke, and nobody been told."""
+        """Whether this worker has the lease: its connection may have broken after it was taken."""
         same = {"study": self._study, "config": config, "trial": trial, "worker": self.name}
         with self._database.begin() as connection:
             return connection.execute(sa.select(_leases.c.id).filter_by(**same)).first() is not None
 
     @retried
     def drop(self, config: str) -> None:
-        """It is done, or given back."""
+        """Release a configuration that is finished or given back."""
         mine = sa.and_(_leases.c.study == self._study, _leases.c.config == config, _leases.c.worker == self.name)
         with self._database.begin() as connection:
             connection.execute(_leases.delete().where(mine))
 
     @retried
     def ahead(self, config: str) -> int:
-        """How many were taken up before this one and are not done."""
+        """How many unfinished configurations were taken before this one."""
         of_study = _leases.c.study == self._study
         own = sa.select(_leases.c.id).where(of_study, _leases.c.config == config).scalar_subquery()
         query = sa.select(sa.func.count()).select_from(_leases).where(of_study, _leases.c.id < own)
@@ -155,48 +156,51 @@ class Leases:
 
     @retried
     def taken(self) -> set[str]:
-        """The digests of what anybody is at."""
+        """The digests of the configurations that any worker has taken."""
         with self._database.begin() as connection:
             return set(connection.execute(sa.select(_leases.c.config).where(_leases.c.study == self._study)).scalars())
 
     @retried
     def workers(self) -> dict[str, Worker]:
-        """Everybody who is at work, by name. Who is gone is forgotten on the way."""
+        """All workers by name. Workers that are lost are removed, with their leases."""
         query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(_workers.c.study == self._study)
         with self._database.begin() as connection:
             rows = connection.execute(query).all()
         now, at_work = self._clock(), {self.name: self._me}
-        # Whose own heart has stood still, with the database away or as it was stopped, cannot tell of others.
-        if self._stood_still or now - self._beaten > 2 * BEAT_S:
+        # After a pause of our own (database unreachable, process stopped) our observations are stale: start again.
+        if self._was_paused or now - self._beaten > 2 * BEAT_S:
             self._seen.clear()
-            self._stood_still = False
+            self._was_paused = False
         for name, beats, about in rows:
             then, since = self._seen.get(name, (None, now))
             self._seen[name] = (beats, now if then != beats else since)
             worker = Worker(**json.loads(about))
-            alive = worker.lives_here() is not False and now - self._seen[name][1] < GONE_S
+            alive = worker.lives_here() is not False and now - self._seen[name][1] < LOST_S
             if alive:
                 at_work[name] = worker
             elif name != self.name:
                 self.forget(name)
-        with self._database.begin() as connection:  # of those who woke up, took something and were killed
+        with self._database.begin() as connection:  # leases of workers that were removed, took one and were killed
             joined = sa.select(_workers.c.name).where(_workers.c.study == self._study)
             lost = sa.and_(_leases.c.study == self._study, _leases.c.worker.not_in(joined))
             connection.execute(_leases.delete().where(lost))
         return at_work
 
-    def certainly(self, say: Callable[[str], None] = lambda text: None) -> dict[str, Worker]:
-        """The other workers whose processes are here or whose hearts beat, which takes a few beats to see."""
-        others = {name: one for name, one in self.workers().items() if name != self.name}
-        if any(one.lives_here() is None for one in others.values()):
+    def confirmed_others(self, say: Callable[[str], None] = lambda text: None) -> dict[str, Worker]:
+        """The other workers that are surely alive: their processes are on this machine, or their heartbeats continue.
+
+        This takes a few heartbeats if there are workers on other machines.
+        """
+        others = {name: worker for name, worker in self.workers().items() if name != self.name}
+        if any(worker.lives_here() is None for worker in others.values()):
             before = {name: self._seen[name][0] for name in others}
-            say(f"looking for {2.5 * BEAT_S:.0f} s whether workers of other hosts are still there")
+            say(f"checking for {2.5 * BEAT_S:.0f} s whether workers of other hosts are still running")
             time.sleep(2.5 * BEAT_S)
             now = self.workers()
             return {
-                name: one
-                for name, one in others.items()
-                if name in now and (one.lives_here() or self._seen[name][0] != before[name])
+                name: worker
+                for name, worker in others.items()
+                if name in now and (worker.lives_here() or self._seen[name][0] != before[name])
             }
         return others
 
@@ -209,18 +213,18 @@ class Leases:
 
     @retried
     def forget(self, name: str) -> None:
-        """A worker that left, or is gone: it holds nothing any more."""
+        """Remove a worker that has left or is lost, with its leases."""
         with self._database.begin() as connection:
             connection.execute(_leases.delete().where(_leases.c.study == self._study, _leases.c.worker == name))
             connection.execute(_workers.delete().where(_workers.c.study == self._study, _workers.c.name == name))
 
     def _beat(self) -> None:
-        """Count up. Who is not there joins: it is new, or was held to be gone since it was stopped for a while."""
+        """Count up. A worker that is missing joins: it is new, or was taken for lost while it was stopped."""
         with self._database.begin() as connection:
             self._count_up(connection)
         before, self._beaten = self._beaten, self._clock()
         if self._beaten - before > 2 * BEAT_S:
-            self._stood_still = True
+            self._was_paused = True
 
     def _count_up(self, connection: sa.Connection) -> None:
         mine = sa.and_(_workers.c.study == self._study, _workers.c.name == self.name)
@@ -229,14 +233,14 @@ class Leases:
             connection.execute(_workers.insert().values(**row))
 
     def _beat_on(self, stop: threading.Event) -> None:
-        """Until told to stop, whatever the database does meanwhile."""
+        """Count up until `stop`, whatever the database does meanwhile."""
         while not stop.wait(BEAT_S):
             with suppress(StorageError):
                 self._beat()
 
 
 def began(pid: int) -> int | None:
-    """When a process of this machine began, in ticks after the boot; None where there is none, or only a zombie."""
+    """When a process of this machine began, in ticks after the boot; None if there is none, or only a zombie."""
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -245,7 +249,7 @@ def began(pid: int) -> int | None:
 
 
 def _realm() -> str:
-    """Where a pid means the same process: this boot of this machine, and this namespace of processes."""
+    """This boot of this machine and this process namespace, in which a pid names one process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
