@@ -112,7 +112,7 @@ def test_verdicts(text: str, gpu: str, fits: str, answer: Callable[..., CheckRep
     assert found.fix is None or fits == OOM
 
 
-def test_the_answer_stands_first(printed: Callable[..., str], answer: Callable[..., CheckReport]) -> None:
+def test_the_verdict_is_the_first_line(printed: Callable[..., str], answer: Callable[..., CheckReport]) -> None:
     lines = printed(FACTORY).splitlines()
     assert lines[0] == verdict(answer(FACTORY))
     assert lines[0].startswith("fits: needs 1") and lines[0].endswith("%) to spare")
@@ -125,7 +125,7 @@ def test_the_answer_stands_first(printed: Callable[..., str], answer: Callable[.
     assert "for 2,000 examples x 3, 750 steps" in lines[4]
 
 
-def test_what_does_not_fit(printed: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit(printed: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NothingFits, match=r"^run\.yml does not fit a10$") as caught:
         printed(TRL_7B)
     assert caught.value.exit_code == 4
@@ -180,7 +180,7 @@ def test_models_by_name() -> None:
             assert find_model(name)[0].name == model.name
 
 
-def test_models_that_are_not_known(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., CheckReport]) -> None:
+def test_unknown_models(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., CheckReport]) -> None:
     hub = pytest.importorskip("huggingface_hub")
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -211,7 +211,7 @@ def test_a_local_model(answer: Callable[..., CheckReport], tmp_path: Path) -> No
     assert str(caught.value).isprintable()
 
 
-def test_what_the_model_and_the_card_change(answer: Callable[..., CheckReport]) -> None:
+def test_effects_of_the_model_and_the_card(answer: Callable[..., CheckReport]) -> None:
     gemma = answer(changed(TRL, model_name_or_path="google/gemma-2-2b"), "h100-sxm").checked
     assert gemma.run.config.attention == "eager"  # as transformers chooses for it
     assert any(note.startswith("t4 has no bf16") for note in answer(TRL, "t4").notes)

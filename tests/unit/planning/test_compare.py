@@ -1,7 +1,6 @@
 """Comparing cards: who is named, what a budget allows, when an own card pays, each form of output, and the command."""
 
 import csv
-import html
 import io
 import json
 import math
@@ -39,10 +38,6 @@ from autotune.problem.run_cost import FITS, OOM, project
 from autotune.problem.study_spec import StudySpec
 from autotune.report.comparison import (
     COLUMNS,
-    FORMATS,
-    as_csv,
-    as_html,
-    as_markdown,
     card_data,
     cells,
     comparison_data,
@@ -52,7 +47,6 @@ from autotune.report.comparison import (
 TODAY = date(2026, 11, 22)
 SMALL = {"model": "smollm2-135m", "pins": {"seq_len": 512, "lora_rank": 16, "packing": False}}
 PINNED = ("--seq-len", "512", "--rank", "16", "--set", "packing=false")
-HOSTILE = "<script>|=cmd`*[x](y)$1$"
 
 
 def setup(gpu: str = "a10", **spec: Any) -> Any:
@@ -126,13 +120,13 @@ def test_the_cheapest_and_the_fastest() -> None:
     assert held.smallest_compared == resolve_device("a10")  # by 6 MiB
 
 
-def test_of_equals_the_faster_is_the_cheapest() -> None:
+def test_the_faster_of_two_equally_cheap_cards_is_the_cheapest() -> None:
     held = group(entry("a10", 4, 0.5), entry("h100", 1, 2.0))
     chosen = advise(held, Budget(max_usd=3)).chosen
     assert held.cheapest is held.cards[1] and chosen and chosen.name == "h100-sxm"
 
 
-def test_what_overlaps_cannot_be_told_apart() -> None:
+def test_cards_with_overlapping_intervals_are_rivals() -> None:
     held = group(entry("a10", 1, 1.00), entry("l4", 1, 1.15), entry("h100", 1, 1.30), entry("t4", 1, None))
     assert held.rivals(held.cheapest, rules.usd_interval) == ("l4",)
     assert "cheapest: a10, $1.00; but l4 cannot be told from it" in said(*held.cards)
@@ -151,7 +145,7 @@ def test_an_unknown_price_is_a_dash_and_never_nothing() -> None:
     assert f"cheapest: {DASH} (no price is known)" in said(*held.cards)
 
 
-def test_a_part_of_an_instance_is_said_with_provider_and_age() -> None:
+def test_the_price_of_a_part_of_an_instance_names_provider_and_age() -> None:
     price = Price(provider="aws", device="x", usd_per_hour=4.1, count=8, as_of="2024", source="x", quotable=False)
     one = entry("a100-40gb", price=price)
     assert (
@@ -160,14 +154,14 @@ def test_a_part_of_an_instance_is_said_with_provider_and_age() -> None:
     )
 
 
-def test_what_does_not_fit_says_what_it_needs() -> None:
+def test_a_card_that_is_too_small_shows_the_need() -> None:
     one = too_large("t4")
     shown = cells(group(one), one, TODAY)
     assert re.fullmatch(r"out of memory: at least 3\d\.\d of 10\.0 \(guides: 3\d\.\d\)", shown["GiB of limit"])
     assert {shown[name] for name in (column.title for column in COLUMNS if column.numeric)} == {DASH}
 
 
-def test_measurements_on_the_card_are_said() -> None:
+def test_observations_on_the_card_are_reported() -> None:
     one = entry("a10")
     assert one.best is not None
     assert cells(group(one), one, TODAY)["evidence"] == "estimated"
@@ -175,7 +169,7 @@ def test_measurements_on_the_card_are_said() -> None:
     assert cells(group(one), one, TODAY)["evidence"] == "estimated, tightened by 2 measured on this card"
 
 
-def test_cards_that_train_otherwise_are_named() -> None:
+def test_cards_that_train_differently_are_named() -> None:
     one, other = entry("a10", 2), entry("h100", 1)
     assert one.best is not None
     one = replace(one, plan=replace(plan(), best=replace(one.best, config=replace(one.best.config, lora_rank=8))))
@@ -206,7 +200,7 @@ def test_without_a_limit_in_usd_an_unknown_price_comes_last() -> None:
     assert [one and one.name for one in chosen] == ["a10", "l4"]
 
 
-def test_nothing_within_the_budget_says_what_would_be_needed() -> None:
+def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> None:
     held = comparison(entry("a10", 4, 0.5), entry("h100", 1, 3.0), budget=Budget(max_usd=1, max_hours=0.5))
     text = held.unmet()
     assert text is not None and text.splitlines() == [
@@ -216,7 +210,7 @@ def test_nothing_within_the_budget_says_what_would_be_needed() -> None:
     assert replace(held, budget=Budget(max_usd=3)).unmet() is replace(held, budget=Budget()).unmet() is None
 
 
-def test_nothing_that_fits_names_the_smallest_card() -> None:
+def test_if_nothing_fits_the_smallest_card_is_named() -> None:
     held = Comparison(groups=(group(too_large("t4"), smallest=resolve_device("h100")),))
     assert (
         held.unmet() == "nothing surely fits any of these cards\nm, lora: the smallest card that holds it is h100-sxm"
@@ -253,7 +247,7 @@ def test_an_own_card_never_pays_where_electricity_costs_more() -> None:
     assert comparison_data(made)["groups"][0]["own_run"]["never_pays"] is True
 
 
-def test_an_own_card_of_which_too_little_is_known() -> None:
+def test_an_own_card_with_unknown_price_or_speed() -> None:
     unpriced, large = entry("rtx-4090", 2, None), too_large("rtx-4090")
     alone = own_run(OWNED, unpriced)
     assert alone is not None and alone.runs is None and own_run(OWNED, large) is None
@@ -261,7 +255,7 @@ def test_an_own_card_of_which_too_little_is_known() -> None:
     assert "whether that pays is not known" in said(unpriced, owned=OWNED)[-1]
 
 
-def test_an_own_card_is_a_way_within_the_budget() -> None:
+def test_an_own_card_is_an_option_within_the_budget() -> None:
     held = group(entry("rtx-4090", 2, None), entry("h100", 1, 3.0))
     advice = advise(held, Budget(max_usd=1), OWNED)
     assert advice.chosen is not None and advice.chosen.name == "your own rtx-4090"
@@ -297,62 +291,13 @@ def test_a_limit_never_makes_a_card_larger() -> None:
     assert limits[0] == limits[1] > limits[2]
 
 
-def test_a_reserve_is_opened_where_nothing_else_fits() -> None:
+def test_the_reserve_is_opened_if_nothing_else_fits() -> None:
     case = setup(model="llama-2-13b")
     closed = compare_card(replace(case, reserve=case.task.space))
     assert closed.state == OOM and not closed.from_reserve
     held = compare_card(case)
     assert held.state == FITS and held.from_reserve
     assert "nothing fits on a10 but a quantised base or leaner state" in said(held)
-
-
-# Each form
-
-
-def hostile() -> Comparison:
-    price = Price(provider="=1+1|<b>", device="a10", usd_per_hour=1.0, source="x")
-    return Comparison(groups=(group(entry("a10", price=price), model=HOSTILE),))
-
-
-def test_a_hostile_name_is_text_on_a_page() -> None:
-    page = as_html(hostile(), TODAY)
-    assert "<script" not in page and "<b>" not in page
-    assert HOSTILE in html.unescape(page) and "=1+1|<b>" in html.unescape(page)
-    assert "http" not in page.replace("http-equiv", "")  # nothing is fetched
-
-
-def test_a_hostile_name_is_text_in_a_document() -> None:
-    text = as_markdown(hostile(), TODAY)
-    assert "<script>" not in text and "<b>" not in text
-    assert "## &lt;script&gt;\\|=cmd\\`\\*\\[x\\](y)\\$1\\$: lora" in text
-    rows = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
-    assert [line.count("|") for line in rows] == [len(COLUMNS) + 1] * 3
-
-
-def test_a_spreadsheet_calculates_nothing() -> None:
-    rows = list(csv.DictReader(io.StringIO(as_csv(hostile(), TODAY))))
-    assert rows[0]["model"] == HOSTILE and rows[0]["provider"] == "'=1+1|<b>"
-    for start in "=+-@":
-        held = replace(hostile(), groups=(group(entry("a10"), model=f"{start}1"),))
-        assert next(csv.DictReader(io.StringIO(as_csv(held, TODAY))))["model"] == f"'{start}1"
-    assert float(rows[0]["usd"]) == 1.0 and rows[0]["usd_spot"] == ""
-    below = as_csv(comparison(entry("a10", -1.0)), TODAY)
-    assert next(csv.DictReader(io.StringIO(below)))["hours"] == "-1.0"
-
-
-def test_a_hostile_name_is_text_to_a_program_and_on_a_terminal() -> None:
-    assert json.loads(FORMATS["json"](hostile(), TODAY))["groups"][0]["model"] == HOSTILE
-
-
-def test_json_has_it_all() -> None:
-    cards = (entry("rtx-4090", 4, None), entry("h100", 1, 3.0), too_large("t4"))
-    made = comparison(*cards, budget=Budget(max_usd=9), owned=Owned(device=RTX, usd=1800))
-    told = json.loads(FORMATS["json"](made, TODAY))
-    first = told["groups"][0]
-    assert told["owned"] == {"device": "rtx-4090", "usd": 1800, "hours": 10_000.0, "usd_per_kwh": 0.3}
-    assert first["cheapest"] == first["fastest"] == first["own_run"]["rented"] == "h100-sxm"
-    assert [one["state"] for one in first["cards"]] == [FITS, FITS, OOM] and first["advice"]["chosen"]["usd"] < 3
-    assert first["cards"][2]["need_gib"] > first["cards"][2]["limit_gib"] and first["cards"][2]["hours"] is None
 
 
 # The command
@@ -384,13 +329,13 @@ def test_a_family_without_a_formula_leaves_the_others(tmp_path: Path) -> None:
     assert result.exit_code == 0 and result.stdout == ""
 
 
-def test_where_nothing_is_known_that_is_an_error() -> None:
+def test_without_any_formula_the_comparison_is_an_error() -> None:
     result = run("--gpus", "a10,cpu", model="mixtral-8x7b")
     assert isinstance(result.exception, UsageError) and result.exception.remedy
     assert str(result.exception).splitlines()[0] == "there is no formula for mixtral models"
 
 
-def test_methods_that_a_card_cannot_do_are_cells() -> None:
+def test_methods_that_a_card_cannot_run_are_reported_in_their_rows() -> None:
     result = run("--gpus", "t4,a10", "--methods", "full,qlora", "--format", "json")
     full, qlora = json.loads(result.stdout)["groups"]
     assert (full["method"], qlora["method"]) == ("full", "qlora") and "nf4" in qlora["cards"][0]["configuration"]
@@ -416,7 +361,7 @@ def test_a_hostile_directory_through_the_command(tmp_path: Path) -> None:
         assert form != "table" or "[bold]<script>|=cmd: default" in result.stdout
 
 
-def test_an_own_price_file_is_heeded(tmp_path: Path) -> None:
+def test_the_users_price_file_is_used(tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     prices.write_text("- {provider: mine, device: l4, usd: 8.0, count: 8, as_of: 2026-11-01}\n")
     cell = json.loads(run("--gpus", "l4", "--prices", str(prices), "--format", "json").stdout)["groups"][0]["cards"][0]
@@ -437,7 +382,7 @@ def test_an_own_price_file_is_heeded(tmp_path: Path) -> None:
         (["--gpus", "a10,h100", "--prices", "no.yaml"], "cannot read no.yaml"),
     ],
 )
-def test_what_cannot_be(args: list[str], message: str) -> None:
+def test_impossible_options(args: list[str], message: str) -> None:
     result = run(*args)
     assert isinstance(result.exception, UsageError) and str(result.exception).startswith(message)
     assert result.exception.remedy and "\n" not in str(result.exception) and result.stdout == ""

@@ -10,7 +10,7 @@ import yaml
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.export import trl
-from autotune.planning.foreign_config import FP32_BASE, MAX_BYTES, ForeignConfig, read_file
+from autotune.planning.foreign_config import FP32_BASE, MAX_BYTES, ForeignConfig, parse, read_file
 from tests.helpers.factories import summary
 
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\n"
@@ -397,3 +397,13 @@ def test_what_is_no_file(tmp_path):
 def test_a_byte_order_mark_and_long_values(read, failure):
     assert read("\ufeffbase_model: m\r\nsequence_len: 64\r\n").config.seq_len == 64
     assert len(failure(f"{TRL}packing: {'x' * 10_000}\n")) < 200
+
+
+def test_values_are_parsed_as_the_file_is_read(tmp_path):
+    for tool, text in LORA.items():
+        path = tmp_path / f"{tool}.yaml"
+        path.write_text(text)
+        run = read_file(path)
+        assert parse(run.values, tool) == run
+    with pytest.raises(UsageError, match=r"^model_name_or_path: is missing"):
+        parse({}, "trl")

@@ -36,7 +36,7 @@ def found(task: Task, config: TrainConfig = CONFIG) -> dict[str, DeviceEstimate]
     return {one.device.name: one for one in estimate_other_devices(task, winner, [MEASURED], 0.05)}
 
 
-def test_the_studys_own_card_is_as_measured_and_others_are_projected() -> None:
+def test_the_own_card_is_measured_and_others_are_projected() -> None:
     cards = found(task())
     own, other = cards["h200-sxm"], cards["h100-sxm"]
     assert own.cost is not None and own.cost.evidence is Evidence.MEASURED and own.limit_gib == 132.0
@@ -51,7 +51,7 @@ def test_the_studys_own_card_is_as_measured_and_others_are_projected() -> None:
     )
 
 
-def test_what_does_not_fit_or_cannot_compute_has_no_cost() -> None:
+def test_cards_that_are_too_small_or_lack_a_feature_have_no_cost() -> None:
     cards = found(task())
     assert (
         cards["a10"].state == OOM
@@ -63,7 +63,7 @@ def test_what_does_not_fit_or_cannot_compute_has_no_cost() -> None:
     assert found(task(), replace(CONFIG, quantization="fp8"))["a100-80gb-sxm"].state == "has no fp8"
 
 
-def test_the_cheapest_comes_first_and_what_does_not_fit_last() -> None:
+def test_the_cheapest_card_comes_first_and_too_small_ones_last() -> None:
     cards = list(found(task()).values())
     usd = [one.cost.full_run_usd for one in cards if one.cost and one.cost.full_run_usd is not None]
     assert len(usd) > 3 and usd == sorted(usd)
@@ -71,7 +71,7 @@ def test_the_cheapest_comes_first_and_what_does_not_fit_last() -> None:
     assert states == sorted(states, reverse=True) and not states[-1]
 
 
-def test_a_card_that_stood_in_was_measured_itself() -> None:
+def test_the_card_that_probed_for_another_counts_as_measured() -> None:
     h200, a100 = resolve_device("h200"), resolve_device("a100-80gb-sxm")
     carried = speed_transfer(h200, a100, [0.4])
     cards = found(task(device=a100, measured_on=h200, carried=carried))
@@ -83,11 +83,11 @@ def test_a_card_that_stood_in_was_measured_itself() -> None:
     assert cards["a100-80gb-sxm"].cost.evidence is Evidence.PROJECTED
 
 
-def test_a_processor_says_nothing_of_cards() -> None:
+def test_a_study_on_a_cpu_estimates_no_cards() -> None:
     assert found(task(device=resolve_device("cpu"), price=None)) == {}
 
 
-def test_the_report_shows_them() -> None:
+def test_the_report_shows_other_cards() -> None:
     cards = tuple(found(task()).values())
     drawn = figures.cards(cards)
     priced = [one for one in cards if one.cost and one.cost.full_run_usd is not None]

@@ -46,7 +46,7 @@ def observation(tokens_per_s: float, **changes: Any) -> Observation:
     return Observation(**values | changes)
 
 
-def test_a_published_case_is_told_as_it_was() -> None:
+def test_a_published_case_is_estimated_as_it_was_measured() -> None:
     """An A10 with 8 rows of 512 tokens: about 20 GB with every layer recomputed, out of memory without."""
     case, limit = task(), memory_limit_gib(A10, 0.0)
     config = TrainConfig(micro_batch_size=8, seq_len=512, optimizer="paged_adamw_8bit")
@@ -57,7 +57,7 @@ def test_a_published_case_is_told_as_it_was() -> None:
     assert recomputed.need_gib + CONTEXT_GIB == pytest.approx(20e9 / 2**30, rel=0.15)
 
 
-def test_what_is_measured_on_a_card_draws_its_speed_there() -> None:
+def test_an_observation_on_a_card_corrects_its_estimated_speed() -> None:
     case, limit, config = task(), memory_limit_gib(A10, 0.05), TrainConfig(micro_batch_size=4, seq_len=512)
     alone = estimate(case, config, limit)
     slow = estimate(case, config, limit, [observation(500.0)])
@@ -81,11 +81,11 @@ def test_what_is_measured_on_a_card_draws_its_speed_there() -> None:
     ],
     ids=str,
 )
-def test_measurements_of_something_else_tell_nothing(other: dict[str, Any]) -> None:
+def test_observations_of_something_else_do_not_count(other: dict[str, Any]) -> None:
     assert measured_ratios([observation(**{"tokens_per_s": 300.0} | other)], A10, "lora", "none") == []
 
 
-def test_what_comes_with_the_package_is_of_known_cards_and_models() -> None:
+def test_published_observations_are_of_known_cards_and_models() -> None:
     assert published_observations()
     for one in published_observations():
         assert one.device in {device.name for device in list_devices()} and one.source
@@ -101,24 +101,24 @@ def test_the_best_fits_and_is_no_slower_than_what_guides_give() -> None:
         assert made.num_estimated == made.space_size
 
 
-def test_where_nothing_fits_there_is_no_best() -> None:
+def test_if_nothing_fits_there_is_no_best() -> None:
     made = plan_task(task(model="llama-3.1-70b"))
     assert made.best is None and made.baseline.state == OOM
 
 
-def test_a_family_without_a_formula_is_said() -> None:
+def test_a_model_family_without_a_formula_is_an_error() -> None:
     with pytest.raises(UsageError, match="there is no formula for mixtral models"):
         plan_task(task(model="mixtral-8x7b"))
 
 
-def test_a_large_space_is_looked_at_everywhere() -> None:
+def test_a_large_space_is_sampled_everywhere() -> None:
     """And what makes no difference to the formulas does not multiply it."""
     made = plan_task(task("a100-80gb", space="everything", allow_quantized=True, allow_any_optimizer=True))
     assert made.space_size < 30_000 and made.num_estimated <= made.space_size
     assert made.best and made.best.config.micro_batch_size * made.best.config.seq_len > 2048
 
 
-def test_a_way_without_a_formula_is_said() -> None:
+def test_a_configuration_without_a_formula_is_an_error() -> None:
     with pytest.raises(UsageError, match="there is no formula for int8 bases"):
         plan_task(task(space="qlora", pins={"quantization": "int8"}))
 
@@ -134,7 +134,7 @@ def test_a_card_without_memory_cannot_be_planned_for() -> None:
         memory_limit_gib(resolve_device("cpu"), 0.05)
 
 
-def test_between_fitting_and_not_there_is_doubt() -> None:
+def test_near_the_limit_the_state_is_tight() -> None:
     case, config = task(), TrainConfig(micro_batch_size=4, seq_len=1024)
     found = estimate(case, config, 100.0)
     assert found is not None
@@ -154,7 +154,7 @@ def test_a_table_grows_in_both_directions() -> None:
 # The command
 
 
-def test_the_command_says_what_it_knows_and_how(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_estimates_and_their_basis(capsys: pytest.CaptureFixture[str]) -> None:
     command.plan(StudySpec(model="mistral-7b", gpu="a10"), evidence=HERE)
     text = capsys.readouterr().out
     assert "Nothing was measured here" in text and "tightened by 2 measured on this card" in text
@@ -182,7 +182,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {cell["fits"] for cells in said["what_fits"].values() for cell in cells} == {FITS, TIGHT, OOM}
 
 
-def test_an_unknown_price_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_price_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     command.plan(StudySpec(model="smollm2-135m", gpu="gh200-96gb", price=None), evidence=HERE)
     assert "no price" not in capsys.readouterr().out
     command.plan(StudySpec(model="smollm2-135m", gpu="l40s"), evidence=HERE)
@@ -194,12 +194,12 @@ def test_a_quantised_base_is_planned_where_nothing_else_fits(capsys: pytest.Capt
     assert "nothing fits without a quantised base" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_an_exit_code_of_its_own() -> None:
+def test_a_model_that_does_not_fit_has_its_own_exit_code() -> None:
     with pytest.raises(NothingFits, match="nothing in the search space surely fits a10"):
         command.plan(StudySpec(model="llama-3.1-70b", gpu="a10"), evidence=HERE)
 
 
-def test_without_a_gpu_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_machine_without_a_gpu_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.core.nvml.list_gpus", list)
     with pytest.raises(UsageError, match="which GPU"):
         planned_device("auto")

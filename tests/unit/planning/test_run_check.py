@@ -62,7 +62,7 @@ OOMS = [
 
 
 @pytest.mark.parametrize(("text", "gpu"), OOMS)
-def test_what_is_advised_makes_it_fit(text: str, gpu: str, answer: Callable[..., CheckReport]) -> None:
+def test_the_suggested_changes_make_the_run_fit(text: str, gpu: str, answer: Callable[..., CheckReport]) -> None:
     """Written into the file and checked again."""
     found = answer(text, gpu)
     assert found.checked.state != FITS and found.fix is not None
@@ -81,7 +81,7 @@ def test_what_is_advised_makes_it_fit(text: str, gpu: str, answer: Callable[...,
         assert saves > 0 or change.checked.state == FITS
 
 
-def test_what_is_learned_changes_last(answer: Callable[..., CheckReport]) -> None:
+def test_changes_that_affect_learning_come_last(answer: Callable[..., CheckReport]) -> None:
     """Nothing that is learned with changes where micro batch, checkpoints or the loss suffice; then the least."""
 
     def keys(text: str, gpu: str, **flags: Any) -> set[str]:
@@ -108,7 +108,18 @@ def test_nothing_helps(answer: Callable[..., CheckReport]) -> None:
     assert "nothing that was tried surely makes it fit" in printed(found) and "useful tokens/s" not in printed(found)
 
 
-def test_edits_reach_what_counts() -> None:
+def test_fixes_are_found_without_writing_a_file(
+    answer: Callable[..., CheckReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a temporary file was made")
+
+    for name in ("TemporaryDirectory", "NamedTemporaryFile", "mkstemp", "mkdtemp"):
+        monkeypatch.setattr(f"tempfile.{name}", refuse)
+    assert answer(TRL_7B, "t4").fix is not None
+
+
+def test_edits_are_written_where_the_tool_reads_them() -> None:
     values = {"dtype": "float32", "model_init_kwargs": {"dtype": "float32"}, "a": 1}
     new = edited(values, {"dtype": "bfloat16", "a": 2})
     assert new == {"dtype": "float32", "model_init_kwargs": {"dtype": "bfloat16"}, "a": 2}
@@ -176,7 +187,7 @@ def test_a_base_in_fp32(answer: Callable[..., CheckReport]) -> None:
 
 @pytest.mark.probe  # torch is loaded, which takes seconds
 @pytest.mark.filterwarnings("ignore")
-def test_the_graph_keeps_each_cast_of_a_frozen_weight() -> None:
+def test_the_graph_holds_each_cast_of_a_frozen_weight() -> None:
     """2 bytes a weight until the backward pass, of layers that are not recomputed; their inputs in 4 bytes."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -246,7 +257,7 @@ def test_steps_and_hours(answer: Callable[..., CheckReport]) -> None:
     assert steps(AXOLOTL, examples=3200, tokens_per_example=4096) == 4 * 400
 
 
-def test_assumptions_are_told(answer: Callable[..., CheckReport]) -> None:
+def test_assumptions_are_reported(answer: Callable[..., CheckReport]) -> None:
     out = printed(answer(TRL))
     assert "for 10,000 examples (assumed) x 1, 625 steps" in out
     assert "How long the examples are was not given: 1,024 tokens each (assumed)" in out
@@ -317,7 +328,7 @@ def test_faster(answer: Callable[..., CheckReport]) -> None:
     assert answer(best, "h100-sxm", tokens_per_example=1024).faster is None
 
 
-def test_needs_grow_with_what_is_asked() -> None:
+def test_the_need_grows_with_the_micro_batch() -> None:
     run = ForeignConfig(
         format="trl",
         model="m",

@@ -57,7 +57,7 @@ def write(tmp_path: Path) -> Callable[[Any], Path]:
 # --- what goes out
 
 
-def test_what_is_submitted_is_what_was_measured(write: Callable[[Any], Path]) -> None:
+def test_a_submission_holds_what_was_measured(write: Callable[[Any], Path]) -> None:
     recipe = recipe_of()
     submission = submission_of(recipe, DAY)
     winner, baseline = read_submission(write(submission.text.encode()))
@@ -135,7 +135,7 @@ def test_only_a_model_of_the_catalogue_is_named(change: dict[str, Any]) -> None:
     assert submission_of(replace(recipe, model=replace(recipe.model, **change)), DAY).model.name is None
 
 
-def test_what_was_projected_is_not_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projected_study_cannot_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = summary().recipe
     recipe = replace(made, winner=replace(made.winner, evidence=Evidence.PROJECTED))
     found = SimpleNamespace(recipe=recipe)
@@ -144,7 +144,7 @@ def test_what_was_projected_is_not_submitted(monkeypatch: pytest.MonkeyPatch) ->
         share.submit(None, None, None)
 
 
-def test_a_card_that_nobody_knows_is_not_submitted() -> None:
+def test_a_card_outside_the_catalogue_cannot_be_submitted() -> None:
     recipe = recipe_of()
     with pytest.raises(UsageError, match="h300 is not in the catalogue"):
         submission_of(replace(recipe, device=replace(recipe.device, name="h300")), DAY)
@@ -277,7 +277,7 @@ def deep(levels: int) -> bytes:
     ],
     ids=lambda value: repr(value[:20]),
 )
-def test_a_file_that_is_no_submission(
+def test_a_file_that_is_not_a_submission_is_refused(
     write: Callable[[Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -299,7 +299,7 @@ def test_numbers_as_they_stand_in_a_file(good: dict[str, Any], write: Callable[[
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "fifo", "device", "loop"])
-def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
+def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "x.json"
     if kind == "folder":
         path.mkdir()
@@ -316,7 +316,7 @@ def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
 # --- what is kept
 
 
-def test_importing_twice_is_said_and_harmless(
+def test_importing_twice_is_reported_and_changes_nothing(
     good: dict[str, Any],
     write: Callable[[Any], Path],
     tmp_path: Path,
@@ -336,7 +336,7 @@ def test_importing_twice_is_said_and_harmless(
     assert load_evidence(Path("runs/evidence")) == (read_submission(kept), ())
 
 
-def test_what_stands_in_the_way_is_replaced_and_not_followed(
+def test_a_link_in_the_way_is_replaced_and_not_followed(
     good: dict[str, Any], write: Callable[[Any], Path], tmp_path: Path
 ) -> None:
     path, evidence, elsewhere = write(good), tmp_path / "evidence", tmp_path / "elsewhere"
@@ -351,7 +351,7 @@ def test_what_stands_in_the_way_is_replaced_and_not_followed(
     assert len(read_submission(target)) == 2
 
 
-def test_broken_evidence_is_named_and_the_rest_is_read(good: dict[str, Any], tmp_path: Path) -> None:
+def test_broken_evidence_is_reported_and_the_rest_is_read(good: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "good.json").write_text(json.dumps(good))
     (tmp_path / "again.json").write_text(json.dumps(good, indent=4))  # counts once
     (tmp_path / "other.json").write_text(json.dumps(changed(good, "date", "2026-01-01")))
@@ -373,7 +373,7 @@ def test_no_evidence(tmp_path: Path) -> None:
     assert sightings == () and "Not a directory" in problems[0]
 
 
-def test_extrapolated_rows_say_so(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
+def test_extrapolated_rows_are_marked(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
     winner, baseline = read_submission(write(changed(good, "winner.evidence", "extrapolated")))
     assert (winner.evidence, baseline.evidence) == (Evidence.EXTRAPOLATED, Evidence.MEASURED)
 
