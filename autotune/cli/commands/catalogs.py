@@ -1,4 +1,4 @@
-"""`autotune gpus` and `autotune models`: what the catalogue holds, as a table or as JSON."""
+"""`autotune gpus`, `models` and `spaces`: what the catalogue holds. Also prints tables, JSON and notes for others."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 from autotune.catalog import Price, age, find_price, list_devices, list_models
 from autotune.core.units import DASH, fmt_count, fmt_usd
 
-# Wide enough for any row when nobody looks through a terminal window: a pipe must get whole cells.
+# Wide enough for any row: a pipe or a file must get whole cells.
 _PIPE_WIDTH = 240
 
 
@@ -77,7 +77,7 @@ def print_json(rows: Any) -> None:
 
 
 def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str, ...]]) -> None:
-    """`columns`: heading -> how its cells are justified."""
+    """Print a table on stdout; `columns` maps each heading to the justification of its cells."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

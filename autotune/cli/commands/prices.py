@@ -12,18 +12,18 @@ from autotune.core.units import DASH, fmt_usd
 
 
 def prices(gpu: str | None, own: Path | None, live: bool, as_json: bool) -> None:
-    """Print the prices of `gpu`, or of every GPU that has one: the user's own first, then live ones, then the seeds.
+    """Print the prices of `gpu`, or of all GPUs: those of the user's file `own`, then live ones, then the seeds.
 
     Raises:
         UsageError: no such GPU, or a price file that cannot be read.
         EnvironmentProblem: `live` without gpuhunt or without a network.
     """
     devices = list_devices() if gpu is None else (resolve_device(gpu),)
-    mine = load_prices(own) if own else ()
+    own_prices = load_prices(own) if own else ()
     today = date.today()
     rows: list[Price] = []
     for device in devices:
-        rows += best_first(device.name, mine)
+        rows += best_first(device.name, own_prices)
         if live:
             from autotune.catalog.live_prices import live_prices
 
