@@ -1,4 +1,4 @@
-"""The end of a study: the best configurations again, longer and interleaved, until it is sure who wins."""
+"""The end of a study: measure the best configurations again, longer and interleaved, until it is sure who wins."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from autotune.problem.task import Task
 from autotune.study.evaluator import Evaluator
 from autotune.study.numerics import REFERENCE
 from autotune.study.selection import DISAGREEMENT, Selection
+
+MAX_CONFIRMATIONS = 3  # of a configuration whose measurements disagree
 
 
 @dataclass(slots=True)
@@ -25,51 +27,67 @@ class Confirmation:
     say: Callable[[str], None]
 
     def run(self) -> None:
-        """Measure the finalists and the baseline again; in later rounds those that may still win.
+        """Measure the finalists and the baseline again; in later rounds only those that may still win.
 
-        The likely winner and the baseline come first, since the budget may end it. Who fails is replaced by the next
-        best. One evaluation and one save belong to the full run: who wins has done them.
+        The likely winner and the baseline come first, since the budget may end it. A finalist that fails is replaced by
+        the next best. A full run also evaluates and saves: the winner must have done both.
         """
         entries = self.selection.finalists(self.finalists)
         likely, baseline = entries[:1], self.selection.baseline()
         if baseline is not None and baseline not in likely:
-            entries = [*likely, baseline, *(one for one in entries[1:] if one != baseline)]
+            entries = [*likely, baseline, *(config for config in entries[1:] if config != baseline)]
         for round_ in range(1, self.rounds + 1):
-            last = round_ == self.rounds
-            waiting = [one for one in entries if round_ == 1 or self.selection.may_win(one)]
-            while waiting:
-                config = waiting.pop(0)
-                if self.ended():
-                    return
-                why = f"round {round_} of {self.rounds}"
-                confirmed = self._confirm_one(config, why, round_, whole=last or config in likely)
-                if confirmed is None:
-                    return
-                if not confirmed:
-                    entries.remove(config)
-                    next_best = [one for one in self.selection.finalists(len(entries) + 1) if one not in entries][:1]
-                    if next_best and not self.ended():
-                        entries += next_best
-                        waiting += next_best
-        again = self.rounds
+            if not self._run_round(round_, entries, likely):
+                return
+        num_rounds = self._settle_disagreements(entries)
+        self._confirm_leader(num_rounds)
+
+    def _run_round(self, round_: int, entries: list[TrainConfig], likely: list[TrainConfig]) -> bool:
+        """Measure each entry once; False if that was interrupted. Entries that fail are replaced in `entries`."""
+        last = round_ == self.rounds
+        waiting = [config for config in entries if round_ == 1 or self.selection.may_win(config)]
+        while waiting:
+            config = waiting.pop(0)
+            if self.ended():
+                return False
+            why = f"round {round_} of {self.rounds}"
+            confirmed = self._confirm_one(config, why, round_, whole=last or config in likely)
+            if confirmed is None:
+                return False
+            if not confirmed:
+                entries.remove(config)
+                finalists = self.selection.finalists(len(entries) + 1)
+                next_best = [finalist for finalist in finalists if finalist not in entries][:1]
+                if next_best and not self.ended():
+                    entries += next_best
+                    waiting += next_best
+        return True
+
+    def _settle_disagreements(self, entries: list[TrainConfig]) -> int:
+        """Measure entries once more while their measurements disagree. Returns the number of the last round."""
+        round_ = self.rounds
         for config in entries:
             while (
-                self.selection.disagreement(config) > DISAGREEMENT and len(self.selection.record(config).confirmed) < 3
+                self.selection.disagreement(config) > DISAGREEMENT
+                and len(self.selection.record(config).confirmed) < MAX_CONFIRMATIONS
             ):
-                again += 1
-                if self.ended() or not self._confirm_one(config, "once more, since measurements disagree", again):
+                round_ += 1
+                if self.ended() or not self._confirm_one(config, "once more, since measurements disagree", round_):
                     break
-        # Who leads now may not have led before.
+        return round_
+
+    def _confirm_leader(self, round_: int) -> None:
+        """Measure the leader, which may not have led before, until it has been measured twice and has saved."""
         while (leader := self.selection.leader()) is not None and not self.ended():
             twice = len(self.selection.record(leader).confirmed) >= min(self.rounds, 2)
             if twice and self.evaluator.was_evaluated(leader):
                 return
-            again += 1
-            if self._confirm_one(leader, "once more, since it leads", again, whole=True) is None:
+            round_ += 1
+            if self._confirm_one(leader, "once more, since it leads", round_, whole=True) is None:
                 return
 
     def _confirm_one(self, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
-        """Whether the configuration came through again; None if the user asked to stop, or time ran out, meanwhile."""
+        """Whether the configuration succeeded again; None if the user or the budget stopped this."""
         micro_steps = self.task.workload.run_shape(config).confirmation_micro_steps
         try:
             if not self.selection.record(config).confirmed and not self._is_sound(config):
@@ -88,11 +106,13 @@ class Confirmation:
         return False
 
     def _is_sound(self, config: TrainConfig) -> bool:
-        """Whether its losses are those of its reference, as far as real weights and time can tell."""
-        if (reference := self.selection.missing_reference(config)) is not None and not self.ended():
+        """Whether its losses agree with those of its reference, as far as real weights and time can tell."""
+        reference = self.selection.missing_reference(config)
+        if reference is not None and not self.ended():
             self.say(f"comparing the losses of {config.label()} with {REFERENCE}")
             self.selection.references[reference.digest] = self.evaluator.reference(reference)
-        if (reason := self.selection.unsound(config)) is not None:
+        reason = self.selection.unsound(config)
+        if reason is not None:
             self.evaluator.reject(config, reason)
             self.selection.reject(config, reason)
         return reason is None
@@ -105,12 +125,12 @@ def measure_close_calls(
     is_spent: Callable[[], bool],
     say: Callable[[str], None],
 ) -> None:
-    """Whole models of what a truncated one left close to the best: one, and more while confirming has its time."""
-    asked = set[TrainConfig]()
-    while left := [config for config in selection.close_calls() if config not in asked]:
-        if ended() or (asked and is_spent()):
+    """Measure whole models of extrapolated configurations close to the best: one, and more while time is left."""
+    measured = set[TrainConfig]()
+    while left := [config for config in selection.close_calls() if config not in measured]:
+        if ended() or (measured and is_spent()):
             return
-        asked.add(left[0])
+        measured.add(left[0])
         say(f"close to the best, at full depth: {left[0].label()}")
         try:
             result = evaluator.evaluate(left[0], None).result

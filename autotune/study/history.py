@@ -1,4 +1,4 @@
-"""A study's trials as people see them: from verdicts as they fall, and from what Optuna and our table remember."""
+"""A study's trials as records: from evaluations, and restored from Optuna and the table of probes."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,24 +13,27 @@ from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.summary import Candidate, Quality, StudySummary, TrialRecord, Verification
 
+NOT_SEARCHED = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
 
-def to_record(number: int, verdict: Evaluation, task: Task) -> TrialRecord:
-    """A verdict as the row that people see."""
-    result, measurement = verdict.result, verdict.result.measurement
+
+def to_record(number: int, evaluation: Evaluation, task: Task) -> TrialRecord:
+    """Turn the evaluation of a trial into its record."""
+    result, measurement, oom = evaluation.result, evaluation.result.measurement, evaluation.result.oom
+    limit_gib = oom.limit_gib if oom else None
     return TrialRecord(
         number=number,
         config=result.config,
         outcome=result.outcome,
         rung=result.rung,
         evidence=result.evidence,
-        reused=verdict.reused,
+        reused=evaluation.reused,
         reason="; ".join(filter(None, (result.reason, *result.notes))) or None,
         tokens_per_second=task.score(result),
         peak_reserved_gib=measurement.peak_reserved_gib if measurement else None,
-        limit_gib=measurement.limit_gib if measurement else result.oom.limit_gib if result.oom else None,
-        margin=margins(result)["memory"] if measurement or result.oom else None,
-        oom=result.oom,
-        seconds=verdict.seconds,
+        limit_gib=measurement.limit_gib if measurement else limit_gib,
+        margin=margins(result)["memory"] if measurement or oom else None,
+        oom=oom,
+        seconds=evaluation.seconds,
         log=result.log,
     )
 
@@ -38,28 +41,27 @@ def to_record(number: int, verdict: Evaluation, task: Task) -> TrialRecord:
 def restore(
     task: Task, finished: list[FinishedTrial], stored: list[StoredProbe]
 ) -> tuple[list[TrialRecord], Selection]:
-    """A study's rows and judge from what Optuna and the probe table remember."""
+    """A study's records and selection, from Optuna's finished trials and the table of probes."""
     selection = Selection(task)
-    beside = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
-    searched = [row for row in stored if row.result.rung not in beside and row.result.depth is None]
+    searched = [row for row in stored if row.result.rung not in NOT_SEARCHED and row.result.depth is None]
     by_trial = {row.trial: row.result for row in searched if row.trial is not None}
+    by_config = {row.result.config.digest: row.result for row in searched}
     seconds: dict[int | None, float] = {}
     for row in stored:
         seconds[row.trial] = seconds.get(row.trial, 0.0) + row.result.seconds.get("total", 0.0)
-    by_config = {row.result.config.digest: row.result for row in searched}
-    rows = []
-    for told in finished:
-        result = by_trial.get(told.number) or by_config.get(told.config.digest)
-        if result is None:  # answered from another study's probe
+    records = []
+    for trial in finished:
+        result = by_trial.get(trial.number) or by_config.get(trial.config.digest)
+        if result is None:  # another study's probe answered it
             result = ProbeResult(
                 request_digest="",
-                config=told.config,
+                config=trial.config,
                 rung=Rung.FULL,
-                outcome=told.outcome,
-                reason=told.reason,
+                outcome=trial.outcome,
+                reason=trial.reason,
             )
-        spent = 0.0 if told.reused else seconds.get(told.number, 0.0)
-        rows.append(to_record(told.number, Evaluation(result=result, reused=told.reused, seconds=spent), task))
+        spent = 0.0 if trial.reused else seconds.get(trial.number, 0.0)
+        records.append(to_record(trial.number, Evaluation(result=result, reused=trial.reused, seconds=spent), task))
         selection.add_result(result)
     for row in searched:
         if row.trial is None and row.result.rung is Rung.FULL:
@@ -68,13 +70,17 @@ def restore(
         if row.result.rung is Rung.REFERENCE:
             selection.references[row.result.config.digest] = row.result.measurement
         if row.result.rung is Rung.CONFIRM:
-            if row.result.outcome is Outcome.OK and row.result.measurement is not None:
-                selection.confirm(row.result.config, row.result.measurement)
-                selection.record_startup(row.result)
-            else:
-                fits = row.result.outcome not in (Outcome.OOM, Outcome.NUMERICS)
-                selection.reject(row.result.config, row.result.reason or row.result.outcome, fits=fits)
-    return rows, selection
+            _restore_confirmation(selection, row.result)
+    return records, selection
+
+
+def _restore_confirmation(selection: Selection, result: ProbeResult) -> None:
+    if result.outcome is Outcome.OK and result.measurement is not None:
+        selection.confirm(result.config, result.measurement)
+        selection.record_startup(result)
+    else:
+        fits = result.outcome not in (Outcome.OOM, Outcome.NUMERICS)
+        selection.reject(result.config, result.reason or result.outcome, fits=fits)
 
 
 def summarize(
@@ -91,9 +97,9 @@ def summarize(
     verification: Verification | None = None,
     explanation: Ablation | None = None,
 ) -> StudySummary:
-    """What the study says so far. `cards` computes what the winner does on other devices.
+    """Summarize the study so far. `cards` estimates the winner on other devices.
 
-    `others_seconds` is what further GPUs worked on it.
+    `others_seconds` is how long workers other than the leader worked, on GPUs of their own.
     """
     price, recipe = selection.task.search_price, selection.recipe(fingerprint)
     return StudySummary(

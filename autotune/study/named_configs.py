@@ -160,6 +160,7 @@ def probe_configs(
 
 
 def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result: ProbeResult) -> ConfigResult:
+    """Turn the probe of a case into its result."""
     found = result.measurement
     evidence = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
     if result.outcome is not Outcome.OK or found is None:
