@@ -1,4 +1,4 @@
-"""What is known beforehand about GPUs, models and prices, read from the YAML files in `data/`."""
+"""Data sheets of GPUs, models and prices, read from the YAML files in `data/`."""
 
 from autotune.catalog.devices import DeviceSpec, list_devices, match_device, resolve_device
 from autotune.catalog.models import ModelSpec, list_models, resolve_model

@@ -1,6 +1,6 @@
 """DeviceSpec: what a GPU product can do by its data sheet, and which product a name means.
 
-What the card in this machine is doing now is read elsewhere, by NVML; this file only matches the name it gives.
+`core.nvml` reads the state of the cards of this machine; this module only matches their names.
 """
 
 import functools
@@ -11,14 +11,15 @@ from typing import Any
 from autotune.catalog._data import load_data
 from autotune.core.errors import UsageError, did_you_mean
 
-# Where nvidia-smi's total is not known. The totals that are known, of cards whose ECC takes no memory, are 0.995 to 1.0
+# For cards whose total in nvidia-smi is unknown. The known totals, of cards whose ECC takes no memory, are 0.995 to 1.0
 # of the marketed GB taken as GiB (H100 0.9956, H200 0.9957, A100 1.0).
 GIB_PER_MARKETED_GB = 0.99
 
-# What a process can have of nvidia-smi's total: 0.996 of it on an H200, 0.97 to 0.98 on a T4, an L4 and an A10.
+# The share of nvidia-smi's total that a process can use: 0.996 on an H200, 0.97 to 0.98 on a T4, an L4 and an A10.
 USABLE = 0.98
 
-# How far a candidate's memory may be from the one seen: torch sees 3 % less than nvidia-smi (14.6 of a T4's 15.0).
+# How far the memory of a product may differ from what was read: torch sees 3 % less than nvidia-smi (14.6 of a T4's
+# 15.0).
 MEMORY_TOLERANCE = 0.1
 
 _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
@@ -52,7 +53,7 @@ class DeviceSpec:
 
     @property
     def usable_gib(self) -> float | None:
-        """What tensors, CUDA context and headroom may take together."""
+        """The memory for tensors, CUDA context and reserve together; None if unknown."""
         return None if self.memory_gib is None else self.memory_gib * USABLE
 
     @property
@@ -75,6 +76,7 @@ class DeviceSpec:
 
 @functools.cache
 def list_devices() -> tuple[DeviceSpec, ...]:
+    """Every product of the catalogue."""
     return tuple(_device(row) for row in load_data("gpus"))
 
 

@@ -34,7 +34,7 @@ def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price
 
 
 def to_prices(items: Iterable[Any], version: str, today: date) -> list[Price]:
-    """gpuhunt's items as prices. What is no GPU of the catalogue, or is offered as spot alone, is left out."""
+    """The items of gpuhunt as prices, without those of unknown GPUs and those that are only offered as spot."""
     cheapest: dict[tuple[str, str, int], dict[bool, Any]] = {}
     for item in items:
         if not item.gpu_count or not item.gpu_name or not item.gpu_memory or not 0 < item.price < float("inf"):
@@ -114,7 +114,7 @@ def _fetch() -> tuple[list[Any], str]:
 
 @contextmanager
 def _quick_and_quiet() -> Iterator[None]:
-    """gpuhunt logs a traceback for each catalogue that it cannot reach."""
+    """Silence gpuhunt, which logs a traceback for each catalogue that it cannot reach."""
     logger = logging.getLogger("gpuhunt")
     level, timeout = logger.level, socket.getdefaulttimeout()
     logger.setLevel(logging.CRITICAL + 1)

@@ -61,10 +61,12 @@ class ModelSpec:
 
     @property
     def short(self) -> str:
+        """The name without its organisation."""
         return self.name.rsplit("/", 1)[-1]
 
     @property
     def digest(self) -> str:
+        """Twelve hex digits, equal for models of the same shape."""
         return digest_of(self.config)
 
     def size(self, *keys: str) -> int | None:
@@ -77,14 +79,17 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers."""
         return self.size(*_LAYERS) or 0
 
     @property
     def hidden_size(self) -> int:
+        """Width of the hidden states."""
         return self.size(*_HIDDEN) or 0
 
     @property
     def vocab_size(self) -> int:
+        """Rows of the embedding."""
         return self.size(*_VOCAB) or 0
 
     @property

@@ -38,6 +38,7 @@ class Price:
 
 @functools.cache
 def list_prices() -> tuple[Price, ...]:
+    """The prices that come with the package."""
     return tuple(_of_one_gpu(row) for row in load_data("prices"))
 
 

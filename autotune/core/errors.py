@@ -1,13 +1,13 @@
 """Errors a user can act on. Each says what happened, what to do about it, and how the process exits.
 
-Expected failures of a probe (out of memory, timeout, ...) are values (`result.Outcome`), not exceptions.
+Expected failures of a probe (out of memory, timeout, ...) are values (`probe_types.Outcome`), not exceptions.
 """
 
 from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'a10' or 'a100'?", or nothing when no known name is near."""
+    """The hint "; did you mean 'a10' or 'a100'?", or an empty text if no known name is similar."""
     import difflib
 
     close = difflib.get_close_matches(str(name).lower(), sorted(set(known)), n=3)

@@ -1,6 +1,6 @@
-"""What NVIDIA GPUs are here, by NVML and without torch: memory and who holds it, clocks, power, throttling.
+"""The NVIDIA GPUs of this machine, by NVML and without torch: memory and its holders, clocks, power, throttling.
 
-Reads only; no setting of a card is ever changed. What a driver does not tell is None.
+Reads only; no setting of a card is ever changed. Values that the driver does not report are None.
 """
 
 import os
@@ -84,6 +84,7 @@ class Nvml:
             return None
 
     def info(self, index: int = 0) -> GpuInfo:
+        """The card's name, memory and processes; `index` is only passed on."""
         import pynvml
 
         # The second version of this call keeps what the driver reserves for itself apart from what is in use.
@@ -105,17 +106,18 @@ class Nvml:
         return _quiet(lambda: self.info().used_gib)
 
     def used_by_process_gib(self, pid: int) -> float | None:
-        """Memory one process holds; None where the driver does not tell (containers with their own process numbers)."""
+        """Memory of one process; None where the driver hides it (containers with their own process numbers)."""
         return next((process.used_gib for process in self._processes() if process.pid == pid), None)
 
     def uncorrected_errors(self) -> int | None:
-        """Of the card's memory, since the driver was loaded; None where it does not check (ECC)."""
+        """Uncorrected memory errors since the driver was loaded; None for memory without error correction (ECC)."""
         import pynvml
 
         kinds = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         return _quiet(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(self._handle, *kinds)))
 
     def sample(self) -> Sample:
+        """Read all sensors; None for each that the driver does not have."""
         import pynvml
 
         handle = self._handle
@@ -186,7 +188,7 @@ def _named_cards() -> list[int | str] | None:
 
 
 def _quiet(read: Callable[[], T]) -> T | None:
-    """The value, or None where the driver has none to give."""
+    """The value, or None where the driver does not report it."""
     import pynvml
 
     try:

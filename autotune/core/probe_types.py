@@ -1,6 +1,6 @@
-"""What a probe is asked and what it answers: values that cross the process boundary and rest in the database as JSON.
+"""The requests and results of probes: values that cross the process boundary and are stored in the database as JSON.
 
-A failed probe is a ProbeResult too. GiB is 2**30 bytes, seconds are wall or device-event seconds, None is "unknown".
+A failed probe has a ProbeResult too. GiB is 2**30 bytes, seconds are wall or device-event seconds, None is unknown.
 """
 
 from dataclasses import dataclass, field
@@ -12,10 +12,12 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-PROBE_VERSION = 3  # raised whenever a probe comes to measure something else; stored ones are then measured again
+PROBE_VERSION = 3  # raised when probes measure something else than before; stored results are then measured again
 
 
 class Outcome(StrEnum):
+    """How a probe ended."""
+
     OK = "ok"
     OOM = "oom"
     REFUSED = "refused"  # predicted not to fit, nothing was launched
@@ -26,15 +28,19 @@ class Outcome(StrEnum):
 
 
 class Rung(StrEnum):
+    """How much a probe measures, and for what."""
+
     GATE = "gate"
     SHALLOW = "shallow"
     FULL = "full"
     CONFIRM = "confirm"
-    REFERENCE = "reference"  # only what others' losses are compared with
-    NODE = "node"  # only whether a worker's node is like the others
+    REFERENCE = "reference"  # gives the losses that others are compared with
+    NODE = "node"  # only compares a worker's node with the others
 
 
 class Phase(StrEnum):
+    """The part of a probe in which something happened."""
+
     START = "start"  # worker start, imports
     LOAD = "load"  # build the model, attach adapters
     FIRST_STEP = "first_step"  # warm-up steps, compilation
@@ -48,6 +54,8 @@ class Phase(StrEnum):
 
 
 class Evidence(StrEnum):
+    """How a number is known, the most certain first."""
+
     MEASURED = "measured"  # this GPU, full depth
     EXTRAPOLATED = "extrapolated"  # this GPU, truncated depth
     PROJECTED = "projected"  # another GPU
@@ -56,13 +64,13 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """How a model's decoder layers repeat: `prefix` layers of their own, then the same `period` layers over and over.
+    """How a model's decoder layers repeat: `prefix` different layers, then the same `period` layers over and over.
 
-    `period` is None where nothing repeats. `unquantized` is the share of all parameters that stand in the layers but in
+    `period` is None where nothing repeats. `unquantized` is the share of all parameters that are in the layers but in
     no linear module, such as the fused experts of a mixture: quantisation does not touch them. `untrained` is the part
-    of it that adapters on every linear layer leave out; where PEFT reaches the others, it does so by
-    `parametrized` weights, which cannot be compiled. `plain_head` is whether the logits are what the head returns,
-    neither capped nor scaled, `liger` whether Liger has kernels for it.
+    of it that adapters on every linear layer leave out; PEFT reaches the rest through `parametrized` weights, which
+    cannot be compiled. `plain_head` says that the logits are neither capped nor scaled after the head, `liger` that
+    Liger has kernels for the model.
     """
 
     num_layers: int
@@ -113,7 +121,7 @@ class ProbeRequest:
             {
                 "config": self.config.as_dict(),
                 "model": self.model,
-                # Of real weights the losses are looked at, and which they are hangs on both.
+                # With real weights the losses are checked, and they depend on both.
                 "weights": self.weights is not None and [self.weights, self.seed],
                 "device": self.device,
                 "micro_steps": self.micro_steps,
@@ -130,7 +138,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """The circumstances that a measurement holds for. Compared by digest; shown field by field."""
+    """The hardware and software that a measurement holds for, compared by digest."""
 
     device: str
     compute_capability: str | None
@@ -145,6 +153,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
+        """Twelve hex digits, equal for equal fingerprints."""
         return digest_of(to_data(self))
 
     def differences(self, other: "Fingerprint") -> list[str]:
@@ -159,7 +168,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """Means over the timed steps, read by NVML from the parent process; None where the driver does not tell."""
+    """Means over the timed steps, read by NVML from the parent process; None where the driver does not report them."""
 
     utilization: float | None = None  # 0 to 1: share of time in which a kernel ran
     power_w: float | None = None
@@ -171,7 +180,7 @@ class Telemetry:
 
     @property
     def slowed_by(self) -> tuple[str, ...]:
-        """Heat, or the hardware; a power cap is how small cards run."""
+        """The reasons that are a fault: heat or the hardware. A power cap is normal on small cards."""
         return tuple(reason for reason in self.throttle_reasons if reason != "power cap")
 
 

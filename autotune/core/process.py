@@ -1,4 +1,4 @@
-"""What Linux does for processes at the end of one of them."""
+"""Ending processes together with the process that started them, by the means of Linux."""
 
 import ctypes
 import os
@@ -14,17 +14,17 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None, *, number: int = signal.SIGKILL) -> None:
-    """Linux sends this process a signal when its parent dies, however it dies; who has lost it already ends here."""
+    """Have Linux send this process signal `number` when its parent dies; exit if the pid `parent` is dead already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
-        sys.exit("the parent is gone")
+        sys.exit("the parent process is dead")
 
 
 def take_group_along(*handles: int, scratch: str) -> None:
-    """A second process ends this one's group once this one is gone, however it went, and the parent with it.
+    """Fork a watchdog that kills this process group when this process dies, for example when its parent was killed.
 
-    What a worker starts (loaders, compilers) would outlive it where nobody is left to end the group, and so would its
-    directory for files, `scratch`. The second process closes `handles`, which end with the first.
+    Without it, the processes that a worker starts (loaders, compilers) and its directory for files, `scratch`, would
+    outlive a worker whose parent is dead. The watchdog closes its copies of the file descriptors `handles`.
     """
     worker = os.getpid()
     if os.fork():
@@ -33,10 +33,10 @@ def take_group_along(*handles: int, scratch: str) -> None:
         os.close(handle)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2,))
     die_with_parent(number=signal.SIGUSR2)
-    if os.getppid() == worker:  # or it is gone already
+    if os.getppid() == worker:  # else the worker is dead already
         signal.sigwait((signal.SIGUSR2,))
     shutil.rmtree(scratch, ignore_errors=True)
-    os.killpg(worker, signal.SIGKILL)  # this one as well
+    os.killpg(worker, signal.SIGKILL)  # this process as well
 
 
 class StopToken:

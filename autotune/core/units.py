@@ -13,6 +13,7 @@ def gib(num_bytes: float) -> float:
 
 
 def fmt_gib(value: float | None) -> str:
+    """1.5 -> '1.50 GiB', 23.46 -> '23.5 GiB', None -> a dash."""
     if value is None:
         return DASH
     return f"{value:.2f} GiB" if value < 9.995 else f"{value:.1f} GiB"
@@ -26,6 +27,7 @@ def fmt_count(value: float | None) -> str:
 
 
 def fmt_usd(value: float | None) -> str:
+    """12.3 -> '$12.30', 0.584 -> '$0.584', None -> a dash."""
     if value is None:
         return DASH
     if value == 0 or value >= 0.995:

@@ -1,8 +1,8 @@
-"""Depth truncation: from real probes of a few layers to what the whole model needs and takes.
+"""Depth truncation: from probes of a few layers to the memory and the time of the whole model.
 
 The memory of each segment of a step and the time of each part of it are affine in the number of layers, as long as
-whole periods of the layer pattern are left out. Each is extended on its own, then the maximum and the sum are taken: as
-depth grows the peak may move, from the logits to the optimizer step, and one line through the totals would miss that.
+whole periods of the layer pattern are left out. Each is extrapolated alone, and then the maximum and the sum are taken:
+with depth the peak may move, from the logits to the optimizer step, and one line through the totals would miss that.
 """
 
 import math
@@ -13,72 +13,73 @@ from typing import Any
 
 from autotune.core.probe_types import Measurement, ModelShape, Phase
 
-# Relative error of an extrapolated step time that is allowed even where the timed steps agree perfectly, about two
+# Relative error of an extrapolated step time that is assumed even where the timed steps agree perfectly, about two
 # standard deviations. From 2 and 8 layers to 32 on an H200 (`benchmarks/depth_extrapolation.py`): 1 to 4 % where the
-# device was the bottleneck; where the host was, 2 to 5 % on a quiet one and a tenth of the cases over 15 % on one that
-# others kept busy. From 2 and 4 of 16 small layers on a CPU up to 16 %.
+# device was the bottleneck. Where the host was, 2 to 5 % on an idle host, and more than 15 % in a tenth of the cases on
+# a host that other programs used. From 2 and 4 of 16 small layers on a CPU up to 16 %.
 DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.15, 0.15
-# Once so many whole models were compared, their spread counts in place of these, but not as less than the last.
+# With this many whole models for comparison, their spread replaces the assumed error, but it counts at least as SEEN.
 ENOUGH_RATIOS, SEEN = 8, 0.01
-MIN_APART = 4  # layers between the two depths, where there are so many
-# The host is the bottleneck where a micro batch takes it nearly as long as the micro batch lasts, the shortest of each.
+MIN_APART = 4  # layers between the two depths, where the model has so many
+# The host is the bottleneck if issuing a micro batch takes it at least this share of the shortest micro batch.
 HOST_SHARE = 0.8
-FREE_SHARE = 0.5  # below it a host that stumbles is not noticed; the error that is allowed grows between the two
+FREE_SHARE = 0.5  # below this share a disturbed host goes unnoticed; the assumed error grows between the two shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extrapolation:
-    """A whole model's measurement, foretold. Its `time_error` is about two standard deviations.
+    """The predicted measurement of a whole model. Errors are relative, about two standard deviations.
 
-    `noise` is the part of it that the timed steps themselves show, `rest_noise` that of what follows the micro batches,
-    `unseen` what is allowed beside them.
+    `host_bound` says that the host is the bottleneck, `shortest` that the line goes through the shortest steps instead
+    of their means. `noise` is the error that the timed steps show, `rest_noise` that of the time after the micro
+    batches, `unseen` what is assumed in addition.
     """
 
     measurement: Measurement
     host_bound: bool
-    shortest: bool = False  # whether it is drawn through the shortest steps, and not their mean
+    shortest: bool = False
     unseen: float = DEVICE_BOUND
     noise: float = 0.0
     rest_noise: float = 0.0
 
     @property
     def time_error(self) -> float:
+        """The error of the step time, from all sources together."""
         return self.measurement.time_error
 
     def corrected(self, ratios: Sequence[float]) -> "Extrapolation":
-        """With its times multiplied by what whole models took of what was foretold for them.
+        """The same with its times multiplied by the median of `ratios`: measured over predicted time of whole models.
 
-        Where there are enough of these ratios, their spread tells the error better than what is allowed unseen.
+        The spread of enough ratios replaces the assumed error where it is smaller.
         """
-        one, ratio, error = self.measurement, statistics.median(ratios), self.time_error
+        predicted, ratio, error = self.measurement, statistics.median(ratios), self.time_error
         if len(ratios) >= ENOUGH_RATIOS:
             error = min(error, math.hypot(max(2 * statistics.stdev(ratios), SEEN), self.noise))
         return replace(
             self,
             measurement=replace(
-                one,
-                step_s=tuple(step * ratio for step in one.step_s),
-                micro_step_s=tuple(micro * ratio for micro in one.micro_step_s),
-                phase_s={phase: seconds * ratio for phase, seconds in one.phase_s.items()},
+                predicted,
+                step_s=tuple(step * ratio for step in predicted.step_s),
+                micro_step_s=tuple(micro * ratio for micro in predicted.micro_step_s),
+                phase_s={phase: seconds * ratio for phase, seconds in predicted.phase_s.items()},
                 time_error=error,
             ),
         )
 
-    def beside(self, whole: Measurement) -> "Extrapolation":
-        """With the micro batches of a whole model that differs in its optimizer alone: only the rest is foretold."""
-        one, micro = self.measurement, statistics.median(whole.micro_step_s)
-        rest = statistics.median(one.rest_s) if one.rest_s else 0.0
-        step = one.micro_steps * micro + rest
-        before = statistics.median(one.step_s)
-        noise = 2 * one.micro_steps * _error(whole.micro_step_s)
-        again = self.unseen / 2  # from one probe of the same to the next
-        error = math.hypot(again, noise / step, self.unseen * rest / step, self.rest_noise * before / step)
-        scale = step / before
+    def with_micro_batches_of(self, whole: Measurement) -> "Extrapolation":
+        """The same with the measured micro batches of a whole model that differs only in the optimizer."""
+        predicted, micro = self.measurement, statistics.median(whole.micro_step_s)
+        rest = statistics.median(predicted.rest_s) if predicted.rest_s else 0.0
+        step = predicted.micro_steps * micro + rest
+        before = statistics.median(predicted.step_s)
+        noise = 2 * predicted.micro_steps * _error(whole.micro_step_s)
+        repeated = self.unseen / 2  # how much two probes of the same configuration differ
+        error = math.hypot(repeated, noise / step, self.unseen * rest / step, self.rest_noise * before / step)
         return replace(
             self,
             measurement=replace(
-                one,
-                step_s=tuple(each * scale for each in one.step_s),
+                predicted,
+                step_s=tuple(seconds * step / before for seconds in predicted.step_s),
                 micro_step_s=(micro,),
                 time_error=error,
             ),
@@ -90,16 +91,16 @@ def _larger(one: float | None, other: float | None) -> float | None:
 
 
 def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
-    """The two depths to probe: whole periods are left out of each. None where that would save too little.
+    """The two numbers of layers to probe, which leave out whole periods; None where that would save too little.
 
-    Memory would be exact from any two; time wants them apart, since the slope's noise is multiplied by the layers that
-    were left out.
+    Any two depths give the memory. Times need two that are far apart, since the error of the slope is multiplied by the
+    number of layers that are left out.
     """
     if shape.period is None:
         return None
     period = math.lcm(shape.period, checkpoint_every or 1)
     rest = (shape.num_layers - shape.prefix) % period
-    # Every kind of layer must be there, since the largest sets the peak.
+    # Every kind of layer must be present, since the largest sets the peak.
     possible = range(shape.prefix + period + rest, shape.num_layers // 2 + 1, period)
     shallow = next((depth for depth in possible if depth >= 2), None)
     if shallow is None:
@@ -111,75 +112,54 @@ def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] |
 
 
 def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> Extrapolation:
-    """What the whole model would measure, from probes of one configuration at two depths, the smaller first.
+    """Predict the measurement of the whole model from probes of one configuration at two depths, the smaller first.
 
-    Raises ValueError unless there are two different depths.
+    Raises:
+        ValueError: the depths are not two different ones in that order.
     """
     (shallow, low), (wide, high) = probes
     if shallow >= wide:
         raise ValueError(f"two depths are needed, the smaller first, not {shallow} and {wide}")
     reach = (num_layers - shallow) / (wide - shallow)
-
-    def line(at_low: float, at_high: float) -> float:
-        return at_low + (at_high - at_low) * reach
-
-    def lines(at_low: dict[Any, float], at_high: dict[Any, float]) -> dict[Any, float]:
-        return {key: line(at_low[key], at_high[key]) for key in at_high if key in at_low}
-
-    segments = lines(low.segment_peak_gib, high.segment_peak_gib)
-    phases = lines(low.phase_peak_gib, high.phase_peak_gib)
-    backward = [peak for name, peak in segments.items() if name.startswith(Phase.BACKWARD)]
-    if backward:
-        phases[Phase.BACKWARD] = max(backward)
-    excess = max(_excess(low), _excess(high))
-    peak = max([*segments.values(), *phases.values()]) + excess
-    beyond = line(low.peak_reserved_gib - low.peak_allocated_gib, high.peak_reserved_gib - high.peak_allocated_gib)
-    managed = line(low.managed_gib, high.managed_gib)
-
     host: float | None = None
     if low.host_micro_s is not None and high.host_micro_s is not None:
-        # Issuing waits for the device once its queue is full, which two layers are too few for: the line may be too
-        # steep, but a layer takes the host no longer than that.
-        host = min(line(low.host_micro_s, high.host_micro_s), low.host_micro_s * num_layers / shallow)
-    whole = line(min(low.micro_step_s), min(high.micro_step_s))
+        # Issuing waits for the device once its queue is full, and two layers do not fill it: the line may be too steep.
+        # A further layer takes the host no longer than one of those.
+        host = min(_line(low.host_micro_s, high.host_micro_s, reach), low.host_micro_s * num_layers / shallow)
+    timed = _times(low, high, reach, host)
+    return replace(timed, measurement=_with_memory(timed.measurement, low, high, reach))
+
+
+def _times(low: Measurement, high: Measurement, reach: float, host: float | None) -> Extrapolation:
+    """The extrapolation with the times of the whole model and the memory of the wider probe.
+
+    `host` is the predicted time in which the host issues a micro batch, None on a CPU.
+    """
+    whole = _line(min(low.micro_step_s), min(high.micro_step_s), reach)
     share = 0.0 if host is None else host / whole if whole > 0 else 1.0
-    # A card at its power limit swings within a second, and the whole model will see the mean. A host stumbles at any
-    # depth alike, which the line would multiply: it is drawn through the steps that nothing disturbed.
+    # A card at its power limit swings within a second, and the whole model will see the mean. A disturbance of the host
+    # takes the same time at any depth, and the line would multiply it: it goes through the undisturbed steps.
     middle = min if share > FREE_SHARE else statistics.fmean
     micro, error = _time(low.micro_step_s, high.micro_step_s, reach, middle)
-    # The rest is what is left of a step beside its micro batches: what disturbs between these makes it look short.
+    # The rest is the step minus its micro batches: a disturbance between these makes the rest look short.
     typical = statistics.median if middle is min else middle
     rest, rest_error = _time(low.rest_s, high.rest_s, reach, typical) if high.rest_s else (0.0, 0.0)
     if host is not None:
-        # A few layers hide behind the head's arithmetic what the host needs for them; on all layers it shows.
+        # In a few layers the work of the head hides the time of the host; with all layers it shows.
         micro = max(micro, host)
     step = high.micro_steps * micro + rest
-    waits = min(max((share - FREE_SHARE) / (HOST_SHARE - FREE_SHARE), 0.0), 1.0)
-    unseen = ON_CPU if host is None else DEVICE_BOUND + (HOST_BOUND - DEVICE_BOUND) * waits
+    host_weight = min(max((share - FREE_SHARE) / (HOST_SHARE - FREE_SHARE), 0.0), 1.0)
+    unseen = ON_CPU if host is None else DEVICE_BOUND + (HOST_BOUND - DEVICE_BOUND) * host_weight
     noise = 2 * math.hypot(high.micro_steps * error, rest_error) / step
     scale = step / statistics.median(high.step_s)
     return Extrapolation(
         measurement=replace(
             high,
-            step_s=tuple(one * scale for one in high.step_s),
+            step_s=tuple(seconds * scale for seconds in high.step_s),
             micro_step_s=(micro,),
             rest_s=(rest,) if high.rest_s else (),
-            phase_s=lines(low.phase_s, high.phase_s),
-            phase_peak_gib=phases,
-            segment_peak_gib=segments,
+            phase_s=_lines(low.phase_s, high.phase_s, reach),
             host_micro_s=host,
-            model_gib=line(low.model_gib, high.model_gib),
-            adapters_gib=line(low.adapters_gib, high.adapters_gib),
-            gradients_gib=line(low.gradients_gib, high.gradients_gib),
-            optimizer_gib=line(low.optimizer_gib, high.optimizer_gib),
-            peak_allocated_gib=peak,
-            peak_reserved_gib=peak + max(beyond, 0.0),
-            limit_gib=min(low.limit_gib + low.managed_gib, high.limit_gib + high.managed_gib) - managed,
-            context_gib=_larger(low.context_gib, high.context_gib),
-            managed_gib=managed,
-            trainable_params=round(line(low.trainable_params, high.trainable_params)),
-            total_params=round(line(low.total_params, high.total_params)),
-            telemetry=None,
             time_error=math.hypot(unseen, noise),
         ),
         host_bound=share >= HOST_SHARE,
@@ -190,8 +170,52 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
     )
 
 
+def _with_memory(timed: Measurement, low: Measurement, high: Measurement, reach: float) -> Measurement:
+    """`timed` with the memory and the parameters of the whole model."""
+
+    def line(name: str) -> float:
+        return _line(getattr(low, name), getattr(high, name), reach)
+
+    segments = _lines(low.segment_peak_gib, high.segment_peak_gib, reach)
+    phases = _lines(low.phase_peak_gib, high.phase_peak_gib, reach)
+    backward = [peak for name, peak in segments.items() if name.startswith(Phase.BACKWARD)]
+    if backward:
+        phases[Phase.BACKWARD] = max(backward)
+    peak = max([*segments.values(), *phases.values()]) + max(_excess(low), _excess(high))
+    beyond = _line(
+        low.peak_reserved_gib - low.peak_allocated_gib, high.peak_reserved_gib - high.peak_allocated_gib, reach
+    )
+    managed = line("managed_gib")
+    return replace(
+        timed,
+        phase_peak_gib=phases,
+        segment_peak_gib=segments,
+        model_gib=line("model_gib"),
+        adapters_gib=line("adapters_gib"),
+        gradients_gib=line("gradients_gib"),
+        optimizer_gib=line("optimizer_gib"),
+        peak_allocated_gib=peak,
+        peak_reserved_gib=peak + max(beyond, 0.0),
+        limit_gib=min(low.limit_gib + low.managed_gib, high.limit_gib + high.managed_gib) - managed,
+        context_gib=_larger(low.context_gib, high.context_gib),
+        managed_gib=managed,
+        trainable_params=round(line("trainable_params")),
+        total_params=round(line("total_params")),
+        telemetry=None,
+    )
+
+
+def _line(at_low: float, at_high: float, reach: float) -> float:
+    """The value at full depth of the line through both; `reach` is how many of their distances it is from the first."""
+    return at_low + (at_high - at_low) * reach
+
+
+def _lines(at_low: dict[Any, float], at_high: dict[Any, float], reach: float) -> dict[Any, float]:
+    return {key: _line(at_low[key], at_high[key], reach) for key in at_high if key in at_low}
+
+
 def _excess(measurement: Measurement) -> float:
-    """What the timed steps held beyond the warm-up step that was looked at in segments (a CPU's fragmentation)."""
+    """GiB that the timed steps held beyond the warm-up step, which gave the segments (fragmentation on a CPU)."""
     parts = [*measurement.segment_peak_gib.values(), *measurement.phase_peak_gib.values()]
     return max(measurement.peak_allocated_gib - max(parts), 0.0)
 
@@ -199,14 +223,14 @@ def _excess(measurement: Measurement) -> float:
 def _time(
     low: Sequence[float], high: Sequence[float], reach: float, middle: Callable[[Sequence[float]], float]
 ) -> tuple[float, float]:
-    """(seconds at full depth, standard error): the middles extended, each one's error multiplied by its weight."""
+    """(seconds at full depth, standard error): the line through both middles, and their errors times their weights."""
     value = middle(low) * (1 - reach) + middle(high) * reach
-    # A whole model takes at least what a part of it does, whatever disturbed the shallow probe.
+    # A whole model takes at least as long as a part of it, whatever disturbed the shallow probe.
     return max(value, middle(high)), math.hypot((1 - reach) * _error(low), reach * _error(high))
 
 
 def _error(times: Sequence[float]) -> float:
-    """Standard error of a mean of few; a single time is taken to be 1 % uncertain."""
+    """Standard error of the mean of a few times; a single time is taken to be 1 % uncertain."""
     if len(times) < 2:
         return 0.01 * times[0]
     return statistics.stdev(times) / math.sqrt(len(times))

@@ -50,7 +50,7 @@ class DepthPredictor:
         if ratios:
             predicted = predicted.corrected(list(ratios.values()))
         whole = self._whole.get(_micro_batch_signature(config, micro_steps))
-        return predicted.beside(whole) if whole is not None and whole.rest_s else predicted
+        return predicted.with_micro_batches_of(whole) if whole is not None and whole.rest_s else predicted
 
 
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:

@@ -317,16 +317,16 @@ def test_a_correction_multiplies_times_and_nothing_else() -> None:
 def test_beside_a_whole_model_only_what_follows_its_micro_batches_is_in_doubt() -> None:
     plain = foretold(affine(2), affine(8))
     rest, steps = plain.measurement.rest_s[0], (0.5, 0.51, 0.49, 0.5)
-    told = plain.beside(affine(LAYERS, micro_step_s=steps))
+    told = plain.with_micro_batches_of(affine(LAYERS, micro_step_s=steps))
     assert told.measurement.micro_step_s == (0.5,)
     assert told.measurement.rest_s == (rest,)
     assert statistics.median(told.measurement.step_s) == pytest.approx(1.0 + rest)
-    sure = plain.beside(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
+    sure = plain.with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
     assert sure == pytest.approx(math.hypot(SEEN, DEVICE_BOUND * rest / (1.0 + rest)))
     scattered = affine(8, rest_s=(0.001, 0.019, 0.01))  # what follows is in doubt as much as it was
-    doubt = foretold(affine(2), scattered).beside(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
+    doubt = foretold(affine(2), scattered).with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
     assert doubt > sure + 0.02
-    assert sure < told.time_error < plain.beside(affine(LAYERS, micro_step_s=(0.5,))).time_error
+    assert sure < told.time_error < plain.with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,))).time_error
     assert told.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
 
 
