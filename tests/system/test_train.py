@@ -114,7 +114,7 @@ def told(lines: list[dict[str, Any]], earlier: int = 0, **changes: Any) -> Progr
     for place, line in enumerate(lines):
         if place == earlier:
             run._first = None
-        run._take(line)
+        run._add(line)
     return run._progress()
 
 
@@ -131,9 +131,9 @@ def test_what_is_left_goes_by_the_pace_of_this_session_and_what_was_paid_counts_
     assert (now.trained_s, now.left_s, now.projected_s) == (21.0, 96 * 3.0, 200.0)
     assert now.spent_usd is not None and now.projected_usd == pytest.approx(now.spent_usd * 200 / 21)
     assert now.off is None  # too early to say
-    assert now.told()["error"] is None  # it is not done
+    assert now.to_dict()["error"] is None  # it is not done
     done = told([line(100, 210.0)])
-    assert done.told()["error"] == pytest.approx(0.05)
+    assert done.to_dict()["error"] == pytest.approx(0.05)
 
 
 def test_a_single_step_leaves_the_promise() -> None:

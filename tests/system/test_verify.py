@@ -16,7 +16,7 @@ from autotune.core.errors import Cancelled, EnvironmentProblem, StorageError, Us
 from autotune.core.probe_types import Evidence
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
-from autotune.export.run.verify import done_as, verify, worst
+from autotune.export.run.verify import straining_lengths, verify, with_result
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
@@ -50,29 +50,28 @@ def promise(**changes: Any) -> Verification:
     ],
 )
 def test_what_holds(said: dict[str, Any], holds: bool) -> None:
-    done = done_as(promise(), said | {"steps": 3}, None, 3)
+    done = with_result(promise(), said | {"steps": 3}, 3)
     assert done.reason is None and done.holds is holds
     assert all("predicted" in line for line in describe.verification(done))
 
 
 @pytest.mark.parametrize(
-    ("said", "reason", "told"),
+    ("result", "reported"),
     [
-        (None, "OutOfMemoryError: CUDA out of memory", "CUDA out of memory"),
-        (None, None, "it said nothing"),
-        ({"steps": 2, "seconds_per_step": 2.0}, None, "it took 2 steps of 3"),
-        ({"steps": 3, "seconds_per_step": None}, None, "of None s"),
-        ({"steps": 3, "seconds_per_step": float("nan")}, None, "of nan s"),
+        ("OutOfMemoryError: CUDA out of memory", "CUDA out of memory"),
+        ({"steps": 2, "seconds_per_step": 2.0}, "it took 2 steps of 3"),
+        ({"steps": 3, "seconds_per_step": None}, "of None s"),
+        ({"steps": 3, "seconds_per_step": float("nan")}, "of nan s"),
     ],
 )
-def test_a_run_that_did_not_come_through_holds_nothing(said: Any, reason: str | None, told: str) -> None:
-    done = done_as(promise(), said, reason, 3)
-    assert not done.holds and told in describe.verification(done)[0] and done.tokens_per_s is None
+def test_a_run_that_failed_confirms_nothing(result: Any, reported: str) -> None:
+    done = with_result(promise(), result, 3)
+    assert not done.holds and reported in describe.verification(done)[0] and done.tokens_per_s is None
 
 
 def soaked(peaks: Any, **changes: Any) -> Verification:
     said = {"steps": 3, "seconds_per_step": 4.0, "peak_reserved_gib": 20.0, "peaks_gib": peaks}
-    return done_as(promise(soak=True, **changes), said, None, 3)
+    return with_result(promise(soak=True, **changes), said, 3)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +106,10 @@ def test_a_soak_may_need_less_than_promised_but_not_more() -> None:
 
 def test_what_was_not_probed_breaks_no_promise_unless_it_dies() -> None:
     other = promise(file="trl_sft.yaml", probed=False)
-    done = done_as(other, {"steps": 3, "seconds_per_step": 3.0, "peak_reserved_gib": 40.0}, None, 3)
+    done = with_result(other, {"steps": 3, "seconds_per_step": 3.0, "peak_reserved_gib": 40.0}, 3)
     assert done.holds and "+50.0%" in describe.verification(done)[0]
     assert "not what was probed" in describe.verification(done)[-1]
-    assert not done_as(other, None, "OutOfMemoryError: CUDA out of memory", 3).holds
+    assert not with_result(other, "OutOfMemoryError: CUDA out of memory", 3).holds
     page = render(replace(summary(), verification=done), "out")
     assert "winner&#39;s trl_sft.yaml" in page.replace("'", "&#39;") and "Nothing was predicted for this file" in page
 
@@ -118,14 +117,14 @@ def test_what_was_not_probed_breaks_no_promise_unless_it_dies() -> None:
 def test_every_second_batch_of_a_soak_is_as_long_as_can_be() -> None:
     for size in (1, 4, 32):
         config = TrainConfig(micro_batch_size=size, seq_len=512)
-        lengths = worst(config)
+        lengths = straining_lengths(config)
         batches = [lengths[place : place + size] for place in range(0, len(lengths), size)]
         assert sum(512 in batch for batch in batches) / len(batches) == pytest.approx(0.5, abs=0.2)
         assert all(length == 512 or 2 <= length <= 128 for length in lengths)
 
 
 def test_it_is_kept_with_the_study_and_shown() -> None:
-    done = done_as(promise(), {"steps": 3, "seconds_per_step": 2.0 / 0.99, "peak_reserved_gib": 19.9}, None, 3)
+    done = with_result(promise(), {"steps": 3, "seconds_per_step": 2.0 / 0.99, "peak_reserved_gib": 19.9}, 3)
     assert from_data(Verification, to_data(done)) == done
     told = replace(summary(), verification=done)
     assert summary_data(told, "out")["verification"]["holds"] is True

@@ -1,36 +1,54 @@
-"""Running an exported script as a user would: in a process of its own that ends with this one, killed when it hangs."""
+"""Runs an exported script as a user would, in a process that ends with this one and is killed if it hangs."""
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import Cancelled
+from autotune.export.run import child
 from autotune.probe.worker_process import child_environment
 
-# Runs a script, or a module, in a process that gets a signal when its parent ends, however that ends.
-TIED = """
-import ctypes, os, runpy, sys
-number, parent, *sys.argv = sys.argv[1:]
-ctypes.CDLL(None).prctl(1, int(number))
-os.getppid() == int(parent) or sys.exit("the parent is gone")
-is_file = sys.argv[0].endswith(".py")
-is_file and sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-(runpy.run_path if is_file else runpy.run_module)(sys.argv[0], run_name="__main__")
-"""
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
+START_S = 900.0  # seconds for imports, weights and the first step
+SLOWER = 10.0  # a run hangs if it takes this many times the measured seconds
 
 
-def tied(script: str, arguments: Sequence[str], ending: signal.Signals = signal.SIGKILL) -> list[str]:
-    """The command that runs a script, or a module of that name, tied to this process: `ending` is what it gets then."""
-    return [sys.executable, "-c", TIED, str(int(ending)), str(os.getpid()), script, *arguments]
+def time_limit_s(steps: int, step_s: float) -> float:
+    """Seconds after which a run of so many steps is taken to hang."""
+    return START_S + SLOWER * steps * step_s
+
+
+def command(script: str, arguments: Sequence[str], on_parents_death: signal.Signals = signal.SIGKILL) -> list[str]:
+    """The command that runs a script (a path to a .py file) or a module; it gets the signal if this process dies."""
+    return [sys.executable, child.__file__, str(int(on_parents_death)), str(os.getpid()), script, *arguments]
+
+
+@contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder that is removed at the end, and also where a killed session left one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write texts by their relative paths, and make the folders that they need."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 def run_exported(
@@ -38,53 +56,65 @@ def run_exported(
     arguments: Sequence[str],
     log: Path,
     *,
-    seconds: float,
+    limit_s: float,
     should_stop: Callable[[], bool],
     on_cpu: bool,
     script: str = "train.py",
     environment: Mapping[str, str] | None = None,
-    while_it_runs: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, Any] | None, str | None]:
-    """(what `script` in `folder`, or a module of that name, said at its end, None), or (None, why it said nothing).
+    while_running: Callable[[], None] = lambda: None,
+) -> dict[str, Any] | str:
+    """Run a script of `folder`, or a module, and return the JSON object that it prints last, or why there is none.
 
-    `environment` goes on top of a probe's. What it writes to stderr goes to `log`. After `seconds` it is taken to hang.
-    `while_it_runs` is called ten times a second. Raises Cancelled where `should_stop`.
+    `environment` is added to that of a probe. Its stderr goes to `log`. It is killed after `limit_s` seconds.
+    `while_running` is called ten times a second.
+
+    Raises:
+        Cancelled: `should_stop` returned true.
     """
-    begin, said = time.monotonic(), folder / "said"
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-    with said.open("wb") as stdout, log.open("wb") as stderr:
+    started = time.monotonic()
+    stdout = folder / "stdout"
+    # As for a probe on CUDA: the settings that make a CPU's memory peaks repeat would cost time.
+    variables = child_environment(os.environ, "cuda") | dict(environment or {})
+    if on_cpu:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(
-            tied(script, arguments),
+            command(script, arguments),
             cwd=folder,
             stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            # Nothing is weighed here: no setting that makes a CPU's peaks repeat.
-            env=child_environment(os.environ, "cuda") | dict(environment or {}) | hidden,
+            stdout=out,
+            stderr=err,
+            env=variables,
             start_new_session=True,
         )
         try:
-            while process.poll() is None and time.monotonic() < begin + seconds:
+            while process.poll() is None and time.monotonic() < started + limit_s:
                 if should_stop():
                     raise Cancelled
-                while_it_runs()
+                while_running()
                 time.sleep(0.1)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if process.returncode:
-        took = time.monotonic() - begin
-        hung = f"not done after {took:.0f} s" if took >= seconds else None
-        return None, hung or last_error(log) or f"exit code {process.returncode}"
-    try:
-        result: dict[str, Any] = json.loads(said.read_text(encoding="utf-8").strip().splitlines()[-1])
-        return result | {}, None
-    except (ValueError, IndexError, TypeError):
-        return None, "it did not say how it went"
+    if process.returncode == 0:
+        return _last_object(stdout)
+    took = time.monotonic() - started
+    if took >= limit_s:
+        return f"not done after {took:.0f} s"
+    return last_error(log) or f"exit code {process.returncode}"
 
 
 def last_error(log: Path, begins: int = 0) -> str:
-    """The last error that a log names from this byte on; progress bars come after it."""
-    found = ERROR.findall(log.read_bytes()[begins:].decode("utf-8", errors="replace"))
-    return found[-1].strip()[:300] if found else ""
+    """The last line of a log, from byte `begins` on, that names an error; "" if none does. Progress bars may follow."""
+    errors = ERROR.findall(log.read_bytes()[begins:].decode("utf-8", errors="replace"))
+    return errors[-1].strip()[:300] if errors else ""
+
+
+def _last_object(stdout: Path) -> dict[str, Any] | str:
+    lines = stdout.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    with suppress(ValueError):
+        result = json.loads(lines[-1]) if lines else None
+        if isinstance(result, dict):
+            return result
+    return "the script printed no result"

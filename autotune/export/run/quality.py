@@ -1,42 +1,43 @@
-"""What the finalists learn: a short real training of each on the user's own examples, by the exported script itself.
+"""Held-out loss of the finalists: a short real training of each on the user's own examples, by the exported script.
 
-All train on the same examples from the same seed, and none on those held out, whose loss is told before and after.
-Speed says nothing of what a configuration learns. This does, a little: a few steps, from one seed.
+All finalists train on the same examples from the same seed. The examples held out are trained on by none, and give a
+loss before and after. The speed of a configuration says nothing about what it learns; a few steps from one seed say a
+little.
 """
 
 import json
 import math
 import random
-import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autotune.catalog import ModelSpec
 from autotune.core.errors import Cancelled, UsageError
 from autotune.export import script
-from autotune.export.run.process import run_exported
+from autotune.export.run.process import run_exported, scratch_folder, time_limit_s, write_files
 from autotune.problem.dataset import COLUMNS, read_rows
 from autotune.problem.workload import Workload
 from autotune.study.summary import Candidate, Learned, Quality, Recipe
 
 FINALISTS = 4
-STEPS, HELD_OUT = 20, 64  # optimizer steps of each, and examples that only tell a loss: fewer of a small dataset
-HELD_OUT_SHARE = 0.1
-SLOWER = 10.0  # times the measured step: training that takes longer is taken to hang
-START_S = 900.0
+STEPS = 20  # optimizer steps of each finalist, fewer of a small dataset
+HELD_OUT = 64  # examples held out, at most
+HELD_OUT_SHARE = 0.1  # of all examples, at most
 
 
 def impossible(model: ModelSpec, workload: Workload, dataset: str | None) -> str | None:
-    """Why nothing can be learned here; None where it can."""
+    """Why no held-out loss can be measured; None where it can."""
     if model.weights is None:
         return "it needs real weights, from a local directory (--model DIR)"
     if dataset is None:
         return "it needs examples to learn from (--dataset FILE)"
     if model.tokenizer != model.weights:
         return f"it needs the model's tokenizer beside its weights, in {model.weights}"
-    if _steps(workload) < 1:
+    if _num_steps(workload) < 1:
         return f"{workload.lengths.number:,} examples are too few for a step of {workload.global_batch}"
     return None
 
@@ -49,92 +50,88 @@ def compare(
     say: Callable[[str], None],
     should_stop: Callable[[], bool],
 ) -> Quality:
-    """Train the winner, the baseline and the other finalists, and tell what each learned. The device must be free.
+    """Train the winner, the baseline and the other finalists, and report their held-out losses.
 
-    `out` is the study's directory: logs stay there. Where `should_stop` says so, those are told that came through.
+    The device must be free. `out` is the study's directory, which gets a log for each finalist. After a stop the result
+    has those that finished.
 
     Raises:
-        UsageError: the dataset cannot be read any more.
-        OSError: there is no room for the sample.
+        UsageError: the dataset has become shorter.
+        OSError: the disk has no room for the sample.
     """
     first = [recipe.winner, recipe.baseline] if recipe.baseline else [recipe.winner]
-    candidates = list({one.config: one for one in [*first, *others]}.values())[:FINALISTS]
-    workload, steps = recipe.workload, _steps(recipe.workload)
+    finalists = list({candidate.config: candidate for candidate in [*first, *others]}.values())[:FINALISTS]
+    steps = _num_steps(recipe.workload)
     quality = Quality(
         steps=steps,
-        trained_on=steps * workload.global_batch,
-        held_out=_held_out(workload),
-        tokens=max(one.config.seq_len for one in candidates),
+        trained_on=steps * recipe.workload.global_batch,
+        held_out=_num_held_out(recipe.workload),
+        tokens=max(candidate.config.seq_len for candidate in finalists),
     )
     learned: list[Learned] = []
-    scratch = out / ".quality"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a session that was killed
-    scratch.mkdir()
-    try:
-        examples = scratch / "examples.jsonl"
-        _sample(dataset, workload.lengths.number, quality, examples)
-        for number, one in enumerate(candidates, 1):
-            say(f"learning, {number} of {len(candidates)}: {one.config.label()}")
-            folder = scratch / one.config.digest
-            folder.mkdir()
-            # As long as this run: the warm-up is a share of it.
-            short = replace(one, cost=replace(one.cost, num_steps=steps))
-            for name, text in script.export(replace(recipe, winner=short)).items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                (folder / name).write_text(text, encoding="utf-8")
-            log = out / "logs" / f"quality-{one.config.digest}.log"
-            on_cpu = recipe.device.kind == "cpu"
-            learned.append(_learn(one, quality, folder, log, should_stop, on_cpu=on_cpu))
-    except Cancelled:
-        pass
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with suppress(Cancelled), scratch_folder(out / ".quality") as scratch:
+        sample = _sample(dataset, recipe.workload.lengths.number, quality)
+        write_files(scratch, {"examples.jsonl": sample})
+        for number, candidate in enumerate(finalists, 1):
+            say(f"learning, {number} of {len(finalists)}: {candidate.config.label()}")
+            # Its projection is as long as this run, since the warm-up is a share of it.
+            short = replace(candidate, cost=replace(candidate.cost, num_steps=steps))
+            folder = scratch / candidate.config.digest
+            write_files(folder, script.export(replace(recipe, winner=short)))
+            log = out / "logs" / f"quality-{candidate.config.digest}.log"
+            learned.append(_train(candidate, quality, folder, log, should_stop, on_cpu=recipe.device.kind == "cpu"))
     return replace(quality, learned=tuple(learned))
 
 
-def _steps(workload: Workload) -> int:
-    return min(STEPS, (workload.lengths.number - _held_out(workload)) // workload.global_batch)
+def _num_steps(workload: Workload) -> int:
+    return min(STEPS, (workload.lengths.number - _num_held_out(workload)) // workload.global_batch)
 
 
-def _held_out(workload: Workload) -> int:
+def _num_held_out(workload: Workload) -> int:
     return min(HELD_OUT, max(1, round(HELD_OUT_SHARE * workload.lengths.number)))
 
 
-def _sample(dataset: Path, number: int, quality: Quality, out: Path) -> None:
-    """The examples to train on in a random order, then those held out, as JSON lines."""
+def _sample(dataset: Path, number: int, quality: Quality) -> str:
+    """JSON lines: the examples to train on, in a random order, then those held out."""
     chosen = random.Random(0).sample(range(number), quality.trained_on + quality.held_out)  # noqa: S311
-    wanted = {row: place for place, row in enumerate(chosen)}
+    places = {row: place for place, row in enumerate(chosen)}
     lines = [""] * len(chosen)
     for index, row in enumerate(read_rows(dataset)):
-        if (place := wanted.get(index)) is not None:
-            lines[place] = json.dumps({name: row[name] for name in COLUMNS if row.get(name) is not None})
+        if index in places:
+            example = {name: row[name] for name in COLUMNS if row.get(name) is not None}
+            lines[places[index]] = json.dumps(example)
     if "" in lines:
         raise UsageError(f"{dataset} has fewer rows than at the start", remedy="run again on the whole file")
-    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
-def _learn(
-    one: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool], *, on_cpu: bool
+def _train(
+    candidate: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool], *, on_cpu: bool
 ) -> Learned:
-    """One finalist's training, in `folder`. Raises Cancelled."""
+    """One finalist's training by the script in `folder`. Raises Cancelled."""
     arguments = ["--dataset", "../examples.jsonl", "--max-steps", str(quality.steps), "--output-dir", ""]
     arguments += ["--held-out", str(quality.held_out), str(quality.tokens)]
-    begin, seconds = time.monotonic(), START_S + SLOWER * quality.steps * one.performance.step_time_s
-    result, reason = run_exported(folder, arguments, log, seconds=seconds, should_stop=should_stop, on_cpu=on_cpu)
+    limit_s = time_limit_s(quality.steps, candidate.performance.step_time_s)
+    started = time.monotonic()
+    result = run_exported(folder, arguments, log, limit_s=limit_s, should_stop=should_stop, on_cpu=on_cpu)
     learned = Learned(
-        config=one.config,
-        full_run_hours=one.cost.full_run_hours,
-        full_run_usd=one.cost.full_run_usd,
-        seconds=time.monotonic() - begin,
+        config=candidate.config,
+        full_run_hours=candidate.cost.full_run_hours,
+        full_run_usd=candidate.cost.full_run_usd,
+        seconds=time.monotonic() - started,
     )
-    if result is None:
-        return replace(learned, reason=reason)
+    return replace(learned, reason=result) if isinstance(result, str) else _with_losses(learned, result, quality.steps)
+
+
+def _with_losses(learned: Learned, result: dict[str, Any], steps: int) -> Learned:
+    """With the losses that the script printed, or the reason why they do not count."""
     try:
-        (before, after), steps = result["held_out_loss"], result["steps"]
+        before, after = result["held_out_loss"]
+        taken = result["steps"]
     except (ValueError, KeyError, TypeError):
-        return replace(learned, reason="it did not say how it went")
-    if steps != quality.steps:
-        return replace(learned, reason=f"it took {steps} steps of {quality.steps}")
+        return replace(learned, reason="the script printed no losses")
+    if taken != steps:
+        return replace(learned, reason=f"it took {taken} steps of {steps}")
     if not (math.isfinite(before) and math.isfinite(after)):
         return replace(learned, reason=f"its loss went from {before} to {after}")
     return replace(learned, loss_before=before, loss_after=after)

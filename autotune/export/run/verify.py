@@ -1,6 +1,5 @@
-"""Holding the promise against reality: what was exported runs as a user would run it, beside what was promised."""
+"""Verification: the exported files of a winner run as a user would run them, and are compared with the prediction."""
 
-import itertools
 import json
 import math
 import os
@@ -18,20 +17,18 @@ from autotune.core.errors import StorageError
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds, gib
 from autotune.export import script, trl
-from autotune.export.run.process import run_exported
+from autotune.export.run.process import run_exported, scratch_folder, time_limit_s, write_files
 from autotune.probe.trl_entry import STEPS
 from autotune.study.summary import Recipe, Verification
 
 TOLERANCE = 0.05
 MICRO_STEPS = 200
-START_S, SLOWER = 900.0, 10.0  # times the promised step: a run that takes longer is taken to hang
 FILES = {"train": "train.py", "trl": "trl_sft.yaml"}
-ROWS = 1024  # of random tokens to make for TRL, at least, as far as they are trained on: then it begins anew
-SHORT = 4  # a short row of a soak has at most so small a part of the tokens of a long one
-HOME = str(Path(__file__).absolute().parents[3])  # where the package is found
+ROWS = 1024  # random rows to make for TRL; a longer run passes over them again
+SHORT = 4  # a short row of a soak has at most this part of the tokens of a long one: a quarter
+HOME = str(Path(__file__).absolute().parents[3])  # the directory that holds the package
 
-Said = tuple[dict[str, Any] | None, str | None]  # as `run_exported` tells it
-Run = Callable[..., Said]
+Run = Callable[..., dict[str, Any] | str]  # run_exported, with all that is the same for each call
 
 
 def verify(
@@ -45,117 +42,122 @@ def verify(
     say: Callable[[str], None] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Verification:
-    """Run the winner's export with random weights for at least so many micro batches. The device must be free.
+    """Run the winner's export with random weights for at least `micro_steps` micro batches. The device must be free.
 
-    `form` is one of `FILES`, by default that of the trainer that was probed. One evaluation goes before and one after,
-    and adapters are saved at the end, since runs die there too. Its log stays in the study's directory `out`.
+    `form` is one of FILES, by default that of the trainer that was probed. The run evaluates before and after, and
+    saves adapters at the end, since runs die there too. Its log is in the study's directory `out`.
 
     Raises:
-        Cancelled: where `should_stop` says so.
-        StorageError: no room for random weights on disk, which `trl sft` reads.
+        Cancelled: `should_stop` returned true.
+        StorageError: the disk has no room for the random weights that `trl sft` reads.
     """
-    winner, accumulation = recipe.winner, recipe.accumulation
+    winner = recipe.winner
+    step_s = winner.performance.step_time_s
     form = form or usual(recipe)
-    steps = max(math.ceil(micro_steps / accumulation), 4 if soak else 2) + 1  # the first warms up
-    promise = Verification(
+    steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1  # the first warms up
+    prediction = Verification(
         config=winner.config,
-        micro_steps=(steps - 1) * accumulation,
+        micro_steps=(steps - 1) * recipe.accumulation,
         tolerance=tolerance,
         promised_tokens_per_s=winner.performance.tokens_per_second,
-        promised_step_s=winner.performance.step_time_s,
+        promised_step_s=step_s,
         promised_gib=max(winner.measurement.peak_reserved_gib, 0.0),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         file=FILES[form],
         probed=form == usual(recipe),
         soak=soak,
     )
-    step_s, name = winner.performance.step_time_s, FILES[form]
-    say(f"running the exported {name} for {steps} steps, about {fmt_seconds(steps * step_s)}: {winner.config.label()}")
-    folder = out / ".verify"
-    shutil.rmtree(folder, ignore_errors=True)  # of a session that was killed
-    folder.mkdir(parents=True)
-    run = partial(
-        run_exported,
-        folder,
-        log=out / "logs" / "verify.log",
-        seconds=START_S + SLOWER * steps * step_s,
-        should_stop=should_stop,
-        on_cpu=recipe.device.kind == "cpu",
-        while_it_runs=_how_far(folder / STEPS, steps, step_s, say),
-    )
-    lengths = worst(winner.config) if soak else None
-    try:
-        done, reason = (_trl if form == "trl" else _train)(recipe, folder, steps, lengths, run)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return done_as(promise, done, reason, steps)
+    took = f"{steps} steps, about {fmt_seconds(steps * step_s)}"
+    say(f"running the exported {FILES[form]} for {took}: {winner.config.label()}")
+    with scratch_folder(out / ".verify") as folder:
+        run = partial(
+            run_exported,
+            folder,
+            log=out / "logs" / "verify.log",
+            limit_s=time_limit_s(steps, step_s),
+            should_stop=should_stop,
+            on_cpu=recipe.device.kind == "cpu",
+            while_running=_StepReporter(folder / STEPS, steps, step_s, say).look,
+        )
+        lengths = straining_lengths(winner.config) if soak else None
+        run_format = _run_trl if form == "trl" else _run_train
+        result = run_format(recipe, folder, steps, lengths, run)
+    return with_result(prediction, result, steps)
 
 
-def _how_far(file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> Callable[[], None]:
-    """Says after each tenth of the way how far a run is, by the file to which it adds a line for each step."""
-    done = tenths = read = 0
+class _StepReporter:
+    """Reports after each tenth of a run how far it is, from a file that gets a line for each step."""
 
-    def look() -> None:
-        nonlocal done, tenths, read
-        with suppress(FileNotFoundError), file.open("rb") as lines:
-            lines.seek(read)
-            new = lines.read()
-            done, read = done + new.count(b"\n"), read + len(new)
-        if done * 10 // steps > tenths:
-            tenths = done * 10 // steps
-            left = f"about {fmt_seconds((steps - done) * step_s)} left" if done < steps else "the last"
-            say(f"verifying: step {done} of {steps}, {left}")
+    def __init__(self, file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> None:
+        self._file = file
+        self._steps = steps
+        self._step_s = step_s
+        self._say = say
+        self._read_bytes = 0
+        self._done = 0
+        self._tenths = 0
 
-    return look
+    def look(self) -> None:
+        """Read the lines that were added, and report if they complete a tenth."""
+        with suppress(FileNotFoundError), self._file.open("rb") as file:
+            file.seek(self._read_bytes)
+            added = file.read()
+            self._read_bytes += len(added)
+            self._done += added.count(b"\n")
+        tenths = self._done * 10 // self._steps
+        if tenths > self._tenths:
+            self._tenths = tenths
+            left = self._steps - self._done
+            then = f"about {fmt_seconds(left * self._step_s)} left" if left > 0 else "the last"
+            self._say(f"verifying: step {self._done} of {self._steps}, {then}")
 
 
 def usual(recipe: Recipe) -> str:
-    """The format of what was probed."""
+    """The format, one of FILES, that was probed."""
     return "trl" if recipe.trainer == "trl" else "train"
 
 
-def worst(config: TrainConfig) -> list[int]:
-    """Lengths that strain an allocator: about every second micro batch has a row of `seq_len` tokens, or short ones."""
-    drawn, share = random.Random(0), 1 - 0.5 ** (1 / config.micro_batch_size)  # noqa: S311 (no secret hangs on it)
-    shortest, short = 2, max(config.seq_len // SHORT, 2)  # a single token predicts nothing
-    mixed = [config.seq_len if drawn.random() < share else drawn.randint(shortest, short) for _ in range(ROWS - 2)]
-    return [config.seq_len, short, *mixed]
+def straining_lengths(config: TrainConfig) -> list[int]:
+    """Lengths of rows, in tokens, that strain an allocator.
+
+    About every second micro batch has a row of `seq_len` tokens, and the others have short rows only.
+    """
+    shortest = 2  # a single token predicts nothing
+    short = max(config.seq_len // SHORT, shortest)
+    drawn = random.Random(0)  # noqa: S311 (no secret depends on it)
+    share_of_long = 1 - 0.5 ** (1 / config.micro_batch_size)
+    lengths = [config.seq_len, short]
+    while len(lengths) < ROWS:
+        is_long = drawn.random() < share_of_long
+        lengths.append(config.seq_len if is_long else drawn.randint(shortest, short))
+    return lengths
 
 
-def _train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> Said:
-    _write(folder, script.export(recipe))
+def _run_train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> dict[str, Any] | str:
+    write_files(folder, script.export(recipe))
     config = recipe.winner.config
     arguments = ["--random-weights", "--max-steps", str(steps), "--held-out", "1", str(config.seq_len)]
-    arguments += ["--progress", STEPS]
-    arguments += ["--output-dir", "saved" if config.method == "lora" else ""]
+    arguments += ["--progress", STEPS, "--output-dir", "saved" if config.method == "lora" else ""]
     if lengths:
-        _write(folder, {"lengths.txt": "\n".join(map(str, lengths))})
+        write_files(folder, {"lengths.txt": "\n".join(map(str, lengths))})
         arguments += ["--lengths", "lengths.txt"]
     return run(arguments)
 
 
-def _trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> Said:
-    """Through accelerate's launcher, as `trl sft` does; only that the script it starts is TRL's own with a clock."""
-    config, workload = recipe.winner.config, recipe.workload
+def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> dict[str, Any] | str:
+    """Run TRL's own script with a clock through accelerate's launcher, as `trl sft` runs it."""
+    config = recipe.winner.config
     _check_room(recipe, folder)
-    every = math.ceil(steps / 4) if lengths else steps  # a soak does the same in each quarter
-    batch = round(recipe.shape.examples_per_step)
-    made = {
-        "model": recipe.model.config,
-        "device": "cpu" if recipe.device.kind == "cpu" else "cuda",
-        "rows": batch * min(steps, math.ceil(ROWS / batch)),  # whole steps: the last of a pass would be shorter
-        "lengths": lengths or workload.lengths.sample(script.SAMPLED, config.seq_len),
-        "held_out": [config.seq_len] * config.micro_batch_size,
-    }
-    files = trl.export(recipe) | {"made.json": json.dumps(made)}
-    _write(folder, files)
+    write_files(folder, trl.export(recipe) | {"made.json": json.dumps(_made_for_trl(recipe, steps, lengths))})
+    # The script runs in `folder`, where the package might not be found.
     environment = {
         "HF_DATASETS_CACHE": str(folder / "cache"),
-        "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),  # of the folder, not ours
+        "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),
     }
-    done, reason = run(["made.json"], script="autotune.probe.synthetic_model", environment=environment)
-    if done is None:
-        return None, f"no random weights could be made: {reason}"
+    made = run(["made.json"], script="autotune.probe.synthetic_model", environment=environment)
+    if isinstance(made, str):
+        return f"no random weights could be made: {made}"
+    every = math.ceil(steps / 4) if lengths else steps  # a soak does the same in each quarter
     overrides = {
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "data",
@@ -169,23 +171,33 @@ def _trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, ru
         "save_steps": every,
         "save_total_limit": 1,
     }
-    arguments = [
-        "--quiet",
-        *trl.launch(recipe),
-        "--module",
-        "autotune.probe.trl_entry",
-        "--config",
-        "trl_sft.yaml",
-    ]
-    arguments += itertools.chain.from_iterable((f"--{name}", str(value)) for name, value in overrides.items())
+    arguments = ["--quiet", *trl.launch(recipe), "--module", "autotune.probe.trl_entry", "--config", "trl_sft.yaml"]
+    for name, value in overrides.items():
+        arguments += [f"--{name}", str(value)]
     return run(arguments, script="accelerate.commands.launch", environment=environment)
 
 
+def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict[str, Any]:
+    """What `probe.synthetic_model` makes: weights of the model's shape, and random rows."""
+    config = recipe.winner.config
+    batch = round(recipe.shape.examples_per_step)
+    return {
+        "model": recipe.model.config,
+        "device": "cpu" if recipe.device.kind == "cpu" else "cuda",
+        "rows": batch * min(steps, math.ceil(ROWS / batch)),  # whole steps: the last of a pass would be shorter
+        "lengths": lengths or recipe.workload.lengths.sample(script.SAMPLED, config.seq_len),
+        "held_out": [config.seq_len] * config.micro_batch_size,
+    }
+
+
 def _check_room(recipe: Recipe, folder: Path) -> None:
-    """For bf16 weights; TRL's script saves what it trained at the end, of full fine-tuning all of it."""
-    parameters, config = recipe.winner.measurement.total_params, recipe.winner.config
-    saved = 0 if config.method == "lora" else 2 if config.precision == "bf16_pure" else 4
-    needed, free = gib(parameters * (2 + saved)), gib(shutil.disk_usage(folder).free)
+    """Raise StorageError where the disk has no room for the weights in bf16 and for what TRL saves at the end."""
+    config = recipe.winner.config
+    saved_bytes = 0  # for each parameter: full fine-tuning saves them all
+    if config.method == "full":
+        saved_bytes = 2 if config.precision == "bf16_pure" else 4
+    needed = gib(recipe.winner.measurement.total_params * (2 + saved_bytes))
+    free = gib(shutil.disk_usage(folder).free)
     if needed > free:
         raise StorageError(
             f"random weights of this model take {fmt_gib(needed)} at {folder.parent}, {fmt_gib(free)} are free",
@@ -193,22 +205,16 @@ def _check_room(recipe: Recipe, folder: Path) -> None:
         )
 
 
-def _write(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-
-
-def done_as(promise: Verification, done: dict[str, Any] | None, reason: str | None, steps: int) -> Verification:
-    """With what the run said of itself."""
-    if done is None:
-        return replace(promise, reason=reason or "it said nothing")
-    seconds = done.get("seconds_per_step")
-    if done.get("steps") != steps or not isinstance(seconds, int | float) or not seconds > 0:
-        return replace(promise, reason=f"it took {done.get('steps')} steps of {steps}, of {seconds} s")
+def with_result(prediction: Verification, result: dict[str, Any] | str, steps: int) -> Verification:
+    """The verification with what the run printed, or the reason why it printed nothing."""
+    if isinstance(result, str):
+        return replace(prediction, reason=result)
+    seconds = result.get("seconds_per_step")
+    if result.get("steps") != steps or not isinstance(seconds, int | float) or not seconds > 0:
+        return replace(prediction, reason=f"it took {result.get('steps')} steps of {steps}, of {seconds} s")
     return replace(
-        promise,
+        prediction,
         seconds_per_step=float(seconds),
-        reserved_gib=done.get("peak_reserved_gib"),
-        peaks_gib=tuple(done.get("peaks_gib") or ()),
+        reserved_gib=result.get("peak_reserved_gib"),
+        peaks_gib=tuple(result.get("peaks_gib") or ()),
     )
