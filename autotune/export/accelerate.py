@@ -46,9 +46,9 @@ def _accelerate(recipe: Recipe) -> str:
         "For a script of your own, on one GPU:",
         f"  {COMMAND}",
         f"{own}, which compiles its layers itself." if compiled else f"{own}.",
-        f"The speed was probed with {recipe.trainer}, and holds for that loop alone.",
+        f"The speed was probed with {recipe.trainer}, and is valid for that loop only.",
         "",
-        "deepspeed.json is for data parallelism later, and nothing of it was measured. Name it in training_args.json:",
+        "deepspeed.json is for data parallelism later; it was not measured. Name it in training_args.json:",
         '"deepspeed": "deepspeed.json", and start with `accelerate launch --num_processes N`, without this file.',
         *(f"- {item}" for item in _several(recipe)),
     ]
@@ -56,21 +56,21 @@ def _accelerate(recipe: Recipe) -> str:
 
 
 def _several(recipe: Recipe) -> list[str]:
-    """What is otherwise with DeepSpeed on several GPUs."""
+    """What changes with DeepSpeed on several GPUs."""
     config = recipe.winner.config
-    told = [
+    lines = [
         "The global batch is N times as large: divide gradient_accumulation_steps"
         f" ({recipe.accumulation}) by N to keep it.",
         "Optimizer, learning rate and schedule are the Trainer's. A block of DeepSpeed's would put an Adam of its own"
         f" in the place of {config.optimizer}.",
     ]
     if config.precision in MIXED:
-        told.append(
+        lines.append(
             f"DeepSpeed computes in {MIXED[config.precision]} without autocast, and keeps what is trained in fp32 too."
         )
     if config.optimizer in BLOCK_WISE:
-        told.append(f"ZeRO flattens parameters: {config.optimizer} then factors nothing, and needs more memory.")
-    return told
+        lines.append(f"ZeRO flattens parameters: {config.optimizer} then factors nothing, and needs more memory.")
+    return lines
 
 
 def _deepspeed(recipe: Recipe) -> dict[str, Any]:

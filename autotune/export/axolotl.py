@@ -22,7 +22,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         recipe,
         run="Run it, on one GPU, with the allocator as it was measured:",
         commands=[command(recipe)],
-        known="What is measured holds for the trainer that was probed. Known to differ here:",
+        known="The measured speed and memory are those of the trainer that was probed. Known differences here:",
         differences=_differences(recipe),
         gaps=keys.inexpressible("axolotl", recipe),
     )
@@ -40,22 +40,22 @@ def command(recipe: Recipe) -> str:
 
 
 def _differences(recipe: Recipe) -> list[str]:
-    """What Axolotl does another way, though the file says all it can."""
+    """What Axolotl does differently, although the file says all it can."""
     config = recipe.winner.config
     probed = recipe.fingerprint.packages.get("transformers", "another version")
     items = [f"Axolotl {VERSION} has transformers {TRANSFORMERS}; measured was {probed}.", loop_difference(recipe)]
     if config.packing:
-        items.append("Axolotl packs a random order of the examples by a rule of its own: rows are about as full.")
+        items.append("Axolotl packs examples in a random order by its own rule: rows are about as full.")
         if keys.attention_of("axolotl", config) == "sdpa":
-            items.append("sdpa_varlen, which it chooses by itself, is off as in the probe; on, it may be faster.")
+            items.append("sdpa_varlen, on by default, is off as in the probe; it may be faster.")
     else:
-        items.append("A row with padding brings a mask along; the probe had rows padded in the same way, and no mask.")
+        items.append("A padded row comes with a mask; the probe padded rows in the same way, without a mask.")
     if config.method == "lora":
-        items.append("Its LoRA kernels, which it switches on by itself, are off as in the probe; they may be faster.")
+        items.append("Its LoRA kernels, on by default, are off as in the probe; they may be faster.")
     if config.kernels == "liger":
         items.append("kernels liger: by Axolotl's plugin, where that knows the model.")
     if config.loss == "chunked":
-        items.append("loss chunked: by Liger's fused head and loss, where that knows the model; its peak is another.")
+        items.append("loss chunked: by Liger's fused head and loss, where that knows the model; its peak differs.")
     if config.offloads:
-        items.append("checkpointing offload: by Axolotl's own hooks; its speed is another.")
+        items.append("checkpointing offload: by Axolotl's own hooks; its speed differs.")
     return items

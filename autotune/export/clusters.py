@@ -22,7 +22,7 @@ from autotune.study.summary import Recipe
 
 URL = "AUTOTUNE_STORAGE"
 UNPROJECTED_H = 0.5  # hours of a training run that no projection has: start-up, downloads and saves
-STARTING_S = 1800.0  # seconds of a worker beside the study's budget: packages, images, a queue
+STARTING_S = 1800.0  # seconds of a worker's time limit beyond the study's budget: packages, images, a queue
 PREEMPTED = 75  # the exit code that asks for another attempt later
 GRACE_S = 120  # seconds from the signal to the end: for a step and a checkpoint, from which the next attempt goes on
 RETRIES = 3  # attempts after a preemption; a run that fails otherwise has a single one
@@ -38,8 +38,8 @@ Kubernetes: change the image and both claims, then, in this folder:
 GPU feature discovery labels the nodes: kubectl get nodes -L nvidia.com/gpu.product""",
     "skypilot": """\
 SkyPilot: `sky launch -c {name} sky.yaml` in this folder, or `sky jobs launch sky.yaml`.
-An image is `image_id: docker:your-registry/your-image:tag` under resources. OUTPUT is to be fetched, or a
-mounted bucket. Clouds name forms of a card apart (H200-SXM); `sky show-gpus -a` lists the names.""",
+An image is `image_id: docker:your-registry/your-image:tag` under resources. Fetch OUTPUT at the end,
+or make it a mounted bucket. Clouds have names for variants of a card (H200-SXM); `sky show-gpus -a` lists them.""",
     "slurm": """\
 Slurm: `DATASET=data.jsonl sbatch train.sbatch` in this folder, PYTHON=... for another interpreter.
 Clusters name their GPUs as they like: sinfo -o %G. With pyxis, srun takes --container-image=your-image:tag.""",
@@ -49,11 +49,11 @@ _WORKER_STEPS = {
 Kubernetes: change the image, which needs autotune-llm[postgres] {__version__}; then, with {URL} set:
   printf %s "${URL}" | kubectl create secret generic {{name}} --from-file=url=/dev/stdin
   kubectl apply -f workers.yaml
-A pod that is preempted or drained comes again and counts for nothing; its trial is queued for the others.""",
+A pod that is preempted or drained is started again and is no failure; its trial is queued for the other workers.""",
     "skypilot": f"""\
 SkyPilot: a job for each worker, so that one that is preempted takes no other with it; with {URL} set:
   for n in $(seq {{count}}); do sky jobs launch -y -d --secret {URL} workers.sky.yaml; done
-Clouds name forms of a card apart (H200-SXM); `sky show-gpus -a` lists the names.""",
+Clouds have names for variants of a card (H200-SXM); `sky show-gpus -a` lists them.""",
     "slurm": f"""\
 Slurm: with {URL} set, `sbatch workers.sbatch` where `autotune` is on the PATH.
 Clusters name their GPUs as they like: sinfo -o %G.""",
@@ -106,10 +106,10 @@ def training_job(recipe: Recipe) -> JobSpec:
     """The full run by launch.sh, as long as the upper end of the projection and what that leaves out."""
     name = slug(recipe.study)
     hours = math.ceil(recipe.winner.cost.interval_hours[1] + UNPROJECTED_H)
-    limit = f"{hours} h, the longest that is projected and {60 * UNPROJECTED_H:.0f} min, rounded up"
+    limit = f"{hours} h, the upper end of the projection and {60 * UNPROJECTED_H:.0f} min, rounded up"
     notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
     if recipe.model.weights:
-        notes.append(f"The weights are a local directory, to be had there too: {recipe.model.weights}")
+        notes.append(f"The weights are a local directory, which that machine needs too: {recipe.model.weights}")
     elif not has_published_weights(recipe):
         notes.append("There are no published weights of this shape: add --model.")
     return JobSpec(
@@ -157,7 +157,7 @@ def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, bud
         role="worker",
         files={"kubernetes": "workers.yaml", "skypilot": "workers.sky.yaml", "slurm": "workers.sbatch"},
         about=[
-            f"autotune study {study}: {count} workers on {device.name}, beside `autotune run`, which leads",
+            f"autotune study {study}: {count} workers on {device.name}, which `autotune run` leads",
             f"A worker joins with the same packages only: python {fingerprint.python}, {versions}",
         ],
         steps=_WORKER_STEPS,
@@ -285,7 +285,7 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
 
 
 def sky_gpu(device: DeviceSpec) -> str:
-    """The name in SkyPilot's catalogue: A100-80GB, H200, RTX6000-Ada. Forms that clouds name apart are left out."""
+    """The name in SkyPilot's catalogue: A100-80GB, H200, RTX6000-Ada. It leaves out variants that clouds name apart."""
     name = re.sub("^rtx-(?:(pro)-)?", r"rtx\1", _MAKER.sub("", _FORM.sub("", device.name)))
     return re.sub("-ws$", "-wk", name).upper().replace("-ADA", "-Ada").replace("-MAXQ", "-MaxQ")
 

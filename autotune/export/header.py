@@ -18,7 +18,7 @@ SAVE_EVERY_S = 1800.0
 
 
 def one_line(text: str) -> str:
-    """`text` fit for a comment: one line of printable characters, since study and model names are anybody's."""
+    """`text` fit for a comment: one line of printable characters, since anybody may choose study and model names."""
     return printable(text, " ").rstrip()
 
 
@@ -85,8 +85,8 @@ def tool_head(
 def loop_difference(recipe: Recipe) -> str:
     """How the loop that was probed differs from that of a tool with a loop of its own."""
     if recipe.trainer == "trl":
-        return "The speed is that of TRL's SFTTrainer, with its own loss, rows and dtypes of adapters."
-    return "The speed is that of train.py, whose loop (runtime/lean_trainer.py) leaves out milliseconds a micro batch."
+        return "The speed is that of TRL's SFTTrainer, which has its own loss, rows and adapter dtypes."
+    return "The speed is that of train.py, whose loop (runtime/lean_trainer.py) saves milliseconds in each micro batch."
 
 
 def weights_note(recipe: Recipe) -> str:
@@ -95,7 +95,7 @@ def weights_note(recipe: Recipe) -> str:
 
 
 def warmup_steps(recipe: Recipe) -> int:
-    """A whole number, which every version of transformers takes (warmup_ratio is gone since 5.16)."""
+    """Optimizer steps of warm-up. All versions of transformers take a whole number; 5.16 removed warmup_ratio."""
     return round(WARMUP_SHARE * recipe.winner.cost.num_steps)
 
 
@@ -105,7 +105,7 @@ def save_steps(recipe: Recipe) -> int:
 
 
 def model_source(recipe: Recipe) -> str:
-    """Where the weights are: the user's directory, else the name, which may be one of the Hub."""
+    """The source of the weights: the user's directory, else the name, which may be one on the Hub."""
     return recipe.model.weights or recipe.model.name
 
 

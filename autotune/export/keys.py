@@ -368,27 +368,27 @@ def _gap_in_precision(tool: str, recipe: Recipe) -> str:
     config = recipe.winner.config
     match tool, config.precision:
         case "trl", "bf16_pure" if config.method == "lora" and config.quantization not in ("int8", "nf4"):
-            return "TRL keeps the adapters in fp32, they were measured in bf16"
+            return "TRL keeps the adapters in fp32; they were measured in bf16"
         case "trl", "bf16_mixed" | "fp16_mixed" | "fp32" if config.quantization in ("int8", "nf4"):
-            return "TRL casts the adapters of a quantized base to bf16, they were measured in fp32"
+            return "TRL casts the adapters of a quantized base to bf16; they were measured in fp32"
         case "axolotl", "bf16_mixed" if config.method == "full":
-            trained = "Axolotl trains the weights themselves in bf16, they were measured in fp32"
-            return f"{trained}; written so, which takes less memory and learns otherwise"
+            trained = "Axolotl trains the weights themselves in bf16; they were measured in fp32"
+            return f"{trained}; written as bf16, which takes less memory and learns differently"
         case "axolotl", "fp16_mixed" if config.method == "full":
             loaded = "Axolotl loads the weights themselves in fp16, which no gradient scaler takes"
             return f"{loaded}; written as fp32, which is slower and takes more memory"
         case "axolotl", "bf16_pure":
             return _axolotl_bf16_pure(config)
         case "axolotl", "fp32" if config.quantization == "int8":
-            return "Axolotl has what is not quantised of an int8 base in fp16"
+            return "Axolotl keeps the part of an int8 base that is not quantised in fp16"
         case "llamafactory", "bf16_pure" if config.method == "lora":
-            return "PEFT makes the adapters fp32 there, they were measured in bf16"
+            return "PEFT makes the adapters fp32; they were measured in bf16"
         case "llamafactory", "fp16_mixed" | "fp32" if config.method == "lora":
-            return f"the base has the dtype of its checkpoint there, mostly bfloat16, and not {config.base_dtype}"
+            return f"the base has the dtype of its checkpoint, mostly bfloat16, instead of {config.base_dtype}"
         case "torchtune", "bf16_mixed":
             trained = "adapters and their state" if config.method == "lora" else "weights, gradients and state"
             written = f"torchtune has no autocast; written as bf16 throughout, {trained} too"
-            return f"{written}, which takes less memory and learns otherwise"
+            return f"{written}, which takes less memory and learns differently"
         case "torchtune", "fp16_mixed":
             return "torchtune refuses fp16; written as fp32, which is slower and takes more memory"
     return ""
@@ -416,7 +416,7 @@ def _gap_in_checkpointing(tool: str, recipe: Recipe) -> str:
 
 def _gap_in_compile(tool: str, recipe: Recipe) -> str:
     config = recipe.winner.config
-    lengths = "rows of another length are compiled anew, or for any length, which is slower"
+    lengths = "a new row length is compiled anew, or the layers for any length, which is slower"
     if config.compile == "none":
         return ""
     if tool == "torchtune":
@@ -440,9 +440,9 @@ def _gap_in_quantization(tool: str, recipe: Recipe) -> str:
             converts = f"{TOOLS[tool]}'s fp8 converts the adapters too and was not probed"
             return f"{converts}; written unquantised, which is slower"
         case "torchtune", "fp8":
-            return "torchtune knows nf4 alone; written unquantised, which is slower"
+            return "torchtune has nf4 only; written unquantised, which is slower"
         case "torchtune", "int8":
-            return "torchtune knows nf4 alone; written unquantised, which takes more memory"
+            return "torchtune has nf4 only; written unquantised, which takes more memory"
     return ""
 
 
@@ -452,15 +452,15 @@ def _gap_in_attention(tool: str, recipe: Recipe) -> str:
     if used == config.attention:
         return ""
     if tool == "torchtune":
-        return f"torchtune chooses it by itself, here {used}"
-    return "written as sdpa, of which torch chooses the kernel" if used == "sdpa" else ""
+        return f"torchtune chooses the attention itself, here {used}"
+    return "written as sdpa, for which torch chooses the kernel" if used == "sdpa" else ""
 
 
 def _gap_in_loss(tool: str, recipe: Recipe) -> str:
     if tool == "trl" and recipe.winner.config.loss == "full":
-        return "TRL has its own chunked LM head, with a lower peak and another speed"
+        return "TRL has its own chunked LM head, with a lower peak and a different speed"
     if tool == "torchtune" and recipe.winner.config.loss == "chunked":
-        holds = "CEWithChunkedOutputLoss makes fp32 logits chunk by chunk, and holds all those of the model's dtype"
+        holds = "CEWithChunkedOutputLoss makes fp32 logits in chunks, but holds all logits in the model's dtype"
         return f"{holds}, which takes more memory"
     return ""
 
@@ -471,7 +471,7 @@ def _gap_in_packing(tool: str, recipe: Recipe) -> str:
         fills = "TRL fills rows in the same way, but lays a micro batch out as one without padding"
         return f"{fills}; without a flash attention kernel its mask is larger than the one that was measured"
     if tool == "axolotl" and config.packing and attention_of(tool, config) not in ("sdpa", "eager"):
-        return f"with {config.attention} Axolotl lays a micro batch out as one row, which is filled"
+        return f"with {config.attention} Axolotl makes one full row of a micro batch"
     return ""
 
 
@@ -484,11 +484,11 @@ GAPS: dict[str, Callable[[str, Recipe], str]] = {
     "loss": _gap_in_loss,
     "packing": _gap_in_packing,
 }
-# Knobs that a tool never expresses, with the values at which it does as they say.
+# For knobs that a tool has no key for: the value that it always has, and why it has no other.
 ABSENT: dict[tuple[str, str], tuple[Any, str]] = {
     ("torchtune", "double_quant"): (True, "torchtune always quantises the scales too, which takes less memory"),
     ("torchtune", "kernels"): ("torch", "torchtune has its own modules and no others"),
-    ("torchtune", "loader_workers"): (0, "the process that trains makes batches by itself"),
+    ("torchtune", "loader_workers"): (0, "the training process makes the batches itself"),
 }
 
 

@@ -37,7 +37,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         recipe,
         run="Run it in this directory, on one GPU, with the allocator as it was measured:",
         commands=[command(recipe)],
-        known="What is measured holds for the trainer that was probed. Known to differ here:",
+        known="The measured speed and memory are those of the trainer that was probed. Known differences here:",
         differences=_differences(recipe),
         gaps=keys.inexpressible("llamafactory", recipe),
     )
@@ -56,21 +56,23 @@ def command(recipe: Recipe) -> str:
 
 
 def _differences(recipe: Recipe) -> list[str]:
-    """What LLaMA-Factory does another way, though the file says all it can."""
+    """What LLaMA-Factory does differently, although the file says all it can."""
     config = recipe.winner.config
     probed = recipe.fingerprint.packages.get("transformers", "another version")
     needs = f"LLaMA-Factory {VERSION} has transformers {TRANSFORMERS} or older; measured was {probed}."
     items = [needs, loop_difference(recipe)]
     if config.packing:
-        items.append("It packs 1,000 examples at a time by a rule of its own, and makes their mask itself.")
+        items.append("It packs 1,000 examples at a time by its own rule, and makes their mask itself.")
     else:
-        items.append("It pads to the longest row of a batch, with a mask; the probe had rows of cutoff_len, and none.")
+        items.append(
+            "It pads to the longest row of a batch, with a mask; the probe had rows of cutoff_len, without a mask."
+        )
     if config.method == "lora" or config.precision == "bf16_pure":
         items.append(f"The base has the dtype of its checkpoint; what was measured has {config.base_dtype}.")
     if config.kernels == "liger" or config.loss == "chunked":
         items.append("Liger's code (pip install liger-kernel) does nothing for a model that it does not know.")
     if config.loss == "chunked":
-        items.append("loss chunked: by Liger's fused head and loss; its peak is another.")
+        items.append("loss chunked: by Liger's fused head and loss; its peak differs.")
     if config.offloads:
-        items.append("checkpointing offload: by use_unsloth_gc, which needs no Unsloth; its speed is another.")
+        items.append("checkpointing offload: by use_unsloth_gc, which needs no Unsloth; its speed differs.")
     return items

@@ -16,8 +16,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         recipe,
         run="Run it in this directory, on one GPU, with the allocator as it was measured:",
         commands=commands(recipe),
-        known="The speed of torchtune was not measured: it has its own loop and its own code of the models."
-        " Known to differ:",
+        known="The speed of torchtune was not measured: it has its own loop and its own model code. Known to differ:",
         differences=_differences(recipe),
         gaps=keys.inexpressible("torchtune", recipe),
     )
@@ -44,12 +43,12 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 
 def commands(recipe: Recipe) -> list[str]:
-    """What fetches the weights, where there are any to fetch, and what trains."""
-    found = []
+    """The command that fetches published weights, and the command that trains."""
+    download = []
     if has_published_weights(recipe) and recipe.model.weights is None:
-        found.append(f"tune download {shlex.quote(recipe.model.name)} --output-dir model")
+        download.append(f"tune download {shlex.quote(recipe.model.name)} --output-dir model")
     method = recipe.winner.config.method
-    return [*found, f"{ENVIRONMENT} tune run {method}_finetune_single_device --config torchtune.yaml"]
+    return [*download, f"{ENVIRONMENT} tune run {method}_finetune_single_device --config torchtune.yaml"]
 
 
 def _warning(recipe: Recipe) -> list[str]:
@@ -64,38 +63,38 @@ def _warning(recipe: Recipe) -> list[str]:
 
 
 def _differences(recipe: Recipe) -> list[str]:
-    """What torchtune does another way, though the file says all it can."""
+    """What torchtune does differently, although the file says all it can."""
     config = recipe.winner.config
     probed = "TRL's SFTTrainer" if recipe.trainer == "trl" else "train.py, with its lean loop (runtime/lean_trainer.py)"
     items = [
         f"The speed above is that of {probed}.",
-        f"torchtune {VERSION} is the last, and needs an older torchao: 0.9 has what it imports, 0.18 has not.",
+        f"torchtune {VERSION} is the last version, and needs an older torchao: 0.9 has what it imports, 0.18 does not.",
     ]
     if config.packing:
-        items.append("It packs the examples in their order, before it begins: rows may be less full.")
+        items.append("It packs the examples in their order before the training: rows may be less full.")
     else:
         items.append("It pads to the longest row of a micro batch; the probe had rows of max_seq_len.")
     if config.compile == "per_layer" and config.packing:
         items.append("compile compiles the loss besides the layers.")
     if config.quantization == "nf4":
-        items.append("The nf4 of the base is torchao's and not that of bitsandbytes; its speed is another.")
+        items.append("The nf4 of the base is torchao's and not that of bitsandbytes; its speed differs.")
     if config.rslora:
         items.append("rslora: it divides by the rank, so that lora_alpha is written for the same scale.")
     if config.method == "full" and config.optimizer in ("adamw_8bit", "paged_adamw_8bit", "lion_8bit"):
         items.append("The optimizer has the embedding's state in 8 bits too; it was measured in 32.")
     if config.optimizer == "adafactor":
-        items.append("optimizer: that of transformers, which torchtune does not bring along.")
+        items.append("optimizer: that of transformers, which torchtune does not install.")
     elif config.optimizer in ("adamw_8bit", "paged_adamw_8bit", "lion_8bit"):
-        items.append("optimizer: that of bitsandbytes, which torchtune does not bring along.")
+        items.append("optimizer: that of bitsandbytes, which torchtune does not install.")
     if config.offloads:
-        items.append("checkpointing offload: by torchtune's own hooks; its speed is another.")
+        items.append("checkpointing offload: by torchtune's own hooks; its speed differs.")
     if torchtune_models.leaves_out_window(recipe):
         items.append("The model's sliding window is left out: a token looks back over its whole row.")
     if recipe.model.config["model_type"] == "phi3" and config.method == "lora":
         items.append("Adapters are on query, key, value, gate and up apart; they were measured on the fused layers.")
     return [
         *items,
-        "It saves at the end of an epoch alone, merged weights too: a run that is stopped begins its epoch anew.",
+        "It saves only at the end of an epoch, merged weights too: a run that is stopped repeats its epoch.",
     ]
 
 

@@ -1,13 +1,13 @@
-"""What torchtune 0.6.1 makes a model with: the builder of its family with its own sizes, tokenizer and checkpoint.
+"""The parts of torchtune 0.6.1 for a model: the builder of its family with the sizes, tokenizer and checkpoint.
 
-What no builder makes is told by `obstacle`, and nothing is guessed.
+`obstacle` says why no builder makes a model; nothing is guessed.
 """
 
 from typing import Any
 
 from autotune.study.summary import Recipe
 
-# By whose vocabulary a family is known: torchtune has a tokenizer for each, and none for any tokenizer.json.
+# Families by model type and vocabulary: torchtune has a tokenizer for each, and none that reads tokenizer.json.
 FAMILIES = {
     ("llama", 32000): "llama2",
     ("llama", 128256): "llama3",
@@ -63,8 +63,8 @@ def obstacle(recipe: Recipe) -> str:
         "rotary positions of its own": not _turns(family, _rope(shape)),
         "embeddings tied, or not, as here": not _ties(family, shape),
     }
-    if found := ", ".join(name for name, is_so in odd.items() if is_so):
-        return f"no builder for {found}"
+    if oddities := ", ".join(name for name, is_so in odd.items() if is_so):
+        return f"no builder for {oddities}"
     return ""
 
 
@@ -83,7 +83,7 @@ def family_of(recipe: Recipe) -> str | None:
     family = FAMILIES[shape["model_type"], recipe.model.vocab_size]
     if family == "llama3" and _scaled(_rope(shape)):
         return "llama3_2" if shape.get("tie_word_embeddings") else "llama3_1"
-    if family == "qwen2" and "2.5" in recipe.model.name:  # whose tokenizer has more special tokens
+    if family == "qwen2" and "2.5" in recipe.model.name:  # its tokenizer has more special tokens
         return "qwen2_5"
     return family
 
@@ -97,7 +97,7 @@ def builder(recipe: Recipe) -> dict[str, Any]:
     prefix = "lora_" if recipe.winner.config.method == "lora" else ""
     values = {"_component_": f"torchtune.models.{name}.{prefix}{name}", **_sizes(recipe)}
     values["norm_eps"] = shape["rms_norm_eps"]
-    if name != "llama2":  # whose builder of adapters has no such argument
+    if name != "llama2":  # its builder of adapters has no such argument
         values["rope_base"] = rope["rope_theta"]
     if name in ("llama3_1", "llama3_2"):
         values["scale_factor"] = rope["factor"]
@@ -119,13 +119,13 @@ def tokenizer(recipe: Recipe, directory: str) -> dict[str, Any]:
 
 
 def checkpoint(recipe: Recipe) -> dict[str, str]:
-    """By which names the weights are read; {} where there are none."""
+    """The model type by which the checkpointer reads the weights; {} where there is no builder."""
     family = family_of(recipe)
     return {} if family is None else {"model_type": CHECKPOINTS.get(family, family.upper())}
 
 
 def _sizes(recipe: Recipe) -> dict[str, int | None]:
-    """`max_seq_len` is that of the rows: each layer holds a table of so many positions."""
+    """The builder's sizes. `max_seq_len` is the length of rows: each layer holds a table of so many positions."""
     model = recipe.model
     heads = model.size("num_attention_heads")
     return {

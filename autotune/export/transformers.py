@@ -1,6 +1,6 @@
-"""training_args.json, adapter_config.json and quantization_config.json: for a Trainer script of one's own.
+"""training_args.json, adapter_config.json and quantization_config.json, for the user's own Trainer script.
 
-JSON has no comments: `transformers_notes.md` says how they are loaded, and what none of them can hold.
+JSON has no comments, so `transformers_notes.md` says how to load the files, and what none of them can express.
 """
 
 import json
@@ -12,13 +12,13 @@ from autotune.export.header import facts, has_published_weights, model_source, o
 from autotune.probe.model_settings import model_settings
 from autotune.study.summary import Recipe
 
-# What trl_sft.yaml says and TrainingArguments does not take.
+# Keys of trl_sft.yaml that TrainingArguments does not take.
 _TRL_ONLY = ("max_length", "packing", "packing_strategy", "pad_to_multiple_of")
-_OWN_WORDS = ("checkpointing", "compile")  # what TrainingArguments says of these, TRL hands on as it is
+_OWN_WORDS = ("checkpointing", "compile")  # knobs that TRL passes to TrainingArguments unchanged
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """The arguments and the notes; the others where there are adapters, and a base in fewer bits."""
+    """The arguments and the notes; with LoRA the adapter's file, and for a base in 4 or 8 bits its file."""
     config = recipe.winner.config
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
     built = model_settings(config)
@@ -66,9 +66,11 @@ def inexpressible(recipe: Recipe) -> list[str]:
 
 def _notes(recipe: Recipe, files: dict[str, str]) -> str:
     """Markdown. What others named stands in blocks of code alone, where nothing is markup."""
-    speed = "The speed is that of train.py, whose loop (runtime/lean_trainer.py) leaves out milliseconds a micro batch."
+    speed = (
+        "The speed is that of train.py, whose loop (runtime/lean_trainer.py) saves milliseconds in each micro batch."
+    )
     if recipe.trainer != "transformers":
-        speed = "The speed is that of another trainer, with which it was probed, and not of these files."
+        speed = "The speed is that of another trainer, which was probed, and not of these files."
     lines = [
         "# A Trainer script with these files",
         "",

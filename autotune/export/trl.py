@@ -11,7 +11,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         recipe,
         run="Run it, on one GPU, as it was measured:",
         commands=[command(recipe)],
-        known="Known to differ from what was measured:",
+        known="Known differences from what was measured:",
         differences=_differences(recipe),
         gaps=inexpressible(recipe),
     )
@@ -50,6 +50,6 @@ def _differences(recipe: Recipe) -> list[str]:
     if recipe.trainer == "trl":
         return [f"{rows} rows of max_length."]
     return [
-        "The speed is that of train.py, whose loop (runtime/lean_trainer.py) leaves out milliseconds a micro batch.",
+        "The speed is that of train.py, whose loop (runtime/lean_trainer.py) saves milliseconds in each micro batch.",
         f"{rows} every row padded to max_length, and no mask.",
     ]

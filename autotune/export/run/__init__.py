@@ -1,1 +1,1 @@
-"""Exported scripts run: the full training run, verification, and held-out losses."""
+"""Runs of exported scripts: the full training run, verification, and held-out losses."""

@@ -128,7 +128,7 @@ def test_missing_weights_are_reported() -> None:
         assert "# There are no published weights of this shape" in text
         with_weights = replace(local, model=replace(local.model, weights=f"/w\n{HOSTILE}"))
         (text,) = clusters.export(with_weights, system).values()
-        assert "# The weights are a local directory, to be had there too: /w a'; touch CANARY" in text
+        assert "# The weights are a local directory, which that machine needs too: /w a'; touch CANARY" in text
 
 
 @each_name
