@@ -1,4 +1,4 @@
-"""Before anything is searched: does the baseline fit, or at least something?"""
+"""The initial feasible configuration: before the search, find the baseline or at least something that fits."""
 
 from collections.abc import Callable
 
@@ -18,10 +18,10 @@ def find_feasible(
     say: Callable[[str], None],
     is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[bool, list[TrainConfig]]:
-    """Before anything is searched: does the baseline fit, at some micro batch, or at least the leanest configuration?
+    """Find a configuration that fits: the baseline at some micro batch size, or at least the leanest configuration.
 
-    Returns whether the space's reserve (quantised bases, other optimizers) must be opened since nothing else fits, and
-    the configurations that were tried. Once it `is_late` smaller baselines are left out.
+    Returns whether the reserve of the space (quantised bases, other optimizers) must be opened because nothing else
+    fits, and the configurations that were tried. Once it `is_late`, smaller baselines are left out.
 
     Raises:
         NothingFits: not even the leanest configuration of the reserve fits.
@@ -34,7 +34,7 @@ def find_feasible(
         say(f"baseline: {config.label()}")
         tried.append(config)
         outcome = evaluator.evaluate(config, None).result.outcome
-        if outcome in FAILED:  # what the winner is held against is worth a second try
+        if outcome in FAILED:  # the winner is compared with it: worth a second try
             outcome = evaluator.evaluate(config, None).result.outcome
             evaluator.reset_failures()
         if outcome not in (Outcome.OOM, Outcome.REFUSED):
@@ -50,8 +50,8 @@ def find_feasible(
 
 
 def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
-    """The error for a model that fits nowhere, with the least memory it would need, and how fast it would be."""
-    need, fast = "more memory than there is", ""
+    """The error if nothing fits, with the memory that the leanest configuration needs, and how fast it would be."""
+    need, speed_note = "more memory than there is", ""
     if result.oom is not None:
         least = fmt_gib(result.oom.allocated_gib + (result.oom.requested_gib or 0.0))
         limit = fmt_gib(result.oom.limit_gib)
@@ -60,8 +60,9 @@ def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
             need = f"{least} of the {limit} there are (extrapolated from a few layers)"
     if result.measurement is not None:
         speed = task.performance(result.config, [result.measurement]).tokens_per_second
-        fast = f"; it would train {speed:,.0f} tokens/s here if it fitted"
+        speed_note = f"; it would train {speed:,.0f} tokens/s here if it fitted"
     return NothingFits(
-        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}{fast}",
+        f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}"
+        f"{speed_note}",
         remedy="take a larger GPU, a smaller model, --space qlora, or a shorter --seq-len",
     )

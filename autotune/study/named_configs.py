@@ -1,4 +1,4 @@
-"""A suite: configurations that somebody named, told as they are, beside what was published of them. No search."""
+"""A suite: named configurations that are probed as they are, and compared with published numbers. No search."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,8 @@ class ConfigResult:
 
     def against(self) -> dict[str, tuple[float | str, float | str]]:
         """(published, ours) by what it is, of what both tell."""
-        theirs, found = self.case.published, {}
+        theirs = self.case.published
+        outcomes = {}
         pairs: dict[str, tuple[float | None, float | None]] = {
             "tokens/s": (theirs.tokens_per_s, self.tokens_per_s),
             "samples/s": (theirs.samples_per_s, self.samples_per_s),
@@ -48,12 +49,14 @@ class ConfigResult:
             "peak GiB": (theirs.peak_gib, self.peak_gib),
             "whole GB": (theirs.peak_gb, None if self.whole_gib is None else self.whole_gib * GIB / 1e9),
         }
-        told: dict[str, tuple[float | str, float | str]] = {
-            name: (one, other) for name, (one, other) in pairs.items() if one is not None and other is not None
+        numbers: dict[str, tuple[float | str, float | str]] = {
+            name: (published, ours)
+            for name, (published, ours) in pairs.items()
+            if published is not None and ours is not None
         }
         if theirs.outcome == "oom" or self.outcome is Outcome.OOM:
-            found["outcome"] = (theirs.outcome, self.outcome.value)
-        return found | told
+            outcomes["outcome"] = (theirs.outcome, self.outcome.value)
+        return outcomes | numbers
 
     def cells(self) -> tuple[str, ...]:
         """As a row: name, configuration, outcome, speed, memory, and what was published."""

@@ -1,6 +1,6 @@
-"""Whether a cheaper number format trains like the reference, told by the losses of the same micro batches.
+"""Whether a cheaper number format trains like the reference: the losses of the same micro batches are compared.
 
-Only real weights tell: with random ones the loss is about the logarithm of the vocabulary, whatever is done.
+This needs real weights: with random ones the loss is about the logarithm of the vocabulary in any format.
 """
 
 import statistics
@@ -9,14 +9,14 @@ from dataclasses import replace
 from autotune.core.probe_types import Measurement
 from autotune.core.train_config import TrainConfig
 
-# Mean relative difference of the losses from which on a format is held to be unsound. bf16 itself rounds them to 0.4 %.
+# A larger mean relative difference of the losses means that a format is unsound. bf16 itself rounds them to 0.4 %.
 BOUND = 0.02
 REFERENCE = "bf16 under autocast (fp32 where there is none) and 32-bit optimizer state"
 FULL_STATE = {"adamw_8bit": "adamw_torch_fused", "paged_adamw_8bit": "adamw_torch_fused"}
 
 
 def in_question(config: TrainConfig) -> str:
-    """What of a configuration is coarser than the reference, as 'fp16_mixed and adamw_8bit'; '' where nothing is."""
+    """The formats that are coarser than the reference's, as 'fp16_mixed and adamw_8bit'; '' if there are none."""
     doubtful = [config.precision] if config.precision in ("fp16_mixed", "bf16_pure") else []
     doubtful += ["fp8"] if config.quantization == "fp8" else []
     doubtful += [config.optimizer] if config.optimizer.endswith("8bit") else []
@@ -43,7 +43,7 @@ def reference_of(config: TrainConfig, *, bf16: bool) -> TrainConfig | None:
     )
 
 
-def deviation(one: Measurement, reference: Measurement) -> float | None:
-    """Mean relative difference of the losses of the micro batches that both took; None where they share none."""
-    shared = list(zip(one.losses, reference.losses, strict=False))
+def deviation(measurement: Measurement, reference: Measurement) -> float | None:
+    """Mean relative difference of the losses of the micro batches that both ran; None if they share none."""
+    shared = list(zip(measurement.losses, reference.losses, strict=False))
     return statistics.fmean(abs(loss / wanted - 1.0) for loss, wanted in shared) if shared else None

@@ -60,6 +60,7 @@ class Recipe:
 
     @property
     def speedup(self) -> float | None:
+        """The winner's useful tokens/s over the baseline's; None without a baseline."""
         if self.baseline is None:
             return None
         return self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
@@ -115,16 +116,18 @@ class Quality:
     learned: tuple[Learned, ...] = ()
 
     def ranked(self) -> tuple[Learned, ...]:
-        """The lowest loss first; those without one last."""
-        return tuple(sorted(self.learned, key=lambda one: math.inf if one.loss_after is None else one.loss_after))
+        """The lowest loss first; failed ones last."""
+        return tuple(
+            sorted(self.learned, key=lambda learned: math.inf if learned.loss_after is None else learned.loss_after)
+        )
 
     def front(self) -> tuple[Learned, ...]:
         """Those that no other beats in both loss and time: the Pareto front, the fastest first."""
-        found: list[Learned] = []
-        for one in sorted(self.ranked(), key=lambda one: one.full_run_hours):
-            if one.loss_after is not None and (not found or one.loss_after < (found[-1].loss_after or 0.0)):
-                found.append(one)
-        return tuple(found)
+        front: list[Learned] = []
+        for learned in sorted(self.ranked(), key=lambda learned: learned.full_run_hours):
+            if learned.loss_after is not None and (not front or learned.loss_after < (front[-1].loss_after or 0.0)):
+                front.append(learned)
+        return tuple(front)
 
     def said(self, winner: TrainConfig) -> list[str]:
         """What a reader of the winner should know of it."""
@@ -143,7 +146,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What the exported run of a winner did, beside what was promised. `reason` says why it did not come through.
+    """What the exported run of a winner did, compared with what was predicted. `reason` says why it failed.
 
     Errors are relative and signed: promised over done, minus 1. A peak is None where the device does not tell it.
     `file` is what was run, and `probed` whether that is what was measured: else nothing was promised of it. A `soak`
@@ -168,17 +171,19 @@ class Verification:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Useful ones, of steps like those promised: how many are in a step is the data's, and no promise."""
+        """Useful tokens/s, for steps with as many tokens as predicted: how many a step has depends on the data."""
         if self.seconds_per_step is None:
             return None
         return self.promised_tokens_per_s * self.promised_step_s / self.seconds_per_step
 
     @property
     def speed_error(self) -> float | None:
+        """Predicted over measured speed, minus 1; None if the run failed."""
         return None if self.seconds_per_step is None else self.seconds_per_step / self.promised_step_s - 1
 
     @property
     def memory_error(self) -> float | None:
+        """Predicted over measured peak, minus 1; None if the device does not report it."""
         return None if self.reserved_gib is None else self.promised_gib / self.reserved_gib - 1
 
     @property
@@ -202,7 +207,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySummary:
-    """A whole study. `recipe` is None where no trial came through. Seconds are wall seconds over all sessions.
+    """A whole study. `recipe` is None if no trial succeeded. Seconds are wall seconds over all sessions.
 
     `probes` is everything that was stored, in that order: what was decided without a probe has no seconds.
     """
@@ -222,6 +227,7 @@ class StudySummary:
 
     @property
     def probe_seconds(self) -> float:
+        """The seconds of all stored probes, summed up."""
         return sum(probe.seconds.get("total", 0.0) for probe in self.probes)
 
     def counts(self) -> dict[str, int]:
