@@ -1,4 +1,4 @@
-"""Price: what an hour of a GPU costs. Seeds with their dates, and before them what the user's own file says."""
+"""The price of an hour of a GPU: dated prices of the catalogue, and the user's own, which come before them."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NO_PRICE = "no price is known"
 MAX_COUNT = 1024  # GPUs of one offer
-MAX_USD = 1e6  # an hour of one offer; more is a slip of the pen
+MAX_USD = 1e6  # an hour of one offer; more is a typing error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def load_prices(path: Path) -> tuple[Price, ...]:
 
 
 def prices_of(device: str, own: Sequence[Price] = ()) -> list[Price]:
-    """Every price of `device`, a catalogue name, the best first: what the user said goes before all that is shipped.
+    """Every price of `device`, a catalogue name, the best first, and the user's own prices before the catalogue's.
 
     Then quotable rows go before old or second-hand ones, instances of one GPU before larger ones (nobody rents an
     eighth of eight), and the cheapest on-demand price first.

@@ -53,7 +53,7 @@ class TooManyFailures(AutotuneError):
 
 
 class VerificationFailed(AutotuneError):
-    """The exported run did not come through, or was further from what was promised than the tolerance."""
+    """The exported run failed, or differed from the prediction by more than the tolerance."""
 
     exit_code = 1
     explained = "verification-failed"
@@ -64,7 +64,7 @@ class StorageError(AutotuneError):
 
     exit_code = 6
     explained = "storage"
-    lost = False  # the connection broke on the way: it may be done, or not
+    lost = False  # the connection broke: whether the operation happened is unknown
 
 
 class Interrupted(AutotuneError):

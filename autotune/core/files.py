@@ -115,7 +115,7 @@ def _line_of(node: Any, loc: tuple[int | str, ...]) -> int:
 
 
 @contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """Turn an OSError on `path` into a StorageError that names it."""
     try:
         yield
@@ -128,7 +128,7 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
     """Write `text` to `path` by rename, so that a reader or a crash never sees half a file."""
-    with storage_errors(path):
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:

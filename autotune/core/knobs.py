@@ -127,9 +127,9 @@ class KnobSpec:
         if self.form == "integer":
             return bool((value or 0) >= (other or 0))
         if self.form == "checkpointing":
-            recomputed, other_recomputed = (1.0 / (checkpoint_every(one) or math.inf) for one in (value, other))
+            recomputed, other_recomputed = (1.0 / (checkpoint_every(each) or math.inf) for each in (value, other))
             return recomputed <= other_recomputed and (value == "offload") <= (other == "offload")
-        group, other_group = (_group_of(one, self.surely_leanest_first) for one in (value, other))
+        group, other_group = (_group_of(each, self.surely_leanest_first) for each in (value, other))
         return group is not None and other_group is not None and group >= other_group
 
 

@@ -91,7 +91,7 @@ class ProbeRequest:
     weights. `micro_steps` is the number of micro batches in each probed optimizer step (2 whenever the full run
     accumulates at all, since gradients that stay alive raise the second one's peak). Whole steps are timed, for at
     least `min_timed_s` and `min_timed_micros` micro batches; with `evaluate` one evaluation batch and one adapter save
-    follow, since full runs die there. `memory_gib` is what the device offers in all; `headroom` the fraction of it that
+    follow, since full runs die there. `memory_gib` is the memory that the run may use, `headroom` the share of it that
     must stay free. `depth` is None for the whole model. `rows` has the lengths of the examples in rows to train on, in
     turn; what they leave of `seq_len` is padding. Without them rows are full.
     """
@@ -191,7 +191,7 @@ class Measurement:
     `step_s` is start to start of whole probed optimizer steps; `micro_step_s` of each of their micro batches (the whole
     step where there is a single one); `rest_s` what each step takes beyond its micro batches: clipping, optimizer,
     logging. `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is
-    finer: it parts the backward pass where its peak may move from one place to another as depth grows. `host_micro_s`
+    finer: it divides the backward pass where its peak may move as depth grows. `host_micro_s`
     is what the host alone takes to issue a micro batch: where it is as long as the device takes, the host is the
     bottleneck. `time_error` is the relative error that extrapolated times may have, 0 where they were measured.
     """

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from autotune.core.files import storage_errors, write_atomic
+from autotune.core.files import write_atomic, write_errors
 from autotune.core.serialization import to_data
 from autotune.study.summary import Recipe, StudySummary, TrialRecord, summary_data
 
@@ -21,7 +21,7 @@ class TrialLog:
 
     def add(self, row: TrialRecord) -> None:
         """Append a trial. Raises StorageError."""
-        with storage_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+        with write_errors(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(self._line(row))
 
     @staticmethod

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from autotune.core.errors import StorageError, UsageError
-from autotune.core.files import storage_errors
+from autotune.core.files import write_errors
 from autotune.problem.setup import slug
 
 DEFAULT_ROOT = Path("runs")
@@ -45,7 +45,7 @@ def study_directory(out: str | None, study: str) -> Path:
 
 def make_writable(directory: Path) -> None:
     """Create a study's directory and its logs, and check that it can be written. Raises StorageError."""
-    with storage_errors(directory):
+    with write_errors(directory):
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         trial = directory / ".writable"
         trial.write_text("")

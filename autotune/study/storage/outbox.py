@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from autotune.core.files import storage_errors
+from autotune.core.files import write_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,6 @@ class Outbox:
 
     @contextmanager
     def _locked(self) -> Iterator[IO[str]]:
-        with storage_errors(self.path), self.path.open("a+", encoding="utf-8") as file:
+        with write_errors(self.path), self.path.open("a+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 
 from autotune.core.errors import StorageError, UsageError
-from autotune.core.files import MAX_VALUES, load_yaml, read_user_yaml, storage_errors, write_atomic
+from autotune.core.files import MAX_VALUES, load_yaml, read_user_yaml, write_atomic, write_errors
 
 
 class Inner(BaseModel):
@@ -177,7 +177,7 @@ def test_a_file_in_the_way_of_a_directory(tmp_path):
 
 
 def test_storage_errors_name_the_path_and_pass_the_rest_on(tmp_path):
-    with pytest.raises(StorageError, match="cannot write /some/where: boom"), storage_errors(Path("/some/where")):
+    with pytest.raises(StorageError, match="cannot write /some/where: boom"), write_errors(Path("/some/where")):
         raise OSError("boom")
-    with pytest.raises(KeyError), storage_errors(tmp_path):
+    with pytest.raises(KeyError), write_errors(tmp_path):
         raise KeyError("mine")
