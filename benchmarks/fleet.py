@@ -42,7 +42,7 @@ from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.step_time import estimate_step_time
 from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.search_space import load_space
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study.evaluator import Evaluator
@@ -95,7 +95,7 @@ def measured(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]
     """One study to its end, and what is left in its database."""
     folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     ProbeStore(url).close()
-    Optimizer.create(url, STUDY, load_space("lora"), seed=0, facts={}).close()
+    Optimizer.create(url, STUDY, SearchSpace.load("lora"), seed=0, facts={}).close()
     logs = [folder / f"{number}.log" for number in range(workers)]
     line = [sys.executable, __file__, "--trials", str(trials)]
     started = [
@@ -138,7 +138,7 @@ def measured(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]
 
 def work(url: str, number: int, trials: int, log: Path) -> None:
     """One of the workers; the first leads."""
-    model, device, space = resolve_model("mistral-7b"), resolve_device("h200"), load_space("lora")
+    model, device, space = resolve_model("mistral-7b"), resolve_device("h200"), SearchSpace.load("lora")
     workload = Workload(examples=10_000, lengths=Lengths.constant(512), global_batch=32)
     task = Task(
         study=STUDY,

@@ -20,7 +20,7 @@ from autotune.planning.observations import Observation
 from autotune.planning.plan import Plan, Say, plan_setup, planned_setup, silent
 from autotune.prediction.memory_formula import ERROR
 from autotune.problem.run_cost import FITS, CostProjection, DeviceEstimate
-from autotune.problem.search_space import load_space
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, open_reserve
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
@@ -383,7 +383,7 @@ def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySp
     if names and any(spec.space for spec in specs):
         raise UsageError("--methods and a space of one's own cannot both be", remedy="leave out one of them")
     for name in names:
-        load_space(name)
+        SearchSpace.load(name)
     return [replace(spec, space=name) for spec in specs for name in names] or list(specs)
 
 

@@ -39,11 +39,6 @@ class Knob:
         """Whether the knob changes what the model learns: a property of the knob, whatever the file says."""
         return KNOBS[self.name].kind
 
-    @property
-    def is_range(self) -> bool:
-        """Whether the values are the integers from `low` to `high`."""
-        return self.low is not None
-
     def choices(self) -> tuple[Any, ...]:
         """Every value, in the order of the space."""
         if self.low is not None and self.high is not None:
@@ -53,16 +48,14 @@ class Knob:
     def nearest(self, wanted: Any) -> Any:
         """The value `wanted` if the knob has it, else the nearest number, else the first value."""
         values = self.choices()
-        if wanted in values:
-            return wanted
-        if isinstance(wanted, int) and not isinstance(wanted, bool):
+        if wanted not in values and isinstance(wanted, int) and not isinstance(wanted, bool):
             return min((abs(value - wanted), value) for value in values)[1]
-        return values[0]
+        return wanted if wanted in values else values[0]
 
     def keep(self, allowed: Callable[[Any], bool]) -> "Knob":
         """This knob with only the allowed values. A range stays a range if they have no gap."""
         values = tuple(value for value in self.choices() if allowed(value))
-        if self.is_range and values and len(values) == values[-1] - values[0] + 1:
+        if self.low is not None and values and len(values) == values[-1] - values[0] + 1:
             return replace(self, low=values[0], high=values[-1])
         return replace(self, values=values, low=None, high=None, log=False)
 
@@ -98,7 +91,7 @@ class SearchSpace:
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits that differ for spaces with other knobs or values."""
+        """Twelve hex digits, which differ for other knobs or values."""
         return digest_of(self.describe())
 
     def describe(self) -> dict[str, Any]:
@@ -110,17 +103,27 @@ class SearchSpace:
 
     @classmethod
     def load(cls, name_or_path: str) -> "SearchSpace":
-        """A shipped space by name, or a file. Raises UsageError."""
-        return load_space(name_or_path)
+        """A shipped space by name, or a file. Raises UsageError, with the line of the file that is wrong."""
+        from autotune.problem.space_file import SpaceFile
+
+        shipped = shipped_spaces()
+        path = shipped.get(name_or_path) or Path(name_or_path)
+        if name_or_path not in shipped and not os.path.isfile(path):  # Path.is_file raises for what cannot be a path
+            raise UsageError(
+                f"unknown search space {name_or_path!r}{did_you_mean(name_or_path, tuple(shipped))}",
+                remedy=f"use one of {', '.join(shipped)}, or the path of a YAML file",
+            )
+        knobs = [
+            Knob(name=name, values=tuple(entry.values), low=entry.min, high=entry.max, log=entry.log, when=entry.when)
+            for name, entry in read_user_yaml(path, SpaceFile).knobs.items()
+        ]
+        return cls(name=path.stem, knobs=tuple(_in_order(knobs)))
 
     @classmethod
     def of(cls, name: str = "own", **knobs: Any) -> "SearchSpace":
-        """A space of these knobs: a list or range is searched, anything else is fixed.
+        """A space of these knobs: a list or range is searched, anything else is fixed. Raises UsageError.
 
         Example: `SearchSpace.of(micro_batch_size=[1, 2, 4], lora_rank=16, checkpointing=["none", "full"])`.
-
-        Raises:
-            UsageError: there is no such knob, or it cannot have such a value.
         """
         space = cls(name=name, knobs=())
         for knob, given in knobs.items():
@@ -139,30 +142,21 @@ class SearchSpace:
     def narrow(self, name: str, allowed: Callable[[Any], bool], reason: str) -> tuple["SearchSpace", list[Removal]]:
         """The space without the values of a knob that are not allowed, and what was removed.
 
-        Raises:
-            UsageError: no value is left.
+        Raises UsageError where no value is left.
         """
         knob = self.knob(name)
-        if knob is None:
+        removed = tuple(value for value in knob.choices() if not allowed(value)) if knob else ()
+        if knob is None or not removed:
             return self, []
-        narrowed = knob.keep(allowed)
-        left = set(narrowed.choices())
-        removed = tuple(value for value in knob.choices() if value not in left)
-        if not removed:
-            return self, []
-        if not left:
+        if len(removed) == len(knob.choices()):
             raise UsageError(
                 f"no value of {name} is left in the space {self.name!r}: {_listed(removed)}: {reason}",
                 remedy=f"add values of {name} to the space, or pin one with --set {name}=VALUE",
             )
-        return self._with(narrowed), [Removal(knob=name, values=removed, reason=reason)]
+        return self._with(knob.keep(allowed)), [Removal(knob=name, values=removed, reason=reason)]
 
     def pin(self, name: str, value: Any) -> "SearchSpace":
-        """The space with one knob fixed, whether or not the space names it.
-
-        Raises:
-            UsageError: there is no such knob, or it cannot have this value.
-        """
+        """The space with one knob fixed, named by the space or not. Raises UsageError for an impossible value."""
         if name not in KNOBS:
             raise UsageError(
                 f"there is no knob {name!r}{did_you_mean(name, KNOBS)}", remedy=f"the knobs are {', '.join(KNOBS)}"
@@ -265,28 +259,6 @@ def shipped_spaces() -> dict[str, Path]:
     inside = Path(str(resources.files("autotune"))) / "search_spaces"
     folder = inside if inside.is_dir() else inside.parent.parent / "search_spaces"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
-def load_space(name_or_path: str) -> SearchSpace:
-    """A shipped space by name, or a file.
-
-    Raises:
-        UsageError: there is no such space, or the file is wrong; its line is named.
-    """
-    shipped = shipped_spaces()
-    path = shipped.get(name_or_path) or Path(name_or_path)
-    if name_or_path not in shipped and not os.path.isfile(path):  # unlike Path.is_file, False for what cannot be a path
-        raise UsageError(
-            f"unknown search space {name_or_path!r}{did_you_mean(name_or_path, tuple(shipped))}",
-            remedy=f"use one of {', '.join(shipped)}, or the path of a YAML file",
-        )
-    from autotune.problem.space_file import SpaceFile
-
-    knobs = [
-        Knob(name=name, values=tuple(entry.values), low=entry.min, high=entry.max, log=entry.log, when=entry.when)
-        for name, entry in read_user_yaml(path, SpaceFile).knobs.items()
-    ]
-    return SearchSpace(name=path.stem, knobs=tuple(_in_order(knobs)))
 
 
 def _in_order(knobs: list[Knob]) -> Iterator[Knob]:

@@ -28,7 +28,7 @@ from autotune.problem.constraints import (
 )
 from autotune.problem.dataset import dataset_lengths
 from autotune.problem.length_distribution import Lengths, read_lengths
-from autotune.problem.search_space import Removal, SearchSpace, load_space
+from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.study_spec import MAX_COUNT, StudySpec
 from autotune.problem.target import Target
 from autotune.problem.task import Task
@@ -147,7 +147,7 @@ def slug(study: str) -> str:
 def _space(spec: StudySpec, device: DeviceSpec) -> SearchSpace:
     if isinstance(spec.space, SearchSpace):
         return spec.space
-    return load_space(spec.space or ("cpu" if device.kind == "cpu" else "default"))
+    return SearchSpace.load(spec.space or ("cpu" if device.kind == "cpu" else "default"))
 
 
 def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:

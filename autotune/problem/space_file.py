@@ -1,6 +1,6 @@
 """The form of a search space file, checked by pydantic.
 
-Only `search_space.load_space` imports this module, when it reads a file, since pydantic takes long to import.
+Only `SearchSpace.load` imports this module, when it reads a file, since pydantic takes long to import.
 """
 
 from collections.abc import Iterator

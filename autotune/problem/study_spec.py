@@ -21,7 +21,6 @@ ALTERNATIVES = (
     ("global_batch", "global_batch_tokens"),
     (*LENGTH_KEYS, "p99_tokens", "tokenizer"),
 )
-TRAINERS = ("transformers", "trl")
 MAX_COUNT = 10**15  # no study is as large; beyond it the arithmetic of the projection would fail
 
 
@@ -36,11 +35,8 @@ class InvalidSpec(UsageError, ValueError):
 class Option:
     """What the command line shows about one field of StudySpec, and which values the field may have.
 
-    Attributes:
-        help: A sentence for `--help`.
-        metavar: The placeholder of the value in `--help`; None leaves it to the type.
-        shown_default: The default as `--help` shows it in brackets; None where there is nothing to show.
-        allows: Whether a value of the right type is possible. None is possible wherever the type has it.
+    `metavar` is the placeholder of the value, None where its type is enough. `shown_default` stands in brackets after
+    the help. `allows` says whether a value of the right type is possible; None is possible wherever the type has it.
     """
 
     help: str
@@ -49,27 +45,21 @@ class Option:
     allows: Callable[[Any], bool] = lambda value: True
 
 
-def _between(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: low <= value <= high
-
-
-def _option(
-    default: Any = MISSING,
-    *,
-    help: str,
-    metavar: str | None = None,
-    shown_default: str | None = None,
-    allows: Callable[[Any], bool] = lambda value: True,
-) -> Any:
+def _option(default: Any, help: str, **details: Any) -> Any:
     """A field of StudySpec with its Option. The default is shown in the help unless it is None or False."""
-    if shown_default is None and default not in (MISSING, None, False):
-        shown_default = str(default)
-    option = Option(help=help, metavar=metavar, shown_default=shown_default, allows=allows)
-    return field(default=default, metadata={"option": option})
+    if default not in (MISSING, None, False):
+        details.setdefault("shown_default", str(default))
+    return field(default=default, metadata={"option": Option(help=help, **details)})
 
 
-_is_count = _between(1, MAX_COUNT)
-_is_fraction = _between(0, 1)
+def _count(default: int | None, help: str, **details: Any) -> Any:
+    """A field for a number from 1 on."""
+    return _option(default, help, allows=lambda value: 1 <= value <= MAX_COUNT, **details)
+
+
+def _share(default: float, help: str) -> Any:
+    """A field for a number from 0 to 1."""
+    return _option(default, help, allows=lambda value: 0 <= value <= 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,85 +111,70 @@ class NamedConfig:
 class StudySpec:
     """One study as a user asks for it. Field names are keys of the YAML file, and options of the command with dashes.
 
-    Raises:
-        UsageError: a value is of the wrong type or out of range, or two fields contradict each other.
+    Raises UsageError for a value of the wrong type or out of range, and for two fields that contradict each other.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
-    model: str = _option(help="Catalogue name, local directory, or hub id.")
-    gpu: str = _option("auto", help="Target GPU: a name, auto (the one in this machine), or cpu.")
-    space: str | SearchSpace | None = _option(  # noqa: RUF009 (a field)
-        None, help="Search space: a name (`autotune spaces`) or a file."
-    )
+    model: str = _option(MISSING, "Catalogue name, local directory, or hub id.")
+    gpu: str = _option("auto", "Target GPU: a name, auto (the one in this machine), or cpu.")
+    space: str | SearchSpace | None = _option(None, "Search space: a name (`autotune spaces`) or a file.")  # noqa: RUF009
     trainer: str = _option(
-        "transformers", help="What trains: transformers, or trl (SFTTrainer).", allows=TRAINERS.__contains__
+        "transformers", "What trains: transformers, or trl (SFTTrainer).", allows=("transformers", "trl").__contains__
     )
     pins: dict[str, Any] = field(default_factory=dict)
     configs: tuple[NamedConfig, ...] = ()  # to be probed as they are, instead of a search
-    examples: int | None = _option(None, help="Examples of the full run.", shown_default="10000", allows=_is_count)
-    epochs: int = _option(1, help="Passes over the examples.", allows=_is_count)
-    tokens_per_example: int | None = _option(
-        None, help="One length in tokens for all examples.", shown_default="1024", allows=_is_count
-    )
-    tokens: int | None = _option(None, help="Tokens of one pass, instead of --examples.", allows=_is_count)
-    mean_tokens: float | None = _option(
-        None, help="Mean length of the examples in tokens; needs --p99-tokens.", allows=_is_count
-    )
-    p99_tokens: float | None = _option(None, help="99th percentile of the lengths of the examples.", allows=_is_count)
-    lengths: str | None = _option(None, metavar="FILE", help="Lengths of the examples in tokens, one per line.")
+    examples: int | None = _count(None, "Examples of the full run.", shown_default="10000")
+    epochs: int = _count(1, "Passes over the examples.")
+    tokens_per_example: int | None = _count(None, "One length in tokens for all examples.", shown_default="1024")
+    tokens: int | None = _count(None, "Tokens of one pass, instead of --examples.")
+    mean_tokens: float | None = _count(None, "Mean length of the examples in tokens; needs --p99-tokens.")
+    p99_tokens: float | None = _count(None, "99th percentile of the lengths of the examples.")
+    lengths: str | None = _option(None, "Lengths of the examples in tokens, one per line.", metavar="FILE")
     dataset: str | None = _option(
-        None, metavar="FILE", help="Your examples (.jsonl, .json, .parquet, .csv), to measure their lengths."
+        None, "Your examples (.jsonl, .json, .parquet, .csv), to measure their lengths.", metavar="FILE"
     )
     tokenizer: str | None = _option(
-        None, metavar="DIR", help="Tokenizer that counts the tokens of --dataset.", shown_default="the model's"
+        None, "Tokenizer that counts the tokens of --dataset.", metavar="DIR", shown_default="the model's"
     )
-    global_batch: int | None = _option(
-        None, help="Examples in each optimizer step.", shown_default="32", allows=_is_count
+    global_batch: int | None = _count(None, "Examples in each optimizer step.", shown_default="32")
+    global_batch_tokens: int | None = _count(
+        None, "Tokens in each optimizer step, instead of --global-batch; met approximately."
     )
-    global_batch_tokens: int | None = _option(
-        None, help="Tokens in each optimizer step, instead of --global-batch; met approximately.", allows=_is_count
-    )
-    budget: str = _option("15m", help="Wall time of everything but --quality: 90s, 15m, 1h.")
-    trials: int | None = _option(None, help="Largest number of trials, refused ones included.", allows=_is_count)
-    patience: int = _option(40, help="Stop after so many trials without an improvement.", allows=_is_count)
+    budget: str = _option("15m", "Wall time of everything but --quality: 90s, 15m, 1h.")
+    trials: int | None = _count(None, "Largest number of trials, refused ones included.")
+    patience: int = _count(40, "Stop after so many trials without an improvement.")
     memory_gib: float | None = _option(
-        None, help="Use no more than this much device memory.", allows=lambda size: 0 < size < math.inf
+        None, "Use no more than this much device memory.", allows=lambda size: 0 < size < math.inf
     )
-    headroom: float = _option(
-        0.05, help="Share of the memory that must stay free.", allows=lambda share: 0 <= share < 0.9
-    )
+    headroom: float = _option(0.05, "Share of the memory that must stay free.", allows=lambda share: 0 <= share < 0.9)
     price: float | None = _option(
-        None, help="USD per hour, instead of the catalogue's.", allows=lambda price: 0 <= price < math.inf
+        None, "USD per hour, instead of the catalogue's.", allows=lambda price: 0 <= price < math.inf
     )
     prices: str | None = _option(
-        None, metavar="FILE", help="File with your own prices (`autotune prices` shows the format)."
+        None, "File with your own prices (`autotune prices` shows the format).", metavar="FILE"
     )
-    min_rank: int = _option(16, help="Smallest LoRA rank.", allows=_is_count)
-    max_truncated: float = _option(0.01, help="Largest share of tokens that may be cut off.", allows=_is_fraction)
-    allow_quantized: bool = _option(False, help="Let quantised bases win.")
-    allow_pure_bf16: bool = _option(False, help="Allow full fine-tuning without fp32 master weights.")
-    allow_any_optimizer: bool = _option(False, help="Let optimizers other than AdamW win.")
-    slack: float = _option(
-        0.05, help="Extra cost that a more capable configuration may have, as a share.", allows=_is_fraction
-    )
+    min_rank: int = _count(16, "Smallest LoRA rank.")
+    max_truncated: float = _share(0.01, "Largest share of tokens that may be cut off.")
+    allow_quantized: bool = _option(False, "Let quantised bases win.")
+    allow_pure_bf16: bool = _option(False, "Allow full fine-tuning without fp32 master weights.")
+    allow_any_optimizer: bool = _option(False, "Let optimizers other than AdamW win.")
+    slack: float = _share(0.05, "Extra cost that a more capable configuration may have, as a share.")
     shallow_only: bool = _option(
-        False, help="Probe a few layers only and extrapolate, for a model that this device cannot hold."
+        False, "Probe a few layers only and extrapolate, for a model that this device cannot hold."
     )
-    quality: bool = _option(False, help="Afterwards train the finalists on --dataset and report their held-out losses.")
+    quality: bool = _option(False, "Afterwards train the finalists on --dataset and report their held-out losses.")
     verify: bool = _option(
-        False, help="Afterwards run the exported script and compare its speed and memory with the prediction."
+        False, "Afterwards run the exported script and compare its speed and memory with the prediction."
     )
-    workers: int = _option(1, help="GPUs of this machine to probe on.", allows=_is_count)
+    workers: int = _count(1, "GPUs of this machine to probe on.")
     ray: str | None = _option(
-        None, metavar="ADDRESS", help="Probe on all GPUs of this kind in a Ray cluster (pip install ray)."
+        None, "Probe on all GPUs of this kind in a Ray cluster (pip install ray).", metavar="ADDRESS"
     )
-    seed: int = _option(0, help="Seed of the search.", allows=lambda seed: 0 <= seed < 2**31)
-    study: str | None = _option(
-        None, help="Name of the study; an existing study is continued.", allows=lambda name: name.isprintable()
-    )
-    storage: str | None = _option(None, metavar="URL", help="Database of the studies.")
-    out: str | None = _option(None, help="Study directory.", shown_default="runs/<study>")
+    seed: int = _option(0, "Seed of the search.", allows=lambda seed: 0 <= seed < 2**31)
+    study: str | None = _option(None, "Name of the study; an existing study is continued.", allows=str.isprintable)
+    storage: str | None = _option(None, "Database of the studies.", metavar="URL")
+    out: str | None = _option(None, "Study directory.", shown_default="runs/<study>")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -230,17 +205,15 @@ class StudySpec:
         return self.space.name if isinstance(self.space, SearchSpace) else self.space
 
 
-SPEC_FIELDS = tuple(item.name for item in fields(StudySpec))
 OPTIONS: dict[str, Option] = {
     item.name: item.metadata["option"] for item in fields(StudySpec) if "option" in item.metadata
 }
 
 
 def make_spec(path: Path | None, options: dict[str, Any]) -> StudySpec:
-    """The spec of a file, if one is given, with the options that were given (not None) in place of its values.
+    """The spec of a file, if one is given, with the options that are not None in place of its values.
 
-    Raises:
-        UsageError: an impossible value, an unknown key (its line is named), or no model.
+    Raises UsageError for an impossible value, an unknown key (its line is named), or no model.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if path is None:

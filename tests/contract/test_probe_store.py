@@ -14,7 +14,7 @@ from sqlalchemy.engine import make_url
 from autotune.core.errors import AutotuneError, StorageError, UsageError
 from autotune.core.probe_types import Outcome, Rung
 from autotune.core.train_config import TrainConfig
-from autotune.problem.search_space import load_space
+from autotune.problem.search_space import SearchSpace
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.database import network_drive, public_url
 from autotune.study.storage.location import shared_url
@@ -82,9 +82,9 @@ def _touch(url: str, how: str) -> None:
     if how == "store":
         ProbeStore(url)
     elif how == "search":
-        Optimizer.create(url, "x", load_space("lora"), seed=0)
+        Optimizer.create(url, "x", SearchSpace.load("lora"), seed=0)
     elif how == "open":
-        Optimizer.open(url, "x", load_space("lora"))
+        Optimizer.open(url, "x", SearchSpace.load("lora"))
     elif how == "record":
         read_record(url, "x")
     else:

@@ -227,7 +227,7 @@ def test_liger_is_for_models_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "liger_kernel" else there(name))
     values = {"kernels": ("torch", "liger"), "method": ("lora",), "seq_len": (1024,), "micro_batch_size": (8,)}
     space = SearchSpace(name="levers", knobs=tuple(Knob(name=name, values=one) for name, one in values.items()))
-    monkeypatch.setattr("autotune.problem.setup.load_space", lambda name: space)
+    monkeypatch.setattr("autotune.problem.search_space.SearchSpace.load", lambda name: space)
     setup = set_up(StudySpec(model="mistral-7b", gpu="h200"), resolve_device("h200"))
     shape = ModelShape(num_layers=32, prefix=0, period=1, plain_head=True)
     for known in (True, False):

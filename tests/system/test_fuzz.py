@@ -24,7 +24,7 @@ from autotune.planning.run_check import check
 from autotune.planning.submission import submission_of
 from autotune.problem.dataset import dataset_lengths
 from autotune.problem.length_distribution import read_lengths
-from autotune.problem.search_space import load_space
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import make_spec
 from autotune.study.storage.location import study_directory
@@ -113,7 +113,7 @@ def as_json(data: Any) -> bytes:
 def test_search_spaces(here: Path, content: bytes) -> None:
     path = written(here, "space.yaml", content)
     with guarded(here), suppress(AutotuneError):
-        space = load_space(str(path))
+        space = SearchSpace.load(str(path))
         assert space.knobs and space.size() >= 1
         set_up(make_spec(None, {"model": "demo-3m", "space": str(path)}), CPU)
 
@@ -245,6 +245,6 @@ def test_the_command_line(here: Path, command: tuple[list[str], list[tuple[str, 
 @given(settings=st.lists(st.tuples(KNOB | VALUES, VALUES).map("=".join) | VALUES, max_size=3))
 def test_pinned_knobs(here: Path, settings: list[str]) -> None:
     with guarded(here), suppress(AutotuneError):
-        space = load_space("lora")
+        space = SearchSpace.load("lora")
         for knob, value in pins_of(settings).items():
             space = space.pin(knob, value)

@@ -42,7 +42,7 @@ from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export import FORMATS
-from autotune.problem.search_space import SearchSpace, load_space
+from autotune.problem.search_space import SearchSpace
 from autotune.report import describe, infos, oom, render
 from autotune.study.neighbours import neighbours
 from tests.helpers.factories import summary
@@ -62,7 +62,7 @@ else:
 
 # the space: from a file, searched, pinned, with neighbours
 Path("own.yaml").write_text("version: 1\\nknobs:\\n  matmul_precision: {values: [highest, high]}\\n  seq_len: 512\\n")
-space = load_space("own.yaml")
+space = SearchSpace.load("own.yaml")
 assert space.knob("matmul_precision").kind == "system" and space.size() == 2
 assert space.pin("matmul_precision", "high").size() == 1
 short = TrainConfig(seq_len=512)

@@ -95,9 +95,9 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
 
 def spaces(as_json: bool) -> None:
     """Print every search space that comes with the package."""
-    from autotune.problem.search_space import load_space, shipped_spaces
+    from autotune.problem.search_space import SearchSpace, shipped_spaces
 
-    loaded = {name: load_space(name) for name in shipped_spaces()}
+    loaded = {name: SearchSpace.load(name) for name in shipped_spaces()}
     if as_json:
         print_json({name: space.describe() for name, space in loaded.items()})
         return

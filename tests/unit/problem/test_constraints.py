@@ -10,7 +10,7 @@ from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
 from autotune.problem.constraints import Floors, Narrowing, apply_floors
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.search_space import Knob, SearchSpace, load_space
+from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.setup import Setup, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
@@ -33,7 +33,7 @@ def narrowed(searched: SearchSpace, workload: Workload = WORKLOAD, **floors) -> 
 
 
 def test_the_default_floors():
-    narrowing = floored(load_space("default"))
+    narrowing = floored(SearchSpace.load("default"))
     assert {knob.name: knob.choices() for knob in narrowing.space.knobs if knob.kind == "learning"} == {
         "method": ("lora",),
         "quantization": ("none",),

@@ -8,7 +8,7 @@ import pytest
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.problem.search_space import Knob, Removal, SearchSpace, load_space, shipped_spaces
+from autotune.problem.search_space import Knob, Removal, SearchSpace, shipped_spaces
 
 HEAD = "version: 1\nknobs:\n"
 
@@ -16,7 +16,7 @@ HEAD = "version: 1\nknobs:\n"
 def load(tmp_path: Path, text: str) -> SearchSpace:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    return load_space(str(path))
+    return SearchSpace.load(str(path))
 
 
 def failure(tmp_path: Path, text: str) -> str:
@@ -35,7 +35,7 @@ def space(**knobs) -> SearchSpace:
 def test_every_shipped_space_loads_and_makes_configurations():
     assert sorted(shipped_spaces()) == ["cpu", "default", "everything", "full", "lora", "qlora"]
     for name in shipped_spaces():
-        shipped = load_space(name)
+        shipped = SearchSpace.load(name)
         assert shipped.name == name
         for chosen in islice(shipped.enumerate(), 200):
             assert shipped.clip(shipped.config(chosen)) == chosen
@@ -52,13 +52,13 @@ def test_every_shipped_space_loads_and_makes_configurations():
     ],
 )
 def test_size_is_the_number_of_distinct_configurations(name, size):
-    shipped = load_space(name)
+    shipped = SearchSpace.load(name)
     assert shipped.size() == 2 * size  # packed or not
     assert len({shipped.config(chosen) for chosen in shipped.enumerate()}) == 2 * size
 
 
 def test_kinds():
-    lora = load_space("lora")
+    lora = SearchSpace.load("lora")
     assert [knob.name for knob in lora.knobs if knob.kind == "learning"] == [
         "method",
         "seq_len",
@@ -70,11 +70,11 @@ def test_kinds():
 
 def test_an_unknown_space():
     with pytest.raises(UsageError, match="unknown search space 'qlra'; did you mean 'qlora' or 'lora'") as caught:
-        load_space("qlra")
+        SearchSpace.load("qlra")
     assert caught.value.remedy == "use one of cpu, default, everything, full, lora, qlora, or the path of a YAML file"
     for hostile in ("", ".", "..", "/", "a\0b", "a\nb", "lora.yaml", "../lora", "x" * 300, "x/" * 5000):
         with pytest.raises(UsageError, match="unknown search space"):
-            load_space(hostile)
+            SearchSpace.load(hostile)
 
 
 # --- files
@@ -101,7 +101,7 @@ def test_a_file(tmp_path):
         "compile",
     ]
     rank = mine.knob("lora_rank")
-    assert (rank.is_range, rank.log, rank.choices()) == (True, True, (4, 5, 6, 7))
+    assert (rank.low, rank.log, rank.choices()) == (4, True, (4, 5, 6, 7))
     assert mine.knob("seq_len").choices() == (128,)
     assert mine.knob("attention") is None
     assert mine.size() == 3 * 4 * (2 + 2 + 1) == sum(1 for _ in mine.enumerate())
@@ -212,7 +212,7 @@ def test_many_removed_values_are_abbreviated():
 
 
 def test_narrow_returns_what_it_removed():
-    lora = load_space("lora")
+    lora = SearchSpace.load("lora")
     narrow, removals = lora.narrow("seq_len", lambda value: value < 2048, "because")
     assert narrow.knob("seq_len").values == (512, 1024)
     assert narrow.knob("seq_len").kind == "learning"
@@ -225,7 +225,7 @@ def test_narrow_returns_what_it_removed():
 
 def test_narrow_leaves_at_least_one():
     with pytest.raises(UsageError) as caught:
-        load_space("lora").narrow("checkpointing", lambda value: False, "never")
+        SearchSpace.load("lora").narrow("checkpointing", lambda value: False, "never")
     assert (
         str(caught.value) == "no value of checkpointing is left in the space 'lora': none, every_2, full: never"
         and "--set checkpointing=VALUE" in caught.value.remedy
@@ -233,7 +233,7 @@ def test_narrow_leaves_at_least_one():
 
 
 def test_pin():
-    lora = load_space("lora")
+    lora = SearchSpace.load("lora")
     pinned = lora.pin("seq_len", 777)  # a value that the file does not list
     assert pinned.knob("seq_len") == Knob(name="seq_len", values=(777,))
     assert [knob.name for knob in pinned.knobs] == [knob.name for knob in lora.knobs]
@@ -244,7 +244,7 @@ def test_a_pinned_knob_comes_after_the_knobs_it_depends_on():
         (("quantization", "nf4"), ("double_quant", True)),
         (("double_quant", True), ("quantization", "nf4")),
     ):
-        pinned = load_space("lora").pin(*first).pin(*second)
+        pinned = SearchSpace.load("lora").pin(*first).pin(*second)
         configs = [pinned.config(chosen) for chosen in islice(pinned.enumerate(), 50)]
         assert {(config.quantization, config.double_quant) for config in configs} == {("nf4", True)}
 
@@ -264,7 +264,7 @@ def test_a_pinned_knob_comes_after_the_knobs_it_depends_on():
 )  # fmt: skip
 def test_an_impossible_pin_is_a_usage_error(knob, value, message):
     with pytest.raises(UsageError) as caught:
-        load_space("lora").pin(knob, value)
+        SearchSpace.load("lora").pin(knob, value)
     assert str(caught.value) == message
     assert caught.value.remedy
     if knob not in KNOBS:
@@ -315,7 +315,7 @@ def test_the_size_of_a_space_is_known_at_once_and_a_sample_is_of_it():
 
 
 def test_the_leanest_choice():
-    assert load_space("default").leanest() == {
+    assert SearchSpace.load("default").leanest() == {
         "method": "lora",
         "quantization": "nf4",
         "double_quant": True,
@@ -337,5 +337,5 @@ def test_the_leanest_choice():
 
 @pytest.mark.parametrize("name", ["cpu", "default", "full", "lora", "qlora"])
 def test_the_leanest_is_a_configuration_of_every_space(name):
-    shipped = load_space(name)
+    shipped = SearchSpace.load(name)
     assert shipped.clip(shipped.config(shipped.leanest())) == shipped.leanest()

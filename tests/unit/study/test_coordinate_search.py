@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.problem.search_space import Knob, SearchSpace, load_space, shipped_spaces
+from autotune.problem.search_space import Knob, SearchSpace, shipped_spaces
 from autotune.study.coordinate_search import ORDER, next_move
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, space, subject_of
@@ -75,7 +75,7 @@ def test_learning_knobs_are_not_climbed() -> None:
 
 
 def test_nobody_climbs_from_one_quantised_base_to_another() -> None:
-    space = load_space("everything")
+    space = SearchSpace.load("everything")
     nf4 = TrainConfig(quantization="nf4", compile="per_layer")
     assert next_move(space, nf4, "quantization", {}) is None
     plain = replace(nf4, quantization="none")
@@ -84,7 +84,7 @@ def test_nobody_climbs_from_one_quantised_base_to_another() -> None:
 
 def test_every_shipped_space_can_be_climbed() -> None:
     for name in shipped_spaces():
-        space = load_space(name)
+        space = SearchSpace.load(name)
         start = space.config(space.clip(TrainConfig(checkpointing="full")))
         for knob in ORDER:
             chosen = next_move(space, start, knob, {})

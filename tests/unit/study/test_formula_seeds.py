@@ -8,7 +8,7 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
-from autotune.problem.search_space import SearchSpace, load_space
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
 from autotune.study import formula_seeds as module
 from autotune.study.formula_seeds import VARIED, formula_seeds
@@ -20,7 +20,7 @@ COMPILED = replace(HERE, compile="per_layer", precision="bf16_pure", loss="chunk
 
 
 def task(**changes: object) -> Task:
-    space = load_space("lora").pin("seq_len", 512).pin("lora_rank", 16)
+    space = SearchSpace.load("lora").pin("seq_len", 512).pin("lora_rank", 16)
     space = space.pin("packing", False).pin("optimizer", HERE.optimizer)
     return subject_of(space, **({"model": resolve_model("mistral-7b")} | changes))
 

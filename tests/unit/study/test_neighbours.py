@@ -1,7 +1,7 @@
 """The nearest untried configurations of a space: exact in a space of any size."""
 
 from autotune.core.train_config import TrainConfig
-from autotune.problem.search_space import Knob, SearchSpace, load_space
+from autotune.problem.search_space import Knob, SearchSpace
 from autotune.study.neighbours import at_distance, by_distance, neighbours
 
 SPACE = SearchSpace(
@@ -10,7 +10,7 @@ SPACE = SearchSpace(
         Knob(name="compile", values=("none", "per_layer")),
         Knob(name="micro_batch_size", values=(1, 2, 4, 8, 16)),
         Knob(name="checkpointing", values=("none", "every_2", "full")),
-        Knob(name="lora_rank", low=8, high=24, log=True, kind="learning"),
+        Knob(name="lora_rank", low=8, high=24, log=True),
     ),
 )
 MIDDLE = TrainConfig(micro_batch_size=4, checkpointing="full", lora_rank=16)
@@ -22,7 +22,7 @@ def differing(config: TrainConfig, other: TrainConfig) -> set[str]:
 
 
 def test_neighbours_in_a_huge_space_differ_in_one_knob_and_reach_every_knob() -> None:
-    space = load_space("everything")
+    space = SearchSpace.load("everything")
     best = TrainConfig(micro_batch_size=16, seq_len=1024)
     assert space.size() > 20_000_000
     found = [space.config(chosen) for chosen in neighbours(space, best, {best.digest})]
@@ -32,7 +32,7 @@ def test_neighbours_in_a_huge_space_differ_in_one_knob_and_reach_every_knob() ->
 
 
 def test_configurations_two_edits_away_follow_once_all_nearer_ones_were_tried() -> None:
-    space = load_space("everything")
+    space = SearchSpace.load("everything")
     best = TrainConfig(micro_batch_size=16, seq_len=1024)
     seen = {space.config(chosen).digest for distance in (0, 1) for chosen in at_distance(space, best, distance)}
     found = [space.config(chosen) for chosen in neighbours(space, best, seen)]
@@ -67,7 +67,7 @@ def test_other_ranks_come_after_everything_of_the_rank() -> None:
         name="ranks",
         knobs=(
             Knob(name="method", values=("lora", "full")),
-            Knob(name="lora_rank", values=(16, 32), kind="learning"),
+            Knob(name="lora_rank", values=(16, 32)),
             Knob(name="micro_batch_size", values=(1, 2)),
             Knob(name="loss", values=("full", "chunked")),
         ),

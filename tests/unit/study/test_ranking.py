@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.core.train_config import TrainConfig
-from autotune.problem.search_space import load_space
+from autotune.problem.search_space import SearchSpace
 from autotune.study.ranking import Scored, choose, more_capable, to_beat
 
 
@@ -88,5 +88,5 @@ def test_what_a_candidate_must_beat(candidate, bar):
 def test_a_knob_is_raised_whether_or_not_the_file_names_its_kind(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("version: 1\nknobs:\n  lora_rank: {values: [16, 32, 64]}\n  micro_batch_size: {values: [1, 8]}\n")
-    raised = more_capable(load_space(str(path)), TrainConfig(lora_rank=16))
+    raised = more_capable(SearchSpace.load(str(path)), TrainConfig(lora_rank=16))
     assert [config.lora_rank for config in raised] == [64, 32]

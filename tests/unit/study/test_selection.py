@@ -9,7 +9,7 @@ from autotune.core.probe_types import ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.search_space import load_space
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import BASELINE, Task
 from autotune.problem.workload import Workload
 from autotune.study.selection import Selection
@@ -23,7 +23,7 @@ SUBJECT = Task(
     price=find_price("h200-sxm"),
     workload=GIVEN,
     floors=Floors(),
-    space=load_space("lora"),
+    space=SearchSpace.load("lora"),
 )
 FAST = TrainConfig(micro_batch_size=8, checkpointing="none")
 SLOW = BASELINE
@@ -57,11 +57,11 @@ def confirmed(again_s: float = 0.5) -> Selection:
 @pytest.mark.parametrize(
     ("space", "method", "rank", "length", "sizes"),
     [
-        (load_space("lora"), "lora", 16, 1024, [8, 4, 2, 1]),
-        (load_space("full"), "full", None, 1024, [8, 4, 2, 1]),
-        (load_space("cpu"), "lora", 16, 256, [8, 4, 2, 1]),
-        (load_space("lora").pin("micro_batch_size", 32), "lora", 16, 1024, [32]),
-        (load_space("lora").pin("micro_batch_size", 3).pin("lora_rank", 64), "lora", 64, 1024, [3]),
+        (SearchSpace.load("lora"), "lora", 16, 1024, [8, 4, 2, 1]),
+        (SearchSpace.load("full"), "full", None, 1024, [8, 4, 2, 1]),
+        (SearchSpace.load("cpu"), "lora", 16, 256, [8, 4, 2, 1]),
+        (SearchSpace.load("lora").pin("micro_batch_size", 32), "lora", 16, 1024, [32]),
+        (SearchSpace.load("lora").pin("micro_batch_size", 3).pin("lora_rank", 64), "lora", 64, 1024, [3]),
     ],
 )
 def test_baselines_are_clipped_to_the_space_and_halved(space, method, rank, length, sizes):
