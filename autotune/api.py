@@ -178,7 +178,7 @@ class StudyResult:
     @property
     def winner(self) -> TrainConfig:
         """The best configuration. Raises NothingFits if no configuration succeeded."""
-        return self.recipe.winner.config
+        return self.recipe.config
 
     @property
     def trials(self) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from autotune.export.header import ENVIRONMENT, comment, facts
+from autotune.export.header import ENVIRONMENT, comment, summary_lines
 from autotune.study.summary import Recipe
 
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # of accelerate; anything else is "no"
@@ -20,7 +20,7 @@ def export(recipe: Recipe) -> dict[str, str]:
 def _accelerate(recipe: Recipe) -> str:
     import yaml
 
-    config, compiled = recipe.winner.config, recipe.winner.config.compile == "per_layer"
+    config, compiled = recipe.config, recipe.config.compile == "per_layer"
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "NO",
@@ -41,7 +41,7 @@ def _accelerate(recipe: Recipe) -> str:
         }
     own = "train.py needs no launcher: start it by launch.sh"
     head = [
-        *facts(recipe),
+        *summary_lines(recipe),
         "",
         "For a script of your own, on one GPU:",
         f"  {COMMAND}",
@@ -57,7 +57,7 @@ def _accelerate(recipe: Recipe) -> str:
 
 def _several(recipe: Recipe) -> list[str]:
     """What changes with DeepSpeed on several GPUs."""
-    config = recipe.winner.config
+    config = recipe.config
     lines = [
         "The global batch is N times as large: divide gradient_accumulation_steps"
         f" ({recipe.accumulation}) by N to keep it.",
@@ -75,7 +75,7 @@ def _several(recipe: Recipe) -> list[str]:
 
 def _deepspeed(recipe: Recipe) -> dict[str, Any]:
     """ZeRO-2 (keys of DeepSpeed 0.19). "auto" is the Trainer's to fill: any other value that differs is refused."""
-    mixed = MIXED.get(recipe.winner.config.precision)
+    mixed = MIXED.get(recipe.config.precision)
     return {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",

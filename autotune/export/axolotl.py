@@ -35,13 +35,13 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 def command(recipe: Recipe) -> str:
     """The command line. What follows `--` goes to `accelerate launch`."""
-    regional = " --dynamo_use_regional_compilation" if recipe.winner.config.compile == "per_layer" else ""
+    regional = " --dynamo_use_regional_compilation" if recipe.config.compile == "per_layer" else ""
     return f"{ENVIRONMENT} axolotl train axolotl.yaml -- --num_processes 1{regional}"
 
 
 def _differences(recipe: Recipe) -> list[str]:
     """What Axolotl does differently, although the file says all it can."""
-    config = recipe.winner.config
+    config = recipe.config
     probed = recipe.fingerprint.packages.get("transformers", "another version")
     items = [f"Axolotl {VERSION} has transformers {TRANSFORMERS}; measured was {probed}.", loop_difference(recipe)]
     if config.packing:

@@ -16,7 +16,7 @@ from autotune import __version__
 from autotune.catalog import DeviceSpec
 from autotune.core.probe_types import Fingerprint
 from autotune.core.text import dashed
-from autotune.export.header import comment, facts, has_published_weights
+from autotune.export.header import comment, has_published_weights, summary_lines
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
 
@@ -116,13 +116,13 @@ def training_job(recipe: Recipe) -> JobSpec:
         name=name,
         role="train",
         files={"kubernetes": "job.yaml", "skypilot": "sky.yaml", "slurm": "train.sbatch"},
-        about=facts(recipe),
+        about=summary_lines(recipe),
         steps=_TRAINING_STEPS,
         notes=notes,
         device=recipe.device,
         fingerprint=recipe.fingerprint,
         limit_s=3600 * hours,
-        cpus=4 + recipe.winner.config.loader_workers,
+        cpus=4 + recipe.config.loader_workers,
         hopeless=[2, 4],  # wrong arguments, nothing fits
         annotations={
             "autotune-study": recipe.study,

@@ -38,7 +38,7 @@ def sectioned(head: Iterable[str], sections: Iterable[tuple[str, dict[str, Any]]
     return text
 
 
-def facts(recipe: Recipe) -> list[str]:
+def summary_lines(recipe: Recipe) -> list[str]:
     """What the file is, what to expect of it and where that was measured: six lines, in pairs."""
     winner, cost, workload = recipe.winner, recipe.winner.cost, recipe.workload
     memory, fingerprint = winner.measurement, recipe.fingerprint
@@ -71,7 +71,7 @@ def tool_head(
 ) -> list[str]:
     """The head of a tool's file: what to expect, the `commands` under `run`, the differences under `known`."""
     return [
-        *facts(recipe),
+        *summary_lines(recipe),
         "",
         run,
         *(f"  {line}" for line in commands),

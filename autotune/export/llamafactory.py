@@ -51,13 +51,13 @@ def export(recipe: Recipe) -> dict[str, str]:
 
 def command(recipe: Recipe) -> str:
     """The command line. With one GPU there is no launcher, and accelerate reads its own variable."""
-    regional = " ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true" if recipe.winner.config.compile == "per_layer" else ""
+    regional = " ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true" if recipe.config.compile == "per_layer" else ""
     return f"{ENVIRONMENT}{regional} llamafactory-cli train llamafactory.yaml"
 
 
 def _differences(recipe: Recipe) -> list[str]:
     """What LLaMA-Factory does differently, although the file says all it can."""
-    config = recipe.winner.config
+    config = recipe.config
     probed = recipe.fingerprint.packages.get("transformers", "another version")
     needs = f"LLaMA-Factory {VERSION} has transformers {TRANSFORMERS} or older; measured was {probed}."
     items = [needs, loop_difference(recipe)]

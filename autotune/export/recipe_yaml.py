@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from autotune.core.serialization import to_data
-from autotune.export.header import comment, facts
+from autotune.export.header import comment, summary_lines
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe, candidate_data
 
@@ -18,7 +18,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     # Through JSON, so that nothing shared becomes a YAML anchor and nothing but plain data is left.
     data = json.loads(json.dumps(_data(recipe)))
     body = yaml.safe_dump(data, sort_keys=False, width=120)
-    return {"recipe.yaml": f"{comment(facts(recipe))}\n{body}"}
+    return {"recipe.yaml": f"{comment(summary_lines(recipe))}\n{body}"}
 
 
 def _data(recipe: Recipe) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def _data(recipe: Recipe) -> dict[str, Any]:
             "global_batch": {
                 "sequences": workload.global_batch,
                 "mean_examples": recipe.shape.examples_per_step,
-                "micro_batch_size": recipe.winner.config.micro_batch_size,
+                "micro_batch_size": recipe.config.micro_batch_size,
                 "accumulation": recipe.accumulation,
             },
             "num_steps": recipe.winner.cost.num_steps,

@@ -5,7 +5,7 @@ import math
 from functools import cache
 from importlib import resources
 
-from autotune.export.header import facts, has_published_weights, model_source, save_steps, warmup_steps
+from autotune.export.header import has_published_weights, model_source, save_steps, summary_lines, warmup_steps
 from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, RunSettings
 from autotune.study.summary import Recipe
@@ -58,8 +58,8 @@ def runtime_files() -> dict[str, str]:
 
 def settings(recipe: Recipe) -> RunSettings:
     """What train_config.json says of this recipe."""
-    config = recipe.winner.config
-    about = facts(recipe)
+    config = recipe.config
+    about = summary_lines(recipe)
     if recipe.trainer != "transformers":
         about.append("Measured with TRL's SFTTrainer, not with this script: its speed and its peak differ.")
     lengths = recipe.workload.lengths.sample(SAMPLED, config.seq_len)

@@ -4,7 +4,7 @@ import shlex
 from typing import Any
 
 from autotune.export import keys, torchtune_models
-from autotune.export.header import ENVIRONMENT, UNTUNED, facts, has_published_weights, sectioned, tool_head
+from autotune.export.header import ENVIRONMENT, UNTUNED, has_published_weights, sectioned, summary_lines, tool_head
 from autotune.study.summary import Recipe
 
 VERSION = "0.6.1"  # the version whose components and recipes are written; torchtune's development has ended
@@ -20,7 +20,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         differences=_differences(recipe),
         gaps=keys.inexpressible("torchtune", recipe),
     )
-    number = len(facts(recipe)) + 1
+    number = len(summary_lines(recipe)) + 1
     head[number:number] = _warning(recipe)
     data = "your data, by Hub name, in the messages of its column; of a file, source: json and data_files: data.jsonl"
     weights = "every file of weights in that directory, by name"
@@ -47,7 +47,7 @@ def commands(recipe: Recipe) -> list[str]:
     download = []
     if has_published_weights(recipe) and recipe.model.weights is None:
         download.append(f"tune download {shlex.quote(recipe.model.name)} --output-dir model")
-    method = recipe.winner.config.method
+    method = recipe.config.method
     return [*download, f"{ENVIRONMENT} tune run {method}_finetune_single_device --config torchtune.yaml"]
 
 
@@ -64,7 +64,7 @@ def _warning(recipe: Recipe) -> list[str]:
 
 def _differences(recipe: Recipe) -> list[str]:
     """What torchtune does differently, although the file says all it can."""
-    config = recipe.winner.config
+    config = recipe.config
     probed = "TRL's SFTTrainer" if recipe.trainer == "trl" else "train.py, with its lean loop (runtime/lean_trainer.py)"
     items = [
         f"The speed above is that of {probed}.",

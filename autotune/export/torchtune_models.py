@@ -72,7 +72,7 @@ def leaves_out_window(recipe: Recipe) -> bool:
     """Whether the model looks back over less than a row, which no builder does."""
     shape = recipe.model.config
     window = recipe.model.size("sliding_window") if shape.get("use_sliding_window", True) else None
-    return window is not None and window < recipe.winner.config.seq_len
+    return window is not None and window < recipe.config.seq_len
 
 
 def family_of(recipe: Recipe) -> str | None:
@@ -94,7 +94,7 @@ def builder(recipe: Recipe) -> dict[str, Any]:
     if family is None:
         return {}
     name, rope = BUILDERS.get(family, family), _rope(shape)
-    prefix = "lora_" if recipe.winner.config.method == "lora" else ""
+    prefix = "lora_" if recipe.config.method == "lora" else ""
     values = {"_component_": f"torchtune.models.{name}.{prefix}{name}", **_sizes(recipe)}
     values["norm_eps"] = shape["rms_norm_eps"]
     if name != "llama2":  # its builder of adapters has no such argument
@@ -135,7 +135,7 @@ def _sizes(recipe: Recipe) -> dict[str, int | None]:
         "num_kv_heads": model.size("num_key_value_heads") or heads,
         "embed_dim": model.hidden_size,
         "intermediate_dim": model.size("intermediate_size"),
-        "max_seq_len": recipe.winner.config.seq_len,
+        "max_seq_len": recipe.config.seq_len,
     }
 
 

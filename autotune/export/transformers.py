@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.export import keys
 from autotune.export.accelerate import COMMAND
-from autotune.export.header import facts, has_published_weights, model_source, one_line
+from autotune.export.header import has_published_weights, model_source, one_line, summary_lines
 from autotune.probe.model_settings import model_settings
 from autotune.study.summary import Recipe
 
@@ -19,7 +19,7 @@ _OWN_WORDS = ("checkpointing", "compile")  # knobs that TRL passes to TrainingAr
 
 def export(recipe: Recipe) -> dict[str, str]:
     """The arguments and the notes; with LoRA the adapter's file, and for a base in 4 or 8 bits its file."""
-    config = recipe.winner.config
+    config = recipe.config
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
     built = model_settings(config)
     if lora := built.lora_arguments():
@@ -41,7 +41,7 @@ def _arguments(recipe: Recipe) -> dict[str, Any]:
 
 def inexpressible(recipe: Recipe) -> list[str]:
     """Knobs of the winner that none of the files can hold, each with what to do about it."""
-    config = recipe.winner.config
+    config = recipe.config
     pads = "fill rows to" if config.packing else "cut examples at, and pad them to,"
     found = [
         f"seq_len: {pads} {config.seq_len:,} tokens, as runtime/rows.py beside train.py does",
@@ -74,7 +74,7 @@ def _notes(recipe: Recipe, files: dict[str, str]) -> str:
     lines = [
         "# A Trainer script with these files",
         "",
-        *(f"    {one_line(fact)}" for fact in facts(recipe)),
+        *(f"    {one_line(line)}" for line in summary_lines(recipe)),
         "",
         f"{speed} The learning rate is a common default and was not tuned.",
         "",
@@ -95,7 +95,7 @@ def _notes(recipe: Recipe, files: dict[str, str]) -> str:
 
 def _snippet(recipe: Recipe, files: dict[str, str]) -> str:
     """Python that loads model and arguments; names are ASCII literals."""
-    config = recipe.winner.config
+    config = recipe.config
     adapters, quantized = "adapter_config.json" in files, "quantization_config.json" in files
     names = ["AutoModelForCausalLM", "HfArgumentParser", "TrainingArguments"]
     names += ["BitsAndBytesConfig"] if quantized else []

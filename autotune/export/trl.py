@@ -20,7 +20,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     sections = [
         (weights_note(recipe), keys.write("trl", "model", recipe)),
         ("your data, by Hub name or local directory", keys.write("trl", "data", recipe)),
-        ("" if recipe.winner.config.method == "full" else EVERY_LINEAR, keys.write("trl", "adapters", recipe)),
+        ("" if recipe.config.method == "full" else EVERY_LINEAR, keys.write("trl", "adapters", recipe)),
         ("", keys.write("trl", "batch", recipe)),
         ("every_n_layers needs transformers 5.23" if by_layer else "", memory),
         (UNTUNED, keys.write("trl", "schedule", recipe)),
@@ -41,7 +41,7 @@ def command(recipe: Recipe) -> str:
 def launch(recipe: Recipe) -> list[str]:
     """The arguments of the command that are for `accelerate launch`."""
     # It overwrites ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so that only its own flag has an effect.
-    regional = ["--dynamo_use_regional_compilation"] if recipe.winner.config.compile == "per_layer" else []
+    regional = ["--dynamo_use_regional_compilation"] if recipe.config.compile == "per_layer" else []
     return ["--num_processes", "1", *regional]
 
 

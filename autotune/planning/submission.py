@@ -173,7 +173,7 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
             remedy="add a row to autotune/catalog/data/gpus.yaml, and run the study again",
         )
     catalogued = (spec.name, spec.digest) in {(one.name, one.digest) for one in list_models()}
-    adapters = measurement.trainable_params if recipe.winner.config.method == "lora" else 0
+    adapters = measurement.trainable_params if recipe.config.method == "lora" else 0
     try:
         return Submission(
             schema_version=1,

@@ -203,7 +203,7 @@ def _note(summary: StudySummary) -> str:
 
 def _trial_note(row: TrialRecord, summary: StudySummary) -> str:
     """A trial in Markdown: its outcome, numbers, reason and log."""
-    won = summary.recipe is not None and summary.recipe.winner.config == row.config
+    won = summary.recipe is not None and summary.recipe.config == row.config
     ran = row.tokens_per_second is not None
     numbers = [f"{fmt_count(row.tokens_per_second)} tokens/s"] if ran else []
     if row.peak_reserved_gib is not None:

@@ -114,7 +114,7 @@ def memory_gib(row: TrialRecord) -> float | None:
 
 def configuration(recipe: Recipe) -> tuple[str, ...]:
     """The winner's configuration, one phrase for each decision."""
-    config = recipe.winner.config
+    config = recipe.config
     kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
     method = {
         "none": f"{kind} of rank {config.lora_rank}",
@@ -202,7 +202,7 @@ def ablation(result: Ablation) -> list[str]:
 
 
 def _batch(recipe: Recipe) -> str:
-    config = recipe.winner.config
+    config = recipe.config
     row = "row" if config.packing else "sequence"
     rows = f"1 {row}" if config.micro_batch_size == 1 else f"{config.micro_batch_size} {row}s"
     text = f"{rows} of {config.seq_len:,} tokens at a time"

@@ -85,7 +85,7 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
         "cards": figures.cards(summary.cards, recipe.device.name if recipe else None),
         "explanation": figures.explanation(summary.explanation),
         "capability": figures.capability(infos.learning_cells(recipe) if recipe else ()),
-        "quality": figures.quality(summary.quality, recipe.winner.config if recipe else None),
+        "quality": figures.quality(summary.quality, recipe.config if recipe else None),
     }
 
 
@@ -190,7 +190,7 @@ def _headline(summary: StudySummary) -> str:
         return "Nothing fits" if memory else "No trial succeeded"
     if recipe.baseline is None or recipe.speedup is None:
         return "The best configuration; no baseline measured"
-    if recipe.winner.config == recipe.baseline.config:
+    if recipe.config == recipe.baseline.config:
         return "The baseline is the best configuration"
     return f"{recipe.speedup:.1f}× the speed of the baseline"
 

@@ -230,12 +230,12 @@ def learning_cells(recipe: Recipe) -> tuple[CellRow, ...]:
         rows.append(
             CellRow(
                 candidate=candidate,
-                changes=learning_differences(candidate.config, recipe.winner.config),
+                changes=learning_differences(candidate.config, recipe.config),
                 extra=extra,
                 interval=((1 + extra) * (1 + low) - 1, (1 + extra) * (1 + high) - 1),
                 cut=recipe.workload.truncated(candidate.config.seq_len),
                 padding=1.0 - recipe.workload.fill(candidate.config),
-                is_winner=candidate.config == recipe.winner.config,
+                is_winner=candidate.config == recipe.config,
             )
         )
     return tuple(sorted(rows, key=lambda row: (not row.is_winner, row.extra)))
@@ -243,7 +243,7 @@ def learning_cells(recipe: Recipe) -> tuple[CellRow, ...]:
 
 def trade_offs(recipe: Recipe) -> list[str]:
     """What the best of each other learning cell would cost against the winner, the cheapest first."""
-    winner_cut = recipe.workload.truncated(recipe.winner.config.seq_len)
+    winner_cut = recipe.workload.truncated(recipe.config.seq_len)
     lines = []
     for row in learning_cells(recipe):
         if row.changes:
@@ -276,7 +276,7 @@ def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
                 fill=workload.fill(alone),
                 packed_fill=workload.fill(packed),
                 examples_a_row=workload.examples_per_row(packed),
-                is_winner=seq_len == recipe.winner.config.seq_len,
+                is_winner=seq_len == recipe.config.seq_len,
             )
         )
     return tuple(rows)

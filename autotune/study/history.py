@@ -113,6 +113,6 @@ def summarize(
         cards=() if recipe is None else cards(selection, recipe.winner),
         quality=quality,
         verification=verification,
-        explanation=explanation if recipe and explanation and explanation.of(recipe.winner.config) else None,
-        notes=tuple(quality.said(recipe.winner.config)) if quality and recipe else (),
+        explanation=explanation if recipe and explanation and explanation.of(recipe.config) else None,
+        notes=tuple(quality.said(recipe.config)) if quality and recipe else (),
     )

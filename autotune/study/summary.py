@@ -49,9 +49,14 @@ class Recipe:
     caveats: tuple[str, ...] = ()
 
     @property
+    def config(self) -> TrainConfig:
+        """The winner's configuration."""
+        return self.winner.config
+
+    @property
     def shape(self) -> RunShape:
         """How the full run of the winner divides its examples into steps."""
-        return self.workload.run_shape(self.winner.config)
+        return self.workload.run_shape(self.config)
 
     @property
     def accumulation(self) -> int:

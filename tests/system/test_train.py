@@ -130,7 +130,7 @@ def test_what_is_left_goes_by_the_pace_of_this_session_and_what_was_paid_counts_
     now = told([line(1, 9.0), line(2, 11.0), line(3, 13.0), line(3, 5.0, 2.0), line(4, 8.0, 2.0)], earlier=3)
     assert (now.trained_s, now.left_s, now.projected_s) == (21.0, 96 * 3.0, 200.0)
     assert now.spent_usd is not None and now.projected_usd == pytest.approx(now.spent_usd * 200 / 21)
-    assert now.off is None  # too early to say
+    assert now.slowdown is None  # too early to say
     assert now.to_dict()["error"] is None  # it is not done
     done = told([line(100, 210.0)])
     assert done.to_dict()["error"] == pytest.approx(0.05)
@@ -142,8 +142,8 @@ def test_a_single_step_leaves_the_promise() -> None:
 
 def test_a_slower_device_is_noticed_after_a_while() -> None:
     steps = [line(step, 3.0 * step) for step in range(1, 22)]
-    assert told(steps).off == pytest.approx(0.5)
-    assert told(steps, device=resolve_device("cpu")).off is None  # a CPU's probes are upper bounds
+    assert told(steps).slowdown == pytest.approx(0.5)
+    assert told(steps, device=resolve_device("cpu")).slowdown is None  # a CPU's probes are upper bounds
 
 
 def test_without_a_price_no_money_is_named() -> None:

@@ -10,7 +10,7 @@ from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, Not
 from autotune.core.probe_types import Evidence
 from autotune.core.process import StopToken
 from autotune.core.serialization import to_data
-from autotune.export.run.verify import FILES, usual, verify
+from autotune.export.run.verify import FILES, probed_format, verify
 from autotune.report import describe
 from autotune.study import session
 from autotune.study.progress import TextProgress
@@ -37,7 +37,7 @@ def explain_study(name: str | None, storage: str | None, *, as_json: bool = Fals
     with stop_on_signals() as stop:
         try:
             with session.Session(study.url, study.out, device, stop=stop, progress=TextProgress(_to_stderr)) as opened:
-                ablation = session.explain(opened, study.record, recipe.winner.config, recipe.baseline.config)
+                ablation = session.explain(opened, study.record, recipe.config, recipe.baseline.config)
         except Cancelled:
             raise _stopped(stop, "stopped; finished probes are stored") from None
     study.reload().report()
@@ -111,7 +111,7 @@ def require_measured_here(recipe: Recipe, form: str | None = None) -> None:
             f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise to hold",
             remedy=f"run the study on {recipe.device.name} itself",
         )
-    if (form or usual(recipe)) == "trl" and find_spec("trl") is None:
+    if (form or probed_format(recipe)) == "trl" and find_spec("trl") is None:
         raise EnvironmentProblem("TRL is not installed", remedy="pip install trl")
     session.require_device(recipe.device, "verify it there")
 

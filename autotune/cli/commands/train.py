@@ -65,7 +65,7 @@ def command(
     arguments += ["--resume"] if resume else []
     arguments += ["--max-steps", str(max_steps)] if max_steps else []
     run, shown = Run(recipe, script, output, arguments, fresh=not resume), TrainingDisplay()
-    shown.say(f"training {recipe.winner.config.label()}; its log is {run.log}")
+    shown.say(f"training {recipe.config.label()}; its log is {run.log}")
     with stop_on_signals() as stop, shown:
         code, error = run.train(shown.progress, lambda: stop() and shown.stopping())
     if code == 0:
@@ -129,7 +129,9 @@ class TrainingDisplay:
         elif time.monotonic() - self._told >= PLAIN_S:
             self._told = time.monotonic()
             self.say(self.line)
-        if now.off is not None and abs(now.off) > TOLERANCE and not self._warned:
+        if now.slowdown is not None and abs(now.slowdown) > TOLERANCE and not self._warned:
             self._warned = True
-            how = "longer" if now.off > 0 else "less"
-            self.say(f"note: a step takes {abs(now.off):.0%} {how} than was measured (other rows, or a busy device)")
+            how = "longer" if now.slowdown > 0 else "less"
+            self.say(
+                f"note: a step takes {abs(now.slowdown):.0%} {how} than was measured (other rows, or a busy device)"
+            )

@@ -25,8 +25,8 @@ class Progress:
     """The progress of a full run.
 
     `trained_s` and `spent_usd` count the training of all its sessions, `projected_s` and `projected_usd` are what the
-    study projected for the whole run, and `left_s` goes by the speed of this session. `off` is by how much a step takes
-    longer than was measured, as a share; None on a CPU and in the first steps.
+    study projected for the whole run, and `left_s` goes by the speed of this session. `slowdown` is the time of a step
+    over the measured one, minus 1; None on a CPU and in the first steps.
     """
 
     step: int
@@ -37,7 +37,7 @@ class Progress:
     projected_s: float
     projected_usd: float | None
     loss: float | None
-    off: float | None
+    slowdown: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """The values of training.json; `error` is the time of a complete run over the projection, minus 1."""
@@ -174,5 +174,5 @@ class Run:
             projected_s=projected_s,
             projected_usd=None if usd_per_s is None else projected_s * usd_per_s,
             loss=last["loss"],
-            off=step_s / measured_s - 1 if is_settled else None,
+            slowdown=step_s / measured_s - 1 if is_settled else None,
         )

@@ -53,7 +53,7 @@ def verify(
     """
     winner = recipe.winner
     step_s = winner.performance.step_time_s
-    form = form or usual(recipe)
+    form = form or probed_format(recipe)
     steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1  # the first warms up
     prediction = Verification(
         config=winner.config,
@@ -64,7 +64,7 @@ def verify(
         promised_gib=max(winner.measurement.peak_reserved_gib, 0.0),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         file=FILES[form],
-        probed=form == usual(recipe),
+        probed=form == probed_format(recipe),
         soak=soak,
     )
     took = f"{steps} steps, about {fmt_seconds(steps * step_s)}"
@@ -112,7 +112,7 @@ class _StepReporter:
             self._say(f"verifying: step {self._done} of {self._steps}, {then}")
 
 
-def usual(recipe: Recipe) -> str:
+def probed_format(recipe: Recipe) -> str:
     """The format, one of FILES, that was probed."""
     return "trl" if recipe.trainer == "trl" else "train"
 
@@ -135,7 +135,7 @@ def straining_lengths(config: TrainConfig) -> list[int]:
 
 def _run_train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> dict[str, Any] | str:
     write_files(folder, script.export(recipe))
-    config = recipe.winner.config
+    config = recipe.config
     arguments = ["--random-weights", "--max-steps", str(steps), "--held-out", "1", str(config.seq_len)]
     arguments += ["--progress", STEPS, "--output-dir", "saved" if config.method == "lora" else ""]
     if lengths:
@@ -146,7 +146,7 @@ def _run_train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | No
 
 def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> dict[str, Any] | str:
     """Run TRL's own script with a clock through accelerate's launcher, as `trl sft` runs it."""
-    config = recipe.winner.config
+    config = recipe.config
     _check_room(recipe, folder)
     write_files(folder, trl.export(recipe) | {"made.json": json.dumps(_made_for_trl(recipe, steps, lengths))})
     # The script runs in `folder`, where the package might not be found.
@@ -179,7 +179,7 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
 
 def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict[str, Any]:
     """What `probe.synthetic_model` makes: weights of the model's shape, and random rows."""
-    config = recipe.winner.config
+    config = recipe.config
     batch = round(recipe.shape.examples_per_step)
     return {
         "model": recipe.model.config,
@@ -192,7 +192,7 @@ def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict
 
 def _check_room(recipe: Recipe, folder: Path) -> None:
     """Raise StorageError where the disk has no room for the weights in bf16 and for what TRL saves at the end."""
-    config = recipe.winner.config
+    config = recipe.config
     saved_bytes = 0  # for each parameter: full fine-tuning saves them all
     if config.method == "full":
         saved_bytes = 2 if config.precision == "bf16_pure" else 4
