@@ -167,8 +167,10 @@ def fingerprint(study: dict[str, Any]) -> dict[str, Any]:
 
 
 def long_run(args: argparse.Namespace, rows: Rows, until: float) -> dict[str, Any] | None:
-    """The whole run of one winner, as its own export does it, with as many examples as last so long at the speed of the
-    case's own row. None where there is no such row, or no time left for it."""
+    """Run one winner's export whole, with as many examples as last `args.long` seconds at the speed of the case's row.
+
+    None where there is no such row, or no time left for it.
+    """
     folder = (args.work or Path(tempfile.mkdtemp(prefix="autotune-bench-"))).absolute() / "long"
     summary, progress = folder / "out" / "summary.json", folder / "progress.jsonl"
     if not summary.exists():

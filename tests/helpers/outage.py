@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psycopg
 from optuna.storages import RDBStorage
 from sqlalchemy.engine import make_url
 
@@ -30,6 +29,8 @@ def away(database: str) -> Iterator[None]:
         file.rmdir()
         moved.rename(file)
         return
+    import psycopg
+
     with psycopg.connect(_beside(database), autocommit=True) as connection:
         connection.execute(f'ALTER DATABASE "{url.database}" ALLOW_CONNECTIONS false')
         cut_off(database)
@@ -39,6 +40,8 @@ def away(database: str) -> Iterator[None]:
 
 def cut_off(database: str) -> None:
     """End every connection to a database of PostgreSQL."""
+    import psycopg
+
     with psycopg.connect(_beside(database), autocommit=True) as connection:
         name = make_url(database).database
         connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
