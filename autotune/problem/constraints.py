@@ -3,6 +3,7 @@
 Every rule narrows the space before the study begins, so that nothing impossible is proposed, and records its reason.
 """
 
+import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,47 +51,25 @@ class Narrowing:
     reserve: SearchSpace
     removals: list[Removal] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, space: SearchSpace) -> "Narrowing":
-        """The start: nothing is removed."""
-        return cls(space=space, reserve=space)
+    def keep(self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True) -> None:
+        """Remove the values of a knob that are not possible, from the reserve only if `reserve`.
 
-    def choices(self, name: str) -> tuple[Any, ...]:
-        """The values of a knob that are left; the default alone where the space does not name the knob."""
-        knob = self.space.knob(name)
-        return knob.choices() if knob else (getattr(TrainConfig(), name),)
-
-    def searches(self, name: str, value: Any) -> bool:
-        """Whether the space names this value of a knob."""
-        knob = self.space.knob(name)
-        return knob is not None and value in knob.choices()
-
-    def keep(self, name: str, possible: Callable[[Any], bool], reason: str) -> None:
-        """Remove the values of a knob that are not possible.
-
-        Raises:
-            UsageError: no value is left.
+        Raises UsageError where no value is left.
         """
         self.space, removed = self.space.narrow(name, possible, reason)
         self.removals += removed
-        self.reserve, _ = self.reserve.narrow(name, possible, reason)
+        if reserve:
+            self.reserve, _ = self.reserve.narrow(name, possible, reason)
 
     def remove(self, name: str, impossible: Container[Any], reason: str) -> None:
         """Remove these values of a knob. Raises UsageError where no other is left."""
         self.keep(name, lambda value: value not in impossible, reason)
 
     def prefer(self, name: str, allowed: Callable[[Any], bool], reason: str, *, reserve: bool = False) -> None:
-        """Remove the values that are not allowed, unless none is allowed or the user fixed the knob.
-
-        With `reserve` the reserve loses them too.
-        """
-        knob = self.space.knob(name)
-        if knob is None or len(knob.choices()) == 1 or not any(map(allowed, knob.choices())):
-            return
-        self.space, removed = self.space.narrow(name, allowed, reason)
-        self.removals += removed
-        if reserve:
-            self.reserve, _ = self.reserve.narrow(name, allowed, reason)
+        """Remove the values that are not allowed, unless none is allowed or the user fixed the knob."""
+        choices = self.space.choices(name)
+        if len(choices) > 1 and any(map(allowed, choices)):
+            self.keep(name, allowed, reason, reserve=reserve)
 
     def only_with(self, name: str, other: str, allowed: tuple[Any, ...]) -> None:
         """Let a knob have an effect only with these values of another."""
@@ -105,7 +84,7 @@ class Narrowing:
 
 def narrow_to_model(narrowing: Narrowing, model: ModelSpec, global_batch: int) -> None:
     """Remove what the model, or the global batch, makes impossible."""
-    uneven = {size for size in narrowing.choices("micro_batch_size") if global_batch % size}
+    uneven = {size for size in narrowing.space.choices("micro_batch_size") if global_batch % size}
     narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {global_batch} (--global-batch)")
     context = model.max_seq_len
     if context:
@@ -114,13 +93,13 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, global_batch: int) -
     if model_type in NO_SDPA:
         reason = f"{model_type} has no SDPA attention"
         narrowing.remove("attention", {"sdpa_cudnn"}, reason)
-        if narrowing.choices("attention") == ("sdpa",):
+        if narrowing.space.choices("attention") == ("sdpa",):
             narrowing.pin("attention", "eager")
             narrowing.removals.append(Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is used"))
         else:
             narrowing.remove("attention", {"sdpa"}, reason)
-    if narrowing.searches("checkpointing", "offload"):
-        compiled = tuple(value for value in narrowing.choices("checkpointing") if value != "offload")
+    if "offload" in narrowing.space.choices("checkpointing"):
+        compiled = tuple(value for value in narrowing.space.choices("checkpointing") if value != "offload")
         if compiled:
             narrowing.only_with("compile", "checkpointing", compiled)
         else:
@@ -131,7 +110,7 @@ def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
     """Remove what the device that is tuned for cannot do."""
     if not device.supports_bf16:
         narrowing.remove("precision", {"bf16_mixed", "bf16_pure"}, f"{device.name} has no bf16")
-    elif narrowing.searches("precision", "bf16_mixed"):
+    elif "bf16_mixed" in narrowing.space.choices("precision"):
         narrowing.remove("precision", {"fp16_mixed"}, f"{device.name} has bf16, which needs no loss scaling")
     if not device.supports_fp8:
         narrowing.remove("quantization", {"fp8"}, f"{device.name} does not multiply 8-bit floats")
@@ -162,10 +141,9 @@ def narrow_to_packages(narrowing: Narrowing) -> None:
 
 
 def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:
-    """Remove what TRL's SFTTrainer cannot do. With `installed` its packages on this machine count too.
+    """Remove what TRL's SFTTrainer cannot do.
 
-    Raises:
-        EnvironmentProblem: TRL should be installed and is not.
+    With `installed` the packages of this machine count too. Raises EnvironmentProblem where TRL is not one of them.
     """
     if installed:
         from importlib.metadata import version
@@ -176,23 +154,17 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:
         if not checkpoints_some(version("transformers")):
             reason = "TrainingArguments before transformers 5.23 recomputes every layer or none"
             narrowing.keep("checkpointing", lambda value: value in ("none", "full"), reason)
-    if narrowing.space.knob("loss"):
-        narrowing.keep("loss", lambda value: value == "chunked", "TRL has a chunked loss of its own, and no other")
-    else:
-        narrowing.pin("loss", "chunked")
+    narrowing.keep("loss", lambda value: value == "chunked", "TRL has a chunked loss of its own, and no other")
+    narrowing.pin("loss", "chunked")
     narrowing.remove("packing", {True}, "TRL lays packed rows out as one, which is not probed yet")
     narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
     narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
-    if "lora" in narrowing.choices("method") and "none" in narrowing.choices("quantization"):
+    if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices("quantization"):
         narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")
 
 
 def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | None) -> None:
-    """Remove what the layers of the model cannot do; None where its shape is not known.
-
-    Raises:
-        UsageError: no value of a knob is left.
-    """
+    """Remove what the layers of the model cannot do; None where its shape is not known. Raises UsageError."""
     if trainer == "transformers" and (shape is None or not shape.plain_head):
         reason = "the model changes its logits after its head, which cannot be done in chunks"
         if shape is None:
@@ -200,70 +172,61 @@ def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | Non
         narrowing.remove("loss", {"chunked"}, reason)
     if shape is None or not shape.liger:
         narrowing.remove("kernels", {"liger"}, "Liger has no kernels for this model")
-    if shape is not None and shape.parametrized and narrowing.choices("method") != ("full",):
+    if shape is not None and shape.parametrized and narrowing.space.choices("method") != ("full",):
         reason = "adapters on fused experts replace whole weights in each forward pass, which does not compile"
         narrowing.remove("compile", {"per_layer"}, reason)
 
 
 def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> None:
     """Remove what is below the floors. A knob with one value is the user's choice and stays."""
-    if narrowing.space.knob("seq_len"):
-        _apply_floor_of_length(narrowing, workload, floors.max_truncated)
+    _apply_floor_of_length(narrowing, workload, floors.max_truncated)
     reason = f"below the rank floor of {floors.min_rank} (--min-rank)"
     narrowing.prefer("lora_rank", lambda rank: rank >= floors.min_rank, reason, reserve=True)
     if not floors.allow_quantized:
         reason = "a quantised base learns differently: used only where nothing else fits (--allow-quantized)"
         narrowing.prefer("quantization", lambda value: value == "none", reason)
         bases = narrowing.reserve.knob("quantization")
-        if bases and "none" in bases.choices():
-            narrowing.reserve, _ = narrowing.reserve.narrow(
-                "quantization", lambda value: value != "fp8", "it saves no memory"
-            )
+        if bases and "none" in bases.choices():  # fp8 saves no memory
+            narrowing.reserve, _ = narrowing.reserve.narrow("quantization", lambda value: value != "fp8", "")
     if not floors.allow_any_optimizer:
         reason = "not AdamW: used only where nothing else fits (--allow-any-optimizer)"
         narrowing.prefer("optimizer", lambda value: value in ADAMW, reason)
-    if not floors.allow_pure_bf16 and narrowing.searches("method", "full"):
+    if not floors.allow_pure_bf16 and "full" in narrowing.space.choices("method"):
         reason = "no fp32 master weights: used only where nothing else fits (--allow-pure-bf16)"
         narrowing.prefer("precision", lambda value: value != "bf16_pure", reason)
 
 
 def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncated: float) -> None:
     """Remove lengths that cut off too many tokens, and lengths beyond the shortest that holds every example."""
-    limit = max(max_truncated, workload.truncated(max(narrowing.choices("seq_len"))))
+    limit = max(max_truncated, workload.truncated(max(narrowing.space.choices("seq_len"))))
     reason = f"would cut off more than {limit:.0%} of the tokens (--max-truncated)"
     narrowing.prefer("seq_len", lambda length: workload.truncated(length) <= limit + 1e-9, reason, reserve=True)
     longest = workload.lengths.longest
-    covering = [length for length in narrowing.choices("seq_len") if length >= longest]
-    if covering:
-        shortest = min(covering)
-        reason = f"no example is longer than {longest} tokens: the rest of a row would be padding"
-        narrowing.prefer("seq_len", lambda length: length <= shortest, reason, reserve=True)
+    shortest = min((length for length in narrowing.space.choices("seq_len") if length >= longest), default=math.inf)
+    reason = f"no example is longer than {longest} tokens: the rest of a row would be padding"
+    narrowing.prefer("seq_len", lambda length: length <= shortest, reason, reserve=True)
 
 
 def narrow_packing(narrowing: Narrowing, workload: Workload, model_type: str) -> None:
     """Search packing only with the values of other knobs that it goes with.
 
-    Raises:
-        UsageError: packing was asked for and is impossible.
+    Raises UsageError where packing was asked for and is impossible.
     """
-    if not narrowing.searches("packing", True):
+    if True not in narrowing.space.choices("packing"):
         return
-    asked_for = narrowing.choices("packing") == (True,)
+    asked_for = narrowing.space.choices("packing") == (True,)
     conditions = _packing_conditions(narrowing, workload, model_type, asked_for)
     if isinstance(conditions, str):
         if asked_for:
-            raise UsageError(
-                f"packing was asked for, but {conditions}", remedy="leave packing out, or change what it names"
-            )
+            remedy = "leave packing out, or change what it names"
+            raise UsageError(f"packing was asked for, but {conditions}", remedy=remedy)
         narrowing.remove("packing", {True}, conditions)
         return
     for name, (allowed, reason) in conditions.items():
-        excluded = tuple(value for value in narrowing.choices(name) if value not in allowed)
-        if not excluded:
-            continue
-        if asked_for:
+        excluded = tuple(value for value in narrowing.space.choices(name) if value not in allowed)
+        if excluded and asked_for:
             narrowing.remove(name, excluded, reason)
-        else:
+        elif excluded:
             narrowing.only_with("packing", name, allowed)
             reason = f"not with {name} {', '.join(map(str, excluded))}: {reason}"
             narrowing.removals.append(Removal(knob="packing", values=(True,), reason=reason))
@@ -277,11 +240,11 @@ def _packing_conditions(
         return f"whether {model_type} keeps packed examples apart was not tried"
     if workload.lengths.source == "assumed" and not asked_for:
         return "how long the examples are was not given (--dataset, --lengths)"
-    attentions = tuple(value for value in narrowing.choices("attention") if value in ATTENTIONS)
+    attentions = tuple(value for value in narrowing.space.choices("attention") if value in ATTENTIONS)
     untried = f"it was tried with {' and '.join(ATTENTIONS)} attention alone"
     if not attentions:
         return untried
-    lengths, sizes = narrowing.choices("seq_len"), narrowing.choices("micro_batch_size")
+    lengths, sizes = narrowing.space.choices("seq_len"), narrowing.space.choices("micro_batch_size")
     if len(lengths) > MOST_LENGTHS:
         return f"the space has more than {MOST_LENGTHS} values of seq_len (--seq-len)"
     rows = {length: TrainConfig(seq_len=length, packing=True) for length in lengths}

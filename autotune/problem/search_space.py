@@ -139,6 +139,11 @@ class SearchSpace:
         """The knob of this name; None where the space does not name it."""
         return next((knob for knob in self.knobs if knob.name == name), None)
 
+    def choices(self, name: str) -> tuple[Any, ...]:
+        """The values of a knob; the default alone where the space does not name the knob."""
+        knob = self.knob(name)
+        return knob.choices() if knob else (getattr(_DEFAULTS, name),)
+
     def narrow(self, name: str, allowed: Callable[[Any], bool], reason: str) -> tuple["SearchSpace", list[Removal]]:
         """The space without the values of a knob that are not allowed, and what was removed.
 
@@ -171,9 +176,7 @@ class SearchSpace:
         """The condition of a knob that no choice of the space meets; None where the knob can have an effect."""
         knob = self.knob(name) or Knob(name=name)
         for other, wanted in knob.conditions().items():
-            deciding = self.knob(other)
-            values = deciding.choices() if deciding else (getattr(_DEFAULTS, other),)
-            if not any(value in _as_list(wanted) for value in values):
+            if not set(self.choices(other)) & set(_as_list(wanted)):
                 return f"{other} {_listed(tuple(_as_list(wanted)))}"
         return None
 

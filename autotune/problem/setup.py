@@ -59,14 +59,14 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     DeviceSpec the study is only estimated, for any machine, and packages do not matter. `say` gets progress messages
     while examples are read.
 
-    Raises:
-        UsageError: an unknown name, an unreadable file, or a knob of which no value is possible.
-        EnvironmentProblem: a package is missing without which nothing can be probed.
+    Raises UsageError for an unknown name, an unreadable file, or a knob of which no value is possible, and
+    EnvironmentProblem where a package is missing without which nothing can be probed.
     """
     probes_run_here = isinstance(target, Target)
     target = target if isinstance(target, Target) else Target(device=target)
     model = resolve_model(spec.model)
-    space = _space(spec, target.device)
+    cpu_or_gpu = "cpu" if target.device.kind == "cpu" else "default"
+    space = spec.space if isinstance(spec.space, SearchSpace) else SearchSpace.load(spec.space or cpu_or_gpu)
     lengths = _lengths(spec, model, space, say)
     for knob, value in spec.pins.items():
         space = space.pin(knob, value)
@@ -74,7 +74,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         if space.knob(name) is None:
             space = space.pin(name, getattr(TrainConfig(), name))
     global_batch = _global_batch(spec, space, model, lengths)
-    narrowing = Narrowing.of(space)
+    narrowing = Narrowing(space=space, reserve=space)
     narrow_to_device(narrowing, target.device)
     if target.measured_on is not None and not target.measured_on.supports_fp8:
         narrowing.remove("quantization", {"fp8"}, f"{target.measured_on.name} cannot try it")
@@ -95,8 +95,9 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     )
     apply_floors(narrowing, workload, floors)
     narrow_packing(narrowing, workload, model.config["model_type"])
+    proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(
-        study=spec.study or _study_name(target, model, space),
+        study=spec.study or f"{target.device.name}{proxy}-{model.short}-{space.name}".lower(),
         model=model,
         device=target.device,
         price=_price(spec, target.device),
@@ -111,14 +112,13 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
 
 
 def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
-    """The same study without what layers of this shape cannot do; None where the shape is not known.
+    """The same study without what layers of this shape (None: not known) cannot do.
 
-    Raises:
-        UsageError: no value of a knob is left.
+    Raises UsageError where no value of a knob is left.
     """
     task = setup.task
     narrowing = Narrowing(space=task.space, reserve=setup.reserve, removals=list(setup.removals))
-    warnings = _warnings_of_layers(narrowing, shape)
+    warnings = _warnings_of_layers(narrowing.space, shape)
     narrow_to_layers(narrowing, task.trainer, shape)
     return Setup(
         task=replace(task, space=narrowing.space),
@@ -144,12 +144,6 @@ def slug(study: str) -> str:
     return f"{plain or 'study'}-{hashlib.sha256(study.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
-def _space(spec: StudySpec, device: DeviceSpec) -> SearchSpace:
-    if isinstance(spec.space, SearchSpace):
-        return spec.space
-    return SearchSpace.load(spec.space or ("cpu" if device.kind == "cpu" else "default"))
-
-
 def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:
     """Examples in each optimizer step.
 
@@ -157,12 +151,11 @@ def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths
     """
     if spec.global_batch_tokens is None:
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
-    rows, knob = space.knob("seq_len"), space.knob("micro_batch_size")
-    longest = min(max(rows.choices()) if rows else DEFAULT_TOKENS, model.max_seq_len or MAX_COUNT)
+    longest = min(max(space.choices("seq_len")), model.max_seq_len or MAX_COUNT)
     wanted = spec.global_batch_tokens * lengths.number / lengths.tokens_within(longest)
-    sizes = knob.choices() if knob else ()
+    sizes = space.choices("micro_batch_size")
     nearest: int = max(1, round(wanted))
-    if sizes and not any(nearest % size == 0 for size in sizes):
+    if not any(nearest % size == 0 for size in sizes):
         nearest = max(1, round(wanted / min(sizes))) * min(sizes)
     multiples: set[int] = {round(wanted / size) * size for size in sizes}
     near = [batch for batch in multiples if batch and abs(batch / wanted - 1) <= OFF_TOKENS]
@@ -187,8 +180,7 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
 def _warnings(spec: StudySpec, space: SearchSpace, workload: Workload) -> tuple[str, ...]:
     """What is odd about the examples and the pinned knobs."""
     warnings = []
-    knob = space.knob("seq_len")
-    longest = max(knob.choices()) if knob else DEFAULT_TOKENS
+    longest = max(space.choices("seq_len"))
     cut = workload.truncated(longest)
     if cut >= WORTH_A_WARNING:
         warnings.append(
@@ -199,17 +191,15 @@ def _warnings(spec: StudySpec, space: SearchSpace, workload: Workload) -> tuple[
     return tuple(warnings)
 
 
-def _warnings_of_layers(narrowing: Narrowing, shape: ModelShape | None) -> list[str]:
+def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[str]:
     """What adapters and quantisation do not reach in layers of this shape."""
-    if shape is None or narrowing.choices("method") == ("full",):
+    if shape is None or space.choices("method") == ("full",):
         return []
     warnings = []
     if shape.untrained > OUT_OF_REACH:
-        warnings.append(
-            f"{shape.untrained:.0%} of the parameters are fused experts of a mixture: adapters on linear layers do not "
-            "train them"
-        )
-    if shape.unquantized > OUT_OF_REACH and narrowing.choices("quantization") != ("none",):
+        experts = f"{shape.untrained:.0%} of the parameters are fused experts of a mixture"
+        warnings.append(f"{experts}: adapters on linear layers do not train them")
+    if shape.unquantized > OUT_OF_REACH and space.choices("quantization") != ("none",):
         warnings.append(f"{shape.unquantized:.0%} of the parameters are fused experts: they are never quantised")
     return warnings
 
@@ -227,13 +217,7 @@ def _lengths(spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callabl
             raise UsageError(f"--mean-tokens, --p99-tokens: {error}", remedy="give --lengths FILE instead") from None
     if spec.tokens_per_example is not None:
         return Lengths.constant(spec.tokens_per_example, "given")
-    knob = space.knob("seq_len")
-    return Lengths.constant(min(DEFAULT_TOKENS, max(knob.choices())) if knob else DEFAULT_TOKENS, "assumed")
-
-
-def _study_name(target: Target, model: ModelSpec, space: SearchSpace) -> str:
-    device = target.device.name if target.measured_on is None else f"{target.device.name}-by-{target.measured_on.name}"
-    return f"{device}-{model.short}-{space.name}".lower()
+    return Lengths.constant(min(DEFAULT_TOKENS, max(space.choices("seq_len"))), "assumed")
 
 
 def _price(spec: StudySpec, device: DeviceSpec) -> Price | None:

@@ -89,9 +89,8 @@ class Task:
 
     def baselines(self) -> list[TrainConfig]:
         """The reference configuration clipped to the space, then with smaller and smaller micro batches."""
-        methods = knob.choices() if (knob := self.space.knob("method")) else ("lora",)
-        wanted = BASELINE if "lora" in methods else replace(BASELINE, method="full")
+        wanted = BASELINE if "lora" in self.space.choices("method") else replace(BASELINE, method="full")
         first = self.space.config(self.space.clip(wanted))
-        sizes = knob.choices() if (knob := self.space.knob("micro_batch_size")) else (first.micro_batch_size,)
+        sizes = self.space.choices("micro_batch_size")
         smaller = sorted((size for size in sizes if size <= first.micro_batch_size), reverse=True)
         return [replace(first, micro_batch_size=size) for size in smaller]

@@ -23,7 +23,7 @@ def space(**knobs) -> SearchSpace:
 
 
 def floored(searched: SearchSpace, workload: Workload = WORKLOAD, **floors) -> Narrowing:
-    narrowing = Narrowing.of(searched)
+    narrowing = Narrowing(space=searched, reserve=searched)
     apply_floors(narrowing, workload, Floors(**floors))
     return narrowing
 
