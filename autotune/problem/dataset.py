@@ -13,10 +13,8 @@ from autotune.problem.length_distribution import Lengths
 
 LOADERS = {".jsonl": "lines", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with the vocabularies of today
-FORMS = "`text`, `prompt` and `completion`, or `messages` with a `role` and a `content` each"
-
+ROWS = "give rows with `text`, `prompt` and `completion`, or `messages` with a `role` and a `content` each"
 COLUMNS = ("text", "prompt", "completion", "messages")
-
 BATCH = 1000  # rows that are counted at once, since a tokenizer counts several in parallel
 Render = Callable[[dict[str, Any]], str]
 Count = Callable[[list[str], bool], list[int]]
@@ -25,11 +23,8 @@ Count = Callable[[list[str], bool], list[int]]
 def dataset_lengths(path: Path, tokenizer: str | None, say: Callable[[str], None] = lambda text: None) -> Lengths:
     """The length of each example in tokens: counted with the tokenizer of a directory, or estimated from its bytes.
 
-    `say` gets progress messages.
-
-    Raises:
-        UsageError: the file cannot be read, or a row has none of the known forms; the row is named.
-        EnvironmentProblem: the `datasets` library is not installed.
+    `say` gets progress messages. Raises UsageError, which names a row of no known form, and EnvironmentProblem where
+    the `datasets` library is needed and not installed.
     """
     say(f"reading {path.name}")
     render, count = _counting(tokenizer) if tokenizer else (_joined, _estimated)
@@ -55,19 +50,13 @@ def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> s
         text.encode()
         return text
     except UnicodeEncodeError:
-        raise UsageError(
-            f"{path}, row {number}: half of a surrogate pair is not a character", remedy="write the text again as UTF-8"
-        ) from None
+        problem, remedy = "half of a surrogate pair is not a character", "write the text again as UTF-8"
     except (KeyError, TypeError, AttributeError):
-        raise UsageError(
-            f"{path}, row {number}: it has none of the known forms; its columns: {', '.join(map(str, row))}",
-            remedy=f"give rows with {FORMS}",
-        ) from None
+        problem, remedy = f"it has none of the known forms; its columns: {', '.join(map(str, row))}", ROWS
     except Exception as error:  # chat templates raise errors of all kinds
-        raise UsageError(
-            f"{path}, row {number}: the tokenizer's chat template refuses it: {error}",
-            remedy="change the messages, or leave the tokenizer out for an estimate",
-        ) from None
+        problem = f"the tokenizer's chat template refuses it: {error}"
+        remedy = "change the messages, or leave the tokenizer out for an estimate"
+    raise UsageError(f"{path}, row {number}: {problem}", remedy=remedy)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -85,27 +74,24 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of JSON lines. Each line is read by itself, so that rows of several forms may be mixed."""
     try:
-        yield from _parsed(path)
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _row(path, number, line)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", remedy="check who may read it") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8: {error}", remedy="write it again as UTF-8") from None
 
 
-def _parsed(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UsageError(
-                    f"{path}, line {number} is not JSON: {error}", remedy=f"give rows with {FORMS}"
-                ) from None
-            if not isinstance(row, dict):
-                raise UsageError(f"{path}, line {number} is not a JSON object", remedy=f"give rows with {FORMS}")
-            yield row
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}, line {number} is not JSON: {error}", remedy=ROWS) from None
+    if not isinstance(row, dict):
+        raise UsageError(f"{path}, line {number} is not a JSON object", remedy=ROWS)
+    return row
 
 
 def _loaded(path: Path, loader: str) -> Iterator[dict[str, Any]]:
@@ -120,9 +106,8 @@ def _loaded(path: Path, loader: str) -> Iterator[dict[str, Any]]:
     try:  # which takes a path for a pattern
         yield from datasets.load_dataset(loader, data_files=glob.escape(str(path)), split="train", streaming=True)
     except Exception as error:  # errors of pyarrow, of pandas and of the library
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"cannot read {path}: {reason}", remedy="check the file, or convert it to JSON lines"
+            f"cannot read {path}: {_first_line(error)}", remedy="check the file, or convert it to JSON lines"
         ) from None
 
 
@@ -132,9 +117,8 @@ def _counting(directory: str) -> tuple[Render, Count]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # errors of many kinds, depending on the files
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"the tokenizer in {directory} cannot be loaded: {reason}",
+            f"the tokenizer in {directory} cannot be loaded: {_first_line(error)}",
             remedy="put tokenizer.json and tokenizer_config.json of the model there, or estimate without --tokenizer",
         ) from None
 
@@ -167,5 +151,9 @@ def _text(row: dict[str, Any]) -> str:
     return text
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _no_rows(path: Path) -> UsageError:
-    return UsageError(f"{path} has no rows", remedy=f"give rows with {FORMS}")
+    return UsageError(f"{path} has no rows", remedy=ROWS)

@@ -103,7 +103,7 @@ class Lengths:
         return self.longest
 
     def sample(self, number: int, seq_len: int) -> list[int]:
-        """`number` lengths that represent all of them, shuffled and cut at `seq_len`. Always the same ones."""
+        """`number` lengths that represent all of them, cut at `seq_len`, in a random order that is always the same."""
         lengths = [min(self.quantile((index + 0.5) / number), seq_len) for index in range(number)]
         random.Random(0).shuffle(lengths)  # noqa: S311 (no secret depends on it)
         return lengths
@@ -119,14 +119,13 @@ class Lengths:
 
     def facts(self) -> dict[str, Any]:
         """Plain data for reports, with a digest that differs for other distributions."""
-        text = repr(self.counts).encode()
         return {
             "source": self.source,
             "mean": self.mean,
             "median": self.quantile(0.5),
             "p99": self.quantile(0.99),
             "longest": self.longest,
-            "digest": hashlib.sha256(text).hexdigest()[:12],
+            "digest": hashlib.sha256(repr(self.counts).encode()).hexdigest()[:12],
         }
 
     def __str__(self) -> str:
@@ -139,24 +138,15 @@ class Lengths:
 
 
 def read_lengths(path: Path) -> Lengths:
-    """The lengths in a file with one length per line.
-
-    Raises:
-        UsageError: the file cannot be read, or a line is wrong; it is named.
-    """
-    lengths = []
+    """The lengths in a file with one length per line. Raises UsageError, which names a wrong line."""
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            if not re.fullmatch(r"\s*[0-9]{1,9}\s*", line) or int(line) < 1:
-                raise UsageError(
-                    f"{path}, line {number}: {line.strip()[:40]!r} is not a number of tokens",
-                    remedy="write the length of one example on each line, 1 or more",
-                )
-            lengths.append(int(line))
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}", remedy="name a text file with one length a line") from None
-    if not lengths:
-        raise UsageError(f"{path} is empty", remedy="write the length of one example on each line")
-    return Lengths.of(lengths, "counted")
+    remedy = "write the length of one example on each line, 1 or more"
+    for number, line in enumerate(lines, 1):
+        if line and (not re.fullmatch("[0-9]{1,9}", line) or int(line) < 1):
+            raise UsageError(f"{path}, line {number}: {line[:40]!r} is not a number of tokens", remedy=remedy)
+    if not any(lines):
+        raise UsageError(f"{path} is empty", remedy=remedy)
+    return Lengths.of(map(int, filter(None, lines)), "counted")

@@ -49,7 +49,7 @@ class _OpenRows:
 def packed_rows(lengths: Lengths, seq_len: int, times: int = 1) -> tuple[Rows, ...]:
     """All examples, each `times` times and cut at `seq_len`, in as few rows as best-fit decreasing finds.
 
-    Each example, the longest first, goes into the fullest row that has room for it. Equal examples are placed together.
+    Each example, the longest first, goes into the fullest row that has room for it. Equal ones are placed together.
     """
     examples = Counter[int]()
     for tokens, number in lengths.counts:

@@ -5,7 +5,7 @@ The score of a configuration is its useful tokens per second: neither padding no
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.core.probe_types import Measurement, Outcome, ProbeResult
@@ -22,10 +22,9 @@ UNSEEN = 0.02  # relative spread of a single time: an assumption, about twice th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
-    """The performance of the full run, with its global batch.
+    """The performance of the full run, with its global batch, in useful tokens.
 
-    `tokens_per_second` counts useful tokens. `spread` is the range of step times, relative to `step_time_s`. `mfu` is
-    None where the peak of the device is not known.
+    `spread` is the range of step times, relative to `step_time_s`. `mfu` is None where the device's peak is not known.
     """
 
     samples_per_second: float
@@ -67,13 +66,12 @@ def step_time_s(measurement: Measurement, accumulation: int) -> float:
     return accumulation * micro + rest
 
 
-def step_spread(measurements: Iterable[Measurement], accumulation: int) -> tuple[float, float]:
+def step_spread(measurements: Sequence[Measurement], accumulation: int) -> tuple[float, float]:
     """The range of the timed steps of these probes, relative to the step time that is reported for them.
 
     A probe that timed one step counts with its micro batches. The range is at least the difference between probes, or
     the possible error of an extrapolated time; a single time gets an assumed range.
     """
-    measurements = list(measurements)
     reported = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
     samples = []
     for measurement in measurements:
@@ -86,16 +84,15 @@ def step_spread(measurements: Iterable[Measurement], accumulation: int) -> tuple
 
 def performance(
     config: TrainConfig,
-    measurements: list[Measurement],
+    measurements: Sequence[Measurement],
     workload: Workload,
     *,
     flops_per_token: float | None = None,
     peak_tflops: float | None = None,
 ) -> Performance:
-    """The performance of the full run, from one or more measurements of the same configuration; their median counts.
+    """The performance of the full run: the median of one or more measurements of the same configuration.
 
-    Raises:
-        ValueError: the micro batch does not divide the global batch.
+    Raises ValueError where the micro batch does not divide the global batch.
     """
     shape = workload.run_shape(config)
     step = statistics.median(step_time_s(measurement, shape.accumulation) for measurement in measurements)

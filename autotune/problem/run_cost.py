@@ -16,10 +16,9 @@ TABLE_EXAMPLES = (10_000, 50_000, 100_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostProjection:
-    """What the full run will take. Intervals are (low, high) from the spread of the measured steps.
+    """What the full run will take, without start-up (`startup_s`, if known), checkpoint saves and evaluation.
 
-    Start-up (`startup_s`, about, where it was seen), checkpoint saves and evaluation of the full run are not in it.
-    `spot_usd` is the same hours at the spot price, without the cost of being interrupted.
+    Intervals are (low, high) from the spread of the measured steps. `spot_usd` leaves out what interruptions cost.
     """
 
     examples: int
@@ -41,10 +40,10 @@ class CostProjection:
 class DeviceEstimate:
     """One configuration on one device: whether it fits, how fast it trains, and what the full run costs.
 
-    `state` is FITS, TIGHT, OOM, or what the device lacks. `need_gib` is reserved memory at the peak, of the `limit_gib`
-    that tensors may take; `memory` says what it is made of, None where it was measured. `tokens_per_s` counts the
-    useful tokens of one device, and 80 % of cases lie in `interval`. Speed and `cost` are None where they are not
-    known. `num_observations` counts the measurements by others on this device that the speed rests on.
+    `state` is FITS, TIGHT, OOM, or what the device lacks. `need_gib` is reserved at the peak, of the `limit_gib` that
+    tensors may take; `memory` is what it consists of, None where it was measured. `tokens_per_s` are useful tokens of
+    one device, and 80 % of cases lie in `interval`. Unknown speeds and costs are None. `num_observations` counts the
+    measurements by others on this device that the speed rests on.
     """
 
     device: DeviceSpec
@@ -74,17 +73,14 @@ def run_cost(
     *,
     num_steps: int | None = None,
 ) -> CostProjection:
-    """The cost of a run of this shape, or of its first `num_steps`, on all its devices.
-
-    `performance`, `price` and `power_w` are those of all devices together.
-    """
+    """The cost of a run of this shape, or of its first `num_steps`. All arguments are of all its devices together."""
     num_steps = shape.num_steps if num_steps is None else num_steps
     hours = num_steps * performance.step_time_s / 3600
     low, high = performance.spread
     interval = (hours * (1 + low), hours * (1 + high))
     usd_per_hour = price.usd_per_hour if price else None
     spot = price.spot_usd_per_hour if price else None
-    per_sample = 1 / performance.samples_per_second / 3600
+    hours_per_sample = 1 / performance.samples_per_second / 3600
     return CostProjection(
         examples=shape.examples,
         epochs=shape.epochs,
@@ -95,7 +91,7 @@ def run_cost(
         full_run_usd=None if usd_per_hour is None else hours * usd_per_hour,
         interval_usd=None if usd_per_hour is None else (interval[0] * usd_per_hour, interval[1] * usd_per_hour),
         spot_usd=None if spot is None else hours * spot,
-        cost_per_1000_samples_usd=None if usd_per_hour is None else 1000 * per_sample * usd_per_hour,
+        cost_per_1000_samples_usd=None if usd_per_hour is None else 1000 * hours_per_sample * usd_per_hour,
         kwh=None if power_w is None else power_w * hours / 1000,
     )
 

@@ -12,12 +12,11 @@ CONFIRMED_MICRO_BATCHES = 4  # a confirmation times longer steps, nearer to thos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """How one run processes its examples.
+    """How one run of `epochs` passes over `examples` examples processes them.
 
-    A row is one sequence of `seq_len` tokens with `examples_per_row` examples on average; `useful_tokens_per_row` of
-    its tokens are neither padding nor cut off. One forward pass of one device takes `micro_batch_size` rows. An
-    optimizer step takes `accumulation` such micro batches on each of `world_size` devices. The run takes `epochs`
-    passes over `examples` examples.
+    A row is one sequence of `seq_len` tokens with `examples_per_row` examples on average; `useful_tokens_per_row` are
+    neither padding nor cut off. A forward pass of one device takes `micro_batch_size` rows, an optimizer step
+    `accumulation` such micro batches on each of `world_size` devices.
     """
 
     micro_batch_size: int

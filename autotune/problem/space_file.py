@@ -42,6 +42,9 @@ class KnobEntry(BaseModel):
 
     def problems(self, name: str) -> Iterator[tuple[Place, str]]:
         """What is impossible in the entry of knob `name`: the place in the entry, and the reason."""
+        if name not in KNOBS:
+            yield (), f"there is no knob {name!r}{did_you_mean(name, KNOBS)}"
+            return
         if self.min is not None and self.max is not None and self.max - self.min >= MAX_RANGE:
             yield ("max",), f"at most {MAX_RANGE:,} values are searched from min to max: list some as values: [..]"
             return
@@ -82,18 +85,15 @@ class SpaceFile(BaseModel):
     def _bare_values(cls, knobs: Any) -> Any:
         if not isinstance(knobs, dict):
             return knobs
-        entries = {}
-        for name, entry in knobs.items():
-            entries[name] = entry if isinstance(entry, dict | KnobEntry) else {"values": [entry]}
-        return entries
+        return {
+            name: entry if isinstance(entry, dict | KnobEntry) else {"values": [entry]} for name, entry in knobs.items()
+        }
 
     @model_validator(mode="after")
     def _possible(self) -> "SpaceFile":
         problems = []
         for name, entry in self.knobs.items():
-            known = name in KNOBS
-            found = entry.problems(name) if known else [((), f"there is no knob {name!r}{did_you_mean(name, KNOBS)}")]
-            for place, reason in found:
+            for place, reason in entry.problems(name):
                 error = PydanticCustomError("knob", "{reason}", {"reason": reason})
                 problems.append(InitErrorDetails(type=error, loc=("knobs", name, *place), input=None))
         if problems:

@@ -43,58 +43,44 @@ class Target:
 
     def other_processes(self) -> str:
         """The processes that hold memory of the GPU of this machine, in words."""
-        processes = self.card.processes if self.card else ()
-        return (
-            ", ".join(
-                f"{process.name or '?'} (pid {process.pid}, {fmt_gib(process.used_gib)})"
-                for process in processes
-                if (process.used_gib or 0) > IGNORED_GIB
-            )
-            or "no process is named"
-        )
+        listed = [
+            f"{process.name or '?'} (pid {process.pid}, {fmt_gib(process.used_gib)})"
+            for process in (self.card.processes if self.card else ())
+            if (process.used_gib or 0) > IGNORED_GIB
+        ]
+        return ", ".join(listed) or "no process is named"
 
     def memory_budget(
         self, total_gib: float, *, reserve_fraction: float, asked_gib: float | None = None, may_exceed: bool = False
     ) -> MemoryBudget:
-        """What a run may use of the device of this machine, which has `total_gib`.
+        """What a run may use of the device of this machine, which has `total_gib`. `asked_gib` is what the user allows.
 
-        `asked_gib` is what the user allows. With `may_exceed` it may be more than is available, for probes of a few
-        layers only.
-
-        Raises:
-            EnvironmentProblem: less is available than the device that is tuned for has.
-            UsageError: more was asked for than is available.
+        Raises EnvironmentProblem where less is available than the device that is tuned for has, and UsageError where
+        more was asked for than is available. With `may_exceed` that is allowed, for probes of a few layers only.
         """
-        if self.card is None:
-            available = round(total_gib * HOST_SHARE, 1)
-        else:
-            available = round(total_gib - self.held_by_others_gib, 2)
-        cap = available
-        if self.cap_gib is not None:
-            if self.cap_gib > available:
-                raise EnvironmentProblem(
-                    f"{self.device.name} offers {fmt_gib(self.cap_gib)}, and {fmt_gib(available)} are free here",
-                    remedy="end what holds the GPU's memory, or run on another card",
-                )
-            cap = round(self.cap_gib, 2)
-        if asked_gib is not None:
-            if asked_gib > cap and not may_exceed:
-                raise UsageError(
-                    f"--memory-gib {asked_gib:g} is more than the {fmt_gib(cap)} there are",
-                    remedy="give less, leave it out, or judge from a few layers of the model alone (--shallow-only)",
-                )
-            cap = asked_gib
+        held_gib = self.held_by_others_gib
+        available = round(total_gib * HOST_SHARE, 1) if self.card is None else round(total_gib - held_gib, 2)
+        cap = available if self.cap_gib is None else round(self.cap_gib, 2)
+        if cap > available:
+            raise EnvironmentProblem(
+                f"{self.device.name} offers {fmt_gib(cap)}, and {fmt_gib(available)} are free here",
+                remedy="end what holds the GPU's memory, or run on another card",
+            )
+        if asked_gib is not None and asked_gib > cap and not may_exceed:
+            raise UsageError(
+                f"--memory-gib {asked_gib:g} is more than the {fmt_gib(cap)} there are",
+                remedy="give less, leave it out, or judge from a few layers of the model alone (--shallow-only)",
+            )
         return MemoryBudget(
-            total_gib=total_gib, available_gib=available, cap_gib=cap, reserve_fraction=reserve_fraction
+            total_gib=total_gib,
+            available_gib=available,
+            cap_gib=cap if asked_gib is None else asked_gib,
+            reserve_fraction=reserve_fraction,
         )
 
 
 def device_budget(device: DeviceSpec, *, reserve_fraction: float, asked_gib: float | None = None) -> MemoryBudget:
-    """The memory budget of an idle device by its data sheet; `asked_gib` can only lessen it.
-
-    Raises:
-        UsageError: the memory of the device is not known.
-    """
+    """The memory budget of an idle device by its data sheet; `asked_gib` can only lessen it. Raises UsageError."""
     known = [size for size in (asked_gib, device.usable_gib) if size is not None]
     if not known or device.kind == "cpu":
         raise UsageError(
@@ -112,9 +98,7 @@ def device_budget(device: DeviceSpec, *, reserve_fraction: float, asked_gib: flo
 def find_target(name: str) -> Target:
     """The target of this name on this machine: its CPU, its GPU, or a device that its GPU can probe for.
 
-    Raises:
-        UsageError: there is no such GPU in the catalogue.
-        EnvironmentProblem: this machine cannot probe for the device.
+    Raises UsageError for a name that is not in the catalogue, and EnvironmentProblem where nothing here can probe.
     """
     wanted = None if name.strip().lower() == "auto" else resolve_device(name)
     if wanted is not None and wanted.kind == "cpu":
@@ -122,7 +106,11 @@ def find_target(name: str) -> Target:
     visible = nvml.first_visible()
     card = next((card for card in nvml.list_gpus() if visible in (card.index, card.uuid)), None)
     if card is None:
-        raise _no_gpu(wanted)
+        instead = f"estimate with `autotune plan --gpu {wanted.name}`" if wanted else "run on a machine that has one"
+        raise EnvironmentProblem(
+            f"{wanted.name if wanted else 'an NVIDIA GPU'} was asked for, but there is no NVIDIA GPU here to probe on",
+            remedy=f"{instead}, or try the tool on the processor: --gpu cpu --model demo-3m",
+        )
     present = match_device(card.name, card.memory_gib) or _uncatalogued(card)
     if wanted is None or wanted.name == present.name:
         return Target(device=present, card=card)
@@ -138,20 +126,6 @@ def find_target(name: str) -> Target:
             f"--memory-gib {wanted.memory_gib or 0:.0f} --shallow-only",
         )
     return Target(device=wanted, card=card, measured_on=present, carried=carried)
-
-
-def _no_gpu(wanted: DeviceSpec | None) -> EnvironmentProblem:
-    """The error where this machine has no NVIDIA GPU."""
-    on_cpu = "try the tool on the processor: --gpu cpu --model demo-3m"
-    if wanted is None:
-        return EnvironmentProblem(
-            "an NVIDIA GPU was asked for, but there is no NVIDIA GPU here",
-            remedy=f"run on a machine that has it, or {on_cpu}",
-        )
-    return EnvironmentProblem(
-        f"{wanted.name} was asked for, but there is no NVIDIA GPU here to probe on",
-        remedy=f"`autotune plan --gpu {wanted.name}` with the same arguments estimates without one; or {on_cpu}",
-    )
 
 
 def _lack(wanted: DeviceSpec, present: DeviceSpec, card: nvml.GpuInfo) -> str | None:

@@ -20,8 +20,8 @@ BASELINE = TrainConfig()  # what guides give: it is measured first, and the winn
 class Task:
     """What is tuned for what: the facts that every number of the study depends on.
 
-    `measured_on` is a larger device of this machine that probes for `device` under a memory cap; `carried` then
-    transfers its speed to `device`. Both are None where the device itself probes.
+    `measured_on` is a larger device of this machine that probes for `device` under a memory cap, and `carried` its
+    speed's transfer to `device`; both are None where the device itself probes.
     """
 
     study: str
@@ -46,7 +46,7 @@ class Task:
         peak = None if config.quantization == "fp8" else self.device.bf16_tflops or self.device.fp16_tflops
         speed = performance(
             config,
-            list(measurements),
+            measurements,
             self.workload,
             flops_per_token=self.model.flops_per_token(config.method, config.seq_len),
             peak_tflops=peak,
@@ -61,10 +61,7 @@ class Task:
     def request(
         self, config: TrainConfig, *, device: str, memory_gib: float, headroom: float, seed: int
     ) -> ProbeRequest:
-        """The request for a probe of the whole model, with rows like those of the workload.
-
-        `memory_gib` is the cap and `headroom` the reserve of the memory budget.
-        """
+        """The request for a probe of the whole model; `memory_gib` and `headroom` are cap and reserve of the budget."""
         workload = self.workload
         # TRL pads to the longest row of a batch and packs in its own way: its probes have full rows.
         rows = workload.rows(config) if self.trainer == "transformers" else ()

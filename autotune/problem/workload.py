@@ -20,9 +20,7 @@ class Workload:
     """The examples of one pass with their lengths, the number of passes, and the examples of an optimizer step.
 
     The global batch is the user's and the same for every candidate, as nearly as whole rows of packed examples allow.
-
-    Raises:
-        ValueError: a number is below 1.
+    Raises ValueError for a number below 1.
     """
 
     examples: int = 10_000
@@ -40,24 +38,18 @@ class Workload:
         """Examples in a row, on average: 1 unless they are packed."""
         if not config.packing:
             return 1  # an int, so that the global batch of unpacked examples is written as an int
-        return self.lengths.number * self._repetitions / sum(rows.number for rows in self._packed(config))
+        rows = self._packed(config.seq_len)
+        return sum(group.number * len(group.examples) for group in rows) / sum(group.number for group in rows)
 
-    @property
-    def _repetitions(self) -> int:
-        """How often the known lengths must be repeated to come to all examples."""
-        return max(1, round(self.examples / self.lengths.number))
-
-    def _packed(self, config: TrainConfig) -> tuple[Rows, ...]:
-        return packed_rows(self.lengths, config.seq_len, self._repetitions)
+    def _packed(self, seq_len: int) -> tuple[Rows, ...]:
+        """All examples in packed rows. The known lengths are repeated to come to their number."""
+        return packed_rows(self.lengths, seq_len, max(1, round(self.examples / self.lengths.number)))
 
     def run_shape(self, config: TrainConfig, *, accumulation: int | None = None, world_size: int = 1) -> RunShape:
         """How the full run divides these examples into steps.
 
         Without `accumulation`, a step has as many micro batches as come to the global batch; of packed rows, as many as
-        hold about the examples of the global batch.
-
-        Raises:
-            ValueError: the micro batches of all devices do not divide the global batch.
+        hold about its examples. Raises ValueError where the micro batches do not divide the global batch.
         """
         return RunShape(
             micro_batch_size=config.micro_batch_size,
@@ -100,7 +92,7 @@ class Workload:
         Of packed rows the first has several examples, and the second is filled by one, where there are both kinds:
         transformers makes a mask only for the first kind, and a probe compiles and measures both in its first steps.
         """
-        return self._packed_rows(config) if config.packing else self._padded_rows(config.seq_len)
+        return self._packed_rows(config.seq_len) if config.packing else self._padded_rows(config.seq_len)
 
     def _padded_rows(self, seq_len: int) -> tuple[tuple[int, ...], ...]:
         lengths = sorted(self.lengths.sample(PROBED_ROWS, seq_len))
@@ -109,13 +101,13 @@ class Workload:
             return ()
         return tuple((max(2, parts[index] * seq_len // GRAIN),) for index in _SPREAD)
 
-    def _packed_rows(self, config: TrainConfig) -> tuple[tuple[int, ...], ...]:
-        rows = self._packed(config)
+    def _packed_rows(self, seq_len: int) -> tuple[tuple[int, ...], ...]:
+        rows = self._packed(seq_len)
         ends = list(itertools.accumulate(group.number for group in rows))
         # Rows at equal distances in the order in which they were filled, so that all kinds are represented.
         places = ((2 * index + 1) * ends[-1] / (2 * PROBED_ROWS) for index in range(PROBED_ROWS))
-        chosen = [rows[bisect.bisect_right(ends, place)].examples for place in places]
-        chosen = [chosen[index] for index in _SPREAD]
+        in_order = [rows[bisect.bisect_right(ends, place)].examples for place in places]
+        chosen = [in_order[index] for index in _SPREAD]
         shared = next((row for row in chosen if len(row) > 1), chosen[0])
         chosen.remove(shared)
         single = next((row for row in chosen if len(row) == 1), chosen[0])
