@@ -1,7 +1,7 @@
 """autotune from Python: tune a model, load a study, plan without a GPU. The command line stands on these functions."""
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -225,9 +225,7 @@ class StudyResult:
         """
         from autotune.export import FORMATS
 
-        for wanted in formats:
-            if wanted not in FORMATS:
-                raise UsageError(f"there is no format {wanted!r}", remedy=f"the formats are {', '.join(FORMATS)}")
+        require_formats(formats, FORMATS)
         return write_exports(Path(out) if out else self.out, self.recipe, list(formats) or None)
 
     def reload(self) -> "StudyResult":
@@ -262,6 +260,14 @@ class RunOutcome:
     data: Any = None
     configs: "tuple[ConfigResult, ...]" = ()
     error: AutotuneError | None = None
+
+
+def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:
+    """Raises UsageError for a format that is not known."""
+    names = list(known)
+    for name in wanted:
+        if name not in names:
+            raise UsageError(f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}")
 
 
 def prepare_study(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> SessionPlan:

@@ -47,7 +47,7 @@ class Option:
 
 def _option(default: Any, help: str, **details: Any) -> Any:
     """A field of StudySpec with its Option. The default is shown in the help unless it is None or False."""
-    if default not in (MISSING, None, False):
+    if not any(default is hidden for hidden in (MISSING, None, False)):  # 0 equals False, and is shown
         details.setdefault("shown_default", str(default))
     return field(default=default, metadata={"option": Option(help=help, **details)})
 

@@ -10,7 +10,7 @@ import sqlalchemy
 
 import autotune
 from autotune import SearchSpace, StudyResult, load_study, tune
-from autotune.cli.commands import studies
+from autotune.cli.commands.run import resume
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import summary
@@ -128,5 +128,5 @@ def test_a_space_from_python_survives_resume_and_nothing_is_printed_or_left_open
     pools = [engine.pool for engine in engines if isinstance(engine.pool, sqlalchemy.QueuePool)]
     assert len(pools) > 4 and all(pool.checkedout() + pool.checkedin() == 0 for pool in pools)
     assert result.record.spec.space == space
-    studies.resume("mine", None, {"trials": 2}, as_json=False, quiet=True)
+    resume("mine", trials=2, quiet=True)
     assert load_study("mine").winner == result.winner

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.cli.commands import plan
-from autotune.cli.commands.run import run
+from autotune.cli.commands.run import run_spec
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
@@ -129,21 +129,21 @@ def test_a_suite_is_probed_kept_and_not_probed_again(
             NamedConfig(name="much", knobs={"micro_batch_size": 2**20}),
         ),
     )
-    run(spec, quiet=True)
+    run_spec(spec, quiet=True)
     table = capsys.readouterr().out
     assert "one" in table and "tokens/s 1,000, here" in table and "oom" in table
     (folder,) = (tmp_path / "runs").glob("*suite")
     first = json.loads((folder / "suite.json").read_text())
     assert [row["outcome"] for row in first] == ["ok", "oom"] and first[0]["evidence"] == "measured"
     assert (folder / "suite.md").read_text().count("\n") == 4
-    run(spec, quiet=True, as_json=True)
+    run_spec(spec, quiet=True, as_json=True)
     again = json.loads(capsys.readouterr().out)
     assert again == first  # to the last digit: it was not probed again
 
 
 def test_a_suite_is_no_search() -> None:
     with pytest.raises(UsageError, match="configs are probed as they are"):
-        run(replace(spec_of(NamedConfig(name="one"), gpu="cpu"), quality=True))
+        run_spec(replace(spec_of(NamedConfig(name="one"), gpu="cpu"), quality=True))
 
 
 def test_knobs_of_a_case_go_before_those_of_all() -> None:

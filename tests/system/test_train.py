@@ -174,7 +174,7 @@ def test_what_is_missing_or_in_the_way_is_said(
     with (tmp_path / "locked" / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match=what):
-            command.command(None, None, **(_NOTHING | options))
+            command.train(**(_NOTHING | options))
     assert not (tmp_path / "trained").exists()
     assert (tmp_path / "done" / "adapter_model.safetensors").read_text() == "kept"
     assert (tmp_path / "locked" / "progress.jsonl").read_text() == "kept"
@@ -183,7 +183,7 @@ def test_what_is_missing_or_in_the_way_is_said(
 def test_a_study_of_trl_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _found(monkeypatch, tmp_path, trainer="trl")
     with pytest.raises(UsageError) as error:
-        command.command(None, None, **(_NOTHING | {"random_weights": True}))
+        command.train(**(_NOTHING | {"random_weights": True}))
     assert "trl sft --config" in (error.value.remedy or "")
 
 
@@ -210,7 +210,7 @@ def test_a_script_that_fails_is_quoted(text: str, tmp_path: Path, monkeypatch: p
     (output / "train.log").write_text("ValueError: long ago\n")
     (output / "checkpoint-3").mkdir()
     with pytest.raises(AutotuneError, match=r"training failed: .*no room on the device"):
-        command.command(None, None, **(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
+        command.train(**(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
 
 
 def test_a_line_that_was_cut_off_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_a_line_that_was_cut_off_is_no_hindrance(tmp_path: Path, monkeypatch: py
     script = "import sys\npath = sys.argv[sys.argv.index('--progress') + 1]\n"
     output = _scripted(tmp_path, f"{script}open(path, 'a').write({last!r} + chr(10))")
     (output / "progress.jsonl").write_text(f"{whole}\nno JSON\n{whole[:20]}")
-    command.command(None, None, **(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
+    command.train(**(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
     told = json.loads((output / "training.json").read_text())
     assert (told["steps"], told["trained_s"]) == (100, 16.0)
 

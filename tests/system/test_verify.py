@@ -159,10 +159,10 @@ def test_what_cannot_be_verified_here(
 
 
 def test_only_what_is_measured_is_verified() -> None:
-    from autotune.cli.commands.run import run
+    from autotune.cli.commands.run import run_spec
 
     with pytest.raises(UsageError, match=r"--verify runs what is exported on the device itself"):
-        run(StudySpec(model="demo-3m", gpu="cpu", verify=True, shallow_only=True))
+        run_spec(StudySpec(model="demo-3m", gpu="cpu", verify=True, shallow_only=True))
 
 
 def on_cpu(**knobs: Any) -> Recipe:
@@ -230,9 +230,10 @@ def test_weights_that_do_not_fit_the_disk_are_not_begun(tmp_path: Path, monkeypa
 
 
 def test_an_unknown_study_and_a_wrong_number_are_told(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'a.db'}"
     with pytest.raises(UsageError, match="there is no study"):
-        command.verify_study("nobody", f"sqlite:///{tmp_path / 'a.db'}", micro_steps=10, tolerance=0.05)
+        command.verify("nobody", storage=url)
     with pytest.raises(UsageError, match="--format cannot be 'axolotl'"):
-        command.verify_study("nobody", f"sqlite:///{tmp_path / 'a.db'}", form="axolotl", micro_steps=10, tolerance=0.05)
+        command.verify("nobody", storage=url, format_="axolotl")
     with pytest.raises(UsageError, match="--micro-steps is a positive number"):
-        command.verify_study("nobody", f"sqlite:///{tmp_path / 'a.db'}", micro_steps=0, tolerance=0.05)
+        command.verify("nobody", storage=url, micro_steps=0)

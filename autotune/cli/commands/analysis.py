@@ -1,23 +1,27 @@
 """`autotune explain` and `autotune verify`: probe a study's winner again, record the result and print it."""
 
-import sys
 from importlib.util import find_spec
+from typing import Annotated
+
+import typer
 
 from autotune.api import load_study
-from autotune.cli.commands.catalogs import print_json
+from autotune.cli.commands.catalogs import print_json, print_note
+from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
 from autotune.core.probe_types import Evidence
 from autotune.core.process import StopToken
 from autotune.core.serialization import to_data
-from autotune.export.run.verify import FILES, probed_format, verify
+from autotune.export.run.verify import FILES, probed_format
+from autotune.export.run.verify import verify as run_and_compare
 from autotune.report import describe
 from autotune.study import session
 from autotune.study.progress import TextProgress
 from autotune.study.summary import Recipe
 
 
-def explain_study(name: str | None, storage: str | None, *, as_json: bool = False) -> None:
+def explain(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Explain a study's winner on the device that probed it, and record the result with the study.
 
     Raises:
@@ -26,22 +30,23 @@ def explain_study(name: str | None, storage: str | None, *, as_json: bool = Fals
         EnvironmentProblem: another device than the study's, or the winner fails this time.
         Interrupted: stopped by a signal; finished probes are stored.
     """
-    study = load_study(name, storage)
-    recipe = study.recipe
+    result = load_study(study, storage)
+    recipe = result.recipe
     if recipe.baseline is None:
         raise NothingFits(
-            f"study {study.summary.study!r} has no baseline that succeeded", remedy="continue it with `autotune run`"
+            f"study {result.summary.study!r} has no baseline that succeeded", remedy="continue it with `autotune run`"
         )
-    device = session.device_of(study.task, "explain it there")
-    (study.out / "logs").mkdir(parents=True, exist_ok=True)
+    device = session.device_of(result.task, "explain it there")
+    (result.out / "logs").mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop:
         try:
-            with session.Session(study.url, study.out, device, stop=stop, progress=TextProgress(_to_stderr)) as opened:
-                ablation = session.explain(opened, study.record, recipe.config, recipe.baseline.config)
+            progress = TextProgress(print_note)
+            with session.Session(result.url, result.out, device, stop=stop, progress=progress) as opened:
+                ablation = session.explain(opened, result.record, recipe.config, recipe.baseline.config)
         except Cancelled:
             raise _stopped(stop, "stopped; finished probes are stored") from None
-    study.reload().report()
-    if as_json:
+    result.reload().report()
+    if json_:
         print_json(to_data(ablation))
     else:
         print("\n".join(describe.ablation(ablation) or ["the winner is the baseline itself"]))
@@ -49,15 +54,18 @@ def explain_study(name: str | None, storage: str | None, *, as_json: bool = Fals
         raise _stopped(stop, "stopped; not every knob was probed")
 
 
-def verify_study(
-    name: str | None,
-    storage: str | None,
-    *,
-    form: str | None = None,
-    soak: bool = False,
-    micro_steps: int,
-    tolerance: float,
-    as_json: bool = False,
+def verify(
+    study: StudyName = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="What to run: train (train.py) or trl (trl_sft.yaml). [as probed]")
+    ] = None,
+    soak: Annotated[
+        bool, typer.Option("--soak", help="Mix the longest possible rows with short ones; memory must not grow.")
+    ] = False,
+    micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
+    tolerance: Annotated[float, typer.Option(help="Largest relative difference allowed.")] = 0.05,
+    storage: Storage = None,
+    json_: Json = False,
 ) -> None:
     """Verify a study's winner on the device that measured it, and record the result with the study.
 
@@ -70,36 +78,36 @@ def verify_study(
     """
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
         raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
-    if form not in (None, *FILES):
-        raise UsageError(f"--format cannot be {form!r}", remedy=f"one of {', '.join(FILES)}")
-    study = load_study(name, storage)
-    recipe = study.recipe
-    require_measured_here(recipe, form)
-    (study.out / "logs").mkdir(parents=True, exist_ok=True)
+    if format_ not in (None, *FILES):
+        raise UsageError(f"--format cannot be {format_!r}", remedy=f"one of {', '.join(FILES)}")
+    result = load_study(study, storage)
+    recipe = result.recipe
+    require_measured_here(recipe, format_)
+    (result.out / "logs").mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop:
         try:
-            verification = verify(
+            verification = run_and_compare(
                 recipe,
-                study.out,
-                form=form,
+                result.out,
+                form=format_,
                 soak=soak,
                 micro_steps=micro_steps,
                 tolerance=tolerance,
-                say=_to_stderr,
+                say=print_note,
                 should_stop=stop,
             )
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was verified") from None
-    session.record_verification(study.url, study.record, verification)
-    study.reload().report()
-    if as_json:
+    session.record_verification(result.url, result.record, verification)
+    result.reload().report()
+    if json_:
         print_json(to_data(verification) | {"holds": verification.holds})
     else:
         print("\n".join(describe.verification(verification)))
     if reason := describe.failed_verification(verification):
         raise VerificationFailed(
             reason,
-            remedy=f"read {study.out / 'logs' / 'verify.log'}; something else may be using the device "
+            remedy=f"read {result.out / 'logs' / 'verify.log'}; something else may be using the device "
             "(`autotune doctor`)",
         )
 
@@ -114,10 +122,6 @@ def require_measured_here(recipe: Recipe, form: str | None = None) -> None:
     if (form or probed_format(recipe)) == "trl" and find_spec("trl") is None:
         raise EnvironmentProblem("TRL is not installed", remedy="pip install trl")
     session.require_device(recipe.device, "verify it there")
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _stopped(stop: StopToken, text: str) -> Interrupted:

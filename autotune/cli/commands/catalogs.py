@@ -7,16 +7,17 @@ from datetime import date
 from typing import Any
 
 from autotune.catalog import Price, age, find_price, list_devices, list_models
+from autotune.cli.options import Json
 from autotune.core.units import DASH, fmt_count, fmt_usd
 
 # Wide enough for any row: a pipe or a file must get whole cells.
 _PIPE_WIDTH = 240
 
 
-def gpus(as_json: bool) -> None:
+def gpus(json_: Json = False) -> None:
     """Print every GPU with its default price."""
     rows = [(device, find_price(device.name)) for device in list_devices()]
-    if as_json:
+    if json_:
         print_json([asdict(device) | {"price": asdict(price) if price else None} for device, price in rows])
         return
     print_table(
@@ -35,10 +36,10 @@ def gpus(as_json: bool) -> None:
     )
 
 
-def models(as_json: bool) -> None:
+def models(json_: Json = False) -> None:
     """Print every model of the catalogue."""
     specs = list_models()
-    if as_json:
+    if json_:
         sizes = ("num_layers", "hidden_size", "vocab_size", "max_seq_len")
         print_json([asdict(spec) | {size: getattr(spec, size) for size in sizes} for spec in specs])
         return
@@ -93,12 +94,12 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
     console.print(table)
 
 
-def spaces(as_json: bool) -> None:
+def spaces(json_: Json = False) -> None:
     """Print every search space that comes with the package."""
     from autotune.problem.search_space import SearchSpace, shipped_spaces
 
     loaded = {name: SearchSpace.load(name) for name in shipped_spaces()}
-    if as_json:
+    if json_:
         print_json({name: space.describe() for name, space in loaded.items()})
         return
     print_table(

@@ -5,21 +5,37 @@ import sys
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from autotune.catalog import NO_PRICE, describe_price
 from autotune.cli.commands.catalogs import print_json, print_note
 from autotune.cli.commands.plan import memory_terms, speed_text
+from autotune.cli.options import CARD, LENGTHS, Evidence, Gpu, Json, with_study_options
 from autotune.core.errors import NothingFits
 from autotune.core.text import printable
 from autotune.core.units import DASH, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import ACCURACY
-from autotune.planning.evidence import known_observations
+from autotune.planning.evidence import EVIDENCE, known_observations
 from autotune.planning.fixes import Edits, FixedRun
 from autotune.planning.foreign_config import FP32_BASE
 from autotune.planning.run_check import VERDICTS, CheckReport, Faster, check, report_data
 from autotune.prediction.memory_formula import ERROR
 from autotune.problem.run_cost import FITS, OOM, TIGHT
+
+
+@with_study_options(*LENGTHS, *CARD)
+def check_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads.")],
+    gpu: Gpu = None,
+    model: Annotated[str | None, typer.Option(help="A model of the same shape. [the file's]")] = None,
+    evidence: Evidence = EVIDENCE,
+    json_: Json = False,
+    **options: Any,
+) -> None:
+    """Print whether the run of a file fits the GPU that these options name."""
+    check_file(file, options | {"gpu": gpu, "model": model}, evidence=evidence, as_json=json_)
 
 
 def check_file(file: Path, flags: dict[str, Any], *, evidence: Path, as_json: bool = False) -> None:

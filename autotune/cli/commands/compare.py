@@ -6,20 +6,57 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from autotune.catalog import resolve_device
 from autotune.cli.commands.catalogs import print_note, print_table
+from autotune.cli.options import PLANNED, Evidence, spec_of, with_study_options
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
 from autotune.planning.compare import Budget, Comparison, Owned
 from autotune.planning.compare import compare as compare_cards
 from autotune.planning.device_estimate import ACCURACY
-from autotune.planning.evidence import known_observations
+from autotune.planning.evidence import EVIDENCE, known_observations
 from autotune.problem.study_spec import StudySpec
 from autotune.report.comparison import COLUMNS, FORMATS, cells, heading, verdicts, workload_text
 
 FORMS = ("table", *FORMATS)
 BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
+
+
+@with_study_options(*PLANNED)
+def compare_command(
+    gpus: Annotated[list[str], typer.Option("--gpus", metavar="NAMES", help="Separated by commas; repeatable.")],
+    model: Annotated[list[str] | None, typer.Option(help="As for `run`; repeatable.")] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(metavar="NAMES", help="Each by itself: lora, qlora, full. [what --space has]")
+    ] = None,
+    max_usd: Annotated[float | None, typer.Option(help="What the run may cost.")] = None,
+    max_hours: Annotated[float | None, typer.Option(help="How long the run may take.")] = None,
+    owned: Annotated[str | None, typer.Option(metavar="GPU", help="A card of your own, or one you may buy.")] = None,
+    owned_usd: Annotated[float | None, typer.Option(help="What that card costs.")] = None,
+    owned_hours: Annotated[float, typer.Option(help="Hours of use over which its cost is spread.")] = 10_000,
+    usd_per_kwh: Annotated[float, typer.Option(help="What its electricity costs.")] = 0.30,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="table, markdown, csv, html or json. [by --out, or table]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the comparison to this file.")] = None,
+    evidence: Evidence = EVIDENCE,
+    **options: Any,
+) -> None:
+    """Print or write the comparison of the runs that these options describe, one for each model."""
+    compare(
+        [spec_of(options | {"model": name}) for name in model or (None,)],
+        gpus=gpus,
+        methods=methods or [],
+        budget=(max_usd, max_hours),
+        owned=(owned, owned_usd, owned_hours, usd_per_kwh),
+        evidence=evidence,
+        form=format_,
+        out=out,
+    )
 
 
 def compare(

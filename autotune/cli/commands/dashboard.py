@@ -5,15 +5,23 @@ import importlib.util
 import logging
 import socket
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Annotated, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+import typer
+
 from autotune.api import load_study
+from autotune.cli.options import Storage, StudyName
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.study.storage.location import storage_url
 
 
-def dashboard(name: str | None, storage: str | None, *, host: str, port: int) -> None:
+def dashboard(
+    study: StudyName = None,
+    host: Annotated[str, typer.Option(help="Address of this machine to listen at; loopback only.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; where it is taken, one that is free.")] = 8080,
+    storage: Storage = None,
+) -> None:
     """Serve a study until Ctrl-C; `port` 0, or one that is taken, means any that is free.
 
     Raises:
@@ -33,11 +41,11 @@ def dashboard(name: str | None, storage: str | None, *, host: str, port: int) ->
             remedy=f"leave --host out, and on yours: {_tunnel(port or 8080)}",
         )
     url = read_only(storage_url(storage))
-    found = load_study(name, url)
-    name = found.summary.study
-    search = Optimizer.open(url, name, found.task.space)
+    result = load_study(study, url)
+    name = result.summary.study
+    search = Optimizer.open(url, name, result.task.space)
     logging.getLogger("optuna_dashboard").setLevel(logging.ERROR)  # it warns of too few trials at each look
-    app = LiveDashboard(search.record, lambda: load_study(name, url).summary, found.out.name)
+    app = LiveDashboard(search.record, lambda: load_study(name, url).summary, result.out.name)
     with _listen(host, port) as server:
         server.set_app(gate(app))
         bound = server.server_port

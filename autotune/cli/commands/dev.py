@@ -11,13 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from autotune.cli.commands.catalogs import print_json, print_table
+from autotune.cli.options import Json
 from autotune.core.errors import TooManyFailures, UsageError, did_you_mean
 from autotune.probe.fault_injection import VARIABLE
 
@@ -60,25 +63,39 @@ class Row:
         return self.fault, self.happened, "yes" if self.survived else "NO", str(self.lost), str(self.orphans)
 
 
-def inject(faults: Sequence[str], gpu: str, *, as_json: bool = False) -> None:
+dev = typer.Typer(help="Tests of a machine or a fleet.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@dev.command(help="Inject faults into small studies, and print how each ended.")
+def inject(
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="oom, host-oom, crash, ecc, exit, sigkill, sigsegv, nan, slow, throttle, hang, disk-full, db-gone; "
+            "repeatable."
+        ),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="What small studies run on: auto, or cpu.")] = "cpu",
+    json_: Json = False,
+) -> None:
     """Inject the faults, and print how each study ended.
 
     Raises:
         UsageError: there is no such fault.
         TooManyFailures: a study did not survive, lost a trial, or left a process.
     """
-    for fault in faults:
-        if fault not in OUTCOMES and fault not in OUTSIDE_PROBES:
-            known = (*OUTCOMES, *OUTSIDE_PROBES)
+    known = (*OUTCOMES, *OUTSIDE_PROBES)
+    for name in fault or ():
+        if name not in known:
             raise UsageError(
-                f"there is no fault {fault!r}{did_you_mean(fault, known)}", remedy=f"the faults are {', '.join(known)}"
+                f"there is no fault {name!r}{did_you_mean(name, known)}", remedy=f"the faults are {', '.join(known)}"
             )
     rows: list[Row] = []
-    for fault in faults or USUAL:
-        print(f"injecting {fault}", file=sys.stderr)
+    for name in fault or USUAL:
+        print(f"injecting {name}", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix="autotune-inject-") as folder:
-            rows.append(_strike(fault, gpu, Path(folder)))
-    if as_json:
+            rows.append(_strike(name, gpu, Path(folder)))
+    if json_:
         print_json([asdict(row) for row in rows])
     else:
         columns = {"fault": "left", "what happened": "left", "survived": "left", "lost": "right", "orphans": "right"}

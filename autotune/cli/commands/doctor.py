@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from autotune.cli.options import Json, Storage
 from autotune.core.errors import AutotuneError, EnvironmentProblem
 from autotune.core.nvml import list_gpus
 from autotune.core.units import fmt_gib, gib
@@ -26,10 +27,10 @@ class Check:
     remedy: str | None = None
 
 
-def doctor(storage: str | None, as_json: bool) -> None:
+def doctor(storage: Storage = None, json_: Json = False) -> None:
     """Print every check. Raises EnvironmentProblem (exit 3) if something that is needed is missing."""
     checks = [*_packages(), *_gpus(), *_torch(), *_disk(), _storage(storage)]
-    if as_json:
+    if json_:
         sys.stdout.write(json.dumps([asdict(check) for check in checks], indent=2) + "\n")
     else:
         for check in checks:

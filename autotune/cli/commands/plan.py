@@ -2,13 +2,15 @@
 
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from autotune.catalog import NO_PRICE, describe_price
 from autotune.cli.commands.catalogs import print_json, print_note, print_table
+from autotune.cli.options import PLANNED, Evidence, Gpu, Json, spec_of, with_study_options
 from autotune.core.errors import NothingFits
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import ACCURACY, planned_device
-from autotune.planning.evidence import known_observations
+from autotune.planning.evidence import EVIDENCE, known_observations
 from autotune.planning.plan import (
     BATCHES,
     Cell,
@@ -22,6 +24,12 @@ from autotune.problem.run_cost import FITS, TIGHT, DeviceEstimate
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.named_configs import COLUMNS
+
+
+@with_study_options("model", *PLANNED)
+def plan_command(gpu: Gpu = None, evidence: Evidence = EVIDENCE, json_: Json = False, **options: Any) -> None:
+    """Print the plan of the study that these options describe."""
+    plan(spec_of(options | {"gpu": gpu}), evidence=evidence, as_json=json_)
 
 
 def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:

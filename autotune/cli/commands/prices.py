@@ -4,14 +4,25 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from autotune.catalog import list_devices, resolve_device
 from autotune.catalog.prices import Price, age, best_first, list_prices, load_prices
 from autotune.cli.commands.catalogs import print_json, print_table
+from autotune.cli.options import Json
 from autotune.core.units import DASH, fmt_usd
 
 
-def prices(gpu: str | None, own: Path | None, live: bool, as_json: bool) -> None:
+def prices(
+    gpu: Annotated[str | None, typer.Argument(help="Name of a GPU; all by default.")] = None,
+    own: Annotated[
+        Path | None, typer.Option("--prices", metavar="FILE", help="Your own prices, which come first.")
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Ask what clouds charge today (pip install gpuhunt).")] = False,
+    json_: Json = False,
+) -> None:
     """Print the prices of `gpu`, or of all GPUs: those of the user's file `own`, then live ones, then the seeds.
 
     Raises:
@@ -29,7 +40,7 @@ def prices(gpu: str | None, own: Path | None, live: bool, as_json: bool) -> None
 
             rows += live_prices(device, today=today)
         rows += best_first(device.name, list_prices())
-    if as_json:
+    if json_:
         print_json([asdict(row) | {"age": age(row.as_of, today)} for row in rows])
     elif rows:
         _print(rows, today)

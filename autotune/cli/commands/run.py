@@ -1,16 +1,57 @@
-"""`autotune run`: run or continue a study, show its progress and print its result."""
+"""`autotune run` and `autotune resume`: run or continue a study, show its progress and print its result."""
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
+from typing import Annotated, Any
+
+import typer
 
 from autotune.api import prepare_study, run_study
 from autotune.cli.console import Display
+from autotune.cli.options import ALL, Json, Quiet, Storage, StudyName, spec_of, with_study_options
 from autotune.cli.stop import stop_on_signals
+from autotune.core.errors import UsageError
 from autotune.problem.study_spec import StudySpec
+from autotune.study.storage.location import storage_url
 
 
-def run(spec: StudySpec, *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
+@with_study_options(*ALL)
+def run(
+    json_: Json = False,
+    events: Annotated[
+        bool, typer.Option("--events", help="Print a line of JSON on stdout for each event, the result last.")
+    ] = False,
+    quiet: Quiet = False,
+    **options: Any,
+) -> None:
+    """Run or continue the study that these options describe."""
+    if json_ and events:
+        raise UsageError("--events ends with what --json prints", remedy="leave one of them out")
+    run_spec(spec_of(options), as_json=json_, quiet=quiet, events=events)
+
+
+def resume(
+    study: StudyName = None,
+    budget: Annotated[str | None, typer.Option(help="Wall time from now: 90s, 15m, 1h. [as before]")] = None,
+    trials: Annotated[int | None, typer.Option(help="Total number of trials, over all sessions. [as before]")] = None,
+    workers: Annotated[int | None, typer.Option(help="GPUs of this machine to probe on. [as before]")] = None,
+    storage: Storage = None,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Continue a study with the options it was begun with, except those that are given anew."""
+    from autotune.study.session import find_record
+
+    record = find_record(study, storage_url(storage))
+    changes: dict[str, Any] = {"budget": budget, "trials": trials, "workers": workers}
+    given = {key: value for key, value in changes.items() if value is not None}
+    spec = replace(record.spec, **given, study=record.task.study, storage=storage, out=record.out)
+    run_spec(spec, as_json=json_, quiet=quiet)
+
+
+def run_spec(spec: StudySpec, *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
     """Run or continue a study. Raises AutotuneError for everything a user can act on."""
     plan = prepare_study(spec, (lambda text: None) if quiet else partial(print, file=sys.stderr))
     with (

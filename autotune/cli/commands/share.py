@@ -1,9 +1,14 @@
 """`autotune submit` and `autotune import`: publish what a study measured, and store what others measured."""
 
+from contextlib import closing
 from datetime import date
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from autotune.api import load_study
+from autotune.cli.options import Storage, StudyName
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Evidence
@@ -12,7 +17,11 @@ from autotune.planning.evidence import EVIDENCE, read_submission, store_submissi
 from autotune.study.storage.location import storage_url
 
 
-def submit(name: str | None, storage: str | None, out: Path | None) -> None:
+def submit(
+    study: StudyName = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="[the study's submission.json]")] = None,
+    storage: Storage = None,
+) -> None:
     """Write the public part of a study: its winner and baseline, its GPU and its versions.
 
     Raises:
@@ -20,8 +29,8 @@ def submit(name: str | None, storage: str | None, out: Path | None) -> None:
         NothingFits: it has no winner.
         StorageError: the file cannot be written.
     """
-    found = load_study(name, storage)
-    recipe = found.recipe
+    result = load_study(study, storage)
+    recipe = result.recipe
     if recipe.winner.evidence is Evidence.PROJECTED:
         raise UsageError(
             f"its speeds are projected: nothing was measured on {recipe.device.name}",
@@ -29,21 +38,24 @@ def submit(name: str | None, storage: str | None, out: Path | None) -> None:
         )
     from autotune.planning.submission import submission_of
 
-    submission = submission_of(recipe, _measured_on(found.summary.study, storage))
-    path = out or found.out / "submission.json"
+    submission = submission_of(recipe, _measured_on(result.summary.study, storage))
+    path = out or result.out / "submission.json"
     write_atomic(path, submission.text)
     print(path)
     print("It names GPU, model and versions, and no file, dataset, study or machine. Read it before you send it.")
 
 
-def import_(file: Path, evidence: Path | None) -> None:
+def import_(
+    file: Annotated[Path, typer.Argument(help="What `autotune submit` wrote.")],
+    evidence: Annotated[Path, typer.Option(metavar="DIR", help="[runs/evidence]", show_default=False)] = EVIDENCE,
+) -> None:
     """Check a submission and keep it as evidence.
 
     Raises:
         UsageError: the file is not a valid submission.
         StorageError: the directory cannot be written.
     """
-    path, known = store_submission(file, evidence or EVIDENCE)
+    path, known = store_submission(file, evidence)
     for one in read_submission(path):
         model = one.model or f"a model of shape {one.model_digest}"
         speed = f"{fmt_count(one.tokens_per_s)} tokens/s, {fmt_gib(one.peak_reserved_gib)}"
@@ -55,9 +67,6 @@ def _measured_on(study: str, storage: str | None) -> str:
     """The day of the study's last probe."""
     from autotune.study.storage.probe_store import ProbeStore
 
-    store = ProbeStore(storage_url(storage))
-    try:
+    with closing(ProbeStore(storage_url(storage))) as store:
         days = [row.result.started_at[:10] for row in store.of_study(study) if row.result.started_at]
-    finally:
-        store.close()
     return max(days, default=date.today().isoformat())

@@ -1,36 +1,45 @@
-"""The commands about studies that exist: list, status, oom, export, report, resume, delete and fleet."""
+"""The commands about studies that exist: list, status, oom, export, report, delete and fleet."""
 
 import sys
-from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from autotune.api import StudyResult, load_study, result_of
-from autotune.cli.commands.catalogs import print_json
+import typer
+
+from autotune.api import StudyResult, load_study, require_formats, result_of
+from autotune.cli.commands.catalogs import print_json, print_table
+from autotune.cli.options import Directory, Json, Storage, StudyName
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_count, fmt_seconds
 from autotune.study.storage.location import running_process, storage_url
 
+Formats = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--format",
+        help="recipe, trl, train, axolotl, llamafactory (these by default), transformers, accelerate, kubernetes, "
+        "skypilot, slurm, torchtune; repeatable.",
+    ),
+]
 
-def status(name: str | None, storage: str | None, as_json: bool) -> None:
+
+def status(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Print how far a study is, and its best configuration so far."""
     from autotune.report.describe import candidate_line
 
-    study = load_study(name, storage)
-    summary = study.summary
-    process = running_process(study.out)
-    if as_json:
-        print_json(study.data() | {"running": process is not None})
+    result = load_study(study, storage)
+    summary = result.summary
+    process = running_process(result.out)
+    if json_:
+        print_json(result.data() | {"running": process is not None})
         return
     counts = [f"{count} {kind}" for kind, count in summary.counts().items() if count or kind == "total"]
     lines = {
         "study": summary.study + (f", being run by process {process}" if process else ""),
         "trials": ", ".join(counts),
         "time": f"{fmt_seconds(summary.wall_seconds)} in all, {fmt_seconds(summary.probe_seconds)} of it probing",
-        "files": str(study.out),
+        "files": str(result.out),
     }
     if summary.recipe is not None:
         best = summary.recipe.winner
@@ -39,9 +48,8 @@ def status(name: str | None, storage: str | None, as_json: bool) -> None:
         print(f"{key:>7}  {text}")
 
 
-def list_all(storage: str | None, as_json: bool) -> None:
+def list_all(storage: Storage = None, json_: Json = False) -> None:
     """Print the studies of a database: what they tune, how far they are, and their best."""
-    from autotune.cli.commands.catalogs import print_table
     from autotune.study.storage.optuna_storage import all_attributes
     from autotune.study.storage.study_record import StudyRecord
 
@@ -54,7 +62,7 @@ def list_all(storage: str | None, as_json: bool) -> None:
                 rows.append(_row(result_of(record, url)))
         except AutotuneError as error:  # of another version: the others are still listed
             print(error, file=sys.stderr)
-    if as_json:
+    if json_:
         print_json(rows)
         return
     if not rows:
@@ -81,11 +89,15 @@ def _row(study: StudyResult) -> dict[str, Any]:
     }
 
 
-def delete(name: str, storage: str | None, *, sure: bool) -> None:
+def delete(
+    study: Annotated[str, typer.Argument(help="Name of the study.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    storage: Storage = None,
+) -> None:
     """Delete a study: its trials and its probes, which no other study can use then. Its files stay.
 
     Raises:
-        UsageError: no such study, somebody is working on it, or nobody is `sure` and none can be asked.
+        UsageError: no such study, somebody is working on it, or it is not confirmed by `yes` and nobody can be asked.
     """
     from contextlib import closing
 
@@ -93,98 +105,87 @@ def delete(name: str, storage: str | None, *, sure: bool) -> None:
     from autotune.study.storage.optuna_storage import delete_study
     from autotune.study.storage.probe_store import ProbeStore
 
-    study = load_study(name, storage)
-    with closing(Leases(study.url, name, Worker.here(""))) as leases:
+    result = load_study(study, storage)
+    with closing(Leases(result.url, study, Worker.here(""))) as leases:
         at_work = leases.confirmed_others(partial(print, file=sys.stderr)).values()
         if at_work:
             hosts = ", ".join(f"process {worker.pid} of {worker.host}" for worker in at_work)
-            raise UsageError(f"study {name!r} is being worked on by {hosts}", remedy="stop it first")
-        if not sure:
+            raise UsageError(f"study {study!r} is being worked on by {hosts}", remedy="stop it first")
+        if not yes:
             if not sys.stdin.isatty():
                 raise UsageError("nobody can be asked here", remedy="add --yes")
-            answer = input(f"delete study {name} with its {len(study.summary.trials)} trials? [y/N] ")
+            answer = input(f"delete study {study} with its {len(result.summary.trials)} trials? [y/N] ")
             if answer.strip().lower() not in ("y", "yes"):
                 print("nothing was deleted")
                 return
-        delete_study(study.url, name)
-        with closing(ProbeStore(study.url)) as store:
-            store.forget(name)
+        delete_study(result.url, study)
+        with closing(ProbeStore(result.url)) as store:
+            store.forget(study)
         leases.clear()
-    print(f"deleted; its files are still in {study.out}")
+    print(f"deleted; its files are still in {result.out}")
 
 
-def resume(name: str | None, storage: str | None, changes: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
-    """Continue a study with the options it was begun with, except those that are given anew."""
-    from autotune.cli.commands.run import run
-    from autotune.study.session import find_record
-
-    record = find_record(name, storage_url(storage))
-    given = {key: value for key, value in changes.items() if value is not None}
-    spec = replace(record.spec, **given, study=record.task.study, storage=storage, out=record.out)
-    run(spec, as_json=as_json, quiet=quiet)
-
-
-def oom(name: str | None, storage: str | None, as_json: bool) -> None:
+def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Print every OOM and refusal of a study, with what to change."""
     from autotune.report import oom_report
 
-    report = oom_report(load_study(name, storage).summary)
-    if as_json:
+    report = oom_report(load_study(study, storage).summary)
+    if json_:
         print_json(report.data())
     else:
         print(report.markdown())
 
 
-def export(name: str | None, storage: str | None, formats: list[str], out: Path | None) -> None:
+def export(study: StudyName = None, format_: Formats = None, out: Directory = None, storage: Storage = None) -> None:
     """Write the exports of a study again, all of them or some."""
     from autotune.export import FORMATS
 
-    require_formats(formats, FORMATS)
-    for path in load_study(name, storage).export(*formats, out=out):
+    require_formats(format_ or (), FORMATS)
+    for path in load_study(study, storage).export(*format_ or (), out=out):
         print(path)
 
 
-def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:
-    """Raises UsageError for a format that is not known."""
-    names = list(known)
-    for name in wanted:
-        if name not in names:
-            raise UsageError(f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}")
-
-
-def report(name: str | None, storage: str | None, out: Path | None) -> None:
+def report(study: StudyName = None, out: Directory = None, storage: Storage = None) -> None:
     """Write summary, reports and exports of a study again."""
-    print(load_study(name, storage).report(out))
+    print(load_study(study, storage).report(out))
 
 
-def fleet(name: str | None, storage: str | None, *, workers: int, formats: list[str], out: Path | None) -> None:
+def fleet(
+    study: StudyName = None,
+    workers: Annotated[int, typer.Option(min=1, help="How many workers, besides the `autotune run` that leads.")] = 1,
+    format_: Annotated[
+        list[str] | None, typer.Option("--format", help="kubernetes, skypilot, slurm (all by default); repeatable.")
+    ] = None,
+    out: Directory = None,
+    storage: Storage = None,
+) -> None:
     """Write the files that start a study's workers on clusters, and print their paths.
 
     Raises UsageError if no other machine could reach the study.
     """
     from autotune.export.clusters import SYSTEMS, render, workers_job
 
-    require_formats(formats, SYSTEMS)
+    require_formats(format_ or (), SYSTEMS)
     if storage_url(storage).startswith("sqlite"):
         raise UsageError(
             "the study is in an SQLite file, which other machines cannot share",
             remedy="run it with --storage postgresql+psycopg://..., or with --workers N on this machine alone",
         )
-    study = load_study(name, storage)
-    if study.record.limits is None:
+    result = load_study(study, storage)
+    if result.record.limits is None:
         raise UsageError(
-            f"study {study.summary.study!r} cannot be joined yet", remedy="wait until `autotune run` has begun it"
+            f"study {result.summary.study!r} cannot be joined yet", remedy="wait until `autotune run` has begun it"
         )
     job = workers_job(
-        study=study.summary.study,
-        device=study.task.measured_on or study.task.device,
-        fingerprint=study.record.fingerprint,
-        budget_s=study.record.limits.budget_s,
+        study=result.summary.study,
+        device=result.task.measured_on or result.task.device,
+        fingerprint=result.record.fingerprint,
+        budget_s=result.record.limits.budget_s,
         count=workers,
     )
-    folder = out or study.out
+    folder = out or result.out
     folder.mkdir(parents=True, exist_ok=True)
-    for wanted in formats or SYSTEMS:
+    for wanted in format_ or SYSTEMS:
         for file, text in render(job, wanted).items():
             write_atomic(folder / file, text)
             print(folder / file)

@@ -4,8 +4,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from autotune.api import load_study
+from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.core.errors import AutotuneError, Interrupted, UsageError
 from autotune.core.units import fmt_seconds, fmt_usd
@@ -18,17 +22,16 @@ PLAIN_S = 30.0  # between two lines where there is no terminal
 STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes; the last one before training begins
 
 
-def command(
-    name: str | None,
-    storage: str | None,
-    *,
-    dataset: Path | None,
-    model: str | None,
-    random_weights: bool,
-    output: Path | None,
-    resume: bool,
-    max_steps: int | None,
-    as_json: bool = False,
+def train(
+    study: StudyName = None,
+    dataset: Annotated[Path | None, typer.Option(metavar="FILE", help="Lines of JSON to train on.")] = None,
+    model: Annotated[str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Try the speed, without data.")] = False,
+    output: Annotated[Path | None, typer.Option("--output-dir", help="[trained/ in the study's directory]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint, if any.")] = False,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")] = None,
+    storage: Storage = None,
+    json_: Json = False,
 ) -> None:
     """Train with a study's winner, by its exported script, which is written next to the weights.
 
@@ -37,8 +40,8 @@ def command(
         Interrupted: stopped by a signal; the run can be continued from its checkpoint.
         AutotuneError: the script failed.
     """
-    found = load_study(name, storage)
-    recipe = found.recipe
+    result = load_study(study, storage)
+    recipe = result.recipe
     if recipe.trainer != "transformers":
         from autotune.export.trl import command as trl
 
@@ -52,7 +55,7 @@ def command(
         raise UsageError(f"there is no file {dataset}", remedy="name a .jsonl file")
     # A run that only tries the speed saves nothing, unless a directory is given.
     saves = output is not None or not random_weights
-    output = (output or found.out / ("trained" if saves else "tried")).absolute()
+    output = (output or result.out / ("trained" if saves else "tried")).absolute()
     there = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
     if there and not resume:
         raise UsageError(f"{there[0]} is of an earlier run", remedy="add --resume, or name another --output-dir")
@@ -71,14 +74,14 @@ def command(
     if code == 0:
         saved = f"the weights are in {output}" if saves else "nothing was saved"
         shown.say(f"done: {shown.line}; {saved}")
-        if as_json:
+        if json_:
             sys.stdout.write((output / "training.json").read_text())
         return
     if code in STOPPED:
         steps = [int(one.parent.name[11:]) for one in output.glob("checkpoint-*/trainer_state.json")]
         raise Interrupted(
             f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
-            remedy=f"continue with `autotune train {found.summary.study} --resume` and the same options",
+            remedy=f"continue with `autotune train {result.summary.study} --resume` and the same options",
             exit_code=128 + stop.signal if stop.signal else PREEMPTED,
         )
     raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")

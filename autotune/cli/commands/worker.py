@@ -4,8 +4,12 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from autotune.cli.console import Display
+from autotune.cli.options import Quiet, Storage
 from autotune.cli.stop import stop_on_signals
 from autotune.core.errors import Interrupted, UsageError
 from autotune.core.process import die_with_parent
@@ -16,18 +20,17 @@ from autotune.study.storage.location import make_writable, shared_url
 
 
 def worker(
-    study: str,
-    storage: str | None,
-    *,
-    out: Path | None,
-    allow_mixed: bool,
-    parent: int | None,
-    quiet: bool,
-    wait: str | None = None,
+    study: Annotated[str, typer.Option(help="Name of the study that `autotune run` leads.")],
+    storage: Storage = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for logs. [the study's]")] = None,
+    allow_mixed: Annotated[
+        bool, typer.Option("--allow-mixed", help="Join although this machine differs from the others.")
+    ] = False,
+    wait: Annotated[str | None, typer.Option(help="How long to wait for the study to begin, such as 15m.")] = None,
+    parent: Annotated[int | None, typer.Option(hidden=True, help="End with this process.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Work on a study until its leader has finished searching, or a limit is reached.
-
-    `wait` is how long to wait for a study that has not begun, such as 15m.
 
     Raises:
         UsageError: no such study, or a database that machines cannot share.

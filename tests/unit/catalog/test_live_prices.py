@@ -302,7 +302,7 @@ def test_a_catalogue_that_gpuhunt_published(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], write: Callable[[str], Path]) -> None:
-    prices("A10", write(MINE), live=False, as_json=False)
+    prices("A10", write(MINE), live=False, json_=False)
     lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in capsys.readouterr().out.splitlines()]
     rows = [cells for cells in lines if cells[0] == "a10"]
     assert [cells[1] for cells in rows] == ["ours", "mine", "oci"]
@@ -311,7 +311,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], write: Callable[[str], Pa
 
 
 def test_every_price_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    prices(None, None, live=False, as_json=True)
+    prices(None, None, live=False, json_=True)
     rows = json.loads(capsys.readouterr().out)
     assert len(rows) == len(list_prices())
     assert {row["age"] for row in rows if row["as_of"] is None} == {"undated"}
@@ -322,14 +322,14 @@ def test_live_ones_stand_between_ones_own_and_the_seeds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Callable[[str], Path]
 ) -> None:
     monkeypatch.setattr(live_prices, "_fetch", lambda: ([item("A10", 24.0, 9.0)], "9.9"))
-    prices("a10", write(MINE), live=True, as_json=True)
+    prices("a10", write(MINE), live=True, json_=True)
     rows = json.loads(capsys.readouterr().out)
     assert [row["provider"] for row in rows] == ["ours", "mine", "aws", "oci"]
     assert rows[2]["age"] == "of today"
 
 
 def test_no_price_and_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    prices("l4", None, live=False, as_json=False)
+    prices("l4", None, live=False, json_=False)
     assert "no price of l4 is known" in capsys.readouterr().out
     with pytest.raises(UsageError, match="unknown gpu 'a11'"):
-        prices("a11", None, live=False, as_json=False)
+        prices("a11", None, live=False, json_=False)

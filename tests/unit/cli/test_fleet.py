@@ -25,7 +25,7 @@ def shared(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     url = f"sqlite:///{tmp_path / 'autotune.db'}"
     monkeypatch.setattr("autotune.api.storage_url", lambda storage: url)
     server = f"postgresql+psycopg://me:{CANARY}@host/db"
-    return lambda *formats, out=None: fleet("one", server, workers=3, formats=list(formats), out=out)
+    return lambda *formats, out=None: fleet("one", workers=3, format_=list(formats), out=out, storage=server)
 
 
 def test_the_command_writes_the_files_and_no_password(
@@ -46,4 +46,4 @@ def test_an_unknown_format_and_a_study_on_sqlite_are_refused(shared: Callable[..
     with pytest.raises(UsageError, match="there is no format 'swarm'"):
         shared("swarm")
     with pytest.raises(UsageError, match="an SQLite file, which other machines cannot share"):
-        fleet("one", f"sqlite:///{tmp_path / 'autotune.db'}", workers=1, formats=[], out=None)
+        fleet("one", storage=f"sqlite:///{tmp_path / 'autotune.db'}")

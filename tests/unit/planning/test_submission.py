@@ -110,7 +110,7 @@ def test_nothing_private_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = StudyResult(summary=whole, record=record_of(task, tmp_path / f"{CANARY}-out", spec=spec), url=url)
     monkeypatch.setattr(share, "load_study", lambda name, storage: found)
     out = tmp_path / "out.json"
-    share.submit(None, url, out)
+    share.submit(out=out, storage=url)
     text = out.read_text()
     assert CANARY not in text and "/" not in text and os.uname().nodename not in text
     data = json.loads(text)
@@ -141,7 +141,7 @@ def test_a_projected_study_cannot_be_submitted(monkeypatch: pytest.MonkeyPatch) 
     found = SimpleNamespace(recipe=recipe)
     monkeypatch.setattr(share, "load_study", lambda name, storage: found)
     with pytest.raises(UsageError, match="nothing was measured on"):
-        share.submit(None, None, None)
+        share.submit()
 
 
 def test_a_card_outside_the_catalogue_cannot_be_submitted() -> None:
@@ -165,7 +165,7 @@ def test_a_study_without_a_winner(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     found = StudyResult(summary=replace(summary(), recipe=None), record=record_of(out=tmp_path))
     monkeypatch.setattr(share, "load_study", lambda name, storage: found)
     with pytest.raises(NothingFits):
-        share.submit(None, None, None)
+        share.submit()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,7 +283,7 @@ def test_a_file_that_is_not_a_submission_is_refused(
     monkeypatch.chdir(tmp_path)
     path = write(data)
     with pytest.raises(UsageError, match=said):
-        share.import_(path, None)
+        share.import_(path)
     assert [one.name for one in tmp_path.iterdir()] == ["theirs.json"]
 
 
@@ -324,12 +324,12 @@ def test_importing_twice_is_reported_and_changes_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    share.import_(write(good), None)
+    share.import_(write(good))
     (kept,) = Path("runs/evidence").iterdir()
     first = capsys.readouterr().out
     assert str(kept) in first and "16,549 tokens/s" in first and "already" not in first
     before = kept.stat()
-    share.import_(write(dict(reversed(good.items()))), None)  # the same, written otherwise
+    share.import_(write(dict(reversed(good.items()))))  # the same, written otherwise
     assert f"{kept} is stored already" in capsys.readouterr().out
     assert kept.stat() == before and list(Path("runs/evidence").iterdir()) == [kept]
     assert len(kept.stem) == 12 and int(kept.stem, 16) >= 0

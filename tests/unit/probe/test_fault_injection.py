@@ -31,7 +31,7 @@ def test_every_fault_of_a_probe_is_one_that_it_knows() -> None:
 
 def test_what_came_of_each_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "_study", study())
-    command.inject(["oom", "db-gone", "disk-full"], "cpu", as_json=True)
+    command.inject(["oom", "db-gone", "disk-full"], "cpu", json_=True)
     told = json.loads(capsys.readouterr().out)
     assert [(row["fault"], row["survived"], row["lost"], row["orphans"]) for row in told] == [
         ("oom", True, 0, 0),

@@ -185,18 +185,22 @@ def test_a_file_names_its_search_space(tmp_path):
     assert failure(path, {}) == "FILE: space: Input should be a valid string"
 
 
+FIELDS = {item.name for item in fields(StudySpec)}
+
+
 def test_every_option_has_a_help_sentence():
     assert FIELDS - set(OPTIONS) == {"pins", "configs"}
     for option in OPTIONS.values():
         assert len(option.help) > 5 and option.help.endswith(".")
     assert (OPTIONS["epochs"].shown_default, OPTIONS["study"].shown_default) == ("1", None)
+    assert (OPTIONS["seed"].shown_default, OPTIONS["verify"].shown_default) == ("0", None)
     assert OPTIONS["tokenizer"].metavar == "DIR"
 
 
 def test_every_field_is_a_flag():
     import inspect
 
-    from autotune.cli.app import run
+    from autotune.cli.commands.run import run
 
     flags = set(inspect.signature(run).parameters)
     assert FIELDS - flags == {"pins", "configs"}  # --set, --seq-len and --rank
