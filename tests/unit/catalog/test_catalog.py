@@ -321,8 +321,8 @@ def test_unreachable_hub(monkeypatch, hub):
 
 def test_tables_are_whole_in_a_pipe(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    catalogs.gpus(as_json=False)
-    catalogs.models(as_json=False)
+    catalogs.gpus(json_=False)
+    catalogs.models(json_=False)
     text = capsys.readouterr().out
     assert all(device.name in text for device in list_devices())
     assert all(spec.name in text and ", ".join(spec.aliases) in text for spec in list_models())
@@ -331,10 +331,10 @@ def test_tables_are_whole_in_a_pipe(capsys, monkeypatch):
 
 
 def test_json(capsys):
-    catalogs.gpus(as_json=True)
+    catalogs.gpus(json_=True)
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["cpu"]["memory_gib"] is None and rows["cpu"]["price"] is None
     assert rows["h100-sxm"]["price"]["usd_per_hour"] == 2.29
-    catalogs.models(as_json=True)
+    catalogs.models(json_=True)
     models = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert models["openai-community/gpt2"]["num_layers"] == 12
