@@ -1,9 +1,11 @@
 """Reading users' YAML with line numbers, and writing files whole or not at all."""
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +31,12 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
     except (AttributeError, IndexError, KeyError, TypeError):  # PyYAML's own, of tags such as `!!bool maybe`
         raise yaml.YAMLError("a value is not of its tag") from None
+
+
+@functools.cache
+def load_data(package: str, name: str) -> Any:
+    """The parsed `<name>.yaml` of one of our packages. Shared between callers: copy what you hand out."""
+    return load_yaml(files(package).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def read_user_yaml(path: Path, model: type[M]) -> M:

@@ -8,15 +8,16 @@ database is in no file: it comes from a secret or the environment.
 import math
 import re
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autotune import __version__
 from autotune.catalog import DeviceSpec
+from autotune.core.files import load_data
 from autotune.core.probe_types import Fingerprint
 from autotune.core.text import dashed
-from autotune.export.header import comment, has_published_weights, summary_lines
+from autotune.export.header import comment, has_published_weights, sectioned, summary_lines
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
 
@@ -30,66 +31,44 @@ _MAKER = re.compile(r"^(nvidia-)?(geforce-|tesla-)?")
 _FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")  # and the size that a plain name means
 
 
-# How each use is started, by system: lines of the head, with the job's name and count.
-_TRAINING_STEPS = {
-    "kubernetes": """\
-Kubernetes: change the image and both claims, then, in this folder:
-  kubectl create configmap {name} --from-file=. && kubectl apply -f job.yaml
-GPU feature discovery labels the nodes: kubectl get nodes -L nvidia.com/gpu.product""",
-    "skypilot": """\
-SkyPilot: `sky launch -c {name} sky.yaml` in this folder, or `sky jobs launch sky.yaml`.
-An image is `image_id: docker:your-registry/your-image:tag` under resources. Fetch OUTPUT at the end,
-or make it a mounted bucket. Clouds have names for variants of a card (H200-SXM); `sky show-gpus -a` lists them.""",
-    "slurm": """\
-Slurm: `DATASET=data.jsonl sbatch train.sbatch` in this folder, PYTHON=... for another interpreter.
-Clusters name their GPUs as they like: sinfo -o %G. With pyxis, srun takes --container-image=your-image:tag.""",
-}
-_WORKER_STEPS = {
-    "kubernetes": f"""\
-Kubernetes: change the image, which needs autotune-llm[postgres] {__version__}; then, with {URL} set:
-  printf %s "${URL}" | kubectl create secret generic {{name}} --from-file=url=/dev/stdin
-  kubectl apply -f workers.yaml
-A pod that is preempted or drained is started again and is no failure; its trial is queued for the other workers.""",
-    "skypilot": f"""\
-SkyPilot: a job for each worker, so that one that is preempted takes no other with it; with {URL} set:
-  for n in $(seq {{count}}); do sky jobs launch -y -d --secret {URL} workers.sky.yaml; done
-Clouds have names for variants of a card (H200-SXM); `sky show-gpus -a` lists them.""",
-    "slurm": f"""\
-Slurm: with {URL} set, `sbatch workers.sbatch` where `autotune` is on the PATH.
-Clusters name their GPUs as they like: sinfo -o %G.""",
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A job on one GPU, or `count` such jobs side by side.
 
-    The head of its file is `about`, the `steps` that start it on the system, and `notes`. No attempt follows an exit
-    code of `hopeless`. `command`, `env` and `volumes` are those of a Kubernetes container, `task` are further keys of
-    SkyPilot, which runs `run` in a shell; Slurm runs `srun` after the lines of `before`.
+    `clusters.yaml` has the files of each `use`. The head of a file is `about`, the steps that start it on the system,
+    and `notes`. No attempt follows an exit code of `hopeless`. `command`, `env` and `volumes` are those of a Kubernetes
+    container, `task` are further keys of SkyPilot, which runs `run` in a shell; Slurm runs `srun` after `before`.
     """
 
+    use: str  # of clusters.yaml
     name: str
-    role: str
-    files: dict[str, str]  # by system
-    about: list[str]
-    steps: dict[str, str]
+    about: Sequence[str]
+    notes: Sequence[str] = ()
     device: DeviceSpec
     fingerprint: Fingerprint
     limit_s: int
     hopeless: list[int]
     annotations: dict[str, str]
-    packages: list[str]
+    packages: Sequence[str]
     command: list[str]
     env: list[dict[str, Any]]
+    volumes: Sequence[dict[str, Any]] = ()
     task: dict[str, Any]
     run: str
-    before: list[str]
+    before: str
     srun: str
-    notes: list[str] = field(default_factory=list)
-    volumes: list[dict[str, Any]] = field(default_factory=list)
     cpus: int = 4
     count: int | None = None
+
+    def file(self, system: str) -> str:
+        """The name of the job's file on a system of SYSTEMS."""
+        return str(load_data("autotune.export", "clusters")[self.use][system]["file"])
+
+    def head(self, system: str) -> list[str]:
+        """The lines of the comment that begins the file."""
+        steps = load_data("autotune.export", "clusters")[self.use][system]["steps"]
+        filled = steps.format(name=self.name, count=self.count, version=__version__, url=URL)
+        return [*self.about, "", *filled.splitlines(), *self.notes]
 
 
 def export(recipe: Recipe, system: str) -> dict[str, str]:
@@ -99,7 +78,7 @@ def export(recipe: Recipe, system: str) -> dict[str, str]:
 
 def render(job: JobSpec, system: str) -> dict[str, str]:
     """The job's file for a system of SYSTEMS, by its name."""
-    return {job.files[system]: SYSTEMS[system](job)}
+    return {job.file(system): SYSTEMS[system](job)}
 
 
 def training_job(recipe: Recipe) -> JobSpec:
@@ -113,11 +92,9 @@ def training_job(recipe: Recipe) -> JobSpec:
     elif not has_published_weights(recipe):
         notes.append("There are no published weights of this shape: add --model.")
     return JobSpec(
+        use="train",
         name=name,
-        role="train",
-        files={"kubernetes": "job.yaml", "skypilot": "sky.yaml", "slurm": "train.sbatch"},
         about=summary_lines(recipe),
-        steps=_TRAINING_STEPS,
         notes=notes,
         device=recipe.device,
         fingerprint=recipe.fingerprint,
@@ -138,10 +115,7 @@ def training_job(recipe: Recipe) -> JobSpec:
         ],
         task={"envs": {"DATASET": "your-data.jsonl", "OUTPUT": "out", ALLOCATOR_VARIABLE: ALLOCATOR}},
         packages=_packages(recipe.fingerprint),
-        before=[
-            'cd -- "${SLURM_SUBMIT_DIR:?submit it with sbatch}"',
-            f"export {ALLOCATOR_VARIABLE}={shlex.quote(ALLOCATOR)}",
-        ],
+        before=f'cd -- "${{SLURM_SUBMIT_DIR:?submit it with sbatch}}"\nexport {ALLOCATOR_VARIABLE}={ALLOCATOR}',
         run='bash launch.sh --dataset "$DATASET" --output-dir "$OUTPUT" --resume',
         srun='bash launch.sh --dataset "${DATASET:?name your data}" --output-dir "${OUTPUT:-out}" --resume',
     )
@@ -153,14 +127,12 @@ def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, bud
     versions = ", ".join(f"{package} {version}" for package, version in sorted(fingerprint.packages.items()))
     argument = f"--study={study}"
     return JobSpec(
+        use="worker",
         name=name,
-        role="worker",
-        files={"kubernetes": "workers.yaml", "skypilot": "workers.sky.yaml", "slurm": "workers.sbatch"},
         about=[
             f"autotune study {study}: {count} workers on {device.name}, which `autotune run` leads",
             f"A worker joins with the same packages only: python {fingerprint.python}, {versions}",
         ],
-        steps=_WORKER_STEPS,
         device=device,
         fingerprint=fingerprint,
         limit_s=math.ceil((budget_s + STARTING_S) / 60) * 60,
@@ -171,7 +143,7 @@ def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, bud
         env=[{"name": URL, "valueFrom": {"secretKeyRef": {"name": name, "key": "url"}}}],
         task={"secrets": {URL: None}},
         packages=[f"autotune-llm[postgres]=={__version__}", *_packages(fingerprint)],
-        before=[f': "${{{URL}:?the database of the study}}"'],
+        before=f': "${{{URL}:?the database of the study}}"',
         run=f"autotune worker {shlex.quote(argument)}",
         srun=f'autotune worker {shlex.quote(argument)} --out="workers/${{SLURM_ARRAY_TASK_ID:?}}"',
         count=count,
@@ -180,45 +152,49 @@ def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, bud
 
 def _kubernetes(job: JobSpec) -> str:
     """A batch/v1 Job, whose pod failure policy is stable since Kubernetes 1.31; for several pods it is Indexed."""
-    container: dict[str, Any] = {
-        "name": job.role,
+    label = gpu_product(job.device, job.fingerprint)
+    gpu = {"limits": {f"{job.device.vendor}.com/gpu": 1}}
+    container = {
+        "name": job.use,
         "image": "your-registry/your-image:tag",
         "command": job.command,
         "env": job.env,
+        "volumeMounts": [{"name": volume["name"], "mountPath": f"/{volume['name']}"} for volume in job.volumes],
+        "resources": None if job.device.kind == "cpu" else gpu,
     }
-    pod: dict[str, Any] = {
+    pod = {
         "restartPolicy": "Never",
         "activeDeadlineSeconds": job.limit_s,  # of a pod that runs: waiting for a GPU does not count
         "terminationGracePeriodSeconds": GRACE_S,
+        "nodeSelector": label and {"nvidia.com/gpu.product": label},
+        "containers": [_without_empty(container)],
+        "volumes": job.volumes,
     }
-    if label := gpu_product(job.device, job.fingerprint):
-        pod["nodeSelector"] = {"nvidia.com/gpu.product": label}
-    pod["containers"] = [container]
-    if job.volumes:
-        container["volumeMounts"] = [{"name": one["name"], "mountPath": f"/{one['name']}"} for one in job.volumes]
-        pod["volumes"] = job.volumes
-    if job.device.kind != "cpu":
-        container["resources"] = {"limits": {f"{job.device.vendor}.com/gpu": 1}}
-
-    def on_codes(values: list[int]) -> dict[str, Any]:
-        return {"containerName": job.role, "operator": "In", "values": values}
-
+    codes = {"containerName": job.use, "operator": "In"}
     rules = [
-        {"action": "FailJob", "onExitCodes": on_codes(job.hopeless)},
-        {"action": "Ignore", "onExitCodes": on_codes([PREEMPTED])},
+        {"action": "FailJob", "onExitCodes": {**codes, "values": job.hopeless}},
+        {"action": "Ignore", "onExitCodes": {**codes, "values": [PREEMPTED]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
-    spec: dict[str, Any] = {}
-    if job.count is not None:
-        spec = {"completionMode": "Indexed", "completions": job.count, "parallelism": job.count}
-    spec |= {"backoffLimit": job.count or 1, "podFailurePolicy": {"rules": rules}, "template": {"spec": pod}}
+    spec = {
+        "completionMode": "Indexed" if job.count else None,
+        "completions": job.count,
+        "parallelism": job.count,
+        "backoffLimit": job.count or 1,
+        "podFailurePolicy": {"rules": rules},
+        "template": {"spec": _without_empty(pod)},
+    }
     values = {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": job.name, "annotations": job.annotations},
-        "spec": spec,
+        "spec": _without_empty(spec),
     }
-    return _yaml(job, "kubernetes", values)
+    return sectioned(job.head("kubernetes"), [("", values)])
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value}
 
 
 def _skypilot(job: JobSpec) -> str:
@@ -234,30 +210,27 @@ def _skypilot(job: JobSpec) -> str:
         "setup": f"pip install -- {shlex.join(job.packages)}",  # as probed; the index decides on the build of torch
         "run": job.run,
     }
-    return _yaml(job, "skypilot", values)
+    return sectioned(job.head("skypilot"), [("", values)])
 
 
 def _slurm(job: JobSpec) -> str:
     """A batch script, to be submitted from its folder; several jobs are an array."""
     hours, minutes = divmod(job.limit_s // 60, 60)
-    options = [f"--job-name={job.name}"]
-    if job.count is not None:
-        options.append(f"--array=1-{job.count}")
-    options.append(f"--nodes=1 --ntasks=1 --cpus-per-task={job.cpus}")
-    if job.device.kind != "cpu":
-        options.append(f"--gres=gpu:{slurm_gpu(job.device)}:1")
-    options += [
+    options = [
+        f"--job-name={job.name}",
+        f"--array=1-{job.count}" if job.count else "",
+        f"--nodes=1 --ntasks=1 --cpus-per-task={job.cpus}",
+        f"--gres=gpu:{slurm_gpu(job.device)}:1" if job.device.kind != "cpu" else "",
         f"--time={hours}:{minutes:02}:00",
         f"--signal=TERM@{GRACE_S} --requeue",
-        f"--open-mode=append --output={'%x-%j.log' if job.count is None else '%x-%A_%a.log'}",
+        f"--open-mode=append --output={'%x-%A_%a.log' if job.count else '%x-%j.log'}",
     ]
-    sbatch = "\n".join(f"#SBATCH {option}" for option in options)
-    before = "\n".join(job.before)
+    sbatch = "\n".join(f"#SBATCH {option}" for option in options if option)
     return f"""#!/usr/bin/env bash
-{_head(job, "slurm")}
+{comment(job.head("slurm"))}
 {sbatch}
 set -euo pipefail
-{before}
+{job.before}
 code=0
 srun {job.srun} "$@" || code=$?
 if [ "$code" -eq {PREEMPTED} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RETRIES} ]; then
@@ -298,14 +271,3 @@ def slurm_gpu(device: DeviceSpec) -> str:
 def _packages(fingerprint: Fingerprint) -> list[str]:
     """The probed packages as pip takes them, without the build of a version."""
     return [f"{name}=={version.partition('+')[0]}" for name, version in fingerprint.packages.items()]
-
-
-def _head(job: JobSpec, system: str) -> str:
-    steps = job.steps[system].format(name=job.name, count=job.count)
-    return comment([*job.about, "", *steps.splitlines(), *job.notes])
-
-
-def _yaml(job: JobSpec, system: str, values: dict[str, Any]) -> str:
-    import yaml
-
-    return f"{_head(job, system)}\n\n{yaml.safe_dump(values, sort_keys=False, width=120)}"

@@ -51,6 +51,24 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+class AddedLines:
+    """Reads a file that another process writes, line by line; it may not exist yet."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._read_bytes = 0
+
+    def read(self) -> list[bytes]:
+        """The whole lines that were added since the last call."""
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            file.seek(self._read_bytes)
+            lines = [line for line in file if line.endswith(b"\n")]
+        self._read_bytes += sum(len(line) for line in lines)
+        return lines
+
+
 def run_exported(
     folder: Path,
     arguments: Sequence[str],
@@ -65,8 +83,8 @@ def run_exported(
 ) -> dict[str, Any] | str:
     """Run a script of `folder`, or a module, and return the JSON object that it prints last, or why there is none.
 
-    `environment` is added to that of a probe. Its stderr goes to `log`. It is killed after `limit_s` seconds.
-    `while_running` is called ten times a second.
+    The script gets the environment of a probe and `environment`. Its stderr goes to `log`. It is killed after `limit_s`
+    seconds. `while_running` is called ten times a second.
 
     Raises:
         Cancelled: `should_stop` returned true.

@@ -114,24 +114,26 @@ def _train(
     limit_s = time_limit_s(quality.steps, candidate.performance.step_time_s)
     started = time.monotonic()
     result = run_exported(folder, arguments, log, limit_s=limit_s, should_stop=should_stop, on_cpu=on_cpu)
-    learned = Learned(
+    return Learned(
         config=candidate.config,
         full_run_hours=candidate.cost.full_run_hours,
         full_run_usd=candidate.cost.full_run_usd,
         seconds=time.monotonic() - started,
+        **_losses(result, quality.steps),
     )
-    return replace(learned, reason=result) if isinstance(result, str) else _with_losses(learned, result, quality.steps)
 
 
-def _with_losses(learned: Learned, result: dict[str, Any], steps: int) -> Learned:
-    """With the losses that the script printed, or the reason why they do not count."""
+def _losses(result: dict[str, Any] | str, steps: int) -> dict[str, Any]:
+    """`loss_before` and `loss_after` from what the script printed, or the `reason` why they do not count."""
+    if isinstance(result, str):
+        return {"reason": result}
     try:
         before, after = result["held_out_loss"]
-        taken = result["steps"]
+        done = result["steps"]
     except (ValueError, KeyError, TypeError):
-        return replace(learned, reason="the script printed no losses")
-    if taken != steps:
-        return replace(learned, reason=f"it took {taken} steps of {steps}")
+        return {"reason": "the script printed no losses"}
+    if done != steps:
+        return {"reason": f"it took {done} steps of {steps}"}
     if not (math.isfinite(before) and math.isfinite(after)):
-        return replace(learned, reason=f"its loss went from {before} to {after}")
-    return replace(learned, loss_before=before, loss_after=after)
+        return {"reason": f"its loss went from {before} to {after}"}
+    return {"loss_before": before, "loss_after": after}

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
-from autotune.export.run.process import command, last_error
+from autotune.export.run.process import AddedLines, command, last_error
 from autotune.study.summary import Recipe
 
 SETTLED_STEPS = 20  # steps of a session before its speed is compared with the measured one
@@ -41,17 +41,10 @@ class Progress:
 
     def to_dict(self) -> dict[str, Any]:
         """The values of training.json; `error` is the time of a complete run over the projection, minus 1."""
-        return {
-            "schema_version": 1,
-            "steps": self.step,
-            "of": self.of,
-            "trained_s": self.trained_s,
-            "spent_usd": self.spent_usd,
-            "projected_s": self.projected_s,
-            "projected_usd": self.projected_usd,
-            "loss": self.loss,
-            "error": self.trained_s / self.projected_s - 1 if self.step == self.of else None,
-        }
+        names = ("of", "trained_s", "spent_usd", "projected_s", "projected_usd", "loss")
+        error = self.trained_s / self.projected_s - 1 if self.step == self.of else None
+        values = {name: getattr(self, name) for name in names}
+        return {"schema_version": 1, "steps": self.step, **values, "error": error}
 
 
 class Run:
@@ -71,7 +64,7 @@ class Run:
         self._steps = output / "progress.jsonl"
         # When this process dies, the run gets SIGTERM and saves a checkpoint.
         self._command = command(str(script), [*arguments, "--progress", str(self._steps)], signal.SIGTERM)
-        self._read_bytes = 0  # of progress.jsonl
+        self._added = AddedLines(self._steps)
         self._sessions: dict[float, float] = {}  # seconds trained, by the session's time of start
         self._first: dict[str, Any] | None = None  # the first line of this session
         self._last: dict[str, Any] = {}
@@ -137,14 +130,9 @@ class Run:
         self._log_begins = log.seek(0, os.SEEK_END)
 
     def _read(self) -> bool:
-        """Read the whole lines that were added to progress.jsonl; False if there are none."""
-        if not self._steps.exists():
-            return False
-        with self._steps.open("rb") as file:
-            file.seek(self._read_bytes)
-            lines = [line for line in file if line.endswith(b"\n")]
+        """Read the lines that were added to progress.jsonl; False if there are none."""
+        lines = self._added.read()
         for line in lines:
-            self._read_bytes += len(line)
             with suppress(ValueError, KeyError, TypeError):
                 self._add(json.loads(line))
         return bool(lines)

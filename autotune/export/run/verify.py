@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +16,7 @@ from autotune.core.errors import StorageError
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds, gib
 from autotune.export import script, trl
-from autotune.export.run.process import run_exported, scratch_folder, time_limit_s, write_files
+from autotune.export.run.process import AddedLines, run_exported, scratch_folder, time_limit_s, write_files
 from autotune.probe.trl_entry import STEPS
 from autotune.study.summary import Recipe, Verification
 
@@ -67,8 +66,8 @@ def verify(
         probed=form == probed_format(recipe),
         soak=soak,
     )
-    took = f"{steps} steps, about {fmt_seconds(steps * step_s)}"
-    say(f"running the exported {FILES[form]} for {took}: {winner.config.label()}")
+    length = f"{steps} steps, about {fmt_seconds(steps * step_s)}"
+    say(f"running the exported {FILES[form]} for {length}: {winner.config.label()}")
     with scratch_folder(out / ".verify") as folder:
         run = partial(
             run_exported,
@@ -77,7 +76,7 @@ def verify(
             limit_s=time_limit_s(steps, step_s),
             should_stop=should_stop,
             on_cpu=recipe.device.kind == "cpu",
-            while_running=_StepReporter(folder / STEPS, steps, step_s, say).look,
+            while_running=_StepReporter(folder / STEPS, steps, step_s, say).report,
         )
         lengths = straining_lengths(winner.config) if soak else None
         run_format = _run_trl if form == "trl" else _run_train
@@ -89,24 +88,17 @@ class _StepReporter:
     """Reports after each tenth of a run how far it is, from a file that gets a line for each step."""
 
     def __init__(self, file: Path, steps: int, step_s: float, say: Callable[[str], None]) -> None:
-        self._file = file
+        self._added = AddedLines(file)
         self._steps = steps
         self._step_s = step_s
         self._say = say
-        self._read_bytes = 0
         self._done = 0
-        self._tenths = 0
 
-    def look(self) -> None:
+    def report(self) -> None:
         """Read the lines that were added, and report if they complete a tenth."""
-        with suppress(FileNotFoundError), self._file.open("rb") as file:
-            file.seek(self._read_bytes)
-            added = file.read()
-            self._read_bytes += len(added)
-            self._done += added.count(b"\n")
-        tenths = self._done * 10 // self._steps
-        if tenths > self._tenths:
-            self._tenths = tenths
+        tenths_before = self._done * 10 // self._steps
+        self._done += len(self._added.read())
+        if self._done * 10 // self._steps > tenths_before:
             left = self._steps - self._done
             then = f"about {fmt_seconds(left * self._step_s)} left" if left > 0 else "the last"
             self._say(f"verifying: step {self._done} of {self._steps}, {then}")
@@ -124,12 +116,12 @@ def straining_lengths(config: TrainConfig) -> list[int]:
     """
     shortest = 2  # a single token predicts nothing
     short = max(config.seq_len // SHORT, shortest)
-    drawn = random.Random(0)  # noqa: S311 (no secret depends on it)
+    generator = random.Random(0)  # noqa: S311 (no secret depends on it)
     share_of_long = 1 - 0.5 ** (1 / config.micro_batch_size)
     lengths = [config.seq_len, short]
     while len(lengths) < ROWS:
-        is_long = drawn.random() < share_of_long
-        lengths.append(config.seq_len if is_long else drawn.randint(shortest, short))
+        is_long = generator.random() < share_of_long
+        lengths.append(config.seq_len if is_long else generator.randint(shortest, short))
     return lengths
 
 
@@ -193,9 +185,8 @@ def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict
 def _check_room(recipe: Recipe, folder: Path) -> None:
     """Raise StorageError where the disk has no room for the weights in bf16 and for what TRL saves at the end."""
     config = recipe.config
-    saved_bytes = 0  # for each parameter: full fine-tuning saves them all
-    if config.method == "full":
-        saved_bytes = 2 if config.precision == "bf16_pure" else 4
+    full_bytes = 2 if config.precision == "bf16_pure" else 4
+    saved_bytes = full_bytes if config.method == "full" else 0  # for each parameter; LoRA saves adapters only
     needed = gib(recipe.winner.measurement.total_params * (2 + saved_bytes))
     free = gib(shutil.disk_usage(folder).free)
     if needed > free:
