@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.catalog._data import load_data
 from autotune.core.errors import UsageError, did_you_mean
+from autotune.core.files import load_data
 
 # For cards whose total in nvidia-smi is unknown. The known totals, of cards whose ECC takes no memory, are 0.995 to 1.0
 # of the marketed GB taken as GiB (H100 0.9956, H200 0.9957, A100 1.0).
@@ -77,7 +77,7 @@ class DeviceSpec:
 @functools.cache
 def list_devices() -> tuple[DeviceSpec, ...]:
     """Every product of the catalogue."""
-    return tuple(_device(row) for row in load_data("gpus"))
+    return tuple(_device(row) for row in load_data("autotune.catalog", "data/gpus"))
 
 
 def resolve_device(name: str) -> DeviceSpec:

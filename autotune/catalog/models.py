@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.catalog._data import load_data
 from autotune.catalog.flops import flops_per_token
 from autotune.core.errors import UsageError, did_you_mean
+from autotune.core.files import load_data
 from autotune.core.train_config import digest_of
 
 # The same size under the names that model families gave it.
@@ -106,7 +106,7 @@ def list_models() -> tuple[ModelSpec, ...]:
     """Every catalogued model. The configs are copies: transformers completes rope_parameters in place."""
     return tuple(
         ModelSpec(**{**row, "aliases": tuple(row["aliases"]), "config": copy.deepcopy(row["config"])})
-        for row in load_data("models")["models"]
+        for row in load_data("autotune.catalog", "data/models")["models"]
     )
 
 

@@ -8,10 +8,9 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.catalog._data import load_data
 from autotune.catalog.devices import resolve_device
 from autotune.core.errors import UsageError
-from autotune.core.files import read_user_yaml
+from autotune.core.files import load_data, read_user_yaml
 from autotune.core.units import DASH, fmt_usd
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class Price:
 @functools.cache
 def list_prices() -> tuple[Price, ...]:
     """The prices that come with the package."""
-    return tuple(_of_one_gpu(row) for row in load_data("prices"))
+    return tuple(_of_one_gpu(row) for row in load_data("autotune.catalog", "data/prices"))
 
 
 def load_prices(path: Path) -> tuple[Price, ...]:

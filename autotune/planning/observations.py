@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from autotune.catalog._data import load_data
+from autotune.core.files import load_data
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 
@@ -35,5 +35,6 @@ def published_observations() -> tuple[Observation, ...]:
     """What comes with the package: measurements that others published."""
     unknown = {"step_time_s": None, "peak_reserved_gib": None, "model_digest": None}
     return tuple(
-        Observation(**unknown | row | {"config": TrainConfig(**row["config"])}) for row in load_data("sightings")
+        Observation(**unknown | row | {"config": TrainConfig(**row["config"])})
+        for row in load_data("autotune.catalog", "data/sightings")
     )

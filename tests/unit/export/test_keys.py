@@ -7,6 +7,7 @@ import pytest
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export import axolotl, keys
+from autotune.probe.runtime.settings import LIGER_KERNELS
 from tests.unit.export.test_axolotl import CONFIGS, recipe
 
 each_tool = pytest.mark.parametrize("tool", keys.TOOLS)
@@ -15,22 +16,42 @@ each_tool = pytest.mark.parametrize("tool", keys.TOOLS)
 @each_tool
 @pytest.mark.parametrize("knob", KNOBS)
 def test_each_knob_has_a_row_or_a_reason(tool: str, knob: str) -> None:
-    has_row = any(row.what == knob and tool in row.cells for rows in keys.TABLE.values() for row in rows)
-    assert has_row or knob in keys.GAPS or (tool, knob) in keys.ABSENT
+    has_row = any(
+        row.of == knob and getattr(row, tool) is not None for rows in keys.sections().values() for row in rows
+    )
+    assert has_row or any(tool in entry["tools"] for entry in keys.gaps()[knob])
+
+
+def test_the_table_names_knobs_settings_and_tools_only() -> None:
+    known = set(KNOBS) | set(keys.settings("trl", recipe(TrainConfig())))
+    for row in (row for rows in keys.sections().values() for row in rows):
+        assert {row.of} - {None} | set(row.when) <= known
+        assert set(row.defaults) <= set(keys.TOOLS)
+    for knob, entries in keys.gaps().items():
+        assert knob in KNOBS
+        for entry in entries:
+            assert set(entry) == {"tools", "when", "reason"}
+            assert set(entry["tools"]) <= set(keys.TOOLS)
+            assert set(entry["when"]) <= known
 
 
 def test_a_knob_without_a_row_is_named_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {section: tuple(row for row in rows if row.what != "dora") for section, rows in keys.TABLE.items()}
-    monkeypatch.setattr(keys, "TABLE", table)
+    table = {section: tuple(row for row in rows if row.of != "dora") for section, rows in keys.sections().items()}
+    monkeypatch.setattr(keys, "sections", lambda: table)
     with_dora, without = (axolotl.export(recipe(TrainConfig(dora=dora)))["axolotl.yaml"] for dora in (True, False))
     assert "# not expressed: dora: Axolotl has no key for it\n" in with_dora
     assert "dora" not in without
 
 
 def test_a_row_is_all_that_a_knob_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = keys.Row(what="dora", cells={"axolotl": keys.Key(name="new_key", values={True: "on"})}, defaults={})
-    monkeypatch.setitem(keys.TABLE, "memory", (*keys.TABLE["memory"], row))
+    row = keys.Row(of="dora", axolotl={"new_key": {True: "on"}})
+    table = keys.sections() | {"memory": (*keys.sections()["memory"], row)}
+    monkeypatch.setattr(keys, "sections", lambda: table)
     assert "\nnew_key: 'on'\n" in axolotl.export(recipe(TrainConfig(dora=True)))["axolotl.yaml"]
+
+
+def test_liger_is_switched_on_as_it_was_probed() -> None:
+    assert keys.write("trl", "memory", recipe(TrainConfig(kernels="liger")))["liger_kernel_config"] == LIGER_KERNELS
 
 
 @pytest.mark.parametrize(
@@ -49,6 +70,11 @@ def test_a_reader_finds_the_key_of_each_tool(what: str, names: tuple[str, ...]) 
     assert tuple(keys.key_of(tool, what) for tool in ("trl", "axolotl", "llamafactory")) == names
 
 
+def test_a_reader_fails_for_a_knob_without_a_key() -> None:
+    with pytest.raises(KeyError, match="kernels"):
+        keys.key_of("torchtune", "kernels")
+
+
 def test_a_reader_finds_the_defaults() -> None:
     assert [keys.default_of(tool, "seq_len") for tool in keys.TOOLS] == [1024, 512, 2048, None]
     assert keys.default_of("trl", "optimizer") is None
@@ -58,6 +84,6 @@ def test_a_reader_finds_the_defaults() -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 def test_writing_leaves_the_table_as_it_is(tool: str, config: TrainConfig) -> None:
     made = recipe(config)
-    first = {section: keys.write(tool, section, made) for section in keys.TABLE}
+    first = {section: keys.write(tool, section, made) for section in keys.sections()}
     keys.write(tool, "schedule", replace(made, winner=replace(made.winner, config=TrainConfig(optimizer="lion_8bit"))))
-    assert first == {section: keys.write(tool, section, made) for section in keys.TABLE}
+    assert first == {section: keys.write(tool, section, made) for section in keys.sections()}

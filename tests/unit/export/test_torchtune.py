@@ -12,6 +12,8 @@ from autotune.export import USUAL, keys, torchtune, torchtune_models
 from autotune.study.summary import Recipe
 from tests.unit.export.test_axolotl import HOSTILE, KEYS, each_config, named, recipe
 
+OPTIMIZERS = next(row.torchtune["optimizer"] for row in keys.sections()["schedule"] if row.of == "optimizer")
+
 
 def exported(made: Recipe) -> tuple[str, dict[str, Any]]:
     files = torchtune.export(made)
@@ -50,7 +52,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "micro_batch_size": data["batch_size"] == config.micro_batch_size,
         "seq_len": data["tokenizer"]["max_seq_len"] == model["max_seq_len"] == config.seq_len,
         "lora_rank": model.get("lora_rank") == config.lora_rank,
-        "optimizer": data["optimizer"].items() >= keys.TORCHTUNE_OPTIMIZERS[config.optimizer].items(),
+        "optimizer": data["optimizer"].items() >= OPTIMIZERS[config.optimizer].items(),
         "precision": data["dtype"] == base.get(config.precision),
         "quantization": model.get("quantize_base", False) is (config.quantization == "nf4")
         and config.quantization in ("nf4", "none"),
