@@ -141,10 +141,10 @@ class Fingerprint:
     """The hardware and software that a measurement holds for, compared by digest."""
 
     device: str
-    compute_capability: str | None
+    compute_capability: str | None = None
     device_memory_gib: float
-    driver: str | None
-    cuda: str | None
+    driver: str | None = None
+    cuda: str | None = None
     python: str
     packages: dict[str, str]
     allocator: str

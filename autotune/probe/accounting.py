@@ -10,7 +10,7 @@ from torch import nn
 from autotune.core.probe_types import Measurement, OomDetail, Phase
 from autotune.core.units import gib
 
-UNITS_PER_GIB = {"kib": 2**20, "mib": 2**10, "gib": 1}
+UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
@@ -37,16 +37,11 @@ def parameter_gib(model: nn.Module) -> float:
 def optimizer_gib(trainer: Any) -> tuple[float, float]:
     """The size of a Trainer's optimizer state: (on the device, in managed memory)."""
     optimizer = getattr(trainer, "optimizer", None)
-    on_device = managed = 0.0
-    for state in optimizer.state.values() if optimizer is not None else ():
-        for value in state.values():
-            if not isinstance(value, torch.Tensor):
-                continue
-            if getattr(value, "is_paged", False):
-                managed += tensor_gib(value)
-            else:
-                on_device += tensor_gib(value)
-    return on_device, managed
+    states = optimizer.state.values() if optimizer is not None else ()
+    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    total = sum(map(tensor_gib, tensors))
+    managed = sum(tensor_gib(tensor) for tensor in tensors if getattr(tensor, "is_paged", False))
+    return total - managed, managed
 
 
 def paged_state_gib(model: nn.Module) -> float:
@@ -57,11 +52,7 @@ def paged_state_gib(model: nn.Module) -> float:
 
 def logical_params(model: nn.Module) -> int:
     """The number of parameters before 4-bit packing, which stores two in a byte."""
-    total = 0
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        total += parameter.numel() if state is None else math.prod(state.shape)
-    return total
+    return sum(math.prod((getattr(one, "quant_state", None) or one).shape) for one in model.parameters())
 
 
 # --- out of memory
@@ -82,11 +73,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def requested_gib(message: str) -> float | None:
     """The size of the allocation that failed, from torch's message; None where it names none."""
-    if match := re.search(r"tried to allocate ([\d.]+) (KiB|MiB|GiB)", message, re.IGNORECASE):
-        return float(match[1]) / UNITS_PER_GIB[match[2].lower()]
-    if match := re.search(r"tried to allocate (\d+) bytes", message):
-        return gib(int(match[1]))
-    return None
+    match = re.search(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message, re.IGNORECASE)
+    return None if match is None else float(match[1]) / UNITS_PER_GIB[match[2].lower()]
 
 
 def oom_detail(

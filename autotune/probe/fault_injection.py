@@ -15,68 +15,51 @@ from autotune.core.probe_types import Phase
 
 VARIABLE = "AUTOTUNE_INJECT"
 SLOW_S = 5.0
+FOREVER_S = 1e6
 THROTTLE = "throttle"
 
 
-def _oom() -> None:
-    import torch
-
-    raise torch.OutOfMemoryError("injected: out of memory. Tried to allocate 2.00 GiB")
-
-
-def _host_oom() -> None:
-    raise MemoryError("injected: the host's memory ran out")
-
-
-def _nan() -> None:
-    from autotune.probe.harness import BadLoss
-
-    raise BadLoss("injected: the loss went nan")
-
-
-def _crash() -> None:
-    raise RuntimeError("injected: CUDA error: an illegal memory access was encountered")
-
-
-def _ecc() -> None:
-    raise RuntimeError("injected: CUDA error: uncorrectable ECC error encountered")
-
-
-def _hang() -> None:
-    while True:
-        time.sleep(1)
-
-
-def _signal(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
-FAULTS: dict[str, Callable[[], None]] = {
-    "oom": _oom,
-    "host-oom": _host_oom,
-    "nan": _nan,
-    "crash": _crash,
-    "ecc": _ecc,
-    THROTTLE: lambda: None,  # it acts in the parent, whose sensors then report a hot card
-    "slow": lambda: time.sleep(SLOW_S),
-    "hang": _hang,
-    "exit": lambda: os._exit(3),
-    "sigstop": _signal(signal.SIGSTOP),
-    "sigkill": _signal(signal.SIGKILL),
-    "sigsegv": _signal(signal.SIGSEGV),
-    "sigabrt": _signal(signal.SIGABRT),
-    "sigbus": _signal(signal.SIGBUS),
+SIGNALS = {f"sig{name}": signal.Signals[f"SIG{name.upper()}"] for name in ("stop", "kill", "segv", "abrt", "bus")}
+CRASHES = {
+    "crash": "CUDA error: an illegal memory access was encountered",
+    "ecc": "CUDA error: uncorrectable ECC error encountered",
 }
+# THROTTLE acts in the parent, whose sensors then report a hot card.
+FAULTS = ("oom", "host-oom", "nan", *CRASHES, THROTTLE, "slow", "hang", "exit", *SIGNALS)
+
+
+def _strike(fault: str) -> None:
+    """Do in this process what the fault is."""
+    if fault in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault])
+    elif fault in CRASHES:
+        raise RuntimeError(f"injected: {CRASHES[fault]}")
+    elif fault == "oom":
+        import torch
+
+        raise torch.OutOfMemoryError("injected: out of memory. Tried to allocate 2.00 GiB")
+    elif fault == "host-oom":
+        raise MemoryError("injected: the host's memory ran out")
+    elif fault == "nan":
+        from autotune.probe.harness import BadLoss
+
+        raise BadLoss("injected: the loss went nan")
+    elif fault == "slow":
+        time.sleep(SLOW_S)
+    elif fault == "hang":
+        time.sleep(FOREVER_S)
+    elif fault == "exit":
+        os._exit(3)
 
 
 def injected(log: str) -> Callable[[Phase], None] | None:
     """What to call at the start of each phase of the probe that writes this log; None without faults for it."""
-    requested = [(phase, FAULTS[fault]) for fault, phase in _requested(log)]
+    requested = _requested(log)
 
     def strike(phase: Phase) -> None:
-        for fault_phase, fault in requested:
+        for fault, fault_phase in requested:
             if phase is fault_phase:
-                fault()
+                _strike(fault)
 
     return strike if requested else None
 

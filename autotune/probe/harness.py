@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -23,7 +23,7 @@ from autotune.probe.accounting import logical_params, optimizer_gib, paged_state
 from autotune.probe.meters import Meter
 from autotune.probe.model_settings import model_settings
 from autotune.probe.recorder import MAX_WARMUP_STEPS, Recorder, compiled_graphs
-from autotune.probe.resident import ResidentModel, attach, module_names
+from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.runtime import rows
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
@@ -42,41 +42,24 @@ class WrongPrecision(Exception):
     """Autocast was on or off against the request: another configuration would be measured."""
 
 
-class RandomRows(Dataset[dict[str, torch.Tensor]]):
-    """`num_rows` rows of `seq_len` random tokens, without attention mask.
+def random_rows(
+    num_rows: int, seq_len: int, vocab_size: int, seed: int, lengths: tuple[tuple[int, ...], ...] = (), *, packing: bool
+) -> list[dict[str, torch.Tensor]]:
+    """Rows of `seq_len` random tokens, without attention mask; after DIFFERENT_ROWS they repeat.
 
-    They are full, or hold examples of given lengths and padding, as the full run's rows do. Their tokens differ: a card
-    at its power limit may multiply equal ones faster.
+    They are full, or hold examples of the given lengths, row after row in turn, and padding, as the full run's rows do.
+    Their tokens differ: a card at its power limit may multiply equal ones faster.
     """
-
-    def __init__(
-        self,
-        num_rows: int,
-        seq_len: int,
-        vocab_size: int,
-        seed: int,
-        lengths: tuple[tuple[int, ...], ...] = (),
-        *,
-        packing: bool = False,
-    ) -> None:
-        """`lengths` are those of the examples in each row, row after row in turn; without them rows are full."""
-        self._num_rows = num_rows
-        generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, vocab_size, (min(num_rows, DIFFERENT_ROWS), seq_len), generator=generator)
-        self._rows = [{"input_ids": row, "labels": row} for row in tokens]
-        if lengths:
-            for index, row in enumerate(tokens):
-                in_row = lengths[index % len(lengths)]
-                examples = list(row[: sum(in_row)].split(in_row))
-                batch = rows.collate([examples], seq_len, packing)
-                self._rows[index] = {name: values[0] for name, values in batch.items()}
-        self.tokens = torch.stack([row["input_ids"] for row in self._rows])
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._rows[index % len(self._rows)]
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab_size, (min(num_rows, DIFFERENT_ROWS), seq_len), generator=generator)
+    different = [{"input_ids": row, "labels": row} for row in tokens]
+    if lengths:
+        for index, row in enumerate(tokens):
+            in_row = lengths[index % len(lengths)]
+            examples = list(row[: sum(in_row)].split(in_row))
+            batch = rows.collate([examples], seq_len, packing)
+            different[index] = {name: values[0] for name, values in batch.items()}
+    return [different[index % len(different)] for index in range(num_rows)]
 
 
 class _StepEnds(TrainerCallback):
@@ -102,9 +85,9 @@ class Recorded:
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Time the making of a step's batches."""
-        self.recorder.begin_fetch()
+        begin = self.recorder.meter.mark()
         batches = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        self.recorder.end_fetch()
+        self.recorder.fetches.append((begin, self.recorder.meter.mark()))
         return batches
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -141,13 +124,8 @@ class Probe:
     ) -> None:
         """Prepare a probe of `request` on the resident model.
 
-        Args:
-            request: the probe.
-            resident: the base model, and adapters of an earlier probe.
-            meter: the device.
-            emit: reports to the parent that a phase begins.
-            lost_gib: managed memory that earlier probes of this process have left behind.
-            scratch: a directory for temporary files.
+        `emit` reports to the parent that a phase begins, `lost_gib` is managed memory that earlier probes of this
+        process have left behind, `scratch` a directory for temporary files.
         """
         self.request = request
         self.resident = resident
@@ -156,10 +134,8 @@ class Probe:
         self.scratch = scratch
         self.base = resident.base
         self.recorder = Recorder(meter, request, emit, self._state_gib)
-        self.recorder.phase = Phase.LOAD
         self.model: nn.Module = resident.base
         self.trainer: Any = None
-        self.model_gib = resident.model_gib
         self.managed_gib = 0.0
         self.limit_gib = 0.0
         self.context_gib: float | None = None
@@ -173,8 +149,7 @@ class Probe:
         with tempfile.TemporaryDirectory(prefix="autotune-", dir=self.scratch) as scratch:
             self.trainer = self._make_trainer(scratch)
             self.meter.reset_peak()
-            self.recorder.phase = Phase.FIRST_STEP
-            self.recorder.emit(Phase.FIRST_STEP)
+            self.recorder.begin(Phase.FIRST_STEP)
             self.trainer.train()
             self.meter.synchronize()
             self.recorder.weigh()
@@ -248,13 +223,13 @@ class Probe:
 
     def _state_gib(self) -> float:
         """The size of everything that is alive between two steps."""
-        return self.model_gib + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
+        return self.resident.model_gib + self.resident.adapters_gib() + optimizer_gib(self.trainer)[0]
 
     def allocated_by(self) -> dict[str, float]:
         """What holds the memory that is allocated now. Activations are the rest; logits among them are by formula."""
         gradients = (parameter.grad for parameter in trained_parameters(self.model))
         terms = {
-            "weights": self.model_gib,
+            "weights": self.resident.model_gib,
             "adapters": self.resident.adapters_gib(),
             "gradients": sum(tensor_gib(gradient) for gradient in gradients if gradient is not None),
             "optimizer": optimizer_gib(self.trainer)[0],
@@ -266,7 +241,7 @@ class Probe:
     def _holds_logits(self) -> bool:
         """In the backward pass, or in a forward pass that already holds more than the layers' inputs."""
         if self.recorder.phase is Phase.FORWARD:
-            return self.meter.allocated_gib() > self.model_gib + self._logits_gib()
+            return self.meter.allocated_gib() > self.resident.model_gib + self._logits_gib()
         return self.recorder.phase is Phase.BACKWARD
 
     def _logits_gib(self) -> float:
@@ -281,17 +256,8 @@ class Probe:
     def _make_trainer(self, scratch: str) -> Any:
         request, config = self.request, self.request.config
         num_steps = MAX_WARMUP_STEPS + request.max_timed_steps + 1
-        settings = training_arguments(
-            micro_batch_size=config.micro_batch_size,
-            accumulation=request.micro_steps,
-            optimizer=config.optimizer,
-            precision=config.precision,
-            kernels=config.kernels,
-            loader_workers=config.loader_workers,
-            learning_rate=config.learning_rate,
-            on_cpu=self.meter.torch_device.type == "cpu",
-        )
-        settings |= {
+        on_cpu = self.meter.torch_device.type == "cpu"
+        settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=on_cpu) | {
             "output_dir": scratch,
             "max_steps": num_steps,
             "per_device_eval_batch_size": config.micro_batch_size,
@@ -303,48 +269,38 @@ class Probe:
         }
         train = self._rows(num_steps * request.micro_steps * config.micro_batch_size, request.seed)
         held_out = self._rows(config.micro_batch_size, request.seed + 1)
-        trainer = self._trl_trainer(settings, train, held_out) if request.trainer == "trl" else None
-        if trainer is None:
+        trainer: Any
+        if request.trainer == "trl":
+            from autotune.probe.trl_trainer import trl_trainer
+
+            settings |= {"max_length": config.seq_len}
+            trainer = trl_trainer(Recorded, self.model, settings, train[:DIFFERENT_ROWS], len(train), held_out)
+        else:
             trainer = ProbeTrainer(
                 model=self.model,
                 args=TrainingArguments(**settings),
                 train_dataset=train,
                 eval_dataset=held_out,
                 compute_loss_func=self._loss,
-                callbacks=[_StepEnds(self.recorder)],
             )
+        trainer.add_callback(_StepEnds(self.recorder))
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.recorder = self.recorder
         return trainer
 
-    def _rows(self, number: int, seed: int) -> RandomRows:
+    def _rows(self, number: int, seed: int) -> list[dict[str, torch.Tensor]]:
         config = self.request.config
         vocab_size = self.base.config.vocab_size
-        return RandomRows(number, config.seq_len, vocab_size, seed, self.request.rows, packing=config.packing)
-
-    def _trl_trainer(self, settings: dict[str, Any], train: RandomRows, held_out: RandomRows) -> Any:
-        from autotune.probe import trl_trainer
-
-        trainer: Any = type("TrlProbeTrainer", (Recorded, trl_trainer.SFTTrainer), {})
-        return trainer(
-            model=self.model,
-            args=trl_trainer.config(self.request.config.seq_len, **settings),
-            train_dataset=trl_trainer.rows(train.tokens, len(train)),
-            eval_dataset=trl_trainer.rows(held_out.tokens, len(held_out)),
-            processing_class=trl_trainer.tokenizer(),
-            callbacks=[_StepEnds(self.recorder)],
-        )
+        return random_rows(number, config.seq_len, vocab_size, seed, self.request.rows, packing=config.packing)
 
     def _evaluate_and_save(self, scratch: str) -> None:
         """One evaluation batch and one save of the adapters."""
-        self.recorder.phase = Phase.EVALUATE
-        self.recorder.emit(Phase.EVALUATE)
+        self.recorder.begin(Phase.EVALUATE)
         self.trainer.evaluate()
         self.recorder.weigh()
         if self.request.config.method == "lora":
-            self.recorder.phase = Phase.SAVE
-            self.recorder.emit(Phase.SAVE)
+            self.recorder.begin(Phase.SAVE)
             self.trainer.save_model(f"{scratch}/adapter")
 
     # --- the end
@@ -364,7 +320,7 @@ class Probe:
             phase_peak_gib={phase: peak for phase, peak in recorder.peaks.items() if phase not in whole},
             segment_peak_gib={name: peak for name, peak in recorder.segments.items() if name not in whole},
             host_micro_s=recorder.host_micro_s(),
-            model_gib=self.model_gib,
+            model_gib=self.resident.model_gib,
             adapters_gib=self.resident.adapters_gib(),
             gradients_gib=sum(map(tensor_gib, trained)),
             optimizer_gib=on_device,
@@ -382,7 +338,7 @@ class Probe:
         )
 
     def close(self) -> None:
-        """Release the Trainer and what accelerate keeps of it. `resident.clean` restores the model."""
+        """Release the Trainer and what accelerate keeps of it, and restore the model."""
         from accelerate.state import AcceleratorState, GradientState
 
         for hook in self._hooks:
@@ -400,3 +356,4 @@ class Probe:
             optim.GlobalOptimManager.get_instance().initialize()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+        clean(self.resident)

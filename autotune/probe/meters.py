@@ -7,17 +7,21 @@ process's resident anonymous memory (VmHWM, which Linux lets us reset), under RL
 import ctypes
 import gc
 import os
+import platform
 import resource
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
 
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import PROBE_VERSION, Fingerprint
 from autotune.core.units import GIB, gib
+from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger-kernel", "trl")
 
@@ -29,7 +33,6 @@ class Meter(Protocol):
     wait for a later probe: it is neither counted nor capped.
     """
 
-    name: str
     torch_device: torch.device
     peaks_are_free: bool
     aside_gib: float
@@ -106,7 +109,6 @@ class CudaMeter:
         torch.cuda.init()
         self.torch_device = torch.device("cuda", 0)
         self._properties = torch.cuda.get_device_properties(0)
-        self.name = self._properties.name
         torch.ones(256, 256, device=self.torch_device).matmul(torch.ones(256, 256, device=self.torch_device))
         self.synchronize()
 
@@ -195,13 +197,12 @@ class CudaMeter:
     def fingerprint(self) -> Fingerprint:
         major, minor = torch.cuda.get_device_capability(0)
         return _fingerprint(
-            device=self.name,
+            device=self._properties.name,
             compute_capability=f"{major}.{minor}",
             device_memory_gib=round(self.memory_gib(), 2),
             driver=self._nvml.driver if self._nvml else None,
             cuda=torch.version.cuda,
-            allocator=os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-            threads=None,
+            allocator=os.environ.get(ALLOCATOR_VARIABLE, ""),
         )
 
 
@@ -217,7 +218,6 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self.name = _cpu_name()
         self._libc = ctypes.CDLL(None, use_errno=True)
         self.settle()
 
@@ -285,26 +285,19 @@ class CpuMeter:
         return self.allocated_gib() - baseline_gib < 24 / 1024 and lost < 192 / 1024
 
     def memory_gib(self) -> float:
-        import psutil
-
         return gib(psutil.virtual_memory().total)
 
     def fingerprint(self) -> Fingerprint:
         return _fingerprint(
-            device=self.name,
-            compute_capability=None,
+            device=_cpu_name(),
             device_memory_gib=round(self.memory_gib(), 1),
-            driver=None,
-            cuda=None,
             allocator="malloc",
             threads=torch.get_num_threads(),
         )
 
     def _status(self, key: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-        raise RuntimeError(f"/proc/self/status has no {key}")
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
 def open_meter(device: str) -> Meter:
@@ -313,9 +306,6 @@ def open_meter(device: str) -> Meter:
 
 
 def _fingerprint(**fields: Any) -> Fingerprint:
-    import platform
-    from importlib import metadata
-
     packages = {}
     for name in PACKAGES:
         try:
@@ -326,7 +316,5 @@ def _fingerprint(**fields: Any) -> Fingerprint:
 
 
 def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.lower().startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "CPU"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.lower().startswith("model name")), "CPU")

@@ -16,13 +16,7 @@ class Monitor:
     """Observes one probe. The sensors are read while steps are timed."""
 
     def __init__(self, nvml: Nvml | None, deadlines: Mapping[Phase, float], *, throttled: bool = False) -> None:
-        """Begin in the phase START.
-
-        Args:
-            nvml: the card to read; None on a CPU.
-            deadlines: seconds that each phase may take.
-            throttled: an injected fault: every sample reports that heat slowed the card down.
-        """
+        """Begin in the phase START. `nvml` is None on a CPU; `throttled` has every sample report heat (a fault)."""
         self._nvml = nvml
         self._throttled = throttled
         self._deadlines = deadlines

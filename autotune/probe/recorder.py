@@ -47,31 +47,20 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        meter: Meter,
-        request: ProbeRequest,
-        emit: Callable[[Phase], None],
-        state_gib: Callable[[], float],
+        self, meter: Meter, request: ProbeRequest, emit: Callable[[Phase], None], state_gib: Callable[[], float]
     ) -> None:
-        """Record a probe of `request`.
-
-        Args:
-            meter: the device.
-            request: the probe.
-            emit: reports to the parent that a phase begins.
-            state_gib: the size of everything that is alive between two steps.
-        """
+        """`emit` reports a phase to the parent; `state_gib` is the size of what is alive between two steps."""
         self.meter = meter
         self.request = request
         self.emit = emit
         self._state_gib = state_gib
-        self.phase = Phase.FIRST_STEP
+        self.phase = Phase.LOAD
         self.step = 0
         self.first_timed: int | None = None
         self.last_timed: int | None = None
         self.starts: list[list[Any]] = [[]]  # by step: a mark at the start of each micro batch
         self.ends: list[list[Any]] = [[]]  # by step: a mark at the end of each micro batch
-        self.fetches: list[tuple[Any, Any]] = []  # by step: marks around the making of its batches
+        self.fetches: list[tuple[Any, Any]] = []  # by step: marks around the making of all its batches
         self.spans: list[tuple[int, Phase, Any, Any]] = []  # step, phase, and its two marks
         self.peaks: dict[Phase, float] = {}
         self.segments: dict[str, float] = {}
@@ -81,10 +70,14 @@ class Recorder:
         self.losses: list[torch.Tensor] = []
         self.retried_in: Phase | None = None  # where the allocator first had to return cached memory and try again
         self._mark: Any = None
-        self._mark_of_fetch: Any = None
         self._graphs = 0
         self._began = 0.0
         self._agree_at = ENOUGH_STEPS
+
+    def begin(self, phase: Phase) -> None:
+        """Begin a phase of the whole probe, not of a training step, and report it to the parent."""
+        self.phase = phase
+        self.emit(phase)
 
     def enter(self, phase: Phase) -> None:
         """End the current phase and begin `phase`."""
@@ -113,14 +106,6 @@ class Recorder:
         self.reserved = max(self.reserved, reserved)
         if self.retried_in is None and self.meter.alloc_retries():
             self.retried_in = self.phase
-
-    def begin_fetch(self) -> None:
-        """The loader begins to make the batches of a step, all before the first is trained on."""
-        self._mark_of_fetch = self.meter.mark()
-
-    def end_fetch(self) -> None:
-        """The batches of a step are made."""
-        self.fetches.append((self._mark_of_fetch, self.meter.mark()))
 
     def begin_micro_batch(self) -> None:
         """A micro batch begins with its forward pass."""
@@ -162,17 +147,17 @@ class Recorder:
             # Buffers that libraries have made meanwhile count as context. Between steps the only tensors alive are
             # weights, adapters and optimizer state, whose size is known.
             self.meter.rebase(self._state_gib())
-        if self.step == 0 and not self.meter.peaks_are_free:
-            self.peaks.clear()
-            self.segments.clear()
-            self.reserved = 0.0
+            if self.step == 0:
+                self.peaks.clear()
+                self.segments.clear()
+                self.reserved = 0.0
         if self.step == 0 or (not settled and self.step < MAX_WARMUP_STEPS - 1):
             return
         step_s = max(self.meter.seconds(self.starts[self.step][0], self._now()), 1e-6)
         self.emit(Phase.STEADY)
         request = self.request
-        wanted = max(request.min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
-        wanted = min(math.ceil(wanted), request.max_timed_steps)
+        enough = max(request.min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
+        wanted = min(math.ceil(enough), request.max_timed_steps)
         # Where reading peaks costs milliseconds, the step that had them read counts only if it was long.
         self.first_timed = self.step if self.meter.peaks_are_free or step_s > 2.0 else self.step + 1
         self.last_timed = self.first_timed + wanted - 1

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ DEADLINES: dict[Phase, float] = {
 HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
 DUMP_S = 0.5  # to write the stacks of a hung worker
 EXIT_S = 5.0  # for the exit code of a worker that has closed its channel
-ENDED = (BrokenPipeError, ConnectionError, EOFError)
+ENDED = (ConnectionError, EOFError)
 
 
 class WorkerProber:
@@ -106,15 +106,11 @@ class WorkerProber:
             second = self._once(request, log)
         except EnvironmentProblem:  # the next probe will report it
             return first
-        keep_first = first.outcome is Outcome.OK and second.outcome is not Outcome.OK
-        result = first if keep_first else second
-        total_s = first.seconds.get("total", 0.0) + second.seconds.get("total", 0.0)
-        return replace(
-            result,
-            notes=(*result.notes, doubt),
-            seconds=result.seconds | {"total": total_s},
-            started_at=first.started_at,
-        )
+        only_first_worked = first.outcome is Outcome.OK and second.outcome is not Outcome.OK
+        result = first if only_first_worked else second
+        total = {"total": first.seconds.get("total", 0.0) + second.seconds.get("total", 0.0)}
+        notes = (*result.notes, doubt)
+        return replace(result, notes=notes, seconds=result.seconds | total, started_at=first.started_at)
 
     def _doubt(self, result: ProbeResult) -> str | None:
         """Why the machine may be to blame: a crash without a known cause, or a card that was slowed down.
@@ -147,12 +143,16 @@ class WorkerProber:
         try:
             process = self._ready_process()
             process.send({"request": to_data(request), "log": str(log)})
-            message = self._result_message(process, monitor)
+            message = self._receive(process, monitor)
         except ENDED:
-            result = self._died(request, host_oom_kills() > oom_kills, begin)
-            return replace(result, log=log.name)
+            reason = self._end_of_worker(host_oom_kills() > oom_kills)
+            return _failed(request, Outcome.CRASH, None, reason, begin, log)
         if message is None:
-            return replace(self._hung(request, monitor, begin), log=log.name)
+            process.dump_stacks()
+            time.sleep(DUMP_S)
+            self.close()
+            reason = f"no progress in phase {monitor.phase} for {monitor.deadline_s():.0f} s; the stack is in the log"
+            return _failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log)
         if not message["reusable"]:
             self.close()
         result = replace(from_data(ProbeResult, message["result"]), log=log.name)
@@ -163,40 +163,27 @@ class WorkerProber:
             self._start_s = None
         return result
 
-    def _result_message(self, process: WorkerProcess, monitor: Monitor) -> dict[str, Any] | None:
-        """The message with the result of the probe in progress; None once a phase took too long."""
-        while (message := self._receive(process, monitor)) is not None:
-            if message["event"] == "phase":
-                monitor.enter(Phase(message["phase"]))
-            elif message["event"] == "result":
-                return message
-        return None
-
-    def _receive(self, process: WorkerProcess, monitor: Monitor) -> dict[str, Any] | None:
-        try:
-            return process.receive(monitor, self._should_stop)
-        except Cancelled:
-            self.close()
-            raise
-
-    def _hung(self, request: ProbeRequest, monitor: Monitor, begin: float) -> ProbeResult:
-        assert self._process is not None
-        self._process.dump_stacks()
-        time.sleep(DUMP_S)
-        self.close()
-        reason = f"no progress in phase {monitor.phase} for {monitor.deadline_s():.0f} s; the stack is in the log"
-        return _failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin)
-
-    def _died(self, request: ProbeRequest, by_oom_killer: bool, begin: float) -> ProbeResult:
+    def _end_of_worker(self, by_oom_killer: bool) -> str:
+        """Clean up after a worker that has ended; why it did."""
         code = self._process.wait_for_exit(EXIT_S) if self._process else None
         self.close()
         if by_oom_killer and code == -signal.SIGKILL:
-            reason = HOST_OOM
-        elif code is not None and code < 0:
-            reason = f"the worker was killed by {signal.Signals(-code).name}"
-        else:
-            reason = f"the worker ended with exit code {code}"
-        return _failed(request, Outcome.CRASH, None, reason, begin)
+            return HOST_OOM
+        if code is not None and code < 0:
+            return f"the worker was killed by {signal.Signals(-code).name}"
+        return f"the worker ended with exit code {code}"
+
+    def _receive(self, process: WorkerProcess, monitor: Monitor) -> dict[str, Any] | None:
+        """The next message that is not about a phase; None once a phase took too long."""
+        try:
+            while (message := process.receive(monitor, self._should_stop)) is not None:
+                if message["event"] != "phase":
+                    return message
+                monitor.enter(Phase(message["phase"]))
+        except Cancelled:
+            self.close()
+            raise
+        return None
 
     # --- the worker
 
@@ -240,25 +227,22 @@ class WorkerProber:
         return self._process
 
     def _await_ready(self, process: WorkerProcess) -> None:
-        monitor = Monitor(None, self._deadlines)
-        reason = f"it did not start within {self._deadlines[Phase.START]:.0f} s"
-        broken = unhealthy = False
         try:
-            while message := self._receive(process, monitor):
-                if message["event"] == "ready":
-                    self._fingerprint = from_data(Fingerprint, message["fingerprint"])
-                    self.memory_gib = message["memory_gib"]
-                    self._start_s = message["seconds"]
-                    self._ready = True
-                    return
-                if message["event"] == "broken":
-                    broken, reason, unhealthy = True, message["reason"], message["unhealthy"]
-        except (ConnectionError, EOFError):
-            if not broken:
-                reason = "it ended while starting"
+            message = self._receive(process, Monitor(None, self._deadlines))
+        except ENDED:
+            message = {"reason": "it ended while starting"}
+        if message is None:
+            message = {"reason": f"it did not start within {self._deadlines[Phase.START]:.0f} s"}
+        elif message.get("event") == "ready":
+            self._fingerprint = from_data(Fingerprint, message["fingerprint"])
+            self.memory_gib = message["memory_gib"]
+            self._start_s = message["seconds"]
+            self._ready = True
+            return
         self.close()
+        reason = message["reason"]
         log = self.logs / "worker.log"
-        if unhealthy:
+        if message.get("unhealthy"):
             raise TooManyFailures(
                 f"the device cannot be trusted: {reason}", remedy=f"use another; see {log}, and its maker's diagnostics"
             )
@@ -267,29 +251,18 @@ class WorkerProber:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerHealth:
-    """Whether a worker can probe on this machine.
+def check_worker(device: str) -> tuple[Fingerprint, str | None]:
+    """Start a worker on `device`, which trains a tiny model to become ready; on a GPU also train one of 4-bit weights.
 
-    `fingerprint` is None where it cannot, `problem` is the reason then. `nf4_problem` is the reason why 4-bit weights
-    of bitsandbytes do not train; None where they do.
+    Returns the fingerprint, and why 4-bit weights of bitsandbytes do not train (None where they do, or were not tried).
+    Raises EnvironmentProblem and TooManyFailures where no worker can probe on this machine.
     """
-
-    fingerprint: Fingerprint | None
-    problem: str | None = None
-    nf4_problem: str | None = None
-
-
-def check_worker(device: str) -> WorkerHealth:
-    """Start a worker on `device`, which trains a tiny model to become ready, and train one with 4-bit weights."""
     with tempfile.TemporaryDirectory(prefix="autotune-") as logs, WorkerProber(device, Path(logs)) as prober:
-        try:
-            fingerprint = prober.fingerprint
-            result = prober.probe(tiny_request(device, prober.memory_gib, quantization="nf4"), Path(logs, "nf4.log"))
-        except (EnvironmentProblem, TooManyFailures) as error:
-            return WorkerHealth(fingerprint=None, problem=str(error))
-    problem = None if result.outcome is Outcome.OK else result.reason or result.outcome.value
-    return WorkerHealth(fingerprint=fingerprint, nf4_problem=problem)
+        fingerprint = prober.fingerprint
+        if device != "cuda":
+            return fingerprint, None
+        result = prober.probe(tiny_request(device, prober.memory_gib, quantization="nf4"), Path(logs, "nf4.log"))
+    return fingerprint, None if result.outcome is Outcome.OK else result.reason or result.outcome.value
 
 
 def _slowed_by(result: ProbeResult) -> tuple[str, ...] | None:
@@ -298,7 +271,9 @@ def _slowed_by(result: ProbeResult) -> tuple[str, ...] | None:
     return None if telemetry is None else telemetry.slowed_by
 
 
-def _failed(request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason: str, begin: float) -> ProbeResult:
+def _failed(
+    request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason: str, begin: float, log: Path
+) -> ProbeResult:
     total_s = time.monotonic() - begin
     return ProbeResult(
         request_digest=request.digest,
@@ -309,6 +284,7 @@ def _failed(request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason
         phase=phase,
         reason=reason,
         seconds={"total": total_s},
+        log=log.name,
         started_at=(datetime.now(UTC) - timedelta(seconds=total_s)).isoformat(timespec="milliseconds"),
     )
 

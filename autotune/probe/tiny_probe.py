@@ -6,14 +6,10 @@ from autotune.core.train_config import TrainConfig
 
 def tiny_request(device: str, memory_gib: float, *, quantization: str = "none") -> ProbeRequest:
     """A small probe, yet large enough that libraries set up the buffers they use for matrices of real size."""
+    precision = "fp32" if device == "cpu" else "bf16_mixed"
     shape = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
     return ProbeRequest(
-        config=TrainConfig(
-            micro_batch_size=2,
-            seq_len=256,
-            precision="fp32" if device == "cpu" else "bf16_mixed",
-            quantization=quantization,
-        ),
+        config=TrainConfig(micro_batch_size=2, seq_len=256, precision=precision, quantization=quantization),
         model={"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 4096, **shape},
         device=device,
         memory_gib=memory_gib,

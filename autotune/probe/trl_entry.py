@@ -17,7 +17,7 @@ def main() -> None:
     # torch loads only now: until then nothing else would end this process with its launcher
     from transformers import trainer
 
-    from autotune.probe.trl_clock import TrlClock
+    from autotune.probe.trl_trainer import TrlClock
 
     clock = TrlClock(saves=False, progress=STEPS)
     trainer.DEFAULT_CALLBACKS.append(clock)

@@ -1,25 +1,61 @@
-"""TRL's SFTTrainer as the loop of a probe: its config, its rows and its tokenizer, which need no real weights."""
+"""TRL's SFTTrainer as the loop of a probe, and the clock of a run by TRL's own script."""
 
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
+from torch import nn
 from trl import SFTConfig, SFTTrainer
 
+from autotune.probe.runtime.clock import Clock
 from autotune.probe.synthetic_model import tokenizer
 
 
-def config(seq_len: int, **settings: Any) -> TrainingArguments:
-    """SFTConfig with these settings of TrainingArguments. Its rows are tokenised already."""
-    made: TrainingArguments = SFTConfig(max_length=seq_len, dataset_kwargs={"skip_prepare_dataset": True}, **settings)
-    return made
+def trl_trainer(
+    recorded: type,
+    model: nn.Module,
+    settings: dict[str, Any],
+    rows: list[dict[str, torch.Tensor]],
+    num_rows: int,
+    held_out: list[dict[str, torch.Tensor]],
+) -> Any:
+    """An SFTTrainer on `num_rows` rows, which repeat `rows`, with the class `recorded` mixed in.
+
+    `settings` are keyword arguments of SFTConfig. The rows are tokenised already.
+    """
+    trainer: Any = type("TrlProbeTrainer", (recorded, SFTTrainer), {})
+    different = _dataset(rows)
+    return trainer(
+        model=model,
+        args=SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings),
+        train_dataset=different.select([index % len(rows) for index in range(num_rows)]),
+        eval_dataset=_dataset(held_out),
+        processing_class=tokenizer(),
+    )
 
 
-def rows(tokens: torch.Tensor, number: int) -> Any:
-    """A dataset for SFTTrainer of `number` rows, which repeat `tokens` (rows x length)."""
-    dataset = Dataset.from_dict({"input_ids": tokens.tolist()})
-    return dataset.select([index % len(tokens) for index in range(number)])
+def _dataset(rows: list[dict[str, torch.Tensor]]) -> Any:
+    return Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in rows]})
 
 
-__all__ = ["SFTTrainer", "config", "rows", "tokenizer"]
+class TrlClock(Clock):
+    """A clock that ends the last step before the evaluation and the save at the end of the run."""
+
+    num_steps = 0
+    tokens_per_step = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any, **_: Any) -> None:
+        """Count the tokens of a mean step, padding not included."""
+        rows = train_dataloader.dataset
+        mean_tokens = sum(map(len, rows["input_ids"])) / len(rows)
+        self.tokens_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * mean_tokens
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Report the step, and end it here if it is the last."""
+        super().on_step_end(args, state, control)
+        self.num_steps = state.global_step
+        if self.num_steps == state.max_steps:
+            self.mark()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Do nothing: the last step has ended already."""

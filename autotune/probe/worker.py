@@ -1,4 +1,4 @@
-"""The child process: reads requests, answers results, keeps the base model warm between them. Nothing imports it.
+"""The child process: reads requests, answers with results, and keeps the base model between them.
 
 It sends JSON lines on a socket of its own, since libraries print to stdout; stdout and stderr go to the trial's log.
 After each probe it restores the process and reports whether that succeeded; the parent replaces it where it did not.
@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -60,7 +61,7 @@ def main() -> None:
     for line in reader:
         message = json.loads(line)
         if "describe" in message:
-            send(**description(message["describe"]))
+            _describe(message["describe"], send)
             continue
         _log_to(message["log"])
         worker.inject = injected(message["log"])
@@ -69,15 +70,15 @@ def main() -> None:
         send(event="result", result=to_data(result), reusable=reusable)
 
 
-def description(model: dict[str, Any]) -> dict[str, Any]:
-    """The message that answers how a model's layers repeat."""
+def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
+    """Send how a model's layers repeat."""
     from autotune.probe.model_shape import describe
 
     try:
-        return {"event": "described", "shape": to_data(describe(model))}
+        send(event="described", shape=to_data(describe(model)))
     except Exception as error:
         traceback.print_exc()
-        return {"event": "broken", "reason": f"{type(error).__name__}: {error}"}
+        send(event="broken", reason=f"{type(error).__name__}: {error}")
 
 
 class Worker:
@@ -101,10 +102,7 @@ class Worker:
         self._empty_gib = 0.0
         self._limit_gib = self.meter.memory_gib()
         self._lost_gib = 0.0
-        self._warm_up(device)
-
-    def _warm_up(self, device: str) -> None:
-        """One probe of a tiny model loads libraries and kernels, so that they count as context from the start."""
+        # A probe of a tiny model loads libraries and kernels, so that they count as context from the start.
         result, _ = self.serve(tiny_request(device, self.meter.memory_gib()))
         if result.outcome is not Outcome.OK:
             raise RuntimeError(f"a tiny warm-up probe failed: {result.reason}")
@@ -116,29 +114,32 @@ class Worker:
 
     def serve(self, request: ProbeRequest) -> tuple[ProbeResult, bool]:
         """The result of one probe, and whether this process is as good as new after it."""
-        clock = PhaseClock()
         started = datetime.now(UTC).isoformat(timespec="milliseconds")
-        fields, reusable = self._attempt(request, clock)
+        entered = [("total", time.perf_counter())]
+        fields, reusable = self._attempt(request, entered)
         oom: OomDetail | None = fields.get("oom")
         if oom is not None and oom.need_gib <= oom.limit_gib and self.meter.aside_gib and reusable:
             # Less than the limit was needed: waiting models may have taken the room.
             self._drop([depth for depth in self._residents if depth != request.depth])
-            fields, reusable = self._attempt(request, clock)
+            fields, reusable = self._attempt(request, entered)
         self._served += 1
         result = ProbeResult(
             request_digest=request.digest,
             config=request.config,
             rung=request.rung,
             depth=request.depth,
-            seconds=clock.finish(),
+            seconds=_seconds(entered),
             warm=self._served > 1,
             started_at=started,
             **fields,
         )
         return result, reusable
 
-    def _attempt(self, request: ProbeRequest, clock: "PhaseClock") -> tuple[dict[str, Any], bool]:
-        """The outcome of one try as fields of the result, and whether this process is as good as new after it."""
+    def _attempt(self, request: ProbeRequest, entered: list[tuple[str, float]]) -> tuple[dict[str, Any], bool]:
+        """The outcome of one try as fields of the result, and whether this process is as good as new after it.
+
+        Adds each phase and the time at which it began to `entered`.
+        """
         from autotune.probe.accounting import too_tight
         from autotune.probe.harness import Probe
 
@@ -146,7 +147,7 @@ class Worker:
         probe: Probe | None = None
 
         def emit(phase: Phase) -> None:
-            clock.enter(phase)
+            entered.append((phase.value, time.perf_counter()))
             self._send(event="phase", phase=phase)
             if self.inject is not None:
                 self.inject(phase)
@@ -166,17 +167,11 @@ class Worker:
         # Only now, outside the except block, nothing refers to the frames of the failed step any more.
         emit(Phase.CLEANUP)
         if probe is not None:
-            self._close(probe)
+            # bitsandbytes never frees the managed memory of a paged optimizer (GlobalPageManager keeps it).
+            self._lost_gib += probe.managed_gib
+            probe.close()
         probe = None
         return fields, self._restore(request, fields)
-
-    def _close(self, probe: "Probe") -> None:
-        from autotune.probe.resident import clean
-
-        # bitsandbytes never frees the managed memory of a paged optimizer (GlobalPageManager keeps it).
-        self._lost_gib += probe.managed_gib
-        probe.close()
-        clean(probe.resident)
 
     def _restore(self, request: ProbeRequest, fields: dict[str, Any]) -> bool:
         """Return the memory of a finished probe; whether all of it was. Adds a note to `fields` if it was not."""
@@ -259,25 +254,13 @@ class Worker:
         return {"outcome": Outcome.CRASH, "phase": phase, "reason": f"{type(error).__name__}: {first_line}"}
 
 
-class PhaseClock:
-    """Wall seconds by phase."""
-
-    def __init__(self) -> None:
-        self._start = self._since = time.perf_counter()
-        self._phase: str | None = None
-        self._seconds: dict[str, float] = {}
-
-    def enter(self, phase: str | None) -> None:
-        """End the current phase, and begin another."""
-        now = time.perf_counter()
-        if self._phase is not None:
-            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = phase, now
-
-    def finish(self) -> dict[str, float]:
-        """The seconds of each phase, and `total` since the clock was made."""
-        self.enter(None)
-        return self._seconds | {"total": time.perf_counter() - self._start}
+def _seconds(entered: list[tuple[str, float]]) -> dict[str, float]:
+    """Wall seconds by phase until now, from the times at which each was entered; the first is `total`."""
+    now = time.perf_counter()
+    seconds: dict[str, float] = {}
+    for (phase, begin), (_, end) in pairwise([*entered[1:], ("", now)]):
+        seconds[phase] = seconds.get(phase, 0.0) + end - begin
+    return seconds | {"total": now - entered[0][1]}
 
 
 def _log_to(target: str | int) -> None:

@@ -32,6 +32,12 @@ ON_CPU = {
     "MALLOC_ARENA_MAX": "1",
     "OMP_WAIT_POLICY": "passive",
 }
+ALWAYS_SET = {
+    ALLOCATOR_VARIABLE: ALLOCATOR,
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
 PASSED_ON = (
     *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "CC", "CXX"),
     "AUTOTUNE_INJECT",
@@ -49,13 +55,8 @@ def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
         for name, value in parent.items()
         if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)) and not any(word in name for word in SECRET_WORDS)
     }
-    environment |= {
-        ALLOCATOR_VARIABLE: ALLOCATOR,
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    return environment | (ON_CPU if device == "cpu" else one_gpu(parent.get("CUDA_VISIBLE_DEVICES", "0")))
+    on_device = ON_CPU if device == "cpu" else one_gpu(parent.get("CUDA_VISIBLE_DEVICES", "0"))
+    return environment | ALWAYS_SET | on_device
 
 
 class WorkerProcess:
@@ -67,11 +68,10 @@ class WorkerProcess:
         self._buffer = b""
         # What a killed worker leaves behind lies in here.
         self._scratch = tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True)
-        command = [sys.executable, "-m", "autotune.probe.worker"]
         arguments = [str(theirs.fileno()), device, str(os.getpid()), self._scratch.name]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*command, *arguments],
+                [sys.executable, "-m", "autotune.probe.worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -112,13 +112,11 @@ class WorkerProcess:
                 if should_stop():
                     raise Cancelled
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return dict(json.loads(line))
 
     def dump_stacks(self) -> None:
         """Have the worker write every thread's stack to its current log."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
+        self._process.send_signal(signal.SIGUSR1)
 
     def wait_for_exit(self, timeout_s: float) -> int | None:
         """The exit code (negative: a signal) of a worker that is ending; None if it still runs after `timeout_s`."""

@@ -40,12 +40,12 @@ def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from autotune.probe.harness import RandomRows
+    from autotune.probe.harness import random_rows
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPE, use_cache=False)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    rows = RandomRows(2, 48, 128, seed=0, lengths=(EXAMPLES,), packing=True)
+    rows = random_rows(2, 48, 128, seed=0, lengths=(EXAMPLES,), packing=True)
     batch = {key: torch.stack([rows[0][key], rows[1][key]]) for key in rows[0]}
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
     for row in (0, 1):
@@ -57,9 +57,9 @@ def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
 
 @pytest.mark.probe
 def test_the_seams_and_the_padding_of_a_packed_row_are_not_learned() -> None:
-    from autotune.probe.harness import RandomRows
+    from autotune.probe.harness import random_rows
 
-    row = RandomRows(1, 8, 128, seed=0, lengths=((3, 2),), packing=True)[0]
+    row = random_rows(1, 8, 128, seed=0, lengths=((3, 2),), packing=True)[0]
     assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     ids = row["input_ids"].tolist()
     assert row["labels"].tolist() == [-100, ids[1], ids[2], -100, ids[4], -100, -100, -100]

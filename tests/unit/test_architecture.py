@@ -44,7 +44,6 @@ CHILD = (
     "resident",
     "synthetic_model",
     "tiny_probe",
-    "trl_clock",
     "trl_entry",
     "trl_trainer",
     "worker",

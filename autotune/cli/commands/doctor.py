@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autotune.cli.options import Json, Storage
-from autotune.core.errors import AutotuneError, EnvironmentProblem
+from autotune.core.errors import AutotuneError, EnvironmentProblem, TooManyFailures
 from autotune.core.nvml import list_gpus
 from autotune.core.units import fmt_gib, gib
 from autotune.probe.supervisor import check_worker
@@ -85,12 +85,12 @@ def _torch() -> list[Check]:
     if importlib.util.find_spec("torch") is None:
         return [Check(name="torch", ok=False, found="not installed", remedy="pip install torch")]
     on_gpu = bool(list_gpus())
-    health = check_worker("cuda" if on_gpu else "cpu")
-    fingerprint = health.fingerprint
-    if fingerprint is None:
+    try:
+        fingerprint, nf4_problem = check_worker("cuda" if on_gpu else "cpu")
+    except (EnvironmentProblem, TooManyFailures) as error:
         where = "on the GPU" if on_gpu else "here"
         remedy = "install a build of torch that this machine and its driver can run"
-        return [Check(name="torch", ok=False, found=f"does not train {where}: {health.problem}", remedy=remedy)]
+        return [Check(name="torch", ok=False, found=f"does not train {where}: {error}", remedy=remedy)]
     checks = [Check(name="torch", ok=True, found=f"{fingerprint.packages['torch']}, CUDA {fingerprint.cuda or 'none'}")]
     if on_gpu:
         bf16 = float(fingerprint.compute_capability or 0) >= BF16_CAPABILITY
@@ -100,7 +100,7 @@ def _torch() -> list[Check]:
             Check(
                 name="bitsandbytes on GPU",
                 ok=None,
-                found=health.nf4_problem or "a tiny model with nf4 weights was trained",
+                found=nf4_problem or "a tiny model with nf4 weights was trained",
             ),
         ]
     return checks

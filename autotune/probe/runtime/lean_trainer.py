@@ -9,34 +9,27 @@ from transformers import Trainer
 from .settings import LIGER_KERNELS
 
 
-def training_arguments(
-    *,
-    micro_batch_size: int,
-    accumulation: int,
-    optimizer: str,
-    precision: str,
-    kernels: str,
-    loader_workers: int,
-    learning_rate: float,
-    on_cpu: bool,
-) -> dict[str, Any]:
-    """Keyword arguments of TrainingArguments that speed and memory depend on, in the probe and in the full run."""
+def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dict[str, Any]:
+    """Keyword arguments of TrainingArguments that speed and memory depend on, in the probe and in the full run.
+
+    `settings` are the RunSettings of a script, or the configuration of a probe, which has the same names.
+    """
     return {
-        "per_device_train_batch_size": micro_batch_size,
+        "per_device_train_batch_size": settings.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "optim": optimizer,
-        "bf16": precision == "bf16_mixed",
-        "fp16": precision == "fp16_mixed",
+        "optim": settings.optimizer,
+        "bf16": settings.precision == "bf16_mixed",
+        "fp16": settings.precision == "fp16_mixed",
         "use_cpu": on_cpu,
-        "learning_rate": learning_rate,
+        "learning_rate": settings.learning_rate,
         "max_grad_norm": 1.0,
         "logging_steps": 10,
         "logging_nan_inf_filter": False,  # it would hide a bad loss, and wait for the device at every micro batch
         "report_to": [],
         "dataloader_drop_last": True,
-        "dataloader_num_workers": loader_workers,
+        "dataloader_num_workers": settings.loader_workers,
         "dataloader_pin_memory": not on_cpu,
-        "use_liger_kernel": kernels == "liger",
+        "use_liger_kernel": settings.kernels == "liger",
         "liger_kernel_config": LIGER_KERNELS,
     }
 

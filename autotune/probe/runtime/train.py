@@ -99,16 +99,8 @@ def make_trainer(
 ) -> LeanTrainer:
     """The Trainer of this run. Only a run on a dataset saves checkpoints, and not where it stops after some steps."""
     checkpoints = options.saves and options.dataset is not None and options.max_steps < 1
-    arguments = training_arguments(
-        micro_batch_size=settings.micro_batch_size,
-        accumulation=settings.accumulation,
-        optimizer=settings.optimizer,
-        precision=settings.precision,
-        kernels=settings.kernels,
-        loader_workers=settings.loader_workers,
-        learning_rate=settings.learning_rate,
-        on_cpu=not torch.cuda.is_available(),
-    )
+    on_cpu = not torch.cuda.is_available()
+    arguments = training_arguments(settings, accumulation=settings.accumulation, on_cpu=on_cpu)
     return LeanTrainer(
         model,
         TrainingArguments(

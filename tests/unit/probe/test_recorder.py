@@ -46,9 +46,9 @@ def recorded(
     recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0)
     count, done = 0, False
     while not done:
-        recorder.begin_fetch()
+        begin = clock.now
         clock.now += fetch
-        recorder.end_fetch()
+        recorder.fetches.append((begin, clock.now))
         for _ in range(request.micro_steps):
             recorder.begin_micro_batch()
             clock.now += micros[count % len(micros)] / 3
