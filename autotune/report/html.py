@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import describe_price
 from autotune.core.probe_types import Evidence, Outcome
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.core.units import DASH, fmt_count, fmt_seconds, fmt_usd
 from autotune.report import describe, figures, infos
 from autotune.report.oom import OomReport, missed, oom_report
 from autotune.report.style import environment, plotly_js
@@ -53,13 +53,6 @@ def render(summary: StudySummary, out_dir_name: str) -> str:
     """The whole page. `out_dir_name` is the directory in which its commands are to be run."""
     pages = environment()
     filters: dict[str, Any] = {
-        "count": fmt_count,
-        "gib": fmt_gib,
-        "usd": fmt_usd,
-        "seconds": fmt_seconds,
-        "hours": lambda hours: fmt_seconds(None if hours is None else hours * 3600),
-        "percent": lambda share: DASH if share is None else f"{share:.1%}",
-        "signed": lambda share: DASH if share is None else f"{share:+.1%}",
         "text": infos.value_text,
         "breaks": breaks,
         "missed": missed,

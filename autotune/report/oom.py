@@ -11,9 +11,9 @@ from typing import Any
 
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
-from autotune.core.text import code_span
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import DASH, fmt_count, fmt_gib
+from autotune.core.units import DASH, fmt_gib
+from autotune.report.style import environment
 from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
@@ -40,9 +40,14 @@ class Change:
     suggested: Any
     why: str
 
+    @property
+    def edit(self) -> str:
+        """'loss full → chunked'."""
+        return f"{self.knob} {self.current} → {self.suggested}"
+
     def __str__(self) -> str:
         """'loss full → chunked: why'."""
-        return self.why if self.knob is None else f"{self.knob} {self.current} → {self.suggested}: {self.why}"
+        return self.why if self.knob is None else f"{self.edit}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,10 @@ class Neighbour:
     differs: dict[str, list[Any]]
     tokens_per_second: float | None
     peak_reserved_gib: float | None
+
+    def changes(self) -> str:
+        """'seq_len 2048 → 1024, micro_batch_size 4 → 16'."""
+        return ", ".join(f"{knob} {value} → {fitting}" for knob, (value, fitting) in self.differs.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,51 +109,25 @@ class OomReport:
 
     def data(self) -> dict[str, Any]:
         """The content of oom_report.json."""
-        return {
-            "schema_version": 1,
-            "study": self.study,
-            "trials": self.num_trials,
-            "oom": self.count(Outcome.OOM),
-            "refused": self.count(Outcome.REFUSED),
-            "entries": [asdict(entry) for entry in self.entries],
-        }
+        counts = {"trials": self.num_trials, "oom": self.count(Outcome.OOM), "refused": self.count(Outcome.REFUSED)}
+        entries = [asdict(entry) for entry in self.entries]
+        return {"schema_version": 1, "study": self.study, **counts, "entries": entries}
 
     def markdown(self) -> str:
         """The content of oom_report.md."""
-        lines = [f"# Out of memory: {code_span(self.study)}", "", self.headline(), ""]
-        if self.entries:
-            lines += [
-                "Need and limit are reserved GiB (2^30 bytes). `refused` means predicted not to fit: no probe ran, and "
-                "the need is an estimate.",
-                "",
-                "| trial | config | outcome | phase | limit | missed by |",
-                "|---:|---|---|---|---:|---:|",
-            ]
-            for entry in self.entries:
-                cells = [str(entry.number), code_span(entry.label), entry.outcome, entry.phase or DASH]
-                cells += [fmt_gib(entry.limit_gib), missed(entry)]
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-            lines.append("")
-        for entry in self.entries:
-            lines += _section(entry)
-        return "\n".join(lines).rstrip() + "\n"
+        pages = environment()
+        pages.filters["missed"] = missed
+        text = pages.get_template("oom_report.md.j2").render(report=self, dash=DASH)
+        return text.rstrip() + "\n"
 
 
 def oom_report(summary: StudySummary) -> OomReport:
     """Every OOM and refusal of the study, in the order they ran."""
-    fits: dict[TrainConfig, TrialRecord] = {}
-    for row in summary.trials:
-        if row.outcome is Outcome.OK:
-            fits.setdefault(row.config, row)
-    nearest: dict[TrainConfig, tuple[Neighbour, ...]] = {}
-    entries = []
-    for row in summary.trials:
-        if row.outcome not in (Outcome.OOM, Outcome.REFUSED):
-            continue
-        if row.config not in nearest:
-            nearest[row.config] = _nearest(row.config, fits)
-        entries.append(_entry(row, nearest[row.config]))
-    return OomReport(study=summary.study, num_trials=len(summary.trials), entries=tuple(entries))
+    fits = {row.config: row for row in reversed(summary.trials) if row.outcome is Outcome.OK}  # the first of each
+    rows = [row for row in summary.trials if row.outcome in (Outcome.OOM, Outcome.REFUSED)]
+    nearest = {config: _nearest(config, fits) for config in {row.config for row in rows}}
+    entries = tuple(_entry(row, nearest[row.config]) for row in rows)
+    return OomReport(study=summary.study, num_trials=len(summary.trials), entries=entries)
 
 
 def distance(one: TrainConfig, other: TrainConfig) -> float:
@@ -162,7 +145,7 @@ def distance(one: TrainConfig, other: TrainConfig) -> float:
 def advise(config: TrainConfig, terms: tuple[Term, ...]) -> tuple[Change, ...]:
     """What to change, from the largest term on; from the usual terms where none is known."""
     ranked = sorted(terms, key=lambda term: -term.gib)
-    names = [term.name for i, term in enumerate(ranked) if i == 0 or term.share >= WORTH_ADVICE]
+    names = [term.name for term in ranked if term is ranked[0] or term.share >= WORTH_ADVICE]
     changes: list[Change] = []
     for name in names or ["activations", "optimizer", "weights"]:
         for knob, suggested, why in _ADVICE.get(name, _activations)(config):
@@ -187,11 +170,9 @@ def _entry(row: TrialRecord, nearest: tuple[Neighbour, ...]) -> OomEntry:
     limit = detail.limit_gib if detail else row.limit_gib
     margin = detail.margin if detail else row.margin
     named = detail.terms_gib if detail else {}
-    total = sum(named.values())
-    terms = tuple(
-        Term(name=name, gib=gib, share=gib / total if total > 0 else 0.0)
-        for name, gib in sorted(named.items(), key=lambda item: -item[1])
-    )
+    total = sum(named.values()) or 1.0
+    ranked = sorted(named.items(), key=lambda item: -item[1])
+    terms = tuple(Term(name=name, gib=gib, share=gib / total) for name, gib in ranked)
     return OomEntry(
         number=row.number,
         label=row.config.label(),
@@ -295,34 +276,3 @@ _ADVICE: dict[str, Callable[[TrainConfig], Advice]] = {
     "adapters": _fewer_trained,
     "weights": _weights,
 }
-
-
-def _section(entry: OomEntry) -> list[str]:
-    """One trial in Markdown."""
-    lines = [f"## Trial {entry.number}: {entry.outcome}", "", code_span(entry.label), ""]
-    if entry.reason:
-        lines.append(f"- Reason: {code_span(entry.reason)}")
-    lines.append(f"- Missed the limit of {fmt_gib(entry.limit_gib)} by {missed(entry)}; phase: {entry.phase or DASH}")
-    lines.append(
-        f"- Requested {fmt_gib(entry.requested_gib)} on top of {fmt_gib(entry.allocated_gib)} allocated, "
-        f"{fmt_gib(entry.reserved_gib)} reserved"
-    )
-    if entry.terms:
-        parts = (f"{code_span(term.name)} {fmt_gib(term.gib)} ({term.share:.0%})" for term in entry.terms)
-        lines.append("- What held the memory: " + ", ".join(parts))
-    else:
-        lines.append("- What held the memory is not known")
-    if entry.log:
-        lines.append(f"- Log: {code_span(entry.log)}")
-    lines += ["", "Nearest configurations that fit:", ""]
-    for neighbour in entry.nearest:
-        changes = ", ".join(f"{knob} {value} → {fitting}" for knob, (value, fitting) in neighbour.differs.items())
-        speed = f"{fmt_count(neighbour.tokens_per_second)} tokens/s, {fmt_gib(neighbour.peak_reserved_gib)}"
-        lines.append(f"- trial {neighbour.number} ({speed}): {code_span(changes or 'the same configuration')}")
-    if not entry.nearest:
-        lines.append("- none: no configuration of this study fits")
-    lines += ["", "What to change:", ""]
-    for index, change in enumerate(entry.changes, 1):
-        edit = code_span(f"{change.knob} {change.current} → {change.suggested}") + ": " if change.knob else ""
-        lines.append(f"{index}. {edit}{change.why}")
-    return [*lines, ""]

@@ -8,6 +8,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from autotune.core.probe_types import Outcome
+from autotune.core.text import code_span
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -27,16 +29,27 @@ MARKERS = {
 
 
 def environment() -> "Environment":
-    """The Jinja environment of all pages: text is escaped, and an unknown name is an error."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    """The Jinja environment of all pages: HTML is escaped, and an unknown name is an error."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-    return Environment(
+    pages = Environment(
         loader=PackageLoader("autotune.report"),
-        autoescape=True,
+        autoescape=select_autoescape(disabled_extensions=["md.j2"], default=True),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    pages.filters |= {
+        "code_span": code_span,
+        "count": fmt_count,
+        "gib": fmt_gib,
+        "usd": fmt_usd,
+        "seconds": fmt_seconds,
+        "hours": fmt_hours,
+        "percent": lambda share: DASH if share is None else f"{share:.1%}",
+        "signed": lambda share: DASH if share is None else f"{share:+.1%}",
+    }
+    return pages
 
 
 def plotly_js() -> str:
