@@ -6,7 +6,7 @@ from typing import Any
 
 from autotune.core.probe_types import Rung
 from autotune.core.train_config import TrainConfig
-from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.problem.run_cost import DeviceEstimate
 from autotune.report.describe import LABELS, ablation_effect, memory_gib
 from autotune.report.infos import TERMS, CellRow, ParallelInfo
@@ -28,12 +28,11 @@ EDGE = 1.5  # of the limit; a farther miss is drawn at the edge, so that it does
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One horizontal bar. `below` and `above` are its error, `text` is to its right, `hover` is escaped HTML."""
+    """One horizontal bar. `interval` are the ends of its error, `text` is to its right, `hover` is escaped HTML."""
 
     name: str
     value: float
-    below: float = 0.0
-    above: float = 0.0
+    interval: tuple[float, float] | None = None
     text: str = ""
     hover: str = ""
     highlighted: bool = False
@@ -60,7 +59,6 @@ def scatter(
             textposition="top center",
             textfont={"color": ACCENT, "size": 13},
             hovertext=[f"<b>{name}</b><br>{fmt_count(speed)} tokens/s<br>{fmt_gib(peak_gib)}"],
-            hoverinfo="text",
             cliponaxis=False,
             showlegend=False,
         )
@@ -82,7 +80,6 @@ def history(rows: tuple[TrialRecord, ...], best: tuple[tuple[int, float], ...]) 
             mode="lines",
             line={"shape": "hv", "color": ACCENT, "width": 2},
             name="best so far",
-            hoverinfo="skip",
         )
         figure.data = (figure.data[-1], *figure.data[:-1])  # below the points
     return finish(figure, x="trial", y="useful tokens/s", height=360)
@@ -111,12 +108,11 @@ def timeline(info: TimelineInfo) -> dict[str, Any] | None:
             yaxis="y2",
             marker={"color": KIND_COLOURS[TIMED], "line": {"width": 0}},
             hovertext=[f"a kernel ran <b>{part.utilization:.0%}</b> of the time" for part in busy],
-            hoverinfo="text",
             showlegend=False,
         )
         scale = {"range": [0, 1], "tickformat": ".0%", "tickvals": [0, 0.5, 1], "title": {"text": "busy"}}
         figure.update_layout(yaxis={"domain": [0.0, 0.62]}, yaxis2={"domain": [0.7, 1.0], "anchor": "x"} | scale)
-    figure.update_layout(legend={"traceorder": "normal"})
+    figure.update_layout(legend_traceorder="normal")
     if parts:
         figure.update_layout(barmode="stack", bargap=0, yaxis={"range": [0, 1], "tickformat": ".0%"})
     else:
@@ -141,13 +137,13 @@ def horizontal_bars(
         marker={"color": [ACCENT if bar.highlighted else BLUE for bar in bars]},
         text=[bar.text for bar in bars],
         textposition="outside",
-        hovertext=[bar.hover for bar in bars],
-        hoverinfo="text" if any(bar.hover for bar in bars) else "skip",
+        hovertext=[bar.hover for bar in bars] if any(bar.hover for bar in bars) else None,
         cliponaxis=False,
     )
-    if any(bar.below or bar.above for bar in bars):
-        errors = {"array": [bar.above for bar in bars], "arrayminus": [bar.below for bar in bars], "thickness": 1}
-        figure.update_traces(error_x=errors)
+    ends = [(bar.value, *(bar.interval or (bar.value, bar.value))) for bar in bars]
+    below, above = [value - low for value, low, _ in ends], [high - value for value, _, high in ends]
+    if any(below) or any(above):
+        figure.update_traces(error_x={"array": above, "arrayminus": below, "thickness": 1})
     if line_at is not None:
         figure.add_vline(x=line_at, line={"color": ACCENT, "width": 1.5})
     if end is not None:
@@ -161,7 +157,8 @@ def importances(shares: dict[str, float]) -> dict[str, Any] | None:
     """The share of each knob, the largest on top."""
     if len(shares) < 2:
         return None
-    bars = [Bar(name=knob, value=share, text=f"{share:.0%}") for knob, share in shares.items()]
+    largest_first = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
+    bars = [Bar(name=knob, value=share, text=f"{share:.0%}") for knob, share in largest_first]
     end = 1.16 * bars[0].value or 1.0  # the text is to the right of its bar
     return horizontal_bars(bars, x="share of the variation explained", ticks=".0%", row_px=34, end=end)
 
@@ -174,9 +171,7 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
         if row.changes:
             label, evidence = escape(row.candidate.config.label()), row.candidate.evidence
             hover = f"{label}<br><b>{row.extra:+.1%}</b> ({low:+.1%} to {high:+.1%}) [{evidence}]"
-            bars.append(
-                Bar(name=row.changes, value=row.extra, below=row.extra - low, above=high - row.extra, hover=hover)
-            )
+            bars.append(Bar(name=row.changes, value=row.extra, interval=row.interval, hover=hover))
     if not bars:
         return None
     return horizontal_bars(bars, x="cost against the winner", ticks="+.0%", row_px=38, line_at=0)
@@ -192,12 +187,8 @@ def cards(estimates: tuple[DeviceEstimate, ...], own: str | None = None) -> dict
         cost = card.cost
         if cost is not None and cost.full_run_usd is not None:
             name, usd = card.device.name, cost.full_run_usd
-            low, high = cost.interval_usd or (usd, usd)
-            hours = fmt_seconds(cost.full_run_hours * 3600)
-            hover = f"{escape(name)}<br><b>{fmt_usd(usd)}</b>, {hours} [{cost.evidence}]"
-            bars.append(
-                Bar(name=name, value=usd, below=usd - low, above=high - usd, hover=hover, highlighted=name == own)
-            )
+            hover = f"{escape(name)}<br><b>{fmt_usd(usd)}</b>, {fmt_hours(cost.full_run_hours)} [{cost.evidence}]"
+            bars.append(Bar(name=name, value=usd, interval=cost.interval_usd, hover=hover, highlighted=name == own))
     return horizontal_bars(bars, x="USD, on demand", ticks="$,.2f", row_px=26) if len(bars) > 1 else None
 
 
@@ -213,8 +204,7 @@ def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
             Bar(
                 name=f"{knob.knob} {getattr(knob.config, knob.knob)}",
                 value=speed,
-                below=knob.error * speed,
-                above=knob.error * speed,
+                interval=(speed * (1 - knob.error), speed * (1 + knob.error)),
                 text="" if speed else "failed",
                 hover=f"{escape(knob.config.label())}<br><b>{effect}</b> [{knob.evidence}]",
             )
@@ -229,15 +219,13 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
         return None
     figure = empty()
     for group, name, colour, opacity in LINES:
-        xs: list[float | None] = []
-        ys: list[float | None] = []
-        texts: list[str] = []
+        points: list[tuple[float | None, float | None, str]] = []
         for line in (line for line in info.lines if line.group == group):
-            xs += [*range(len(line.heights)), None]  # a gap between two lines of one trace
-            ys += [*line.heights, None]
             text = f"{fmt_count(line.tokens_per_second)} tokens/s<br>{escape(line.label)}"
-            texts += [text] * (len(line.heights) + 1)
-        if xs:
+            points += [(place, height, text) for place, height in enumerate(line.heights)]
+            points.append((None, None, text))  # a gap between two lines of one trace
+        if points:
+            xs, ys, texts = zip(*points, strict=True)
             figure.add_scatter(
                 x=xs,
                 y=ys,
@@ -246,7 +234,6 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
                 line={"color": colour, "width": 1.4},
                 opacity=opacity,
                 hovertext=texts,
-                hoverinfo="text",
             )
     for place, (_, values) in enumerate(info.axes):
         for index, value in enumerate(values):
@@ -272,23 +259,16 @@ def quality(results: Quality | None, winner: TrainConfig | None) -> dict[str, An
         mode="lines",
         line={"color": ACCENT, "width": 1.5, "dash": "dot", "shape": "hv"},
         name="Pareto front",
-        hoverinfo="skip",
     )
-    groups = {
-        "winner": [finalist for finalist in learned if finalist.config == winner],
-        "other finalists": [finalist for finalist in learned if finalist.config != winner],
-    }
-    for name, members in groups.items():
+    for name, colour, is_winner in (("winner", ACCENT, True), ("other finalists", BLUE, False)):
+        members = [finalist for finalist in learned if (finalist.config == winner) is is_winner]
         figure.add_scatter(
             x=[finalist.full_run_hours for finalist in members],
             y=[finalist.loss_after for finalist in members],
             mode="markers",
-            marker={"size": 11, "color": ACCENT if name == "winner" else BLUE},
+            marker={"size": 11, "color": colour},
             name=name,
-            hovertext=[
-                f"{escape(finalist.config.label())}<br><b>{finalist.loss_after:.4f}</b>" for finalist in members
-            ],
-            hoverinfo="text",
+            hovertext=[f"{escape(member.config.label())}<br><b>{member.loss_after:.4f}</b>" for member in members],
             cliponaxis=False,
         )
     return finish(figure, x="hours of the full run", y="held-out loss after training", height=360)
@@ -310,7 +290,6 @@ def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[s
             name=term,
             marker={"color": TERM_COLOURS[term], "line": {"width": 0}},
             hovertext=[f"{name}: {term}<br><b>{fmt_gib(value)}</b>" for name, value in zip(names, values, strict=True)],
-            hoverinfo="text",
         )
     _limit_line(figure, limit_gib)
     figure.update_xaxes(range=[0.0, 1.06 * max(limit_gib, *totals)])
@@ -321,17 +300,10 @@ def memory(bars: dict[str, dict[str, float]], limit_gib: float | None) -> dict[s
 
 def _limit_line(figure: Any, limit_gib: float) -> None:
     """The memory limit as a vertical line; its name is upright to the right, where nothing that fits can be."""
+    line = {"color": ACCENT, "width": 1.5, "dash": "dash"}
+    upright = {"textangle": -90, "xanchor": "left", "yanchor": "top", "xshift": 2}
     figure.add_vline(
-        x=limit_gib,
-        line={"color": ACCENT, "width": 1.5, "dash": "dash"},
-        layer="below",
-        annotation={
-            "text": f"limit {fmt_gib(limit_gib)}",
-            "textangle": -90,
-            "xanchor": "left",
-            "yanchor": "top",
-            "xshift": 2,
-        },
+        x=limit_gib, line=line, layer="below", annotation={"text": f"limit {fmt_gib(limit_gib)}"} | upright
     )
 
 
@@ -348,7 +320,6 @@ def _add_spans(figure: Any, spans: tuple[Span, ...], unit_s: float) -> None:
             hovertext=[
                 f"{escape(span.label)}<br>{span.outcome}: <b>{fmt_seconds(span.seconds)}</b> {kind}" for span in members
             ],
-            hoverinfo="text",
         )
 
 
@@ -361,7 +332,6 @@ def _add_slices(figure: Any, parts: tuple[Slice, ...], unit_s: float) -> None:
             name=kind,
             marker={"color": colour, "line": {"width": 0}},
             hovertext=[f"<b>{part.shares[kind]:.0%}</b> {kind}" for part in parts],
-            hoverinfo="text",
         )
 
 
@@ -397,7 +367,6 @@ def _trials(rows: tuple[TrialRecord, ...], x: Callable[[TrialRecord], float], hi
                 name=LABELS[outcome],
                 marker={"color": colour, "symbol": symbol, "size": 9, "opacity": 0.85, "line": line},
                 hovertext=[_hover(row) for row in members],
-                hoverinfo="text",
                 cliponaxis=False,
             )
     figure.update_yaxes(range=[2 * below, 1.1 * fastest], tickformat=",")

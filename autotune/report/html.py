@@ -5,6 +5,7 @@ Autoescape is on; the only text marked safe is plotly.js and JSON without any `<
 
 import json
 import shlex
+from collections import Counter
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from autotune.catalog import describe_price
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.units import DASH, fmt_count, fmt_seconds, fmt_usd
 from autotune.report import describe, figures, infos
-from autotune.report.oom import OomReport, missed, oom_report
+from autotune.report.oom import missed, oom_report
 from autotune.report.style import environment, plotly_js
 from autotune.report.timeline import timeline
 from autotune.study.summary import Recipe, StudySummary
@@ -52,7 +53,7 @@ class Stat:
 def render(summary: StudySummary, out_dir_name: str) -> str:
     """The whole page. `out_dir_name` is the directory in which its commands are to be run."""
     pages = environment()
-    filters: dict[str, Any] = {
+    pages.filters |= {
         "text": infos.value_text,
         "breaks": breaks,
         "missed": missed,
@@ -61,7 +62,6 @@ def render(summary: StudySummary, out_dir_name: str) -> str:
         "usd_range": describe.usd_range,
         "label": lambda outcome: describe.LABELS[Outcome(outcome)],
     }
-    pages.filters |= filters
     return pages.get_template("report.html.j2").render(_view(summary, out_dir_name))
 
 
@@ -73,7 +73,7 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
         "history": figures.history(summary.trials, infos.best_so_far(summary)),
         "timeline": figures.timeline(timeline(summary)),
         "parallel": figures.parallel(infos.parallel(summary)),
-        "importances": figures.importances(infos.importances(summary)),
+        "importances": figures.importances(summary.importances),
         "memory": figures.memory(infos.memory(summary), limit_gib),
         "cards": figures.cards(summary.cards, recipe.device.name if recipe else None),
         "explanation": figures.explanation(summary.explanation),
@@ -132,8 +132,9 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
     """Everything that the template reads."""
     from markupsafe import Markup
 
-    recipe, oom, figures_by_name = summary.recipe, oom_report(summary), draw(summary)
-    drawn = {name: data for name, data in figures_by_name.items() if data is not None}
+    recipe, oom = summary.recipe, oom_report(summary)
+    drawn = {name: data for name, data in draw(summary).items() if data is not None}
+    misses = [(entry.margin, entry.number, entry) for entry in oom.entries if entry.margin is not None]
     view: dict[str, Any] = {
         "summary": summary,
         "recipe": recipe,
@@ -143,7 +144,7 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
         "map": infos.feasibility(summary),
         "lengths": infos.row_lengths(summary),
         "oom": oom,
-        "closest": _closest(oom),
+        "closest": min(misses)[-1] if misses else None,
         "effect": lambda knob: describe.ablation_effect(summary.explanation, knob) if summary.explanation else "",
         "verification": describe.verification(summary.verification) if summary.verification else [],
         "price_of": lambda card: describe_price(card.price, date.today()),
@@ -156,7 +157,7 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
     }
     if recipe is not None:
         view |= {
-            "subject": _subject(recipe),
+            "device": next(iter(recipe.device.nvml_names), recipe.device.name),
             "phrases": describe.configuration(recipe),
             "stats": stats(recipe, summary),
             "price": _price(recipe),
@@ -188,11 +189,6 @@ def _headline(summary: StudySummary) -> str:
     return f"{recipe.speedup:.1f}× the speed of the baseline"
 
 
-def _subject(recipe: Recipe) -> str:
-    """'Mistral-7B on NVIDIA H200'."""
-    return f"{recipe.model.name} on {recipe.device.nvml_names[0] if recipe.device.nvml_names else recipe.device.name}"
-
-
 def _price(recipe: Recipe) -> str:
     price = recipe.price
     if price is None:
@@ -204,16 +200,8 @@ def _price(recipe: Recipe) -> str:
 
 def _breakdown(summary: StudySummary) -> str:
     """'12 trials: 8 fit, 2 out of memory, 2 refused'."""
-    parts = []
-    for outcome, label in describe.LABELS.items():
-        number = sum(row.outcome is outcome for row in summary.trials)
-        if number:
-            parts.append(f"{number:,} {'fit' if outcome is Outcome.OK else label}")
+    labels = describe.LABELS | {Outcome.OK: "fit"}
+    counts = Counter(row.outcome for row in summary.trials)
+    parts = [f"{counts[outcome]:,} {label}" for outcome, label in labels.items() if counts[outcome]]
     trials = "1 trial" if len(summary.trials) == 1 else f"{len(summary.trials):,} trials"
     return f"{trials}: {', '.join(parts)}" if parts else "no trial was run"
-
-
-def _closest(report: OomReport) -> Any:
-    """The trial that missed the limit by least."""
-    known = [entry for entry in report.entries if entry.margin is not None]
-    return min(known, key=lambda entry: (entry.margin, entry.number), default=None)

@@ -49,10 +49,7 @@ class CompareRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One configuration in the parallel coordinates.
-
-    `heights` has its height on each axis, 0 to 1, the last of which is its speed. `group` is 0 for the fastest.
-    """
+    """A configuration: its height on each axis, 0 to 1, the last of which is its speed; `group` 0 is the fastest."""
 
     label: str
     tokens_per_second: float
@@ -73,9 +70,8 @@ class ParallelInfo:
 class CellRow:
     """The best candidate of one learning cell.
 
-    `extra` is its cost per useful token over the winner's, minus 1, and `interval` the same at either end of the
-    measured spread. `changes` names the learning knobs that differ from the winner's. `cut` is the share of all tokens
-    that its row length cuts off, `padding` the share of its rows that is padding.
+    `extra` is its cost per useful token over the winner's, minus 1, with `interval` from the measured spread. `changes`
+    names the learning knobs that differ. `cut` is the share of all tokens cut off, `padding` that of its rows.
     """
 
     candidate: Candidate
@@ -129,11 +125,6 @@ def best_so_far(summary: StudySummary) -> tuple[tuple[int, float], ...]:
     if best and summary.trials[-1].number > best[-1][0]:
         best.append((summary.trials[-1].number, best[-1][1]))
     return tuple(best)
-
-
-def importances(summary: StudySummary) -> dict[str, float]:
-    """The share of each knob, the largest first."""
-    return dict(sorted(summary.importances.items(), key=lambda item: (-item[1], item[0])))
 
 
 def feasibility(summary: StudySummary) -> dict[str, dict[str, MapCell]]:
@@ -206,7 +197,7 @@ def parallel(summary: StudySummary) -> ParallelInfo:
     for row in summary.trials:
         if row.tokens_per_second is not None:
             speeds[row.config] = max(row.tokens_per_second, speeds.get(row.config, 0.0))
-    values = {knob: _ordered({getattr(config, knob) for config in speeds}) for knob in KNOBS}
+    values = {knob: sorted({getattr(config, knob) for config in speeds}, key=_order) for knob in KNOBS}
     values = {knob: several for knob, several in values.items() if len(several) > 1}
     fastest = max(speeds.values(), default=0.0)
     if len(values) < 2 or not fastest:
@@ -260,10 +251,7 @@ def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
     workload = recipe.workload
     lengths = {row.config.seq_len for row in summary.trials}
     longest = 2 * min(workload.lengths.longest, max(lengths, default=SHORTEST_ROW))
-    seq_len = SHORTEST_ROW
-    while seq_len < longest:
-        lengths.add(seq_len)
-        seq_len *= 2
+    lengths |= {2**power for power in range(64) if SHORTEST_ROW <= 2**power < longest}
     rows = []
     for seq_len in sorted(lengths):
         alone = TrainConfig(seq_len=seq_len)
@@ -306,22 +294,16 @@ def _cell(rows: list[TrialRecord]) -> MapCell:
     count = Counter(row.outcome for row in rows)
     fitting = count[Outcome.OK] + count[Outcome.SLOW]
     too_large = count[Outcome.OOM] + count[Outcome.REFUSED]
-    if fitting and too_large:
-        state = "mixed"
-    elif fitting:
-        state = "fits"
-    elif count[Outcome.OOM]:
-        state = "oom"
-    elif count[Outcome.REFUSED]:
-        state = "refused"
+    if fitting:
+        state = "mixed" if too_large else "fits"
+    elif too_large:
+        state = "oom" if count[Outcome.OOM] else "refused"
     else:
         state = "failed" if rows else "untried"
     speeds = [row.tokens_per_second for row in rows if row.outcome is Outcome.OK and row.tokens_per_second is not None]
     return MapCell(state=state, num_tried=len(rows), best_tokens_per_second=max(speeds, default=None))
 
 
-def _ordered(values: set[Any]) -> list[Any]:
-    """None first, then numbers by size, then words by the alphabet."""
-    return sorted(
-        values, key=lambda value: (value is not None, not isinstance(value, int), 0 if value is None else value)
-    )
+def _order(value: Any) -> tuple[bool, bool, Any]:
+    """A key that sorts None first, then numbers by size, then words by the alphabet."""
+    return value is not None, not isinstance(value, int), value or 0

@@ -77,12 +77,10 @@ def finish(figure: Any, *, x: str, y: str | None = None, height: int) -> dict[st
 
     `x` and `y` are the titles of the axes, `height` is in pixels.
     """
-    axis = {
-        "zeroline": False,
-        "automargin": True,
-        "ticklabelstandoff": 4,
-        "title": {"standoff": 12, "font": {"size": 13}},
-    }
+    for trace in figure.data:
+        trace.hoverinfo = "text" if trace.hovertext else "skip"
+    title = {"standoff": 12, "font": {"size": 13}}
+    axis = {"zeroline": False, "automargin": True, "ticklabelstandoff": 4, "title": title}
     has_legend = any(trace.name and trace.showlegend is not False for trace in figure.data)
     figure.update_layout(
         template="none",

@@ -70,12 +70,13 @@ def test_horizontal_bars() -> None:
     assert (trace["x"], trace["y"]) == ([1.0, 2.0], ["a", "&lt;b&gt;"]) and "error_x" not in trace
     assert trace["hoverinfo"] == "skip" and "shapes" not in plain["layout"]
     bars = [
-        figures.Bar(name="a", value=1.0, below=0.1, above=0.2, text="1", hover="one", highlighted=True),
+        figures.Bar(name="a", value=1.0, interval=(0.9, 1.2), text="1", hover="one", highlighted=True),
         figures.Bar(name="b", value=2.0),
     ]
     rich = figures.horizontal_bars(bars, x="s", ticks=",", row_px=10, line_at=1.5, end=3.0)
     (trace,) = rich["data"]
-    assert (trace["error_x"]["arrayminus"], trace["error_x"]["array"]) == ([0.1, 0.0], [0.2, 0.0])
+    assert trace["error_x"]["arrayminus"] == pytest.approx([0.1, 0.0])
+    assert trace["error_x"]["array"] == pytest.approx([0.2, 0.0])
     assert (trace["hovertext"], trace["text"], trace["hoverinfo"]) == (["one", ""], ["1", ""], "text")
     assert trace["marker"]["color"] == [style.ACCENT, style.BLUE]
     assert rich["layout"]["shapes"][0]["x0"] == 1.5 and rich["layout"]["xaxis"]["range"] == [0.0, 3.0]
