@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from autotune.core.probe_types import Phase
@@ -28,7 +27,7 @@ CRASHES = {
 FAULTS = ("oom", "host-oom", "nan", *CRASHES, THROTTLE, "slow", "hang", "exit", *SIGNALS)
 
 
-def _strike(fault: str) -> None:
+def _do(fault: str) -> None:
     """Do in this process what the fault is."""
     if fault in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault])
@@ -52,16 +51,11 @@ def _strike(fault: str) -> None:
         os._exit(3)
 
 
-def injected(log: str) -> Callable[[Phase], None] | None:
-    """What to call at the start of each phase of the probe that writes this log; None without faults for it."""
-    requested = _requested(log)
-
-    def strike(phase: Phase) -> None:
-        for fault, fault_phase in requested:
-            if phase is fault_phase:
-                _strike(fault)
-
-    return strike if requested else None
+def strike(log: str, phase: Phase) -> None:
+    """Do what the faults for this phase of the probe that writes this log are."""
+    for fault, fault_phase in _requested(log):
+        if phase is fault_phase:
+            _do(fault)
 
 
 def throttles(log: str) -> bool:

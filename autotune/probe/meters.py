@@ -120,7 +120,11 @@ class CudaMeter:
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         total = self.memory_gib()
-        taken = self._taken_gib() + managed_gib
+        taken = self.context_gib()
+        if taken is None:  # at most all that torch does not hold
+            free_bytes, total_bytes = torch.cuda.mem_get_info()
+            taken = max(gib(total_bytes - free_bytes - torch.cuda.memory_reserved()), 0.0)
+        taken += managed_gib
         limit = memory_limit_gib(memory_gib, headroom, taken_gib=taken)
         # A few layers may be probed for a larger card than this one.
         room = max(memory_limit_gib(total, headroom, taken_gib=taken), min(limit, total))
@@ -169,14 +173,6 @@ class CudaMeter:
                 return None
             used = now - self._used_before_gib
         return max(used - reserved, 0.0)
-
-    def _taken_gib(self) -> float:
-        """Memory of the card that tensors cannot have: the context, or all that torch does not hold if unknown."""
-        context = self.context_gib()
-        if context is not None:
-            return context
-        free, total = torch.cuda.mem_get_info()
-        return max(gib(total - free - torch.cuda.memory_reserved()), 0.0)
 
     def alloc_retries(self) -> int:
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))

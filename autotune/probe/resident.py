@@ -15,6 +15,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.accounting import parameter_gib, tensor_gib
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
+from autotune.probe.runtime.lean_trainer import run_layers_eagerly
 from autotune.probe.runtime.model_builder import build, config_of, decoder_layers, load, stop_checkpointing, to_train
 
 
@@ -70,11 +71,11 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
     settings = model_settings(request.config)
     torch.manual_seed(request.seed)  # the same weights whatever this process did before
     config = config_of(request.model)
+    if request.depth is not None:
+        truncate(config, request.depth)
     if request.weights is not None and request.depth is None:
         base = load(request.weights, settings, device, config)
     else:
-        if request.depth is not None:
-            truncate(config, request.depth)
         base = build(config, settings, device)
     return ResidentModel(family=family_of(request), depth=request.depth, base=base, model_gib=parameter_gib(base))
 
@@ -116,8 +117,7 @@ def clean(resident: ResidentModel) -> None:
     for module in base.modules():  # a chunked loss, autocast, TRL's loss and Liger's kernels replace methods
         for name in ("forward", "extra_repr", "_get_name"):
             module.__dict__.pop(name, None)
-    for layer in decoder_layers(base):
-        layer._compiled_call_impl = None
+    run_layers_eagerly(decoder_layers(base))
     for model in (base, resident.adapted):
         for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
             if model is not None:

@@ -23,7 +23,7 @@ import psutil
 from autotune.core.probe_types import OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.process import die_with_parent, take_group_along
 from autotune.core.serialization import from_data, to_data
-from autotune.probe.fault_injection import injected
+from autotune.probe.fault_injection import strike
 from autotune.probe.tiny_probe import tiny_request
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def main() -> None:
             _describe(message["describe"], send)
             continue
         _log_to(message["log"])
-        worker.inject = injected(message["log"])
+        worker.log = message["log"]
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
         _log_to(worker_log)
         send(event="result", result=to_data(result), reusable=reusable)
@@ -94,7 +94,7 @@ class Worker:
 
         self.meter = open_meter(device)
         check_products(self.meter.torch_device)
-        self.inject: Callable[[Phase], None] | None = None  # a fault on purpose, at the start of each phase
+        self.log: str | None = None  # of the current probe, by which faults are injected
         self._send = send
         self._scratch = scratch
         self._residents: dict[int | None, ResidentModel] = {}  # by depth
@@ -149,8 +149,8 @@ class Worker:
         def emit(phase: Phase) -> None:
             entered.append((phase.value, time.perf_counter()))
             self._send(event="phase", phase=phase)
-            if self.inject is not None:
-                self.inject(phase)
+            if self.log is not None:
+                strike(self.log, phase)
 
         try:
             emit(Phase.LOAD)
@@ -186,13 +186,14 @@ class Worker:
         gc.freeze()  # libraries and base models: no collection in a timed step need visit them
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
+        lost = None
         if self._lost_gib > MAX_LOST_GIB:
-            fields["notes"] = (f"the worker is replaced, since paged optimizers left {self._lost_gib:.1f} GiB behind",)
-            return False
-        if succeeded and not self.meter.returned_to(baseline_gib):
-            fields["notes"] = ("the worker is replaced, since it did not return all memory",)
-            return False
-        return succeeded
+            lost = f"paged optimizers left {self._lost_gib:.1f} GiB behind"
+        elif succeeded and not self.meter.returned_to(baseline_gib):
+            lost = "it did not return all memory"
+        if lost is not None:
+            fields["notes"] = (f"the worker is replaced, since {lost}",)
+        return succeeded and lost is None
 
     def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
         """The base model for this request, cached or new. Others of its family wait aside."""
@@ -203,17 +204,13 @@ class Worker:
             import bitsandbytes  # noqa: F401
         if request.config.quantization == "fp8":
             import torchao.float8  # noqa: F401
-        family, full = family_of(request), request.config.method == "full"
-        unsuited = [
-            depth
-            for depth, resident in self._residents.items()
-            if resident.family != family or (full and depth == request.depth)
-        ]
-        self._drop(unsuited)
+        family = family_of(request)
+        self._drop([depth for depth, resident in self._residents.items() if resident.family != family])
+        if request.config.method == "full":
+            self._drop([request.depth])
         others = [resident for depth, resident in self._residents.items() if depth != request.depth]
         self.meter.aside_gib = sum(resident.cached_gib() for resident in others)
-        resident = self._residents.get(request.depth)
-        if resident is not None:
+        if (resident := self._residents.get(request.depth)) is not None:
             self.meter.rebase(resident.cached_gib())
             return resident
         self.meter.rebase(0.0)

@@ -8,7 +8,8 @@ import pytest
 
 from autotune.cli.commands import dev as command
 from autotune.core.errors import TooManyFailures, UsageError
-from autotune.probe.fault_injection import FAULTS
+from autotune.core.probe_types import Phase
+from autotune.probe.fault_injection import FAULTS, VARIABLE, strike
 
 
 def study(outcome: str = "oom", code: int = 0, trials: int = command.TRIALS) -> Any:
@@ -54,3 +55,17 @@ def test_what_is_not_survived_fails(
 def test_a_fault_that_nobody_knows() -> None:
     with pytest.raises(UsageError, match="no fault 'omm'; did you mean 'oom'"):
         command.inject(["omm"], "cpu")
+
+
+def test_only_the_requested_phase_of_the_requested_trial_is_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    strike("trial-0003.log", Phase.LOAD)
+    monkeypatch.setenv(VARIABLE, "crash@load:3")
+    strike("trial-0004.log", Phase.LOAD)
+    strike("trial-0003-depth2.log", Phase.STEADY)
+    with pytest.raises(RuntimeError, match="injected"):
+        strike("trial-0003-depth2.log", Phase.LOAD)
+    for wrong in ("flood", "crash@noon", "crash:x"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        with pytest.raises(ValueError, match=r"AUTOTUNE_INJECT|noon"):
+            strike("trial-0003.log", Phase.LOAD)
