@@ -185,10 +185,10 @@ class Display(AbstractContextManager["Display"]):
         launch = f"bash {shlex.quote(f'{out_dir}/export/launch.sh')}"
         steps = {}
         if recipe.trainer == "trl":
-            from autotune.export.trl import command as trl_command
+            from autotune.export.tool_file import training_command
 
             steps[f"name your dataset in {out_dir}/export/trl_sft.yaml, then start the full run"] = (
-                f"cd {shlex.quote(out_dir)}/export && {trl_command(recipe)}"
+                f"cd {shlex.quote(out_dir)}/export && {training_command(recipe, 'trl')}"
             )
         else:
             steps["try the exported run"] = f"{launch} --random-weights --max-steps 5"

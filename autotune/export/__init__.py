@@ -4,26 +4,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from autotune.core.errors import UsageError
-from autotune.export import (
-    accelerate,
-    axolotl,
-    clusters,
-    llamafactory,
-    recipe_yaml,
-    script,
-    torchtune,
-    transformers,
-    trl,
-)
-from autotune.export.trl import inexpressible
+from autotune.export import accelerate, clusters, recipe_yaml, script, tool_file, torchtune, transformers
 from autotune.study.summary import Recipe
 
 FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "recipe": recipe_yaml.export,
-    "trl": trl.export,
+    "trl": partial(tool_file.export, tool="trl"),
     "train": script.export,
-    "axolotl": axolotl.export,
-    "llamafactory": llamafactory.export,
+    "axolotl": partial(tool_file.export, tool="axolotl"),
+    "llamafactory": partial(tool_file.export, tool="llamafactory"),
     "transformers": transformers.export,
     "accelerate": accelerate.export,
     "kubernetes": partial(clusters.export, system="kubernetes"),
@@ -48,4 +37,4 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
     return files
 
 
-__all__ = ["FORMATS", "USUAL", "export_all", "inexpressible"]
+__all__ = ["FORMATS", "USUAL", "export_all"]

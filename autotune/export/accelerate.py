@@ -17,6 +17,13 @@ def export(recipe: Recipe) -> dict[str, str]:
     return {"accelerate.yaml": _accelerate(recipe), "deepspeed.json": json.dumps(_deepspeed(recipe), indent=2) + "\n"}
 
 
+def launch_arguments(recipe: Recipe) -> list[str]:
+    """Arguments of `accelerate launch` for what was probed."""
+    # It overwrites ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so that only its own flag has an effect.
+    regional = ["--dynamo_use_regional_compilation"] if recipe.config.compile == "per_layer" else []
+    return ["--num_processes", "1", *regional]
+
+
 def _accelerate(recipe: Recipe) -> str:
     import yaml
 

@@ -11,8 +11,6 @@ from autotune.study.summary import Recipe
 # One GPU, counted as nvidia-smi does: of several that they see Trainer splits each batch, and TRL refuses to run.
 ENVIRONMENT = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
 
-UNTUNED = "the learning rate is a common default and was not tuned"
-EVERY_LINEAR = "adapters on every linear layer but the LM head"
 WARMUP_SHARE = 0.03
 SAVE_EVERY_S = 1800.0
 
@@ -58,40 +56,6 @@ def summary_lines(recipe: Recipe) -> list[str]:
         f"Probed with {recipe.trainer} on {', '.join(machine)}",
         f"Fingerprint {fingerprint.digest}: python {fingerprint.python}, {', '.join(packages)}",
     ]
-
-
-def tool_head(
-    recipe: Recipe,
-    *,
-    run: str,
-    commands: Iterable[str],
-    known: str,
-    differences: Iterable[str],
-    gaps: Iterable[str],
-) -> list[str]:
-    """The head of a tool's file: what to expect, the `commands` under `run`, the differences under `known`."""
-    return [
-        *summary_lines(recipe),
-        "",
-        run,
-        *(f"  {line}" for line in commands),
-        "",
-        known,
-        *(f"- {item}" for item in differences),
-        *(f"not expressed: {item}" for item in gaps),
-    ]
-
-
-def loop_difference(recipe: Recipe) -> str:
-    """How the loop that was probed differs from that of a tool with a loop of its own."""
-    if recipe.trainer == "trl":
-        return "The speed is that of TRL's SFTTrainer, which has its own loss, rows and adapter dtypes."
-    return "The speed is that of train.py, whose loop (runtime/lean_trainer.py) saves milliseconds in each micro batch."
-
-
-def weights_note(recipe: Recipe) -> str:
-    """A note for the section that names the model; "" where its weights are published."""
-    return "" if has_published_weights(recipe) else "no published weights: name your model here"
 
 
 def warmup_steps(recipe: Recipe) -> int:

@@ -39,7 +39,7 @@ class Row:
     def entries(self, tool: str, values: Mapping[str, Any]) -> Entries:
         """What the tool writes; nothing for a knob that has no effect in this configuration."""
         cell = getattr(self, tool)
-        if cell is None or not _meets(values, self.when):
+        if cell is None or not meets(values, self.when):
             return {}
         if self.of is None:
             return dict(cell)
@@ -66,7 +66,7 @@ def gaps() -> dict[str, list[Entries]]:
 
 def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     """What rows and gaps refer to: the knobs that have an effect, and what follows from them and from the run."""
-    config = recipe.winner.config
+    config = recipe.config
     attention, rank, alpha = attention_of(tool, config), config.lora_rank or 1, config.lora_alpha
     scale = None if alpha is None else alpha / (rank**0.5 if config.rslora else rank)
     return config.as_dict() | {
@@ -123,7 +123,7 @@ def inexpressible(tool: str, recipe: Recipe) -> list[str]:
     """Each knob that the tool's file cannot express, with the reason and what is written instead."""
     values = settings(tool, recipe)
     found = []
-    for knob, value in recipe.winner.config.as_dict().items():
+    for knob, value in recipe.config.as_dict().items():
         if tool == recipe.trainer == "trl" and knob not in ("checkpointing", "compile"):
             continue  # it was probed as TRL does it
         if reason := _gap(tool, knob, value, values):
@@ -134,14 +134,14 @@ def inexpressible(tool: str, recipe: Recipe) -> list[str]:
 
 def _gap(tool: str, knob: str, value: Any, values: Mapping[str, Any]) -> str:
     if knob in gaps():
-        entries = (entry for entry in gaps()[knob] if tool in entry["tools"] and _meets(values, entry["when"]))
+        entries = (entry for entry in gaps()[knob] if tool in entry["tools"] and meets(values, entry["when"]))
         return next((str(entry["reason"]) for entry in entries), "")
     if value == getattr(TrainConfig(), knob) or any(getattr(row, tool) is not None for row in _rows(knob)):
         return ""
     return f"{TOOLS[tool]} has no key for it"
 
 
-def _meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
+def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
     """Whether each value of `conditions` is that in `values`, or lists it."""
     return all(
         values.get(name) in (wanted if isinstance(wanted, list) else [wanted]) for name, wanted in conditions.items()

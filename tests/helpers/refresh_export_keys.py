@@ -67,13 +67,12 @@ def _exported(tool: str) -> list[str]:
     """What is exported of each configuration of the tests, and of a model with a hostile name."""
     from dataclasses import replace
 
-    from autotune.export import axolotl, llamafactory, torchtune
-    from tests.unit.export.test_axolotl import CONFIGS, HOSTILE, recipe
+    from autotune.export import FORMATS
+    from tests.unit.export.test_tool_file_axolotl import CONFIGS, HOSTILE, recipe
 
-    exporter = {"axolotl": axolotl, "llamafactory": llamafactory, "torchtune": torchtune}[tool]
     plain = recipe(CONFIGS[0])
     recipes = [*map(recipe, CONFIGS), *(replace(plain, model=replace(plain.model, name=name)) for name in HOSTILE)]
-    return [exporter.export(one)[f"{tool}.yaml"] for one in recipes]
+    return [FORMATS[tool](one)[f"{tool}.yaml"] for one in recipes]
 
 
 def _text(told: dict[str, Any]) -> str:
@@ -129,9 +128,10 @@ def _llamafactory(files: list[str]) -> dict[str, list[str]]:
     sys.modules["llamafactory.data"] = data_package
     from llamafactory.data.parser import DatasetAttr, get_dataset_list
 
-    from autotune.export.llamafactory import DATASETS
+    from autotune.core.files import load_data
 
-    (dataset,) = get_dataset_list(["your_dataset"], DATASETS)
+    datasets = load_data("autotune.export", "tools")["llamafactory"]["json_files"]["dataset_info.json"]
+    (dataset,) = get_dataset_list(["your_dataset"], datasets)
     if (dataset.load_from, dataset.formatting, dataset.messages, dataset.role_tag) != (
         "file",
         "sharegpt",
@@ -198,14 +198,14 @@ def _torchtune_models(directory: Path) -> list[Path]:
 
     from autotune.catalog import list_models
     from autotune.core.train_config import TrainConfig
-    from autotune.export import torchtune, torchtune_models
-    from tests.unit.export.test_axolotl import recipe
+    from autotune.export import torchtune
+    from tests.unit.export.test_tool_file_axolotl import recipe
 
     files = []
     for model in list_models():
         for tried in (TrainConfig(method="full", precision="fp32"), TrainConfig(dora=True), TrainConfig()):
             made = recipe(tried, model=model)
-            if torchtune_models.obstacle(made):
+            if torchtune.obstacle(made):
                 continue
             files.append(directory / f"torchtune-{model.short}-{len(files)}.yaml")
             files[-1].write_text(torchtune.export(made)["torchtune.yaml"], encoding="utf-8")
@@ -230,7 +230,7 @@ def _torchtune_logits(name: str) -> None:
     from autotune.catalog import resolve_model
     from autotune.core.train_config import TrainConfig
     from autotune.export import torchtune
-    from tests.unit.export.test_axolotl import recipe
+    from tests.unit.export.test_tool_file_axolotl import recipe
 
     model = resolve_model(name)
     shape = model.config | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512}

@@ -11,7 +11,7 @@ from autotune.catalog import resolve_device
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.probe_types import Measurement, ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.export import export_all, inexpressible
+from autotune.export import export_all, keys
 from autotune.prediction.depth_extrapolation import extrapolate
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import adapt_to_layers, set_up
@@ -132,7 +132,7 @@ def test_the_export_for_the_trainer_that_was_probed_promises_its_speed(compile: 
         assert f"Probed with {trainer}" in text
         assert ("The speed is that of train.py" in text) is (trainer == "transformers")
         assert ("not with this script" in files["train_config.json"]) is (trainer == "trl")
-        named = {item.split()[0] for item in inexpressible(made)}
+        named = {item.split()[0] for item in keys.inexpressible("trl", made)}
         assert named == ({"compile"} if compile != "none" else set()) | (
             {"precision"} if trainer == "transformers" else set()
         )

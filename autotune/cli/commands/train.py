@@ -43,9 +43,11 @@ def train(
     result = load_study(study, storage)
     recipe = result.recipe
     if recipe.trainer != "transformers":
-        from autotune.export.trl import command as trl
+        from autotune.export.tool_file import training_command
 
-        raise UsageError("the study was measured with TRL, which trains by itself", remedy=trl(recipe))
+        raise UsageError(
+            "the study was measured with TRL, which trains by itself", remedy=training_command(recipe, "trl")
+        )
     if (dataset is None) is not random_weights:
         raise UsageError(
             "give either --dataset FILE.jsonl to train on, or --random-weights to try the speed",

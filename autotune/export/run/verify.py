@@ -15,7 +15,8 @@ from typing import Any
 from autotune.core.errors import StorageError
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds, gib
-from autotune.export import script, trl
+from autotune.export import script, tool_file
+from autotune.export.accelerate import launch_arguments
 from autotune.export.run.process import AddedLines, run_exported, scratch_folder, time_limit_s, write_files
 from autotune.probe.trl_entry import STEPS
 from autotune.study.summary import Recipe, Verification
@@ -140,7 +141,9 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
     """Run TRL's own script with a clock through accelerate's launcher, as `trl sft` runs it."""
     config = recipe.config
     _check_room(recipe, folder)
-    write_files(folder, trl.export(recipe) | {"made.json": json.dumps(_made_for_trl(recipe, steps, lengths))})
+    write_files(
+        folder, tool_file.export(recipe, "trl") | {"made.json": json.dumps(_made_for_trl(recipe, steps, lengths))}
+    )
     # The script runs in `folder`, where the package might not be found.
     environment = {
         "HF_DATASETS_CACHE": str(folder / "cache"),
@@ -163,7 +166,14 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
         "save_steps": every,
         "save_total_limit": 1,
     }
-    arguments = ["--quiet", *trl.launch(recipe), "--module", "autotune.probe.trl_entry", "--config", "trl_sft.yaml"]
+    arguments = [
+        "--quiet",
+        *launch_arguments(recipe),
+        "--module",
+        "autotune.probe.trl_entry",
+        "--config",
+        "trl_sft.yaml",
+    ]
     for name, value in overrides.items():
         arguments += [f"--{name}", str(value)]
     return run(arguments, script="accelerate.commands.launch", environment=environment)

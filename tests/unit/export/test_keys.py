@@ -6,9 +6,9 @@ import pytest
 
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.export import axolotl, keys
+from autotune.export import keys, tool_file
 from autotune.probe.runtime.settings import LIGER_KERNELS
-from tests.unit.export.test_axolotl import CONFIGS, recipe
+from tests.unit.export.test_tool_file_axolotl import CONFIGS, recipe
 
 each_tool = pytest.mark.parametrize("tool", keys.TOOLS)
 
@@ -38,7 +38,9 @@ def test_the_table_names_knobs_settings_and_tools_only() -> None:
 def test_a_knob_without_a_row_is_named_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {section: tuple(row for row in rows if row.of != "dora") for section, rows in keys.sections().items()}
     monkeypatch.setattr(keys, "sections", lambda: table)
-    with_dora, without = (axolotl.export(recipe(TrainConfig(dora=dora)))["axolotl.yaml"] for dora in (True, False))
+    with_dora, without = (
+        tool_file.export(recipe(TrainConfig(dora=dora)), "axolotl")["axolotl.yaml"] for dora in (True, False)
+    )
     assert "# not expressed: dora: Axolotl has no key for it\n" in with_dora
     assert "dora" not in without
 
@@ -47,7 +49,7 @@ def test_a_row_is_all_that_a_knob_needs(monkeypatch: pytest.MonkeyPatch) -> None
     row = keys.Row(of="dora", axolotl={"new_key": {True: "on"}})
     table = keys.sections() | {"memory": (*keys.sections()["memory"], row)}
     monkeypatch.setattr(keys, "sections", lambda: table)
-    assert "\nnew_key: 'on'\n" in axolotl.export(recipe(TrainConfig(dora=True)))["axolotl.yaml"]
+    assert "\nnew_key: 'on'\n" in tool_file.export(recipe(TrainConfig(dora=True)), "axolotl")["axolotl.yaml"]
 
 
 def test_liger_is_switched_on_as_it_was_probed() -> None:

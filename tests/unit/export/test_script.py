@@ -15,7 +15,7 @@ import yaml
 from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
-from autotune.export import FORMATS, USUAL, export_all, inexpressible, script
+from autotune.export import FORMATS, USUAL, export_all, keys, script
 from autotune.probe.runtime.settings import ModelSettings, RunSettings
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
@@ -127,10 +127,10 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "dora": data.get("use_dora", False) is config.dora,
         "rslora": data.get("use_rslora", False) is config.rslora,
     }
-    named = {item.split()[0].rstrip(":") for item in inexpressible(made)}
+    named = {item.split()[0].rstrip(":") for item in keys.inexpressible("trl", made)}
     assert set(config.as_dict()) <= {knob for knob, is_said in said.items() if is_said} | named
     assert ("checkpointing" in named) is (transformers == "5.17.0" and ((every or 1) > 1 or config.offloads))
-    assert all(f"# not expressed: {item}\n" in text for item in inexpressible(made))
+    assert all(f"# not expressed: {item}\n" in text for item in keys.inexpressible("trl", made))
     assert data["gradient_accumulation_steps"] == 32 // config.micro_batch_size
     assert isinstance(data["warmup_steps"], int)
     assert data["packing"] is config.packing and data.get("packing_strategy") == ("bfd" if config.packing else None)

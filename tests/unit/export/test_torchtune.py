@@ -7,10 +7,11 @@ import pytest
 import yaml
 
 from autotune.catalog import list_models, resolve_model
+from autotune.core.files import load_data
 from autotune.core.train_config import TrainConfig
-from autotune.export import USUAL, keys, torchtune, torchtune_models
+from autotune.export import USUAL, keys, torchtune
 from autotune.study.summary import Recipe
-from tests.unit.export.test_axolotl import HOSTILE, KEYS, each_config, named, recipe
+from tests.unit.export.test_tool_file_axolotl import HOSTILE, KEYS, each_config, named, recipe
 
 OPTIMIZERS = next(row.torchtune["optimizer"] for row in keys.sections()["schedule"] if row.of == "optimizer")
 
@@ -32,7 +33,9 @@ def check_keys(data: dict[str, Any], method: str) -> None:
 
 @each_config
 def test_every_component_and_argument_is_known_to_torchtune(config: TrainConfig) -> None:
-    assert KEYS["torchtune"]["source"].startswith(f"torchtune=={torchtune.VERSION} ")
+    assert KEYS["torchtune"]["source"].startswith(
+        f"torchtune=={load_data('autotune.export', 'tools')['torchtune']['version']} "
+    )
     check_keys(exported(recipe(config))[1], config.method)
 
 
@@ -101,7 +104,7 @@ def test_a_model_has_a_builder_or_the_file_says_that_there_is_none(model: Any, m
         data["checkpointer"].get("model_type"),
     )
     unknown = {"gemma2", "qwen3", "qwen3_moe", "gpt2", "gpt_neox", "mixtral"}
-    if torchtune_models.obstacle(recipe(TrainConfig(), model=model)):
+    if torchtune.obstacle(recipe(TrainConfig(), model=model)):
         assert parts == (None, None, None) and "INCOMPLETE: torchtune 0.6.1 cannot make this model: " in text
     else:
         assert None not in parts and "INCOMPLETE" not in text and model.config["model_type"] not in unknown
@@ -145,7 +148,7 @@ def test_the_components_of_families() -> None:
 def test_what_a_builder_would_make_otherwise_is_not_written(name: str, changes: dict[str, Any], why: str) -> None:
     model = resolve_model(name)
     made = recipe(TrainConfig(), model=replace(model, config=model.config | changes))
-    assert torchtune_models.obstacle(made).removeprefix("no builder for ") == why
+    assert torchtune.obstacle(made).removeprefix("no builder for ") == why
     assert "_component_" not in exported(made)[1]["model"]
 
 
@@ -164,6 +167,5 @@ def test_hostile_names_stay_names(name: str) -> None:
 
 def test_a_name_is_one_word_of_the_command() -> None:
     model = replace(resolve_model("mistral-7b"), name="a/b; touch CANARY 'c'")
-    assert torchtune.commands(recipe(TrainConfig(), model=model))[0] == (
-        "tune download 'a/b; touch CANARY '\"'\"'c'\"'\"'' --output-dir model"
-    )
+    text, _ = exported(recipe(TrainConfig(), model=model))
+    assert "\n#   tune download 'a/b; touch CANARY '\"'\"'c'\"'\"'' --output-dir model\n" in text

@@ -9,7 +9,7 @@ import yaml
 
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
-from autotune.export import trl
+from autotune.export import tool_file
 from autotune.planning.foreign_config import FP32_BASE, MAX_BYTES, ForeignConfig, parse, read_file
 from tests.helpers.factories import summary
 
@@ -156,7 +156,7 @@ def test_what_autotune_exports_comes_back(config, read):
     recipe = summary().recipe
     fingerprint = replace(recipe.fingerprint, packages={"transformers": "5.23.0"})
     recipe = replace(recipe, winner=replace(recipe.winner, config=config), fingerprint=fingerprint)
-    run = read(trl.export(recipe)["trl_sft.yaml"])
+    run = read(tool_file.export(recipe, "trl")["trl_sft.yaml"])
     assert run.config == replace(config, loss="chunked")
     assert (run.accumulation, run.epochs) == (recipe.accumulation, recipe.workload.epochs)
     assert FP32_BASE not in run.notes

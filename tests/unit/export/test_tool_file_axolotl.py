@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from autotune.catalog import resolve_model
+from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.export import axolotl, keys
+from autotune.export import keys, tool_file
 from autotune.planning.foreign_config import read_file
 from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
@@ -60,7 +61,7 @@ def recipe(config: TrainConfig, **changes: Any) -> Recipe:
 
 
 def exported(made: Recipe) -> tuple[str, dict[str, Any]]:
-    files = axolotl.export(made)
+    files = tool_file.export(made, "axolotl")
     assert list(files) == ["axolotl.yaml"]
     return files["axolotl.yaml"], yaml.safe_load(files["axolotl.yaml"])
 
@@ -76,7 +77,8 @@ def named(items: list[str]) -> set[str]:
 def test_every_key_and_value_is_known_to_axolotl(config: TrainConfig) -> None:
     _, data = exported(recipe(config))
     known = {name: set(names.split()) for name, names in KEYS["axolotl"].items()}
-    assert KEYS["axolotl"]["source"] == f"axolotl=={axolotl.VERSION}.0 transformers=={axolotl.TRANSFORMERS}"
+    about = load_data("autotune.export", "tools")["axolotl"]
+    assert KEYS["axolotl"]["source"] == f"axolotl=={about['version']}.0 transformers=={about['transformers']}"
     assert set(data) <= known["keys"]
     assert set(data["datasets"][0]) <= known["dataset_keys"]
     assert data["optimizer"] in known["optimizers"]

@@ -9,16 +9,17 @@ import pytest
 import yaml
 
 from autotune.catalog import resolve_model
+from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.export import keys, llamafactory
+from autotune.export import keys, tool_file
 from autotune.planning.foreign_config import read_file
 from autotune.study.summary import Recipe
-from tests.unit.export.test_axolotl import CONFIGS, HOSTILE, KEYS, each_config, named, recipe
+from tests.unit.export.test_tool_file_axolotl import CONFIGS, HOSTILE, KEYS, each_config, named, recipe
 
 
 def exported(made: Recipe) -> tuple[str, dict[str, Any]]:
-    files = llamafactory.export(made)
+    files = tool_file.export(made, "llamafactory")
     assert list(files) == ["llamafactory.yaml", "dataset_info.json"]
     return files["llamafactory.yaml"], yaml.safe_load(files["llamafactory.yaml"])
 
@@ -27,9 +28,9 @@ def exported(made: Recipe) -> tuple[str, dict[str, Any]]:
 def test_every_key_and_value_is_known_to_llamafactory(config: TrainConfig) -> None:
     _, data = exported(recipe(config))
     known = {name: set(names.split()) for name, names in KEYS["llamafactory"].items()}
-    assert KEYS["llamafactory"]["source"].startswith(
-        f"llamafactory=={llamafactory.VERSION} transformers=={llamafactory.TRANSFORMERS}."
-    )
+    about = load_data("autotune.export", "tools")["llamafactory"]
+    expected = f"llamafactory=={about['version']} transformers=={about['transformers']}."
+    assert KEYS["llamafactory"]["source"].startswith(expected)
     assert set(data) <= known["keys"]
     assert data["optim"] in known["optimizers"]
     assert data["flash_attn"] in known["attentions"]
@@ -85,7 +86,7 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
 
 
 def test_the_dataset_is_a_stub_that_llamafactory_reads() -> None:
-    stub = json.loads(llamafactory.export(recipe(TrainConfig()))["dataset_info.json"])
+    stub = json.loads(tool_file.export(recipe(TrainConfig()), "llamafactory")["dataset_info.json"])
     data = exported(recipe(TrainConfig()))[1]
     assert (list(stub), data["dataset_dir"]) == ([data["dataset"]], ".")
     known = set(KEYS["llamafactory"]["dataset_keys"].split())

@@ -1,0 +1,80 @@
+"""The YAML file that TRL, Axolotl, LLaMA-Factory or torchtune takes, with what it cannot express in its head.
+
+The keys are those of `keys.yaml`, heads and notes are in `tools.yaml`.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.core.files import load_data
+from autotune.export import keys
+from autotune.export.accelerate import launch_arguments
+from autotune.export.header import ENVIRONMENT, has_published_weights, sectioned, summary_lines
+from autotune.study.summary import Recipe
+
+SECTIONS = ("model", "data", "adapters", "batch", "memory", "schedule")
+
+Section = dict[str, Any]
+
+
+def export(
+    recipe: Recipe, tool: str, *, sections: Mapping[str, Section] | None = None, settings: Section | None = None
+) -> dict[str, str]:
+    """The file of a tool of `keys.TOOLS`, and other files that it reads.
+
+    `sections` come first, in place of those of the same name in the key table. `settings` are more of them for `when`
+    and for texts in `tools.yaml`.
+    """
+    about = load_data("autotune.export", "tools")[tool]
+    values = _settings(recipe, tool) | (settings or {})
+    warnings = _texts(about.get("warnings", ()), values)
+    head = [
+        *summary_lines(recipe),
+        "",
+        *warnings,
+        *([""] if warnings else []),
+        about["run"],
+        *(f"  {line}" for line in _texts(about["commands"], values)),
+        "",
+        about["known"],
+        *(f"- {text}" for text in _texts(about["differences"], values)),
+        *(f"not expressed: {item}" for item in keys.inexpressible(tool, recipe)),
+    ]
+    written = dict(sections or {})
+    for name in SECTIONS:
+        written.setdefault(name, keys.write(tool, name, recipe))
+    notes = {
+        name: " ".join(_texts([note for note in about["notes"] if note["section"] == name], values)) for name in written
+    }
+    text = sectioned(head, [(notes[name], keys_of_section) for name, keys_of_section in written.items()])
+    more = {name: json.dumps(data, indent=2) + "\n" for name, data in about.get("json_files", {}).items()}
+    return {about["file"]: text, **more}
+
+
+def training_command(recipe: Recipe, tool: str) -> str:
+    """The command line that trains by the tool's file."""
+    return _texts(load_data("autotune.export", "tools")[tool]["commands"], _settings(recipe, tool))[-1]
+
+
+def _settings(recipe: Recipe, tool: str) -> dict[str, Any]:
+    """What texts are filled in from, and `when` compares."""
+    about = load_data("autotune.export", "tools")[tool]
+    is_published = has_published_weights(recipe)
+    return keys.settings(tool, recipe) | {
+        "version": about.get("version"),
+        "transformers": about.get("transformers"),
+        "probed_transformers": recipe.fingerprint.packages.get("transformers", "another version"),
+        "model_type": recipe.model.config["model_type"],
+        "quoted_name": shlex.quote(recipe.model.name),
+        "has_published_weights": is_published,
+        "downloads": is_published and recipe.model.weights is None,
+        "environment": ENVIRONMENT,
+        "launch_arguments": " ".join(launch_arguments(recipe)),
+    }
+
+
+def _texts(items: list[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
+    """The texts of the items that apply, filled in."""
+    return [item["text"].format_map(values) for item in items if keys.meets(values, item.get("when", {}))]
