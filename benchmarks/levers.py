@@ -1,7 +1,7 @@
-"""What each lever is worth: the reference configuration of the guides, each lever alone, all together, and the study.
+"""Measure the effect of each lever on the guides' reference configuration: alone, together, and in a study's winner.
 
-The studies are `autotune run` as a person would call it, for LoRA of rank 16 on rows of 2,048 tokens: by default, and
-with 8-bit floats allowed. Everything is measured in one run, at full depth.
+The studies are plain calls of `autotune run` for LoRA of rank 16 on rows of 2,048 tokens: one with the defaults and one
+that also allows 8-bit floats. All measurements are at full depth.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import Rows, save, speed, studied, table
+from common import Rows, run_study, save, speed, table
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.probe_types import Fingerprint
@@ -20,7 +20,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 
 MODELS = ("mistral-7b", "llama-3.1-8b")
-# Every layer recomputed, autocast over a bf16 base, rank 16 on all linear layers.
+# The reference recomputes every layer and uses autocast over a bf16 base, with rank 16 on all linear layers.
 LORA = TrainConfig(micro_batch_size=4, seq_len=2048)
 FULL = TrainConfig(method="full", micro_batch_size=4, seq_len=2048, precision="bf16_pure")
 TOGETHER = {"checkpointing": "none", "precision": "bf16_pure", "compile": "per_layer", "loss": "chunked"}
@@ -56,28 +56,28 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--memory-gib", type=float, default=135.0)
-    parser.add_argument("--budget", default="4m", help="of each of the two studies")
-    parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call on the same machine, to go on from")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing after so long")
+    parser.add_argument("--budget", default="4m", help="time for each of the two studies")
+    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call on the same machine to continue")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="start no measurement after this time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
     rows = Rows("levers", args.out, args.rows)
-    # The studies come second, so that what they are compared with is of the same minutes.
+    # The studies run right after the first reference, so that both are measured within the same minutes.
     first, *others = [(name, reference) for name in args.models for reference in (LORA, FULL)]
     levers(rows, args, [first], until)
-    for who, options in STUDIES.items():
-        if time.monotonic() < until and not rows.has(lever=who):
-            rows.add(study(args, who, options))
+    for name, options in STUDIES.items():
+        if time.monotonic() < until and not rows.has(lever=name):
+            rows.add(study(args, name, options))
             table(rows.all[-1:], COLUMNS)
     levers(rows, args, others, until)
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
-    by_lever = {row["lever"]: row for row in reversed(shown)}  # the first model's LoRA where there are several
+    by_lever = {row["lever"]: row for row in reversed(shown)}  # the first row of a lever: LoRA of the first model
     winner, reference = by_lever.get("the study's winner", {}), by_lever["reference"]
     in_fp8 = by_lever.get("the study's winner, fp8 allowed", {})
 
-    def ratio(one: dict[str, Any]) -> float | None:
-        return one["tokens_per_s"] / reference["tokens_per_s"] if one and reference.get("tokens_per_s") else None
+    def ratio(row: dict[str, Any]) -> float | None:
+        return row["tokens_per_s"] / reference["tokens_per_s"] if row and reference.get("tokens_per_s") else None
 
     summary = {
         "winner_tokens_per_s": winner.get("tokens_per_s"),
@@ -94,9 +94,9 @@ def main() -> None:
 
 
 def levers(rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainConfig]], until: float) -> None:
-    """Measure each lever on each of these references, as far as it is not among the rows and time is left."""
+    """Measure each lever on each of these references, unless its row exists or the time is over."""
     device, folder = resolve_device(args.gpu), Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    missing: dict[tuple[str, str], tuple[str, TrainConfig]] = {}  # one configuration may be several levers
+    missing: dict[tuple[str, str], tuple[str, TrainConfig]] = {}  # several levers may give the same configuration
     for name, reference in cases:
         for lever, changes in LEVERS.items():
             config = replace(reference, **changes)
@@ -108,25 +108,25 @@ def levers(rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainCon
         fingerprint = to_data(prober.fingerprint)
         for (name, _), (lever, config) in missing.items():
             if time.monotonic() < until:
-                found = speed(prober, resolve_model(name), device, config, args.memory_gib)
-                rows.add({"lever": lever, **found, "fingerprint": fingerprint})
+                measured = speed(prober, resolve_model(name), device, config, args.memory_gib)
+                rows.add({"lever": lever, **measured, "fingerprint": fingerprint})
                 table(rows.all[-1:], COLUMNS)
 
 
-def study(args: argparse.Namespace, who: str, options: list[str]) -> dict[str, Any]:
-    """The winner of a study, as the study measured it."""
+def study(args: argparse.Namespace, name: str, options: list[str]) -> dict[str, Any]:
+    """Run a study and return its winner with the study's own measurements as a row."""
     task = ["--gpu", args.gpu, "--model", args.models[0], "--tokens-per-example", "2048", "--budget", args.budget]
     task += ["--set", "seq_len=2048", "--set", "lora_rank=16", "--out", "study", *options]
-    said = studied(Path(tempfile.mkdtemp(prefix="autotune-bench-")), *task)
-    winner = said["winner"]
+    summary = run_study(Path(tempfile.mkdtemp(prefix="autotune-bench-")), *task)
+    winner = summary["winner"]
     return {
-        "lever": who,
+        "lever": name,
         "model": args.models[0],
         "config": TrainConfig(**winner["config"]).label(),
         "tokens_per_s": winner["performance"]["tokens_per_second"],
         "mfu": winner["performance"]["mfu"],
         "peak_reserved_gib": winner["memory"]["peak_reserved_gib"],
-        "fingerprint": {key: value for key, value in said["fingerprint"].items() if key != "digest"},
+        "fingerprint": {key: value for key, value in summary["fingerprint"].items() if key != "digest"},
     }
 
 

@@ -1,8 +1,8 @@
-"""Do the gate and the shallow rung stop what cannot fit, and nothing else?
+"""Check that the memory gate and the shallow probes stop every configuration that does not fit, and no other.
 
-A grid that crosses the limit is put through the ladder under caps of 22, 40 and 80 GiB, each with a store of its own,
-so that nothing is known before. The truth is what a full-depth probe reserves without a cap; where that is within a
-tenth of the limit, the same probe under the cap says whether it fits.
+The evaluator gets a grid of configurations around the limit, with memory caps of 22, 40 and 80 GiB. Each cap has its
+own probe store, so that each starts without knowledge. The reference is the memory that a full-depth probe reserves
+without a cap. If that is within a tenth of the limit, a full-depth probe with the cap shows whether it fits.
 """
 
 import argparse
@@ -41,26 +41,26 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--memory-gib", type=float, default=135.0)
     parser.add_argument("--caps", type=float, nargs="*", default=list(CAPS_GIB))
-    parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call, to go on from")
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin no other cap after so long")
+    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call to continue")
+    parser.add_argument("--seconds", type=float, default=540.0, help="start no further cap after this time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     until = time.monotonic() + args.seconds
-    kept = Rows("oom_gate", args.out, args.rows)
+    stored = Rows("oom_gate", args.out, args.rows)
     with WorkerProber(args.device, Path(tempfile.mkdtemp(prefix="autotune-bench-"))) as prober:
         fingerprint = prober.fingerprint
         for config in configs():
-            if not kept.has(truth=config.label()):
-                kept.add(truth(prober, args, config))
+            if not stored.has(truth=config.label()):
+                stored.add(truth(prober, args, config))
         for cap in args.caps:
-            if time.monotonic() < until and not kept.has(cap_gib=cap):
-                for row in under(prober, args, cap, kept):
-                    kept.add(row)
+            if time.monotonic() < until and not stored.has(cap_gib=cap):
+                for row in evaluate_under_cap(prober, args, cap, stored):
+                    stored.add(row)
                     table([row], ["cap_gib", "config", "needs_over_limit", "fits", "rung", "outcome"])
-    rows = [row for row in kept.all if "cap_gib" in row]
+    rows = [row for row in stored.all if "cap_gib" in row]
     summary = {
         "configs": len(rows),
-        # Stopped, though it fits with more than the band to spare.
+        # Stopped although it fits by more than the uncertainty band.
         "false_refusals": sum(row["stopped"] and row["fits"] and not row["in_band"] for row in rows),
         "missed_ooms": sum(not row["fits"] and not row["stopped"] for row in rows),
         "stopped_within_the_band_though_it_fits": sum(
@@ -79,25 +79,27 @@ def configs() -> list[TrainConfig]:
 
 
 def request_of(args: argparse.Namespace, config: TrainConfig, memory_gib: float) -> ProbeRequest:
-    """As short as can be: memory is asked for here, not time."""
+    """A probe of the shortest duration, since only its memory counts."""
     model = resolve_model(args.model).config
     return ProbeRequest(config=config, model=model, device=args.device, memory_gib=memory_gib, min_timed_s=0.0)
 
 
 def truth(prober: WorkerProber, args: argparse.Namespace, config: TrainConfig) -> dict[str, Any]:
-    """What the whole model reserves, and its context, where nothing holds it back."""
+    """Measure the memory that the whole model reserves without a cap, and that of its CUDA context."""
     result = prober.probe(request_of(args, config, args.memory_gib), prober.logs / "truth.log")
     assert result.outcome in (Outcome.OK, Outcome.OOM), result.reason
-    one = result.measurement if result.outcome is Outcome.OK else None
+    measurement = result.measurement if result.outcome is Outcome.OK else None
     return {
         "truth": config.label(),
-        "reserved_gib": one.peak_reserved_gib if one else None,
-        "context_gib": one.context_gib if one else 0.0,
+        "reserved_gib": measurement.peak_reserved_gib if measurement else None,
+        "context_gib": measurement.context_gib if measurement else 0.0,
     }
 
 
-def under(prober: WorkerProber, args: argparse.Namespace, cap: float, kept: Rows) -> Iterator[dict[str, Any]]:
-    """Each configuration through the ladder under one cap, in a random order, and whether it was right."""
+def evaluate_under_cap(
+    prober: WorkerProber, args: argparse.Namespace, cap: float, stored: Rows
+) -> Iterator[dict[str, Any]]:
+    """Evaluate each configuration under one cap, in random order. Yield rows that compare outcome and reference."""
     model = resolve_model(args.model)
     store = ProbeStore(f"sqlite:///{prober.logs}/gate-{cap:g}.db")
     evaluator = Evaluator(
@@ -109,14 +111,14 @@ def under(prober: WorkerProber, args: argparse.Namespace, cap: float, kept: Rows
         model=model.digest,
         shape=prober.describe(model.config),
     )
-    true = {row["truth"]: row for row in kept.all if "truth" in row}
+    references = {row["truth"]: row for row in stored.all if "truth" in row}
     everything = configs()
     for number, config in enumerate(random.Random(0).sample(everything, len(everything))):
         result = evaluator.evaluate(config, number).result
         assert result.outcome in (Outcome.OK, Outcome.OOM, Outcome.REFUSED), result.reason
-        known = true[config.label()]
-        limit = cap * 0.95 - known["context_gib"]
-        over = None if known["reserved_gib"] is None else known["reserved_gib"] / limit - 1
+        reference = references[config.label()]
+        limit = cap * 0.95 - reference["context_gib"]
+        over = None if reference["reserved_gib"] is None else reference["reserved_gib"] / limit - 1
         fits = over is not None and over <= 0
         if over is not None and abs(over) < NEAR and result.rung is not Rung.FULL:
             fits = prober.probe(request_of(args, config, cap), prober.logs / "truth.log").outcome is Outcome.OK

@@ -1,8 +1,8 @@
-"""Useful tokens a second: what a study says of examples of many lengths, against what the exported run then does.
+"""Compare the useful tokens per second that a study predicts for examples of many lengths with the exported run.
 
-Each case is one configuration, pinned, through `autotune run` as a person would call it, and its `train.py` on random
-tokens of the very lengths in `benchmarks/data/skewed_lengths.txt` (drawn from a log-normal distribution: 327 tokens on
-average, 2,058 at the 99th percentile).
+Each case pins one configuration, calls `autotune run`, and then runs the exported `train.py` on random tokens. The
+lengths of the examples are those in `benchmarks/data/skewed_lengths.txt`, drawn from a log-normal distribution: 327
+tokens on average, 2,058 at the 99th percentile.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Rows, ran, save, studied, table
+from common import Rows, run_python, run_study, save, table
 
 from autotune.core.probe_types import Fingerprint
 from autotune.core.serialization import from_data
@@ -35,15 +35,14 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--max-steps", type=int, default=25)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--rows", type=Path, help="the rows of an earlier call on the same machine, to go on from")
+    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call on the same machine to continue")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = Rows("packing", args.out, args.rows)
     fingerprint: dict[str, Any] = {}
     for case in args.cases:
         if not rows.has(case=case):
-            row = measured(case, args)
-            rows.add(row)
+            rows.add(run_case(case, args))
         fingerprint = next(row for row in rows.all if row["case"] == case)["fingerprint"]
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
     by_case = {row["case"]: row["tokens_per_s"] for row in rows.all}
@@ -55,8 +54,8 @@ def main() -> None:
     print(json.dumps(summary, indent=1))
 
 
-def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One configuration: what the study says of it, and what its export does."""
+def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Study one configuration, run its export, and return both results as a row."""
     folder = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     pins = PINS | CASES[case] | {"precision": args.precision, "seq_len": args.seq_len}
     options = [
@@ -73,20 +72,20 @@ def measured(case: str, args: argparse.Namespace) -> dict[str, Any]:
         "--out",
         "out",
     ]
-    said = studied(folder, *options)
+    study = run_study(folder, *options)
     steps = ["--random-weights", "--lengths", str(LENGTHS), "--max-steps", str(args.max_steps)]
-    done = json.loads(ran(["out/export/train.py", *steps], folder).splitlines()[-1])
-    winner = said["winner"]
+    run = json.loads(run_python(["out/export/train.py", *steps], folder).splitlines()[-1])
+    winner = study["winner"]
     predicted = winner["performance"]["tokens_per_second"]
     return {
         "case": case,
         "config": winner["config"],
         "predicted": predicted,
-        "tokens_per_s": done["tokens_per_second"],
-        "error": predicted / done["tokens_per_second"] - 1.0,
+        "tokens_per_s": run["tokens_per_second"],
+        "error": predicted / run["tokens_per_second"] - 1.0,
         "predicted_reserved_gib": winner["memory"]["peak_reserved_gib"],
-        "reserved_gib": done["peak_reserved_gib"],
-        "fingerprint": {key: value for key, value in said["fingerprint"].items() if key != "digest"},
+        "reserved_gib": run["peak_reserved_gib"],
+        "fingerprint": {key: value for key, value in study["fingerprint"].items() if key != "digest"},
     }
 
 

@@ -1,14 +1,15 @@
-"""Does the formula of `autotune plan` tell the peak that whole models have? And how long they take?
+"""Compare the peak memory and step time that the formulas of `autotune plan` estimate with measured whole models.
 
-Held against every whole model that was measured here: those of `depth_extrapolation` and of the table of
-`search_efficiency`, from which what the autograd graph does not tell was read, and models that nobody looked at for it.
-`--probe` measures such models now, on the GPU here; without it no GPU is needed.
+The measurements are those of `depth_extrapolation` and of the table of `search_efficiency`, which helped to write the
+formula, and those of held-out models, which did not. `--probe` measures held-out models on the local GPU. Without
+`--probe` no GPU is needed.
 
-nf4 rows measured before version 3 of the probe hold the statistics of the base twice, which is taken off.
+Rows with nf4 that were measured before version 3 of the probe count the statistics of the base model twice. The
+benchmark subtracts the second copy.
 
-Beside that stand the published tables of 8,192 tokens, of transformers 4.49 (`studies/h100-8k`), held against today's
-formula, which is what `autotune plan` says, and against the same formula as that stack may have computed
-(`as_they_ran`): three differences, inferred from these very rows and documented nowhere.
+The benchmark also compares the formula with published tables for 8,192 tokens, made with transformers 4.49
+(`studies/h100-8k`): once as `autotune plan` uses it, and once as the older stack probably computed (`as_they_ran`).
+The second has three differences. They were inferred from the same rows and are documented nowhere.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from autotune.problem.study_spec import make_spec
 
 STUDIES = Path(__file__).parent.parent / "studies" / "h100-8k"
 
-# What the formula was made with; all other models are held out. Llama 3.1 was measured, and not looked at.
+# The formula was written with measurements of these models. All others are held out, Llama 3.1 among them.
 CALIBRATION = ("mistral-7b", "phi-3-mini", "gemma-2-9b")
 HELD_OUT = (
     "qwen2.5-7b",
@@ -63,7 +64,7 @@ NEW_CONFIGS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A whole model that came through: GiB, seconds of a micro batch, and of which version the probe was."""
+    """A measured whole model: memory in GiB, seconds of a micro batch, and the version of the probe."""
 
     model: ModelSpec
     config: TrainConfig
@@ -77,31 +78,34 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--probe", nargs="*", help="measure these models now [ten of all families]")
+    parser.add_argument("--probe", nargs="*", help="measure these models now [ten models of all families]")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--memory-gib", type=float, default=135.0)
-    parser.add_argument("--seconds", type=float, default=540.0, help="stop measuring after so long; 0 measures nothing")
-    parser.add_argument("--rows", type=Path, help="the .jsonl of an earlier call, to go on from")
+    parser.add_argument(
+        "--seconds", type=float, default=540.0, help="start no probe after this time; 0 measures nothing"
+    )
+    parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call to continue")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    new = [] if args.probe is None and args.rows is None else probed(args)
-    tables = [row for card in ("h100", "a100") for row in published(card)]
-    found, fingerprint = stored()
-    rows = [row for one in (*found, *new) if (row := held_against(one)) is not None]
-    inside, out = ([row for row in rows if row["held_out"] is side] for side in (False, True))
-    summary: dict[str, Any] = {"configs": len(rows), "heldout_configs": len(out)}
+    new = [] if args.probe is None and args.rows is None else probe_models(args)
+    tables = [row for card in ("h100", "a100") for row in compare_published(card)]
+    stored, fingerprint = stored_measurements()
+    rows = [row for measured in (*stored, *new) if (row := compare(measured)) is not None]
+    calibration = [row for row in rows if not row["held_out"]]
+    held_out = [row for row in rows if row["held_out"]]
+    summary: dict[str, Any] = {"configs": len(rows), "heldout_configs": len(held_out)}
     summary["models"] = len({row["model"] for row in rows})
-    for name, group in (("", inside), ("heldout_", out)):
+    for name, group in (("", calibration), ("heldout_", held_out)):
         for key, column in (("error", "error"), ("reserved_error", "reserved_error"), ("pace_error", "pace_error")):
             errors = [abs(row[column]) for row in group if row[column] is not None]
             summary[f"{name}{key}_median"] = statistics.median(errors)
             summary[f"{name}{key}_max"] = max(errors)
     paced = [row for row in rows if row["pace_error"] is not None]
     summary["pace_within_80"] = statistics.fmean(row["pace_inside"] for row in paced)
-    told = [row for row in tables if row["error"] is not None]
-    summary["published_configs"] = len(told)
-    summary["published_error_max"] = max(abs(row["error"]) for row in told)
-    summary["published_error_max_as_they_ran"] = max(abs(row["error_as_they_ran"]) for row in told)
+    compared = [row for row in tables if row["error"] is not None]
+    summary["published_configs"] = len(compared)
+    summary["published_error_max"] = max(abs(row["error"]) for row in compared)
+    summary["published_error_max_as_they_ran"] = max(abs(row["error_as_they_ran"]) for row in compared)
     summary["published_nf4_verdicts"] = sum("nf4" in row["config"] for row in tables)
     summary["published_nf4_verdicts_wrong"] = sum("nf4" in row["config"] and not row["same_verdict"] for row in tables)
     table(sorted(rows, key=lambda row: -abs(row["error"]))[:12], ["model", "config", "peak_gib", "error"])
@@ -110,85 +114,89 @@ def main() -> None:
     print(summary)
 
 
-def held_against(one: Measured) -> dict[str, Any] | None:
-    """The plan against what was measured; None where the formula knows nothing."""
-    told, took = memory_breakdown(one.model, one.config, one.micro_steps), estimate_step_time(one.model, one.config)
-    if told is None:
+def compare(measured: Measured) -> dict[str, Any] | None:
+    """Compare the formulas with a measurement. None if there is no formula for the configuration."""
+    memory = memory_breakdown(measured.model, measured.config, measured.micro_steps)
+    step = estimate_step_time(measured.model, measured.config)
+    if memory is None:
         return None
-    twice = 0.0
-    if one.config.quantization == "nf4" and one.probe < 3:
-        sizes = Sizes.of(one.model)
+    second_copy_gib = 0.0
+    if measured.config.quantization == "nf4" and measured.probe < 3:
+        sizes = Sizes.of(measured.model)
         assert sizes is not None
-        twice = gib(sizes.linear_params * NF4_STATISTICS[one.config.double_quant])
-    peak, reserved = one.peak_gib - twice, one.reserved_gib - twice
+        second_copy_gib = gib(sizes.linear_params * NF4_STATISTICS[measured.config.double_quant])
+    peak, reserved = measured.peak_gib - second_copy_gib, measured.reserved_gib - second_copy_gib
     return {
-        "model": one.model.short,
-        "config": one.config.label(),
-        "held_out": one.held_out,
+        "model": measured.model.short,
+        "config": measured.config.label(),
+        "held_out": measured.held_out,
         "peak_gib": peak,
-        "planned_gib": told.peak_gib,
-        "error": told.peak_gib / peak - 1,
+        "planned_gib": memory.peak_gib,
+        "error": memory.peak_gib / peak - 1,
         "reserved_gib": reserved,
-        "reserved_error": told.peak_reserved_gib / reserved - 1,
-        "micro_s": one.micro_s,
-        "pace_error": took and took.micro_s / one.micro_s - 1,
-        "pace_inside": took and took.interval[0] <= one.micro_s <= took.interval[1],
-        "host_bound": took and took.host_bound,
+        "reserved_error": memory.peak_reserved_gib / reserved - 1,
+        "micro_s": measured.micro_s,
+        "pace_error": step and step.micro_s / measured.micro_s - 1,
+        "pace_inside": step and step.interval[0] <= measured.micro_s <= step.interval[1],
+        "host_bound": step and step.host_bound,
     }
 
 
-def published(card: str) -> list[dict[str, Any]]:
-    """What others measured on this card, against the formula. Of their nf4 rows, whose code is unknown, the verdict."""
-    spec, found = make_spec(STUDIES / f"{card}.yaml", {}), []
+def compare_published(card: str) -> list[dict[str, Any]]:
+    """Compare the formula with published rows of this card.
+
+    The code of the nf4 rows is unknown, so that only their outcome is compared.
+    """
+    spec, rows = make_spec(STUDIES / f"{card}.yaml", {}), []
     limit_gib = memory_limit_gib(resolve_device(card), spec.headroom)
     for case in spec.configs:
         model, config = resolve_model(case.model or spec.model), TrainConfig(**spec.pins | case.knobs)
-        told = memory_breakdown(model, config, min(case.accumulation, 2))
-        assert told is not None
+        memory = memory_breakdown(model, config, min(case.accumulation, 2))
+        assert memory is not None
         peak = case.published.peak_gib
         compared = peak is not None and config.quantization == "none"
-        found.append(
+        rows.append(
             {
                 "card": card,
                 "model": model.short,
                 "config": config.label(),
                 "published_gib": peak,
-                "planned_gib": told.peak_gib,
-                "error": told.peak_gib / peak - 1 if compared else None,
+                "planned_gib": memory.peak_gib,
+                "error": memory.peak_gib / peak - 1 if compared else None,
                 "error_as_they_ran": as_they_ran(model, config) / peak - 1 if compared else None,
-                "same_verdict": (told.peak_reserved_gib <= limit_gib) is (case.published.outcome != "oom"),
+                "same_verdict": (memory.peak_reserved_gib <= limit_gib) is (case.published.outcome != "oom"),
             }
         )
-    return found
+    return rows
 
 
 def as_they_ran(model: ModelSpec, config: TrainConfig) -> float:
-    """GiB at the peak with three differences that explain those tables.
+    """Estimate the peak in GiB with three differences that explain the published tables.
 
-    The loss stays in bf16: logits, their logarithms, and the gradients of both, 8 bytes. Adapters are fp32 beside a
-    bf16 base without autocast: each casts its input and has an fp32 output. Gradients are zeroed and not freed.
+    The loss stays in bf16: logits, their logarithms and the gradients of both take 8 bytes. The adapters are fp32 on a
+    bf16 base without autocast: each casts its input and has an fp32 output. Gradients are set to zero instead of freed.
     """
-    sizes, told = Sizes.of(model), memory_breakdown(model, config)
-    assert sizes is not None and told is not None
+    sizes, memory = Sizes.of(model), memory_breakdown(model, config)
+    assert sizes is not None and memory is not None
     casts = 4 * sum(map(sum, sizes.linears)) if config.method == "lora" else 0
     body = 2 * sizes.layers * sizes.hidden
     capped = 2 if sizes.family == "gemma2" else 0
     head = body + 4 * sizes.hidden + (8 + capped) * sizes.vocab
     layers = body + kept_bytes(sizes, config) + casts + moving_bytes(sizes, config)
-    held = told.weights + told.adapters + told.gradients + told.optimizer
-    return held + gib(config.tokens * max(head, layers))
+    states = memory.weights + memory.adapters + memory.gradients + memory.optimizer
+    return states + gib(config.tokens * max(head, layers))
 
 
-def stored() -> tuple[list[Measured], Fingerprint]:
-    """What other benchmarks measured of whole models."""
-    found = []
+def stored_measurements() -> tuple[list[Measured], Fingerprint]:
+    """Read the whole models that other benchmarks measured."""
+    measurements = []
     result = json.loads((RESULTS / "depth_extrapolation.json").read_text())
     for row in result["rows"]:
         attention = {"attention": "eager"} if row["model"] in EAGER else {}
         configs = [TrainConfig(**settings, **attention) for settings in CONFIGS]
         config = next(config for config in configs if config.label() == row["config"])
         if "peak_gib" in row:
-            found.append(
+            measurements.append(
                 Measured(
                     model=resolve_model(row["model"]),
                     config=config,
@@ -203,13 +211,13 @@ def stored() -> tuple[list[Measured], Fingerprint]:
     head, *lines = (Path(__file__).with_name("data") / "mistral_7b_h200.jsonl").read_text().splitlines()
     fingerprint = from_data(Fingerprint, json.loads(head)["fingerprint"])
     for line in lines:
-        for probe in json.loads(line).get("results", ()):
-            if probe["rung"] == "full" and probe["outcome"] == "ok":
-                measured = probe["measurement"]
-                found.append(
+        for result in json.loads(line).get("results", ()):
+            if result["rung"] == "full" and result["outcome"] == "ok":
+                measured = result["measurement"]
+                measurements.append(
                     Measured(
                         model=resolve_model("mistral-7b"),
-                        config=TrainConfig(**probe["config"]),
+                        config=TrainConfig(**result["config"]),
                         micro_steps=measured["micro_steps"],
                         peak_gib=measured["peak_allocated_gib"],
                         reserved_gib=measured["peak_reserved_gib"],
@@ -218,25 +226,25 @@ def stored() -> tuple[list[Measured], Fingerprint]:
                         held_out=False,
                     )
                 )
-    return found, fingerprint
+    return measurements, fingerprint
 
 
-def probed(args: argparse.Namespace) -> list[Measured]:
-    """Models that the formula was not made with, whole, each in several ways."""
-    kept, until = Rows("plan_memory", args.out, args.rows), time.monotonic() + args.seconds
+def probe_models(args: argparse.Namespace) -> list[Measured]:
+    """Measure whole held-out models, each with several configurations."""
+    rows, until = Rows("plan_memory", args.out, args.rows), time.monotonic() + args.seconds
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
-    asked = []
+    missing = []
     for name, settings in itertools.product(args.probe or HELD_OUT, NEW_CONFIGS):
         eager = {"attention": "eager"} if resolve_model(name).config["model_type"] == "gemma2" else {}
         config = TrainConfig(**settings, **eager)
-        if not kept.has(model=name, config=to_data(config)):
-            asked.append((name, config))
-    if asked and args.seconds:
+        if not rows.has(model=name, config=to_data(config)):
+            missing.append((name, config))
+    if missing and args.seconds:
         with WorkerProber(args.device, logs) as prober:
-            for name, config in asked:
+            for name, config in missing:
                 if time.monotonic() < until:
-                    kept.add(probe(prober, args, name, config, logs))
-                    print(name, config.label(), kept.all[-1]["outcome"], kept.all[-1].get("peak_gib"), flush=True)
+                    rows.add(probe_model(prober, args, name, config, logs))
+                    print(name, config.label(), rows.all[-1]["outcome"], rows.all[-1].get("peak_gib"), flush=True)
     return [
         Measured(
             model=resolve_model(row["model"]),
@@ -248,22 +256,24 @@ def probed(args: argparse.Namespace) -> list[Measured]:
             probe=row["fingerprint"].get("probe", 1),
             held_out=row["model"] not in CALIBRATION,
         )
-        for row in kept.all
+        for row in rows.all
         if row["outcome"] == "ok"
     ]
 
 
-def probe(prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig, logs: Path) -> dict[str, Any]:
-    """What one whole model was measured to take."""
+def probe_model(
+    prober: WorkerProber, args: argparse.Namespace, name: str, config: TrainConfig, logs: Path
+) -> dict[str, Any]:
+    """Probe one whole model and return its memory and time as a row."""
     request = ProbeRequest(
         config=config, model=resolve_model(name).config, device=args.device, memory_gib=args.memory_gib
     )
     result = prober.probe(request, logs / "probe.log")
     row: dict[str, Any] = {"model": name, "config": to_data(config), "outcome": result.outcome.value}
     if result.outcome is Outcome.OK and result.measurement is not None:
-        one = result.measurement
-        row |= {"micro_steps": one.micro_steps, "micro_s": statistics.fmean(one.micro_step_s)}
-        row |= {"peak_gib": one.peak_allocated_gib, "reserved_gib": one.peak_reserved_gib}
+        measurement = result.measurement
+        row |= {"micro_steps": measurement.micro_steps, "micro_s": statistics.fmean(measurement.micro_step_s)}
+        row |= {"peak_gib": measurement.peak_allocated_gib, "reserved_gib": measurement.peak_reserved_gib}
     return row | {"reason": result.reason, "fingerprint": to_data(prober.fingerprint)}
 
 

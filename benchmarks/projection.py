@@ -1,9 +1,9 @@
-"""How well is a speed carried from one card to another? Held against what others published of one workload on two.
+"""Measure how well a speed on one card predicts the speed on another, with published pairs of measurements.
 
-Uncalibrated: from data sheets alone. The exponents of `speed_transfer` are rounded from such fits as are made here
-with each set left out in turn (least absolute deviations, each pair of cards of a set counting once), and the summary
-tells the error of these fits on the sets that they have not seen. Calibrated: each row is foretold from one other row
-of the same set, that is of the same method, on the same two cards. Needs no GPU.
+Uncalibrated projections use data sheets only. The exponents of `speed_transfer` are rounded from fits of least absolute
+deviations, in which each pair of cards of a set counts once. The benchmark repeats the fit with each set left out and
+reports the error on that set. Calibrated projections also use one other row of the same set, and so of the same method,
+on the same two cards. The benchmark needs no GPU.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pairs = read()
-    rows = [selection(pair, pairs) for pair in pairs]
+    rows = [compare(pair, pairs) for pair in pairs]
     errors = [abs(row["error"]) for row in rows]
     calibrated = [error for row in rows for error in row["calibrated_errors"]]
     widths = [row["half_width"] for row in rows]
@@ -52,17 +52,12 @@ def main() -> None:
         "sets": len(by_set),
         "error_mean_uncalibrated": statistics.fmean(errors),
         "error_mean_of_sets_uncalibrated": statistics.fmean(
-            statistics.fmean(abs(row["error"]) for row in found) for found in by_set.values()
+            statistics.fmean(abs(row["error"]) for row in members) for members in by_set.values()
         ),
         "error_mean_of_unseen_sets": statistics.fmean(
-            abs(math.exp(told) / pair.ratio - 1)
-            for name in by_set
-            for fit in [fitted([pair for pair in pairs if pair.set != name])]
-            for pair in pairs
-            if pair.set == name
-            for told in [float(fit @ np.array(logs(pair)))]
+            error for name in by_set for error in errors_of_unseen_set(name, pairs)
         ),
-        "exponents_of_all_sets": [round(float(one), 3) for one in fitted(pairs)],
+        "exponents_of_all_sets": [round(float(exponent), 3) for exponent in fit_exponents(pairs)],
         "error_median_uncalibrated": statistics.median(errors),
         "error_max_uncalibrated": max(errors),
         "error_mean_calibrated": statistics.fmean(calibrated),
@@ -78,13 +73,15 @@ def main() -> None:
         [
             {
                 "set": name,
-                "pairs": len(found),
-                "error": statistics.fmean(abs(row["error"]) for row in found),
-                "bias": statistics.fmean(row["error"] for row in found),
-                "inside": statistics.fmean(row["inside"] for row in found),
-                "calibrated": statistics.fmean([e for row in found for e in row["calibrated_errors"]] or [math.nan]),
+                "pairs": len(members),
+                "error": statistics.fmean(abs(row["error"]) for row in members),
+                "bias": statistics.fmean(row["error"] for row in members),
+                "inside": statistics.fmean(row["inside"] for row in members),
+                "calibrated": statistics.fmean(
+                    [error for row in members for error in row["calibrated_errors"]] or [math.nan]
+                ),
             }
-            for name, found in by_set.items()
+            for name, members in by_set.items()
         ],
         ["set", "pairs", "error", "bias", "inside", "calibrated"],
     )
@@ -93,15 +90,15 @@ def main() -> None:
 
 
 def read() -> list[Pair]:
-    """Every pair of cards of every workload, the one that is faster on paper as the target."""
+    """Read every pair of cards of every workload. The card with the better data sheet is the target."""
     pairs = []
-    for one in load_yaml(PAIRS.read_text(encoding="utf-8"))["sets"]:
+    for published in load_yaml(PAIRS.read_text(encoding="utf-8"))["sets"]:
         workloads: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for row in one["rows"]:
+        for row in published["rows"]:
             workloads[row["workload"]].append(row)
-        for workload, found in workloads.items():
-            for first, second in itertools.combinations(found, 2):
-                precision = one["precision"] if one["precision"] == "fp8" else "bf16"
+        for workload, rows in workloads.items():
+            for first, second in itertools.combinations(rows, 2):
+                precision = published["precision"] if published["precision"] == "fp8" else "bf16"
                 expected = speed_transfer(
                     resolve_device(first["device"]), resolve_device(second["device"]), precision=precision
                 )
@@ -111,7 +108,7 @@ def read() -> list[Pair]:
                     first, second = second, first
                 pairs.append(
                     Pair(
-                        set=one["name"],
+                        set=published["name"],
                         workload=workload,
                         precision=precision,
                         source=first["device"],
@@ -123,54 +120,62 @@ def read() -> list[Pair]:
 
 
 def logs(pair: Pair) -> tuple[float, float]:
-    """Logarithms of the ratios of peaks and of bandwidths."""
+    """Logarithms of the ratios of peak throughput and of memory bandwidth, target over source."""
     source, target = resolve_device(pair.source), resolve_device(pair.target)
     name = "fp8_tflops" if pair.precision == "fp8" else "fp16_tflops"
     peaks = getattr(target, name) / getattr(source, name)
     return math.log(peaks), math.log((target.bandwidth_gb_s or math.nan) / (source.bandwidth_gb_s or math.nan))
 
 
-def fitted(pairs: list[Pair]) -> Any:
-    """The two exponents, by iteratively reweighted least squares."""
+def fit_exponents(pairs: list[Pair]) -> Any:
+    """Fit the two exponents by iteratively reweighted least squares."""
     counts = Counter((pair.set, pair.source, pair.target) for pair in pairs)
     weights = np.array([1 / counts[pair.set, pair.source, pair.target] for pair in pairs])
-    known, told = np.array([logs(pair) for pair in pairs]), np.array([math.log(pair.ratio) for pair in pairs])
+    inputs = np.array([logs(pair) for pair in pairs])
+    targets = np.array([math.log(pair.ratio) for pair in pairs])
     scale = weights
     for _ in range(50):
-        fit, *_ = np.linalg.lstsq(known * np.sqrt(scale)[:, None], told * np.sqrt(scale), rcond=None)
-        scale = weights / (np.abs(known @ fit - told) + 1e-3)
+        fit, *_ = np.linalg.lstsq(inputs * np.sqrt(scale)[:, None], targets * np.sqrt(scale), rcond=None)
+        scale = weights / (np.abs(inputs @ fit - targets) + 1e-3)
     return fit
 
 
-def selection(pair: Pair, pairs: list[Pair]) -> dict[str, Any]:
-    """The projection against what was published, without it and after each one other row of its method and cards."""
+def errors_of_unseen_set(name: str, pairs: list[Pair]) -> list[float]:
+    """Relative errors on one set of exponents that were fitted without it."""
+    fit = fit_exponents([pair for pair in pairs if pair.set != name])
+    return [abs(math.exp(float(fit @ np.array(logs(pair)))) / pair.ratio - 1) for pair in pairs if pair.set == name]
+
+
+def compare(pair: Pair, pairs: list[Pair]) -> dict[str, Any]:
+    """Compare projections with a published ratio: from data sheets, and calibrated by each similar row."""
     source, target = resolve_device(pair.source), resolve_device(pair.target)
     alike = [
-        one
-        for one in pairs
-        if one != pair and (one.set, one.source, one.target) == (pair.set, pair.source, pair.target)
+        other
+        for other in pairs
+        if other != pair and (other.set, other.source, other.target) == (pair.set, pair.source, pair.target)
     ]
-    carried = speed_transfer(source, target, precision=pair.precision)
-    assert carried is not None
-    after = [speed_transfer(source, target, [one.ratio], precision=pair.precision) for one in alike]
-    known = [one for one in after if one is not None]
+    uncalibrated = speed_transfer(source, target, precision=pair.precision)
+    assert uncalibrated is not None
+    transfers = [speed_transfer(source, target, [other.ratio], precision=pair.precision) for other in alike]
+    calibrated = [transfer for transfer in transfers if transfer is not None]
+    example = calibrated[0] if calibrated else uncalibrated
     flops = (target.fp16_tflops or math.nan) / (source.fp16_tflops or math.nan)
     bandwidth = (target.bandwidth_gb_s or math.nan) / (source.bandwidth_gb_s or math.nan)
-    low, high = carried.interval
-    narrow = (known[0] if known else carried).interval
+    low, high = uncalibrated.interval
+    narrow = example.interval
     return {
         "set": pair.set,
         "workload": pair.workload,
         "source": pair.source,
         "target": pair.target,
         "ratio": pair.ratio,
-        "projected": carried.ratio,
-        "error": carried.ratio / pair.ratio - 1,
+        "projected": uncalibrated.ratio,
+        "error": uncalibrated.ratio / pair.ratio - 1,
         "inside": low <= pair.ratio <= high,
-        "half_width": (high - low) / 2 / carried.ratio,
-        "calibrated_errors": [abs(one.ratio / pair.ratio - 1) for one in known],
-        "calibrated_inside": [one.interval[0] <= pair.ratio <= one.interval[1] for one in known],
-        "half_width_calibrated": (narrow[1] - narrow[0]) / 2 / (known[0] if known else carried).ratio,
+        "half_width": (high - low) / 2 / uncalibrated.ratio,
+        "calibrated_errors": [abs(transfer.ratio / pair.ratio - 1) for transfer in calibrated],
+        "calibrated_inside": [transfer.interval[0] <= pair.ratio <= transfer.interval[1] for transfer in calibrated],
+        "half_width_calibrated": (narrow[1] - narrow[0]) / 2 / example.ratio,
         "geometric_mean_error": math.sqrt(flops * bandwidth) / pair.ratio - 1,
         "flops_error": flops / pair.ratio - 1,
     }

@@ -1,16 +1,16 @@
-"""How many seconds of GPU until a configuration within 2 % of the best is found: ours against other searches.
+"""Compare the GPU time that searches need to measure a configuration within 2 % of the best.
 
-`replay` runs each search on the table that `search_table` measured, over many seeds; every trial is charged what it was
-measured to take:
+`replay` runs each search on the table that `search_table` measured, with many seeds. Each trial costs the time that was
+measured for it:
 
-- ours: the product's own study, one worker start, shallow and full probes;
-- ours_climbing: the same without the formulas' leads, whose constants were fitted on this very table, among others;
-- optuna_cold: TPE with its defaults; a process for every trial; out of memory is FAIL;
+- ours: the product's own study, with one start of the worker, shallow and full probes;
+- ours_climbing: the same without proposals from the formulas, whose constants were partly fitted on this table;
+- optuna_cold: TPE with its defaults; each trial in its own process; out of memory counts as FAIL;
 - random: the same with random proposals;
-- doubling: the defaults of a guide, the batch doubled until it no longer fits.
+- doubling: the defaults of a guide, with the batch size doubled until it no longer fits.
 
-A search that never arrives counts with the longest budget. `live` runs ours and optuna_cold for real, one after the
-other on the same machine; `replay` tells what it took beside what it charges for the same.
+A search that does not reach the goal counts with the longest budget. `live` runs ours and optuna_cold on a real GPU,
+one after the other. `replay` adds the live times to its result, with the times that it charges for the same searches.
 """
 
 import argparse
@@ -39,23 +39,24 @@ from autotune.problem.constraints import Floors
 from autotune.problem.performance import score
 from autotune.problem.task import Task
 from autotune.study.evaluator import Evaluator
-from autotune.study.loop import Limits, Study
+from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer, distribution
 from autotune.study.storage.probe_store import ProbeStore
+from autotune.study.storage.study_record import Limits
 from autotune.study.summary import TrialRecord
 
 WITHIN = 0.02
 LONGEST_S = 3600.0
 LIVE_RUN = TABLE.with_name("search_live_h200.json")
-GUIDE = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="full")  # bf16, rank 16, AdamW, nothing compiled
+GUIDE = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="full")  # also bf16, rank 16, AdamW, not compiled
 
 
 class TableProber:
-    """Answers from the table, and lets a clock run by what each answer took when it was measured."""
+    """A prober that answers from the table and adds up the measured seconds of each answer."""
 
     def __init__(self, table: Table) -> None:
         self._table, self.fingerprint = table, table.fingerprint
-        self._compiled = set[TrainConfig]()  # what this process has compiled stays
+        self._compiled = set[TrainConfig]()  # code that this process has compiled
         self._charges = Charges(table)
         self.seconds = float(table.about["start_s"])
 
@@ -72,8 +73,8 @@ class TableProber:
         if request.config.compile != "none":
             first = request.depth is not None and request.depth == min(self._depths(request.config))
             if first or request.config not in self._compiled:
-                # The first of the shallow probes compiled when it was measured, or another before it: what is charged
-                # takes the place of that.
+                # When the table was measured, this probe or an earlier one compiled. Replace the measured seconds by
+                # those of this search.
                 measured = result.seconds.get("first_step", 0.0) if first else 0.0
                 self.seconds += self._charges.compiling(request.config) - measured
             self._compiled.add(request.config)
@@ -81,7 +82,7 @@ class TableProber:
 
 
 def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None) -> float:
-    """Seconds until the product's own study has measured a configuration that is good enough."""
+    """Return the seconds until the product's own study has measured a configuration that reaches the goal."""
     prober = prober or TableProber(table)
     model = resolve_model("mistral-7b")
     device = resolve_device("h200")
@@ -98,7 +99,7 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/replay.db"
         store = ProbeStore(url)
-        search = Optimizer.create(url, "replay", SPACE, seed=seed, facts={})
+        search = Optimizer.create(url, "replay", SPACE, seed=seed)
         evaluator = Evaluator(
             prober,
             store,
@@ -136,15 +137,15 @@ def ours_climbing(table: Table, seed: int, goal: float) -> float:
 
 
 def optuna_cold(table: Table, seed: int, goal: float) -> float:
-    """Optuna as its tutorial has it: defaults, a process a trial, what ran out of memory has failed."""
-    return _plain(table, goal, optuna.samplers.TPESampler(seed=seed))
+    """Run Optuna as in its tutorial: default settings, one process for each trial, out of memory is a failure."""
+    return _search_cold(table, goal, optuna.samplers.TPESampler(seed=seed))
 
 
 def random_cold(table: Table, seed: int, goal: float) -> float:
-    return _plain(table, goal, optuna.samplers.RandomSampler(seed=seed))
+    return _search_cold(table, goal, optuna.samplers.RandomSampler(seed=seed))
 
 
-def _plain(table: Table, goal: float, sampler: optuna.samplers.BaseSampler) -> float:
+def _search_cold(table: Table, goal: float, sampler: optuna.samplers.BaseSampler) -> float:
     study = optuna.create_study(direction="maximize", sampler=sampler)
     charges, seconds = Charges(table), 0.0
     while seconds < LONGEST_S:
@@ -162,7 +163,7 @@ def _plain(table: Table, goal: float, sampler: optuna.samplers.BaseSampler) -> f
 
 
 def doubling(table: Table, seed: int, goal: float) -> float:
-    """The largest batch of the guide's configuration: it knows no other knob."""
+    """Double the batch size of the guide's configuration until it no longer fits; no other knob changes."""
     charges, seconds = Charges(table), 0.0
     for size in itertools.takewhile(lambda size: size <= 16, (2**power for power in range(10))):
         config = replace(GUIDE, micro_batch_size=size)
@@ -217,21 +218,21 @@ def replay(args: argparse.Namespace) -> None:
 
 
 def live(args: argparse.Namespace) -> None:
-    """Ours and plain Optuna for real, until each has found a configuration that the table calls good enough."""
+    """Run our search and plain Optuna on a real GPU until each reaches the goal of the table."""
     table = Table(args.table)
     goal = table.best() * (1 - WITHIN)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    about: dict[str, Any] = {"command": command("search_efficiency"), "date": now(), "rows": []}
+    data: dict[str, Any] = {"command": command("search_efficiency"), "date": now(), "rows": []}
     with WorkerProber(args.device, Path(tempfile.mkdtemp(prefix="autotune-bench-"))) as worker:
-        about["fingerprint"] = to_data(worker.fingerprint)
+        data["fingerprint"] = to_data(worker.fingerprint)
     for name, run in LIVE.items():
-        about["rows"].append({"search": name, **run(args, table, goal)})
-        print(about["rows"][-1], flush=True)
-    write_atomic((args.out or LIVE_RUN.parent) / LIVE_RUN.name, json.dumps(about, indent=1) + "\n")
+        data["rows"].append({"search": name, **run(args, table, goal)})
+        print(data["rows"][-1], flush=True)
+    write_atomic((args.out or LIVE_RUN.parent) / LIVE_RUN.name, json.dumps(data, indent=1) + "\n")
 
 
 class LiveProber(TableProber):
-    """The worker itself in the table's place, on the wall clock."""
+    """A prober that uses the worker instead of the table, and the wall clock."""
 
     def __init__(self, table: Table, worker: WorkerProber) -> None:
         super().__init__(table)
@@ -251,7 +252,7 @@ def live_ours(args: argparse.Namespace, table: Table, goal: float) -> dict[str, 
 def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str, Any]:
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     model = resolve_model("mistral-7b")
-    charges, begin, charged, trials, reached = Charges(table), time.monotonic(), 0.0, 0, False
+    charges, begin, charged_s, trials, reached = Charges(table), time.monotonic(), 0.0, 0, False
     while time.monotonic() - begin < args.seconds:
         trials += 1
         trial = study.ask({knob.name: distribution(knob) for knob in SPACE.knobs})
@@ -259,7 +260,7 @@ def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str
         logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
         with WorkerProber(args.device, logs) as prober:
             result = prober.probe(request_of(config, model.config, table.about["memory_gib"]), logs / "probe.log")
-        charged += charges.cold(config)
+        charged_s += charges.cold(config)
         value = score(result, WORKLOAD) if result.outcome is Outcome.OK else None
         if value is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -268,8 +269,8 @@ def live_optuna(args: argparse.Namespace, table: Table, goal: float) -> dict[str
         if value >= goal:
             reached = True
             break
-    took = time.monotonic() - begin
-    return {"seconds": took, "charged_seconds": charged, "trials": trials, "reached": reached}
+    seconds = time.monotonic() - begin
+    return {"seconds": seconds, "charged_seconds": charged_s, "trials": trials, "reached": reached}
 
 
 LIVE = {"ours": live_ours, "optuna_cold": live_optuna}
@@ -280,7 +281,7 @@ def main() -> None:
     parser.add_argument("what", choices=("replay", "live"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--table", type=Path, default=TABLE)
-    parser.add_argument("--seconds", type=float, default=400.0, help="live: stop Optuna after so long")
+    parser.add_argument("--seconds", type=float, default=400.0, help="live: stop Optuna after this time")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Measures every configuration of a space of Mistral-7B: the table on which `search_efficiency` replays searches.
+"""Measure every configuration of a search space for Mistral-7B, as the table on which `search_efficiency` replays.
 
-A line a configuration: two truncated depths and the whole model, by the product's own worker, with what each took. Run
-again with the file it wrote, it goes on where it ended. A few configurations are also run in a process of their own, to
-hold the charges for those against.
+Each line holds one configuration: probes at two truncated depths and of the whole model, by the product's own worker,
+with their seconds. A later call with the same file continues it. A few configurations are also probed in a process of
+their own, to check the time that a replay charges for such probes.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common import own_cache
+from common import use_empty_compile_cache
 
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest, ProbeResult
@@ -58,7 +58,7 @@ def request_of(config: TrainConfig, model: dict[str, Any], memory_gib: float, de
 
 
 class Table:
-    """What was measured: results by configuration and depth, and the circumstances."""
+    """The measured results by configuration and depth, and the properties of the machine."""
 
     def __init__(self, path: Path) -> None:
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -75,8 +75,8 @@ class Table:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        found: Fingerprint = from_data(Fingerprint, self.about["fingerprint"])
-        return found
+        fingerprint: Fingerprint = from_data(Fingerprint, self.about["fingerprint"])
+        return fingerprint
 
     @property
     def configs(self) -> list[TrainConfig]:
@@ -91,46 +91,49 @@ class Table:
 
     @cached_property
     def compile_seconds(self) -> dict[TrainConfig, tuple[float, float]]:
-        """By compiled code, the first steps on a few layers, little else than compiling: (all of it, found on disk).
+        """Seconds of compilation for each compiled code: (with an empty cache, with the code in the cache on disk).
 
-        Which configuration of those that share code paid for it was chance.
+        They are the seconds of the first step on a few layers, which consist mostly of compilation. It was chance which
+        of the configurations that share code compiled first.
         """
         first: dict[TrainConfig, list[float]] = {}
         depths_of: dict[TrainConfig, list[int]] = {}
         for config, depth in self.results:
             if depth is not None and config.compile != "none":
                 depths_of.setdefault(config, []).append(depth)
-        for config, found in depths_of.items():
-            seconds = self.results[(config, min(found))].seconds.get("first_step", 0.0)
+        for config, measured_depths in depths_of.items():
+            seconds = self.results[(config, min(measured_depths))].seconds.get("first_step", 0.0)
             first.setdefault(replace(config, optimizer=OPTIMIZER, checkpointing="none"), []).append(seconds)
         return {code: (max(seconds), min(seconds)) for code, seconds in first.items()}
 
 
 class Charges:
-    """What each probe of one search costs. Inductor's cache on disk outlasts processes, and is empty at first."""
+    """Charge each probe of one search. Inductor's cache on disk starts empty and is shared by processes."""
 
     def __init__(self, table: Table) -> None:
         self._table, self._on_disk = table, set[TrainConfig]()
 
     def compiling(self, config: TrainConfig) -> float:
-        """Seconds that the first steps take longer, in a process that holds no code of this configuration."""
+        """Seconds of compilation in a process that has not compiled this configuration yet."""
         if config.compile == "none":
             return 0.0
-        all_of_it, found = self._table.compile_seconds[replace(config, optimizer=OPTIMIZER, checkpointing="none")]
-        # The backward pass may be another where layers are recomputed: that such code is shared is not counted on.
+        empty_cache_s, cached_s = self._table.compile_seconds[
+            replace(config, optimizer=OPTIMIZER, checkpointing="none")
+        ]
+        # Recomputed layers may have another backward pass, so that their code is not counted as shared.
         code = replace(config, optimizer=OPTIMIZER)
         is_new = code not in self._on_disk
         self._on_disk.add(code)
-        return all_of_it if is_new else found
+        return empty_cache_s if is_new else cached_s
 
     def cold(self, config: TrainConfig) -> float:
-        """A process of its own: its start, the probe, and the compilation that a shallow probe had paid for."""
+        """Seconds in a fresh process: its start, the probe and the compilation."""
         whole = self._table.results[(config, None)].seconds.get("total", 0.0)
         return float(self._table.about["start_s"]) + whole + self.compiling(config)
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Every configuration of the space that the table lacks, until the time is up."""
+    """Measure every configuration of the space that the table lacks, until the time is over."""
     until = time.monotonic() + args.seconds
     model = resolve_model(args.model)
     out = (args.out or TABLE.parent) / TABLE.name
@@ -140,7 +143,7 @@ def measure(args: argparse.Namespace) -> None:
         out.write_text(args.table.read_text())
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
     with WorkerProber(args.device, logs) as first:
-        first.fingerprint  # noqa: B018 (the files are in the page cache from here on)
+        first.fingerprint  # noqa: B018 (loads the files into the page cache)
     with WorkerProber(args.device, logs) as prober, out.open("a") as file:
         start = time.monotonic()
         fingerprint = prober.fingerprint
@@ -148,33 +151,37 @@ def measure(args: argparse.Namespace) -> None:
         shape = prober.describe(model.config)
         if table.about and fingerprint != table.fingerprint:
             raise SystemExit(
-                "the table was measured elsewhere: " + "; ".join(table.fingerprint.differences(fingerprint))
+                "the table was measured on a different machine: "
+                + "; ".join(table.fingerprint.differences(fingerprint))
             )
         if not table.about:
             about = {"start_s": start_s, "memory_gib": args.memory_gib, "shape": to_data(shape)}
             file.write(json.dumps({"fingerprint": to_data(fingerprint), **about}) + "\n")
         assert shape is not None
         missing = [config for config in map(SPACE.config, SPACE.enumerate()) if (config, None) not in table.results]
-        # A few in a process of their own, to hold the charges for those against.
+        # Also measure a few in a process of their own, to check the time that a replay charges.
         sample = random.Random(1).sample(missing, len(missing))[: args.cold]
         for config in missing:
             if time.monotonic() > until:
                 break
             whole = request_of(config, model.config, args.memory_gib, args.device)
             requests = [shortened(whole, depth) for depth in depths(shape, config.checkpoint_every) or ()] + [whole]
-            found = []
+            results = []
             for request in requests:
-                found.append(prober.probe(request, logs / "probe.log"))
-            line = {"results": [_slim(to_data(result)) for result in found]}
+                results.append(prober.probe(request, logs / "probe.log"))
+            line = {"results": [_slim(to_data(result)) for result in results]}
             file.write(json.dumps(line) + "\n")
             file.flush()
-            last = found[-1]
-            print(f"{config.label():<70} {last.outcome} {sum(one.seconds['total'] for one in found):.1f} s", flush=True)
+            last = results[-1]
+            print(
+                f"{config.label():<70} {last.outcome} {sum(result.seconds['total'] for result in results):.1f} s",
+                flush=True,
+            )
         prober.close()
         for config in sample:
             if time.monotonic() > until:
                 break
-            own_cache()
+            use_empty_compile_cache()
             start = time.monotonic()
             with WorkerProber(args.device, logs) as fresh:
                 fresh.probe(request_of(config, model.config, args.memory_gib, args.device), logs / "probe.log")
@@ -182,7 +189,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def _slim(data: dict[str, Any]) -> dict[str, Any]:
-    """Without what the table repeats on every line, times to the microsecond."""
+    """Drop the fields that the table does not need, and round numbers to six decimals."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, float):
@@ -202,9 +209,11 @@ def main() -> None:
     parser.add_argument("--model", default="mistral-7b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--memory-gib", type=float, default=135.0)
-    parser.add_argument("--table", type=Path, default=TABLE, help="what an earlier call wrote")
-    parser.add_argument("--seconds", type=float, default=500.0, help="stop after so long")
-    parser.add_argument("--cold", type=int, default=8, help="configurations in a process of their own")
+    parser.add_argument("--table", type=Path, default=TABLE, help="the file of an earlier call")
+    parser.add_argument("--seconds", type=float, default=500.0, help="start no probe after this time")
+    parser.add_argument(
+        "--cold", type=int, default=8, help="number of configurations to probe in a process of their own"
+    )
     parser.add_argument("--out", type=Path)
     measure(parser.parse_args())
 

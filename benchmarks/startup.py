@@ -1,4 +1,4 @@
-"""How long the commands that need no torch take, from process start to exit: median of several runs each."""
+"""Measure the time from process start to exit of commands that need no torch: the median of several runs."""
 
 import argparse
 import statistics

@@ -1,8 +1,7 @@
-"""The whole of `autotune run` on a 7B model, from the start of the process to the exported files: what did it take?
+"""Measure a whole `autotune run` on a 7B model, from the start of the process to the exported files.
 
-Runs the command as a person would, in a directory of its own, then reads what it stored: how many configurations
-were judged, how many full-depth probes ran out of memory, and where the seconds went, by rung and by what they were
-spent on.
+The program runs the command in a directory of its own and reads the stored results: how many configurations were
+judged, how many full-depth probes ran out of memory, and how many seconds each rung and each phase took.
 """
 
 import argparse
@@ -13,14 +12,13 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common import save, studied, table
+from common import run_study, save, table
 
 from autotune.api import load_study
-from autotune.core.probe_types import Evidence, Fingerprint, Outcome
-from autotune.core.serialization import from_data
+from autotune.core.probe_types import Evidence, Outcome, ProbeResult
 from autotune.study.storage.probe_store import ProbeStore
 
-SPENT_ON = ("load", "first_step", "steady", "evaluate", "save", "cleanup", "total")
+PHASES = ("load", "first_step", "steady", "evaluate", "save", "cleanup", "total")
 
 
 def main() -> None:
@@ -28,7 +26,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--model", default="mistral-7b")
     parser.add_argument("--budget", default="4m55s")
-    parser.add_argument("--keep", type=Path, help="a directory to run in, and to leave the study in")
+    parser.add_argument("--keep", type=Path, help="run in this directory and keep the study in it")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = args.keep or Path(tempfile.mkdtemp(prefix="autotune-bench-"))
@@ -38,41 +36,46 @@ def main() -> None:
     name = f"{args.gpu}-{args.model}"
     options += ["--study", name, "--out", name, "--storage", url]
     begin = time.monotonic()
-    said = studied(folder, *options)
+    result = run_study(folder, *options)
     wall = time.monotonic() - begin
 
     study = load_study(name, url)
     probes = [row.result for row in ProbeStore(url).of_study(name)]
-    launched = [one for one in probes if one.seconds]
+    launched = [probe for probe in probes if probe.seconds]
     rows: list[dict[str, Any]] = []
-    for kind in dict.fromkeys((one.rung.value, one.depth, one.config.compile != "none") for one in launched):
-        of_kind = [one for one in launched if (one.rung.value, one.depth, one.config.compile != "none") == kind]
+    for kind in dict.fromkeys(map(kind_of, launched)):
+        of_kind = [probe for probe in launched if kind_of(probe) == kind]
         seconds: dict[str, float] = defaultdict(float)
-        for one in of_kind:
-            for phase, spent in one.seconds.items():
-                seconds[phase] += spent / len(of_kind)
+        for probe in of_kind:
+            for phase, duration in probe.seconds.items():
+                seconds[phase] += duration / len(of_kind)
         rows.append(
             {"rung": kind[0], "depth": kind[1], "compiled": kind[2], "probes": len(of_kind)}
-            | {phase: seconds.get(phase, 0.0) for phase in SPENT_ON}
+            | {phase: seconds.get(phase, 0.0) for phase in PHASES}
         )
-    probing = sum(one.seconds.get("total", 0.0) for one in launched)
+    probing = sum(probe.seconds.get("total", 0.0) for probe in launched)
     summary = {
         "wall_seconds": wall,
-        "configs_judged": said["trials"]["judged"],
+        "configs_judged": result["trials"]["judged"],
         "full_depth_ooms": sum(
-            one.outcome is Outcome.OOM and one.evidence is Evidence.MEASURED and one.depth is None for one in probes
+            probe.outcome is Outcome.OOM and probe.evidence is Evidence.MEASURED and probe.depth is None
+            for probe in probes
         ),
-        "speedup": said["speedup"],
-        "trials": said["trials"],
+        "speedup": result["speedup"],
+        "trials": result["trials"],
         "probing_seconds": probing,
         "seconds_beside_probes": wall - probing,
-        "tokens_per_second": said["winner"]["performance"]["tokens_per_second"],
+        "tokens_per_second": result["winner"]["performance"]["tokens_per_second"],
         "exported": sorted(path.name for path in (folder / name / "export").iterdir()),
     }
-    fingerprint: Fingerprint = from_data(Fingerprint, study.facts["fingerprint"])
-    save("study_7b", fingerprint, summary, rows, args.out)
-    table(rows, ["rung", "depth", "compiled", "probes", *SPENT_ON])
+    save("study_7b", study.record.fingerprint, summary, rows, args.out)
+    table(rows, ["rung", "depth", "compiled", "probes", *PHASES])
     print(json.dumps(summary, indent=1))
+
+
+def kind_of(probe: ProbeResult) -> tuple[str, int | None, bool]:
+    """The rung of a probe, its depth, and whether its layers were compiled."""
+    return probe.rung.value, probe.depth, probe.config.compile != "none"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Does a probe in the warm worker measure what a fresh process measures, and what does it save?
+"""Compare probes in the warm worker with probes in fresh processes: what they measure and how long they take.
 
-One warm worker runs a sequence in which each configuration follows something that could leave a trace: an OOM, another
-rank, a compiled probe, full fine-tuning, an nf4 base. Each configuration is then measured in a process of its own. Both
-are the product's own probes; only the process differs. Times are compared by their step, peaks by allocated memory.
-The first probe of a worker is not warm, and only sets the scene. A compilation takes the same seconds in either
-process: the compiled rows count for the errors, and their walls are summed apart (`wall_ratio_compiled`).
+One warm worker runs a sequence in which each configuration follows a probe that could affect the next one: an OOM,
+another rank, a compiled probe, full fine-tuning, an nf4 base. A fresh process then measures each configuration again,
+with the same code. The benchmark compares step times and peaks of allocated memory. The first probe of the worker is
+not warm and is not compared. A compilation takes the same time in both processes. The compiled rows therefore count for
+the errors, and the ratio of their wall times is reported separately (`wall_ratio_compiled`).
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import own_cache, save, table
+from common import save, table, use_empty_compile_cache
 
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
@@ -22,14 +22,14 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.performance import step_time_s
 
-# Six sequences keep an H200 busy for far longer than the host needs to issue them: what else that host does is not what
-# is asked here. With two sequences it decides, and was up to a third slower in one process or the other.
+# Six sequences keep an H200 busy for much longer than the host needs to launch the operations, so that the load of the
+# host does not matter. With two sequences it does: one or the other process was up to a third slower.
 LORA = {"micro_batch_size": 6, "seq_len": 1024, "checkpointing": "none"}
 NF4 = {"quantization": "nf4", "micro_batch_size": 6, "seq_len": 1024, "checkpointing": "full"}
 FULL = {"method": "full", "micro_batch_size": 3, "seq_len": 1024, "checkpointing": "full"}
 FIRST = ("nothing", NF4 | {"optimizer": "adamw_8bit"})
 OOM = ("nothing", {"micro_batch_size": 32, "seq_len": 4096, "checkpointing": "none"})
-# (what came before, configuration). What comes after nothing only sets the scene.
+# (preceding probe, configuration). An entry that follows "nothing" only prepares the next one.
 SEQUENCE: list[tuple[str, dict[str, Any]]] = [
     FIRST,
     ("a fresh worker's nf4 base", LORA),
@@ -57,16 +57,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="mistral-7b")
     parser.add_argument("--memory-gib", type=float, default=135.0)
-    parser.add_argument("--configs", type=int, default=len(SEQUENCE), help="compare only the first so many")
+    parser.add_argument("--configs", type=int, default=len(SEQUENCE), help="compare only this many configurations")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = resolve_model(args.model)
-    compared = [place for place, (before, _) in enumerate(SEQUENCE) if before != "nothing"][: args.configs]
+    compared = [index for index, (before, _) in enumerate(SEQUENCE) if before != "nothing"][: args.configs]
     sequence = SEQUENCE[: compared[-1] + 1]
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))
 
     def request(settings: dict[str, Any]) -> ProbeRequest:
-        """Steps of a single micro batch, as long as those of truncated models: what the process costs is asked here."""
+        """Steps of one micro batch, as short as those of truncated models: the cost of the process counts."""
         config = TrainConfig(**settings)
         return ProbeRequest(
             config=config, model=model.config, memory_gib=args.memory_gib, micro_steps=1, min_timed_s=0.7
@@ -78,7 +78,7 @@ def main() -> None:
         return result, time.monotonic() - start
 
     warm: list[tuple[ProbeResult, float]] = []
-    own_cache()
+    use_empty_compile_cache()
     with WorkerProber("cuda", logs) as prober:
         start = time.monotonic()
         fingerprint = prober.fingerprint
@@ -95,11 +95,11 @@ def main() -> None:
         if before == "nothing":
             assert (result.outcome is Outcome.OOM) is (settings == OOM[1])
             continue
-        own_cache()
+        use_empty_compile_cache()
         start = time.monotonic()
         with WorkerProber("cuda", logs) as prober:
             cold, _ = probe(prober, settings)
-        cold_wall = time.monotonic() - start  # from start to exit, since the next process needs the card's memory
+        cold_wall = time.monotonic() - start  # until exit, since the next process needs the memory of the card
         assert result.measurement is not None and cold.measurement is not None, (result.reason, cold.reason)
         step, cold_step = step_time_s(result.measurement, 4), step_time_s(cold.measurement, 4)
         peak, cold_peak = result.measurement.peak_allocated_gib, cold.measurement.peak_allocated_gib
