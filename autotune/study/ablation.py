@@ -102,7 +102,7 @@ def ablate(
             break
         say(f"without {name} {getattr(winner, name)}: {config.label()}")
         undone.append(to_ablated_knob(task, name, evaluator.evaluate(config, None).result))
-        evaluator.reset_failures()
+        evaluator.failures_in_a_row = 0
     return Ablation(winner=measured_winner, baseline=baseline, undone=tuple(undone))
 
 

@@ -5,7 +5,7 @@ probes. The sampler continues from there, and finds what only shows in combinati
 except precision, which changes speed as much as any knob, and fp8 products where they are allowed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +13,10 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
-from autotune.study.distributed import SharedTrials
+from autotune.study.distributed import COORDINATE_TRIALS, SharedTrials
 from autotune.study.evaluator import Evaluation
 from autotune.study.formula_seeds import formula_seeds
 from autotune.study.optimizer import Proposal
-from autotune.study.stopping import StoppingRule
 from autotune.study.summary import TrialRecord
 
 # Compilation comes late: it costs seconds for every configuration, and helps the one that the other knobs lead to.
@@ -37,7 +36,6 @@ ORDER = (
 MAKES_ROOM = ("loss",)
 TOO_LARGE = (Outcome.OOM, Outcome.REFUSED)
 MIN_GAIN = 0.01  # relative gain in speed from which on the search moves
-REMEMBERED_AS = "climbed"  # the study's attribute with the numbers of the trials of coordinate searches
 
 
 @dataclass(slots=True)
@@ -49,8 +47,6 @@ class CoordinateSearch:
     """
 
     trials: SharedTrials
-    stopping: StoppingRule
-    say: Callable[[str], None]
     _tried: dict[str, Outcome] = field(default_factory=dict)  # by the digest of the configuration
     _waiting: list[tuple[float, Proposal]] = field(default_factory=list)
 
@@ -58,7 +54,7 @@ class CoordinateSearch:
         """Try the formula seeds, then move from the best until a pass over all knobs finds nothing better."""
         self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
         self._try_seeds()
-        while (best := self.trials.best()) is not None and not self.stopping.is_done():
+        while (best := self.trials.best()) is not None and not self.trials.is_done():
             num_tried = len(self._tried)
             self._pass_over_knobs(best)
             self._measure_waiting()
@@ -69,7 +65,7 @@ class CoordinateSearch:
         """Try what the formulas find best."""
         best, task = self.trials.best(), self.trials.task
         for config in formula_seeds(task, best.config, best.limit_gib or 0.0) if best else ():
-            if config.digest not in self._tried and not self.stopping.is_done():
+            if config.digest not in self._tried and not self.trials.is_done():
                 self._try(task.space.clip(config))
         self._measure_waiting()
 
@@ -78,7 +74,7 @@ class CoordinateSearch:
         space, current, speed = self.trials.task.space, best.config, best.tokens_per_second or 0.0
         for name in ORDER:
             factor = 1 - MIN_GAIN if name in MAKES_ROOM else 1 + MIN_GAIN
-            while not self.stopping.is_done():
+            while not self.trials.is_done():
                 chosen = next_move(space, current, name, self._tried)
                 if chosen is None:
                     break
@@ -94,8 +90,8 @@ class CoordinateSearch:
             config = trials.task.space.config(chosen)
             self._tried[config.digest] = Outcome.OK
             return config, 0.0
-        self.stopping.exempt.add(proposal.number)
-        trials.optimizer.remember(REMEMBERED_AS, sorted(self.stopping.exempt))
+        trials.exempt.add(proposal.number)
+        trials.optimizer.remember(COORDINATE_TRIALS, sorted(trials.exempt))
         config = proposal.config
         found = trials.evaluator.evaluate_low_fidelity(config, proposal.number)
         if found is None:  # the truncated models predict nothing
@@ -107,7 +103,7 @@ class CoordinateSearch:
         predicted = trials.selection.predicted_speed(config, found)
         self._tried[config.digest] = Outcome.OK
         self._waiting.append((predicted, proposal))
-        self.say(f"predicted {predicted:,.0f} tokens/s: {config.label()}")
+        trials.say(f"predicted {predicted:,.0f} tokens/s: {config.label()}")
         return config, predicted
 
     def _measure_waiting(self) -> None:
@@ -115,7 +111,7 @@ class CoordinateSearch:
         waiting = sorted(self._waiting, key=lambda entry: entry[0], reverse=True)
         self._waiting = []
         for place, (_, proposal) in enumerate(waiting):
-            if place and self.stopping.is_spent():
+            if place and self.trials.is_spent():
                 self.trials.give_back(proposal.number)
             else:
                 pruner = self.trials.selection.prune_reason

@@ -6,7 +6,7 @@ to the same request. Confirmation: the same again, longer, for the few that may 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,44 +65,38 @@ class Evaluation:
     seconds: float = 0.0
 
 
+@dataclass(slots=True)
 class Evaluator:
     """The stages of one study on one device.
 
     `request` makes the request for the whole model of a configuration. `model` is the model's digest. `shape` says how
-    its layers repeat; without it there is no low fidelity. With `shallow_only` low fidelity is the last stage.
+    its layers repeat; without it there is no low fidelity. With `shallow_only` low fidelity is the last stage. `saved`
+    has the configurations that did, in this session, what a full run does between steps: an evaluation and a save.
     """
 
-    def __init__(
-        self,
-        prober: Prober,
-        store: ProbeStore,
-        *,
-        study: str,
-        logs: Path,
-        request: Callable[[TrainConfig], ProbeRequest],
-        model: str = "",
-        shape: ModelShape | None = None,
-        shallow_only: bool = False,
-    ) -> None:
-        self._prober = prober
-        self._store = store
-        self._study = study
-        self._logs = logs
-        self._request = request
-        self._model = model
-        self._shape = shape
-        self._shallow_only = shallow_only
-        self._frontier = Frontier()
-        self._memory = MemoryPredictor()
-        self._depths = DepthPredictor(shape)
-        self._failed_truncated: dict[TrainConfig, str] = {}  # for reasons that the whole model may not share
-        self._failures_in_a_row = 0
-        self._saved: set[TrainConfig] = set()  # those that this session has evaluated and saved in a confirmation
-        self._seconds: dict[TrainConfig, float] = {}  # of probes since the last evaluation
+    prober: Prober
+    store: ProbeStore
+    _: KW_ONLY
+    study: str
+    logs: Path
+    request: Callable[[TrainConfig], ProbeRequest]
+    model: str = ""
+    shape: ModelShape | None = None
+    shallow_only: bool = False
+    failures_in_a_row: int = 0  # of probes, for reasons other than memory
+    saved: set[TrainConfig] = field(default_factory=set)
+    _frontier: Frontier = field(default_factory=Frontier)
+    _memory: MemoryPredictor = field(default_factory=MemoryPredictor)
+    _depths: DepthPredictor = field(init=False)
+    _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)  # why; the whole model may succeed
+    _seconds: dict[TrainConfig, float] = field(default_factory=dict)  # of probes since the last evaluation
+
+    def __post_init__(self) -> None:
+        self._depths = DepthPredictor(self.shape)
 
     def learn_from_others(self) -> None:
         """Take over what other studies measured of this model here. Their OOMs may have been under another limit."""
-        for row in self._store.of_model(self._model, self._prober.fingerprint.digest):
+        for row in self.store.of_model(self.model, self.prober.fingerprint.digest):
             if row.result.outcome is Outcome.OK:
                 self.learn(None, row.result)
 
@@ -113,7 +107,7 @@ class Evaluator:
             return
         if result.outcome is Outcome.OOM and result.depth is None and _ran_out_on_device(result):
             assert result.oom is not None
-            micro_steps = self._request(config).micro_steps
+            micro_steps = self.request(config).micro_steps
             self._frontier.add(KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom))
         if measurement is None or result.outcome is not Outcome.OK:
             return
@@ -139,16 +133,16 @@ class Evaluator:
         Raises:
             TooManyFailures: probes keep failing for reasons other than memory.
         """
-        skip_if_fits = pruner is None and not self._shallow_only
+        skip_if_fits = pruner is None and not self.shallow_only
         predicted = self.evaluate_low_fidelity(config, trial, skip_if_fits=skip_if_fits)
         if isinstance(predicted, Evaluation):
             return predicted
-        request = self._request(config)
+        request = self.request(config)
         prune_reason = pruner(config, predicted) if pruner and predicted else None
         if predicted is not None and prune_reason:
             result = _decided(request, Outcome.SLOW, Rung.SHALLOW, prune_reason, measurement=predicted.measurement)
             return self._decide(trial, result)
-        if self._shallow_only:
+        if self.shallow_only:
             reason = self._failed_truncated.get(config, "its layers cannot be left out (--shallow-only)")
             failed = _decided(request, Outcome.CRASH, Rung.SHALLOW, reason)
             self._count_failure(failed)
@@ -166,9 +160,9 @@ class Evaluator:
         None if they predict nothing, or if they are left out since the whole model surely fits and `skip_if_fits`.
         A second call costs nothing.
         """
-        request = self._request(config)
-        stored = self._store.find(request.digest, self._prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM))
-        if stored is not None and not self._shallow_only:
+        request = self.request(config)
+        stored = self.store.find(request.digest, self.prober.fingerprint.digest, (Rung.FULL, Rung.CONFIRM))
+        if stored is not None and not self.shallow_only:
             self.learn(trial, stored)
             known = replace(stored, rung=Rung.FULL, log=None)
             if trial is not None:  # a row of this study, so that it can be read without the study that measured it
@@ -179,59 +173,52 @@ class Evaluator:
         refused = self._gate(request, estimate)
         if refused is not None:
             return Evaluation(result=self._stored(trial, refused))
-        if skip_if_fits and estimate is not None and _surely_fits(estimate):
+        limit_gib = estimate.limit_gib * (1 - GATE_BAND) if estimate is not None and estimate.bounded else 0.0
+        if skip_if_fits and estimate is not None and estimate.high_gib < limit_gib:
             return None
-        found = self._low_fidelity(request, trial)
-        return self._decide(trial, found) if isinstance(found, ProbeResult) else found
+        answer = self._low_fidelity(request, trial)
+        return self._decide(trial, answer) if isinstance(answer, ProbeResult) else answer
 
     def _would_ask(self, result: ProbeResult, measurement: Measurement) -> bool:
         """Whether this study would make the same request."""
         try:
-            own = self._request(result.config)
+            own = self.request(result.config)
         except ValueError:  # its micro batch does not divide this study's global batch
             return False
         return replace(own, micro_steps=measurement.micro_steps, depth=result.depth).digest == result.request_digest
 
-    def reset_failures(self) -> None:
-        """Forget the failures so far: they were of one configuration, which was tried more than once."""
-        self._failures_in_a_row = 0
-
     def _decide(self, trial: int | None, result: ProbeResult) -> Evaluation:
         self.learn(trial, result)
         if result.outcome not in FAILED:
-            self._failures_in_a_row = 0
+            self.failures_in_a_row = 0
         seconds = self._seconds.pop(result.config, 0.0)
         return Evaluation(result=self._stored(trial, result), reused=seconds == 0.0, seconds=seconds)
 
-    def was_evaluated(self, config: TrainConfig) -> bool:
-        """Whether this session had it do what a full run does between steps: an evaluation and a save."""
-        return config in self._saved
-
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int, *, whole: bool = True) -> ProbeResult:
         """Measure a finalist again, with more micro batches a step; `whole` adds, once, an evaluation and a save."""
-        request = replace(self._request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
-        if whole and not self.was_evaluated(config):
+        request = replace(self.request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
+        if whole and config not in self.saved:
             request = replace(request, evaluate=True)
-            self._saved.add(config)
-        log = self._logs / f"confirm-{config.digest}-{round_}.log"
-        result = self._stored(None, self._prober.probe(request, log))
+            self.saved.add(config)
+        log = self.logs / f"confirm-{config.digest}-{round_}.log"
+        result = self._stored(None, self.prober.probe(request, log))
         self.learn(None, result)
         return result
 
     def reference(self, config: TrainConfig) -> Measurement | None:
         """Measure a whole model that is no candidate, to compare losses with; None if it failed."""
-        request = replace(self._request(config), rung=Rung.REFERENCE, min_timed_s=0.0)
+        request = replace(self.request(config), rung=Rung.REFERENCE, min_timed_s=0.0)
         rungs = (Rung.FULL, Rung.REFERENCE)
-        stored = self._store.find(request.digest, self._prober.fingerprint.digest, rungs)
+        stored = self.store.find(request.digest, self.prober.fingerprint.digest, rungs)
         if stored is not None and stored.measurement is not None and stored.measurement.losses:
             known = replace(stored, rung=Rung.REFERENCE, log=None, seconds={})
         else:
-            known = self._prober.probe(request, self._logs / f"reference-{config.digest}.log")
+            known = self.prober.probe(request, self.logs / f"reference-{config.digest}.log")
         return self._stored(None, known).measurement
 
-    def reject(self, config: TrainConfig, reason: str) -> None:
+    def reject(self, config: TrainConfig, reason: str) -> ProbeResult:
         """Store that a finalist's losses are not those of its reference."""
-        self._stored(None, _decided(self._request(config), Outcome.NUMERICS, Rung.CONFIRM, reason))
+        return self._stored(None, _decided(self.request(config), Outcome.NUMERICS, Rung.CONFIRM, reason))
 
     def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
         """Refuse what needs at least as much as something that ran out, or is predicted to be too large."""
@@ -254,16 +241,16 @@ class Evaluator:
     def _low_fidelity(self, request: ProbeRequest, trial: int | None) -> ProbeResult | Extrapolation | None:
         """Probe two truncated models: their decision, or else their prediction; None if they predict nothing."""
         config = request.config
-        pair = None if self._shape is None else depths(self._shape, config.checkpoint_every)
-        if self._shape is None or pair is None or config in self._failed_truncated:
+        pair = None if self.shape is None else depths(self.shape, config.checkpoint_every)
+        if self.shape is None or pair is None or config in self._failed_truncated:
             return None
         for depth in pair:
             short = shortened(request, depth)
-            stored = self._store.find(short.digest, self._prober.fingerprint.digest, (Rung.SHALLOW,))
+            stored = self.store.find(short.digest, self.prober.fingerprint.digest, (Rung.SHALLOW,))
             result = stored or self._probe(short, trial, f"-depth{depth}")
             self.learn(trial, result)
             if result.outcome is Outcome.OOM:
-                reason = f"{result.reason} with only {depth} of {self._shape.num_layers} layers"
+                reason = f"{result.reason} with only {depth} of {self.shape.num_layers} layers"
                 return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=result.oom, phase=result.phase)
             if result.outcome is not Outcome.OK:
                 self._failed_truncated[config] = result.reason or result.outcome
@@ -278,27 +265,27 @@ class Evaluator:
             phase = max(measurement.phase_peak_gib, key=lambda phase: measurement.phase_peak_gib[phase])
             oom = _predicted_oom(phase, need, limit, measurement.terms_gib(need))
             return _decided(request, Outcome.OOM, Rung.SHALLOW, reason, oom=oom, phase=phase, measurement=measurement)
-        if self._shallow_only:
+        if self.shallow_only:
             return _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=measurement)
         return predicted
 
     def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
         name = "settle" if trial is None else f"trial-{trial:04d}"
-        result = self._stored(trial, self._prober.probe(request, self._logs / f"{name}{suffix}.log"))
+        result = self._stored(trial, self.prober.probe(request, self.logs / f"{name}{suffix}.log"))
         seconds = result.seconds.get("total", 0.0)
         self._seconds[request.config] = self._seconds.get(request.config, 0.0) + seconds
         return result
 
     def _stored(self, trial: int | None, result: ProbeResult) -> ProbeResult:
-        self._store.add(self._study, trial, result, self._prober.fingerprint, model=self._model)
+        self.store.add(self.study, trial, result, self.prober.fingerprint, model=self.model)
         return result
 
     def _count_failure(self, result: ProbeResult) -> None:
-        self._failures_in_a_row = self._failures_in_a_row + 1 if result.outcome in FAILED else 0
-        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            log = self._logs / (result.log or "worker.log")
+        self.failures_in_a_row = self.failures_in_a_row + 1 if result.outcome in FAILED else 0
+        if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            log = self.logs / (result.log or "worker.log")
             raise TooManyFailures(
-                f"{self._failures_in_a_row} probes in a row failed for reasons other than memory; the last: "
+                f"{self.failures_in_a_row} probes in a row failed for reasons other than memory; the last: "
                 f"{result.reason}",
                 remedy=f"read {log}, run `autotune doctor`, continue with --study",
             )
@@ -312,10 +299,6 @@ def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
     min_timed_s = min(request.min_timed_s, 0.7)
     min_timed_micros = request.min_timed_micros if request.config.packing else 3
     return replace(request, depth=depth, rung=Rung.SHALLOW, min_timed_s=min_timed_s, min_timed_micros=min_timed_micros)
-
-
-def _surely_fits(estimate: MemoryEstimate) -> bool:
-    return estimate.bounded and estimate.high_gib < estimate.limit_gib * (1 - GATE_BAND)
 
 
 def _ran_out_on_device(result: ProbeResult) -> bool:

@@ -36,7 +36,7 @@ def find_feasible(
         outcome = evaluator.evaluate(config, None).result.outcome
         if outcome in FAILED:  # the winner is compared with it: worth a second try
             outcome = evaluator.evaluate(config, None).result.outcome
-            evaluator.reset_failures()
+            evaluator.failures_in_a_row = 0
         if outcome not in (Outcome.OOM, Outcome.REFUSED):
             return False, tried
     for space in (task.space, reserve):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung
+from autotune.core.probe_types import Fingerprint, ProbeResult, Rung
 from autotune.problem.performance import margins
 from autotune.problem.run_cost import DeviceEstimate
 from autotune.problem.task import Task
@@ -70,17 +70,8 @@ def restore(
         if row.result.rung is Rung.REFERENCE:
             selection.references[row.result.config.digest] = row.result.measurement
         if row.result.rung is Rung.CONFIRM:
-            _restore_confirmation(selection, row.result)
+            selection.add_confirmation(row.result)
     return records, selection
-
-
-def _restore_confirmation(selection: Selection, result: ProbeResult) -> None:
-    if result.outcome is Outcome.OK and result.measurement is not None:
-        selection.confirm(result.config, result.measurement)
-        selection.record_startup(result)
-    else:
-        fits = result.outcome not in (Outcome.OOM, Outcome.NUMERICS)
-        selection.reject(result.config, result.reason or result.outcome, fits=fits)
 
 
 def summarize(

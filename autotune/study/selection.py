@@ -71,6 +71,16 @@ class Selection:
     _worker_starts_s: list[float] = field(default_factory=list)
     _longest_load_s: float = 0.0  # of the model's weights
 
+    def add_confirmation(self, result: ProbeResult) -> bool:
+        """Take over the result of a confirmation. Returns whether it succeeded; if not, the configuration is out."""
+        if result.outcome is Outcome.OK and result.measurement is not None:
+            self.confirm(result.config, result.measurement)
+            self.record_startup(result)
+            return True
+        fits = result.outcome not in (Outcome.OOM, Outcome.NUMERICS)
+        self.reject(result.config, result.reason or result.outcome, fits=fits)
+        return False
+
     def record(self, config: TrainConfig) -> CandidateRecord:
         """The record of a configuration; an empty one if nothing is known of it."""
         return self.records.get(config.digest) or CandidateRecord(config=config)

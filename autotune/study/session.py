@@ -28,6 +28,7 @@ from autotune.problem.setup import Setup, adapt_to_layers, open_reserve
 from autotune.problem.target import IGNORED_GIB, find_target
 from autotune.problem.task import Task
 from autotune.study.ablation import Ablation, ablate
+from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
 from autotune.study.feasibility import find_feasible
 from autotune.study.history import restore, summarize
@@ -241,7 +242,7 @@ class Leader:
         me = Worker.here(self.fingerprint.device, leads=True)
         with Leases(plan.url, plan.study, me, outages=session.outages).joined() as leases:
             self._refuse_second_leader(leases)
-            self.study = Study(
+            self.trials = SharedTrials(
                 task=task,
                 optimizer=self._optimizer,
                 evaluator=evaluator,
@@ -250,13 +251,14 @@ class Leader:
                 say=progress.say,
                 should_stop=stop,
                 coordinator=leases,
+                new_rows=partial(session.store.new_rows, plan.study),
+                on_trial=self._on_trial,
+                on_trial_of_others=self._on_trial,
             )
-            self.study.trials.new_rows = partial(session.store.new_rows, plan.study)
-            self.study.trials.on_trial = self._on_trial
-            self.study.trials.on_trial_of_others = self._on_trial
-            self.study.resume(session.store.of_study(plan.study))
-            self.on_resumed(self.study.rows)
-            self.study.begin(tried)
+            study = Study(self.trials)
+            self.trials.resume(session.store.of_study(plan.study))
+            self.on_resumed(self.trials.rows)
+            self.trials.begin(tried)
             update_record(
                 self._optimizer, limits=limits, earlier_seconds=self.earlier_seconds, phase=StudyPhase.SEARCHING
             )
@@ -265,16 +267,16 @@ class Leader:
                     LocalWorkers(plan.cards, plan.study, plan.url, plan.out, progress, stop),
                     RayWorkers(spec.ray, plan.study, plan.url, task.device, progress, stop),
                 ):
-                    self.study.run()
+                    study.run()
                     self.update(phase=StudyPhase.CONFIRMING)  # upon which the workers leave
-                self.study.trials.sync(reap=True)
+                self.trials.sync(reap=True)
                 if not stop() and not spec.shallow_only:
-                    self.study.confirm()
+                    study.confirm()
             except (TooManyFailures, EnvironmentProblem) as error:
                 self.failure = error  # raised once the results so far are written
             finally:
                 self.update(phase=StudyPhase.ENDED)
-                self.study.trials.reap()
+                self.trials.reap()
                 self.update(wall_seconds=self.wall_seconds)
 
     def _on_trial(self, row: TrialRecord) -> None:
@@ -308,8 +310,8 @@ class Leader:
 
     def finalists(self) -> list[Candidate]:
         """The candidates that may win, best first."""
-        selection = self.study.selection
-        return [selection.candidate(config) for config in selection.finalists(self.study.limits.finalists)]
+        selection = self.trials.selection
+        return [selection.candidate(config) for config in selection.finalists(self.trials.limits.finalists)]
 
     def summary(
         self, cards: Cards, *, quality: Quality | None = None, verification: Verification | None = None
@@ -321,8 +323,8 @@ class Leader:
         before = self.before
         now = read_record(self.plan.url, self.plan.study)
         return summarize(
-            self.study.rows,
-            self.study.selection,
+            self.trials.rows,
+            self.trials.selection,
             self.fingerprint,
             self.session.store.of_study(self.plan.study),
             cards=cards,
@@ -441,7 +443,7 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
         progress.trial(row)
 
     with Leases(session.url, name, me, outages=session.outages).joined() as leases:
-        study = Study(
+        trials = SharedTrials(
             task=task,
             optimizer=optimizer,
             evaluator=evaluator,
@@ -450,23 +452,23 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
             say=progress.say,
             should_stop=session.stop,
             coordinator=leases,
+            on_trial=on_trial,
         )
-        study.trials.on_trial = on_trial
-        study.resume(session.store.of_study(name))
-        study.trials.new_rows = _watched_rows(session, record, study, allow_mixed=allow_mixed)
-        study.work(lambda: optimizer.remembered("phase") != StudyPhase.SEARCHING)
+        trials.resume(session.store.of_study(name))
+        trials.new_rows = _watched_rows(session, record, trials.selection, allow_mixed=allow_mixed)
+        Study(trials).work(lambda: optimizer.remembered("phase") != StudyPhase.SEARCHING)
         add_worker_seconds(optimizer, me.name, time.monotonic() - begun)
     return num_done
 
 
 def _watched_rows(
-    session: Session, record: StudyRecord, study: Study, *, allow_mixed: bool
+    session: Session, record: StudyRecord, selection: Selection, *, allow_mixed: bool
 ) -> Callable[[], list[StoredProbe]]:
     """Check that this node is like the others; returns a reader of new rows that checks it again when it is due."""
     node = NodeMonitor(
         session.prober,
         session.store,
-        study.selection,
+        selection,
         lambda config: record.terms.request(record.task, config, session.prober.device),
         timed=record.task.device.kind != "cpu",
         log=session.logs / "node.log",

@@ -19,6 +19,7 @@ from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
 from autotune.study.history import summarize
 from autotune.study.loop import Study
@@ -61,10 +62,10 @@ class Session:
 
     def summary(self) -> StudySummary:
         return summarize(
-            self.study.rows,
-            self.study.selection,
+            self.study.trials.rows,
+            self.study.trials.selection,
             FINGERPRINT,
-            self.store.of_study(self.study.task.study),
+            self.store.of_study(self.study.trials.task.study),
             cards=winner_on_other_devices(0.05),
             wall_seconds=2.0,
             importances=self.search.importances(),
@@ -129,19 +130,19 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
             return ProbeRequest(config=config, model=task.model.config, memory_gib=80.0)
 
         evaluator = Evaluator(prober, store, study=task.study, logs=logs, request=request)
-        study = Study(
-            task,
-            search,
-            evaluator,
-            Limits(**({"budget_s": 1e6, "patience": 16} | limits)),
-            time.monotonic() if began is None else began,
+        trials = SharedTrials(
+            task=task,
+            optimizer=search,
+            evaluator=evaluator,
+            limits=Limits(**({"budget_s": 1e6, "patience": 16} | limits)),
+            started=time.monotonic() if began is None else began,
             say=said.append,
             should_stop=should_stop,
+            on_trial=on_trial,
         )
-        study.trials.on_trial = on_trial
-        study.resume(store.of_study(task.study))
-        study.begin(begin or [])
-        return Session(study=study, prober=prober, search=search, evaluator=evaluator, store=store, said=said)
+        trials.resume(store.of_study(task.study))
+        trials.begin(begin or [])
+        return Session(study=Study(trials), prober=prober, search=search, evaluator=evaluator, store=store, said=said)
 
     return start
 

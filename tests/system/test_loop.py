@@ -20,21 +20,21 @@ from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, space, s
 def test_trials_are_a_total_over_all_sessions(start: Start) -> None:
     first = start(trials=3)
     first.study.run()
-    assert len(first.study.rows) == 3
+    assert len(first.study.trials.rows) == 3
     second = start(trials=5)
-    assert len(second.study.rows) == 3
+    assert len(second.study.trials.rows) == 3
     second.study.run()
-    assert [row.number for row in second.study.rows] == [0, 1, 2, 3, 4]
-    assert second.study.rows[:3] == first.study.rows
+    assert [row.number for row in second.study.trials.rows] == [0, 1, 2, 3, 4]
+    assert second.study.trials.rows[:3] == first.study.trials.rows
     third = start(trials=5)
     third.study.run()
-    assert len(third.study.rows) == 5 and third.prober.num_probes == 0
+    assert len(third.study.trials.rows) == 5 and third.prober.num_probes == 0
 
 
 def test_refusals_and_known_answers_count_too_but_are_not_launched(start: Start) -> None:
     session = start(machine(limit_gib=2.2, rate=by_tokens), trials=12)
     session.study.run()
-    rows = session.study.rows
+    rows = session.study.trials.rows
     assert len(rows) == 12
     launched = [row for row in rows if not row.reused and row.outcome is not Outcome.REFUSED]
     assert session.prober.num_probes == len(launched) < 12
@@ -48,7 +48,7 @@ def test_a_small_space_is_tried_out_and_then_it_ends(start: Start) -> None:
     tiny = space(micro_batch_size=(1, 2), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
     session = start(task=subject_of(tiny))
     session.study.run()
-    assert {row.config.digest for row in session.study.rows} == {
+    assert {row.config.digest for row in session.study.trials.rows} == {
         tiny.config(chosen).digest for chosen in tiny.enumerate()
     }
     assert session.prober.num_probes == 4
@@ -60,10 +60,10 @@ def test_a_proposal_that_is_known_is_replaced_by_a_neighbour_of_the_best(start: 
     session.study.run()
     best = session.study.trials.best()
     assert best is not None
-    seen = {row.config.digest for row in session.study.rows}
+    seen = {row.config.digest for row in session.study.trials.rows}
     untried = session.study.trials.untried()
     assert untried is not None
-    asked = session.study.task.space.config(untried)
+    asked = session.study.trials.task.space.config(untried)
     assert asked.digest not in seen
     changed = [name for name, value in asked.as_dict().items() if value != best.config.as_dict()[name]]
     assert len(changed) == 1
@@ -74,7 +74,7 @@ def test_patience_counts_trials_without_a_better_one(start: Start) -> None:
     session = start(machine(limit_gib=100.0), task=subject_of(large), patience=4)
     session.study.run()
     # Every configuration has the same rate, so only padding makes one better than the first.
-    rows = session.study.rows
+    rows = session.study.trials.rows
     assert len(rows) < 40
     best = max(range(len(rows)), key=lambda index: rows[index].tokens_per_second or 0.0)
     fresh = [row for row in rows[best + 1 :] if not row.reused]
@@ -85,7 +85,7 @@ def test_patience_counts_trials_without_a_better_one(start: Start) -> None:
 def test_a_spent_budget_still_measures_once_confirms_nothing_and_says_so(start: Start) -> None:
     session = start(began=time.monotonic() - 1000, budget_s=100.0)
     session.study.run()
-    assert len(session.study.rows) == 1
+    assert len(session.study.trials.rows) == 1
     session.study.confirm()
     assert Rung.CONFIRM not in [request.rung for request in session.prober.requests]
     recipe = session.summary().recipe
@@ -103,14 +103,14 @@ def test_the_budget_keeps_time_for_confirming(start: Start, probe_s: float, tria
 
     session = start(slow, began=time.monotonic() - 6000, budget_s=10_000.0, trials=4)
     session.study.run()
-    assert len(session.study.rows) == trials
+    assert len(session.study.trials.rows) == trials
 
 
 def test_a_stop_that_was_asked_for_before_it_began(start: Start) -> None:
     session = start(should_stop=lambda: True)
     session.study.run()
     session.study.confirm()
-    assert session.prober.num_probes == 0 and session.study.rows == []
+    assert session.prober.num_probes == 0 and session.study.trials.rows == []
 
 
 def test_every_trial_is_announced_once_and_stored_before(start: Start) -> None:
@@ -137,7 +137,7 @@ def test_confirming_measures_all_finalists_and_the_baseline_once_and_the_winner_
     *first, last = confirmations(session)
     assert len(set(first)) == len(first) == 4
     assert first[1] == BASELINE
-    ranked = sorted(session.study.rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True)
+    ranked = sorted(session.study.trials.rows, key=lambda row: row.tokens_per_second or 0.0, reverse=True)
     assert ranked[0].config in first
     assert last == first[0] == session.winner()
     evaluated = [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM and one.evaluate]
@@ -192,7 +192,7 @@ def test_who_leads_in_the_end_is_evaluated_and_measured_twice(start: Start) -> N
     session = whole(start, answer, trials=16, finalists=3, rounds=2)
     winner = session.winner()
     assert winner != confirmed[0]
-    assert len(session.study.selection.record(winner).confirmed) >= 2
+    assert len(session.study.trials.selection.record(winner).confirmed) >= 2
     asked = [one for one in session.prober.requests if one.rung is Rung.CONFIRM and one.config == winner]
     assert any(request.evaluate for request in asked)
 
@@ -223,7 +223,7 @@ def test_a_finalist_that_fails_its_confirmation_is_out(start: Start, outcome: Ou
     session = whole(start, fails_in_evaluation, patience=100)
     asked = confirmations(session)
     assert asked.count(best) == 1  # not tried again in the second round
-    fastest = max(session.study.rows, key=lambda row: row.tokens_per_second or 0.0)
+    fastest = max(session.study.trials.rows, key=lambda row: row.tokens_per_second or 0.0)
     assert fastest.config == best
     winner = session.winner()
     assert winner != best and asked.count(winner) == 2

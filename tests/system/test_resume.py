@@ -25,7 +25,7 @@ TOTAL = 6
 
 def cut_off(session: Session, step: str) -> TrainConfig:
     """Two trials, and a third whose session is gone at a given step. A killed process runs no clean-up either."""
-    session.study.trials.max_trials = 2
+    session.study.trials.limits = replace(session.study.trials.limits, trials=2)
     session.study.run()
     if step == "told":
 
@@ -35,11 +35,11 @@ def cut_off(session: Session, step: str) -> TrainConfig:
         def die(row: TrialRecord) -> None:
             raise Killed
 
-        session.study.trials.max_trials = 3
+        session.study.trials.limits = replace(session.study.trials.limits, trials=3)
         session.study.trials.on_trial = die
         with pytest.raises(Killed):
             session.study.run()
-        return session.study.rows[-1].config
+        return session.study.trials.rows[-1].config
     asked = session.search.ask()
     if step == "stored":
         session.evaluator.evaluate(asked.config, asked.number)
@@ -51,11 +51,11 @@ def test_nothing_is_lost_wherever_a_session_is_killed(start_anywhere: Start, dat
     first = start_anywhere(begin=[BASELINE])
     config = cut_off(first, step)
     second = start_anywhere(trials=TOTAL)
-    assert len(second.study.rows) == (2 if step == "asked" else 3)
+    assert len(second.study.trials.rows) == (2 if step == "asked" else 3)
     second.study.run()
-    rows = second.study.rows
+    rows = second.study.trials.rows
     assert len(rows) == TOTAL
-    assert rows[: len(first.study.rows)] == first.study.rows
+    assert rows[: len(first.study.trials.rows)] == first.study.trials.rows
     assert config in [row.config for row in rows[:4]]
     # Nothing that was stored is launched a second time; what was only asked for is.
     assert (config in second.prober.configs) is (step == "asked")
@@ -77,23 +77,23 @@ def test_an_oom_that_was_stored_but_not_told_refuses_in_the_next_session(start: 
     assert first.evaluator.evaluate(asked.config, asked.number).result.outcome is Outcome.OOM
 
     second = start(machine(limit_gib=1.6), trials=2)
-    (row,) = second.study.rows
+    (row,) = second.study.trials.rows
     assert (row.config, row.outcome) == (largest, Outcome.OOM) and (row.margin or 0) > 0
     second.search.enqueue(SPACE.clip(replace(largest, lora_rank=32)))
     second.study.run()
-    assert second.study.rows[1].outcome is Outcome.REFUSED
+    assert second.study.trials.rows[1].outcome is Outcome.REFUSED
     assert second.prober.num_probes == 0
 
 
 def confirmed(session: Session) -> set[str]:
-    return {digest for digest, record in session.study.selection.records.items() if record.confirmed}
+    return {digest for digest, record in session.study.trials.selection.records.items() if record.confirmed}
 
 
 def test_confirmations_survive_a_restart(start: Start) -> None:
     first = whole(start, trials=6)
     again = start(trials=6)
     assert confirmed(again) == confirmed(first) != set()
-    assert again.study.rows == first.study.rows
+    assert again.study.trials.rows == first.study.trials.rows
     then, now = first.summary().recipe, again.summary().recipe
     assert now is not None and now == then
 
@@ -110,13 +110,13 @@ def test_a_cancelled_trial_goes_back_to_the_queue(start: Start, tmp_path: Path) 
 
     first = start(stopped, trials=TOTAL)
     first.study.run()
-    assert len(first.study.rows) == 2
+    assert len(first.study.trials.rows) == 2
     found = states(f"sqlite:///{tmp_path / 'autotune.db'}")
     assert found.count(TrialState.FAIL) == 1 and found.count(TrialState.WAITING) == 1
     second = start(trials=TOTAL)
     second.study.run()
-    assert second.study.rows[2].config == asked[2]
-    assert len(second.study.rows) == TOTAL
+    assert second.study.trials.rows[2].config == asked[2]
+    assert len(second.study.trials.rows) == TOTAL
     assert TrialState.RUNNING not in states(f"sqlite:///{tmp_path / 'autotune.db'}")
 
 
@@ -131,7 +131,7 @@ def test_an_unexpected_error_leaves_no_running_trial(start: Start, tmp_path: Pat
     assert TrialState.RUNNING not in states(f"sqlite:///{tmp_path / 'autotune.db'}")
     again = start(trials=TOTAL)
     again.study.run()
-    assert len(again.study.rows) == TOTAL
+    assert len(again.study.trials.rows) == TOTAL
 
 
 def test_a_sick_machine_ends_the_session_and_a_healthy_one_goes_on(start: Start) -> None:
@@ -144,7 +144,7 @@ def test_a_sick_machine_ends_the_session_and_a_healthy_one_goes_on(start: Start)
     assert first.prober.num_probes == 3
     second = start(trials=TOTAL)
     second.study.run()
-    assert len(second.study.rows) == TOTAL
+    assert len(second.study.trials.rows) == TOTAL
     second.study.confirm()
     assert second.summary().recipe is not None
 
@@ -223,10 +223,10 @@ def test_a_stop_meanwhile_gets_through(start: Start) -> None:
 def test_the_footing_is_the_first_trials_and_is_not_probed_twice(start: Start) -> None:
     task = subject_of(FOOTING)
     _, tried, session = footing(start, 2.1, task)
-    session.study.begin(tried)
-    session.study.trials.max_trials = 3
+    session.study.trials.begin(tried)
+    session.study.trials.limits = replace(session.study.trials.limits, trials=3)
     session.study.run()
-    rows = session.study.rows
+    rows = session.study.trials.rows
     assert [row.config for row in rows] == tried
     assert [row.outcome for row in rows] == [Outcome.OOM, Outcome.OOM, Outcome.OK]
     assert all(row.reused for row in rows)

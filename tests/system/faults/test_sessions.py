@@ -129,7 +129,7 @@ def finished(session: Session, database: str) -> bool:
     session.study.confirm()
     found = states(database)
     told = sum(one in (TrialState.COMPLETE, TrialState.PRUNED) for one in found)
-    whole = len(session.study.rows) == told == TOTAL and TrialState.RUNNING not in found
+    whole = len(session.study.trials.rows) == told == TOTAL and TrialState.RUNNING not in found
     return whole and session.summary().recipe is not None
 
 

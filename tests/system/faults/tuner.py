@@ -57,7 +57,7 @@ def main(url: str, out: Path, step: str) -> None:
     session.study.confirm()
     study_directory.write_study(out, session.summary())
     launched = [(request.digest, request.rung.value) for request in session.prober.requests]
-    print(json.dumps({"rows": len(session.study.rows), "winner": session.winner().digest, "launched": launched}))
+    print(json.dumps({"rows": len(session.study.trials.rows), "winner": session.winner().digest, "launched": launched}))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ def shared(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     """A function that writes the files of a study, which is taken to be on a server."""
     session = start(trials=1)
     session.study.run()
-    start_record(session.search, record_of(session.study.task, tmp_path))
-    update_record(session.search, limits=session.study.limits)
+    start_record(session.search, record_of(session.study.trials.task, tmp_path))
+    update_record(session.search, limits=session.study.trials.limits)
     url = f"sqlite:///{tmp_path / 'autotune.db'}"
     monkeypatch.setattr("autotune.api.storage_url", lambda storage: url)
     server = f"postgresql+psycopg://me:{CANARY}@host/db"

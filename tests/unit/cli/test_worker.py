@@ -45,8 +45,8 @@ Join = Callable[..., list[TrainConfig]]
 def join(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
     """Joins a study of one trial, and says what was probed for it."""
     session = begun(start, task=subject_of(device=resolve_device("cpu"), price=None))
-    start_record(session.search, record_of(session.study.task, tmp_path))
-    update_record(session.search, limits=replace(session.study.limits, trials=4), phase=StudyPhase.SEARCHING)
+    start_record(session.search, record_of(session.study.trials.task, tmp_path))
+    update_record(session.search, limits=replace(session.study.trials.limits, trials=4), phase=StudyPhase.SEARCHING)
 
     def run(
         answers: Answers = SOUND,

@@ -41,7 +41,7 @@ def test_a_second_quantisation_goes_with_its_base(quantised_wins: bool) -> None:
 
 def test_what_each_is_worth_is_found_out_by_probes(start: Start) -> None:
     session = start(machine(limit_gib=60.0, rate=by_tokens))
-    done = ablate(session.study.task, session.evaluator, WINNER, BASELINE)
+    done = ablate(session.study.trials.task, session.evaluator, WINNER, BASELINE)
     by_knob = {one.knob: one for one in done.undone}
     assert by_knob.keys() == {"micro_batch_size", "lora_rank", "checkpointing"}
     assert done.winner.tokens_per_s and done.winner.config == WINNER
@@ -50,19 +50,19 @@ def test_what_each_is_worth_is_found_out_by_probes(start: Start) -> None:
     assert done.ranked()[0] is slower
     assert describe.ablation(done)[0].startswith("checkpointing none instead of full: 1.43 times as fast")
     probes = session.prober.num_probes
-    again = ablate(session.study.task, session.evaluator, WINNER, BASELINE)
+    again = ablate(session.study.trials.task, session.evaluator, WINNER, BASELINE)
     assert again.undone and session.prober.num_probes == probes  # all of it was known
 
 
 def test_a_winner_that_does_not_come_through_again_is_an_error(start: Start) -> None:
     session = start(machine(limit_gib=0.01, rate=by_tokens))
     with pytest.raises(EnvironmentProblem, match="the winner failed this time"):
-        ablate(session.study.task, session.evaluator, WINNER, BASELINE)
+        ablate(session.study.trials.task, session.evaluator, WINNER, BASELINE)
 
 
 def test_a_stop_leaves_what_there_is(start: Start) -> None:
     session = start(machine(rate=by_tokens))
-    done = ablate(session.study.task, session.evaluator, WINNER, BASELINE, should_stop=lambda: True)
+    done = ablate(session.study.trials.task, session.evaluator, WINNER, BASELINE, should_stop=lambda: True)
     assert done.undone == () and done.winner.config == WINNER
 
 
@@ -84,7 +84,7 @@ def test_what_did_not_fit_says_what_it_needed(start: Start) -> None:
     result = replace(
         machine(rate=by_tokens)(ProbeRequest(config=WINNER, model={}, memory_gib=80.0)), outcome=Outcome.OOM, oom=oom
     )
-    assert to_ablated_knob(start().study.task, "checkpointing", result).peak_gib == 22.5
+    assert to_ablated_knob(start().study.trials.task, "checkpointing", result).peak_gib == 22.5
 
 
 def test_what_failed_by_chance_helped_nobody() -> None:

@@ -14,11 +14,13 @@ from optuna.trial import TrialState
 
 from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
 from autotune.problem.search_space import SearchSpace
+from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
-from autotune.study.loop import Limits, Study
+from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.leases import Leases, Worker
 from autotune.study.storage.probe_store import ProbeStore
+from autotune.study.storage.study_record import Limits
 from tests.helpers.replay import ReplayProber, machine
 from tests.helpers.sessions import BASELINE, by_tokens, space, subject_of
 
@@ -66,19 +68,19 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
         evaluator = Evaluator(prober, store, study="one", logs=tmp_path, request=request)
         coordinator = Leases(database, "one", me)
         coordinator._beat()
-        study = Study(
-            task,
-            search,
-            evaluator,
-            Limits(**({"budget_s": 1e6, "patience": 1000} | limits)),
-            time.monotonic(),
+        trials = SharedTrials(
+            task=task,
+            optimizer=search,
+            evaluator=evaluator,
+            limits=Limits(**({"budget_s": 1e6, "patience": 1000} | limits)),
+            started=time.monotonic(),
             coordinator=coordinator,
+            new_rows=lambda: store.new_rows("one"),
         )
-        study.trials.new_rows = lambda: store.new_rows("one")
-        study.resume(store.of_study("one"))
+        trials.resume(store.of_study("one"))
         if not number:
-            study.begin([BASELINE])
-        members.append(Member(study, prober, search, store, coordinator))
+            trials.begin([BASELINE])
+        members.append(Member(Study(trials), prober, search, store, coordinator))
         return members[-1]
 
     yield start
@@ -126,10 +128,10 @@ def test_together_they_try_as_many_as_one_would_and_nothing_twice(join: Join, da
     assert set(probed.values()) == {1} and sum(bool(one.prober.num_probes) for one in coordinator) > 1
     assert coordinator[0].coordinator.taken() == set()
     # Whoever leads knows all of them, each once, and what the others measured can win.
-    numbers = [row.number for row in coordinator[0].study.rows]
+    numbers = [row.number for row in coordinator[0].study.trials.rows]
     assert len(numbers) == len(set(numbers)) == 24
-    best = max(row.tokens_per_second or 0.0 for row in coordinator[0].study.rows)
-    assert max(one.score for one in coordinator[0].study.selection.pool()) == pytest.approx(best)
+    best = max(row.tokens_per_second or 0.0 for row in coordinator[0].study.trials.rows)
+    assert max(one.score for one in coordinator[0].study.trials.selection.pool()) == pytest.approx(best)
 
 
 def test_what_one_ran_out_with_is_refused_to_the_other(join: Join) -> None:
@@ -137,7 +139,7 @@ def test_what_one_ran_out_with_is_refused_to_the_other(join: Join) -> None:
     first, second = join(narrow), join(narrow)
     large = {"micro_batch_size": 8, "seq_len": 256, "lora_rank": 16, "checkpointing": "none"}
     first.study.trials.run_one(None, large | {"optimizer": "adamw_8bit"})
-    assert first.study.rows[-1].outcome is Outcome.OOM
+    assert first.study.trials.rows[-1].outcome is Outcome.OOM
     row = second.study.trials.run_one(None, large | {"optimizer": "adamw_torch_fused"})
     assert row is not None and row.outcome is Outcome.REFUSED and second.prober.num_probes == 0
 
@@ -148,7 +150,7 @@ def test_what_another_is_at_is_left_to_it(join: Join) -> None:
     asked = first.study.trials.ask(wanted)
     assert asked is not None and second.study.trials.ask(wanted) is None
     assert second.study.trials.run_one(None) is not None  # the queue holds it too, and something else is taken
-    assert asked.config.digest not in {row.config.digest for row in second.study.rows}
+    assert asked.config.digest not in {row.config.digest for row in second.study.trials.rows}
 
 
 def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
@@ -166,13 +168,13 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     assert after[TrialState.RUNNING] == 0 and after[TrialState.FAIL] == 1
     assert after[TrialState.COMPLETE] == 1  # what it had stored counts, and is not probed again
     first.study.run()
-    assert {asked.config.digest, told.config.digest} <= {row.config.digest for row in first.study.rows}
+    assert {asked.config.digest, told.config.digest} <= {row.config.digest for row in first.study.trials.rows}
     assert told.config.digest not in {config.digest for config in first.prober.configs}
     # It had only been stopped: what it found out late is kept, and its trial is not told twice.
     second.study.trials.record(asked, second.study.trials.evaluator.evaluate(asked.config, asked.number))
     assert states(database)[TrialState.RUNNING] == 0
-    assert asked.number not in {row.number for row in second.study.rows}  # another has done it since
-    assert second.study.selection.record(asked.config).measured
+    assert asked.number not in {row.number for row in second.study.trials.rows}  # another has done it since
+    assert second.study.trials.selection.record(asked.config).measured
 
 
 def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> None:
@@ -180,7 +182,7 @@ def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> 
     leader.study.trials.run_one(None)
     helper.study.work(lambda: states(database)[TrialState.COMPLETE] > 150)
     tried = states(database)[TrialState.COMPLETE]
-    assert tried < 100 and len({row.config.digest for row in helper.study.rows}) == 48
+    assert tried < 100 and len({row.config.digest for row in helper.study.trials.rows}) == 48
 
 
 def test_who_helps_keeps_to_the_rank_that_the_leader_holds(join: Join, database: str) -> None:
@@ -188,7 +190,7 @@ def test_who_helps_keeps_to_the_rank_that_the_leader_holds(join: Join, database:
     leader, helper = join(space=ranks), join(space=ranks)
     leader.study.trials.run_one(None)
     helper.study.work(lambda: states(database)[TrialState.COMPLETE] >= 7)
-    tried = [row.config.lora_rank for row in helper.study.rows]
+    tried = [row.config.lora_rank for row in helper.study.trials.rows]
     assert tried == [BASELINE.lora_rank] * 7
     assert helper.study.trials.rank == BASELINE.lora_rank
 
@@ -203,7 +205,7 @@ def test_at_the_limit_nobody_begins_what_would_be_too_much(join: Join, database:
     assert second.search.is_waiting() and states(database)[TrialState.FAIL] == 0
     first.study.trials.record(asked, first.study.trials.evaluator.evaluate(asked.config, asked.number))
     second.study.trials.sync()
-    assert second.study.stopping.is_done() and [row.number for row in second.study.rows] == [asked.number]
+    assert second.study.trials.is_done() and [row.number for row in second.study.trials.rows] == [asked.number]
 
 
 def test_a_result_whose_trial_was_given_back_is_no_trial(join: Join) -> None:
@@ -213,9 +215,9 @@ def test_a_result_whose_trial_was_given_back_is_no_trial(join: Join) -> None:
     assert first.search.give_back(asked.number)
     second.study.trials.record(asked, second.study.trials.evaluator.evaluate(asked.config, asked.number))
     first.study.trials.sync()
-    assert asked.number not in {row.number for row in first.study.rows}
+    assert asked.number not in {row.number for row in first.study.trials.rows}
     first.study.trials.run_one(None)  # the queue holds it again, and what was found out late answers it
-    assert first.study.rows[-1].config == asked.config and first.study.rows[-1].reused
+    assert first.study.trials.rows[-1].config == asked.config and first.study.trials.rows[-1].reused
 
 
 def test_who_helps_ends_when_the_study_does(join: Join) -> None:
@@ -223,7 +225,7 @@ def test_who_helps_ends_when_the_study_does(join: Join) -> None:
     leader.study.trials.run_one(None)
     over = iter([False, False, True])
     helper.study.work(lambda: next(over))
-    assert len(helper.study.rows) == 3  # one was heard of
+    assert len(helper.study.trials.rows) == 3  # one was heard of
 
 
 def test_what_is_queued_is_handed_to_one(database: str) -> None:

@@ -139,9 +139,9 @@ def test_a_baseline_that_fails_is_tried_once_more(start: Start) -> None:
 def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> None:
     session = start(flaky(99), trials=8)
     tried = find_feasible(subject_of(), SPACE, session.evaluator, session.said.append)[1]
-    session.study.begin(tried)
+    session.study.trials.begin(tried)
     session.study.run()
-    assert len(session.study.rows) == 8 and session.study.trials.best() is not None
+    assert len(session.study.trials.rows) == 8 and session.study.trials.best() is not None
 
 
 def test_a_baseline_that_comes_through_after_all_may_win() -> None:
@@ -169,7 +169,7 @@ def test_probes_of_another_global_batch_are_no_question_of_this_study(tmp_path: 
 def test_the_climb_begins_once_anything_came_through(start: Start) -> None:
     session = start(flaky(5), begin=[BASELINE], trials=12)
     session.study.run()
-    assert session.study.stopping.exempt
+    assert session.study.trials.exempt
 
 
 def test_smaller_baselines_are_left_out_once_time_is_up(start: Start) -> None:
@@ -183,5 +183,5 @@ def test_what_was_climbed_does_not_count_as_patience_when_continued(start: Start
     first = start(machine(rate=by_tokens, limit_gib=100.0), begin=[BASELINE], trials=6)
     first.study.run()
     second = start(machine(rate=by_tokens, limit_gib=100.0))
-    assert second.study.stopping.exempt == first.study.stopping.exempt != set()
-    assert second.study.stopping.num_stale() == first.study.stopping.num_stale()
+    assert second.study.trials.exempt == first.study.trials.exempt != set()
+    assert second.study.trials.num_stale() == first.study.trials.num_stale()

@@ -76,7 +76,7 @@ def test_a_study_tries_them_right_after_its_baseline(start: Start) -> None:
     roomy = task(floors=replace(task().floors, allow_pure_bf16=True))
     session = start(machine(limit_gib=75.0, rate=by_tokens), task=roomy, begin=[HERE], trials=3)
     session.study.run()
-    tried = [row.config for row in session.study.rows]
+    tried = [row.config for row in session.study.trials.rows]
     assert tried[0] == HERE and tried[1] == next(formula_seeds(roomy, HERE, 75.0))
 
 

@@ -11,6 +11,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.problem.constraints import Floors
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
+from autotune.study.coordinate_search import CoordinateSearch
 from tests.helpers.replay import machine
 from tests.helpers.sessions import BASELINE, Start, by_tokens, space, subject_of, whole
 
@@ -29,7 +30,7 @@ def test_the_rank_is_held_while_the_sampler_proposes(start: Start) -> None:
     fast = machine(rate=by_tokens, limit_gib=100.0)
     session = start(fast, task=subject_of(wide), begin=[BASELINE], patience=100, trials=28)
     session.study.run()
-    ranks = [row.config.lora_rank for row in session.study.rows]
+    ranks = [row.config.lora_rank for row in session.study.trials.rows]
     assert len(ranks) == 28 and {16, 32, 64, 128} == set(ranks)
     assert sum(rank != 16 for rank in ranks) <= 6
 
@@ -38,7 +39,9 @@ def test_what_is_more_capable_and_does_not_fit_is_tried_with_smaller_micro_batch
     longer = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256, 512), lora_rank=(16,), checkpointing=("none",))
     session = start(machine(rate=by_tokens), task=subject_of(longer), begin=[BASELINE], trials=8)
     session.study.run()
-    tried = [(row.config.micro_batch_size, row.outcome) for row in session.study.rows if row.config.seq_len == 512]
+    tried = [
+        (row.config.micro_batch_size, row.outcome) for row in session.study.trials.rows if row.config.seq_len == 512
+    ]
     assert tried[0] == (8, Outcome.OOM)  # 1 GiB and 4 GiB of tokens, where there are 4
     assert tried[1] == (4, Outcome.OK)
 
@@ -107,7 +110,7 @@ def test_what_is_below_the_floors_is_never_tried(start: Start, tmp_path: Path) -
 
 def test_the_fastest_of_a_whole_space_is_found_and_compared(start: Start) -> None:
     session = whole(start, task=subject_of(floors=Floors(slack=0.0)), patience=100)
-    best = max((row.tokens_per_second or 0.0, row.config.label()) for row in session.study.rows)
+    best = max((row.tokens_per_second or 0.0, row.config.label()) for row in session.study.trials.rows)
     recipe = session.summary().recipe
     assert recipe is not None and recipe.baseline is not None
     assert recipe.winner.config.label() == best[1]
@@ -124,7 +127,7 @@ def test_the_more_capable_of_the_best_is_tried_in_the_end(start: Start) -> None:
         machine(rate=lambda config: 1000.0 - (config.lora_rank or 0)), task=subject_of(wide), patience=1, trials=20
     )
     session.study.run()
-    assert 128 in {row.config.lora_rank for row in session.study.rows}
+    assert 128 in {row.config.lora_rank for row in session.study.trials.rows}
 
 
 @pytest.mark.parametrize("faster", [4, 8])
@@ -142,7 +145,7 @@ def test_the_winner_does_not_hang_on_which_of_two_equals_was_the_faster(start: S
     session.study.confirm()
     winner = session.winner()
     assert (winner.lora_rank, winner.micro_batch_size) == (64, 8)
-    assert (64, 4) in {(row.config.lora_rank, row.config.micro_batch_size) for row in session.study.rows}
+    assert (64, 4) in {(row.config.lora_rank, row.config.micro_batch_size) for row in session.study.trials.rows}
 
 
 def test_what_equals_the_best_is_found_among_its_own_ranks(start: Start) -> None:
@@ -184,8 +187,8 @@ def test_only_the_rank_that_won_is_tried_with_what_equals_the_best(start: Start)
     wide = space(micro_batch_size=(1, 2, 4, 8, 16), seq_len=(256,), lora_rank=(16, 32, 64, 128, 256))
     session = start(machine(rate=rate, limit_gib=100.0), task=subject_of(wide), begin=[BASELINE], trials=40)
     session.study.trials.run_one(None)
-    session.study._search_coordinates()
-    before = len(session.study.rows)
+    CoordinateSearch(session.study.trials).run()
+    before = len(session.study.trials.rows)
     session.study._raise_capability()
-    tried = [(row.config.lora_rank, row.config.micro_batch_size) for row in session.study.rows[before:]]
+    tried = [(row.config.lora_rank, row.config.micro_batch_size) for row in session.study.trials.rows[before:]]
     assert tried == [(256, 8), (32, 8), (64, 8), (128, 8), (128, 4)]

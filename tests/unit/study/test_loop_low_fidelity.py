@@ -13,11 +13,13 @@ from autotune.core.probe_types import Evidence, ModelShape, Outcome, ProbeReques
 from autotune.core.train_config import TrainConfig
 from autotune.problem.constraints import Floors
 from autotune.problem.task import Task
+from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
-from autotune.study.loop import Limits, Study
+from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import ProbeStore
+from autotune.study.storage.study_record import Limits
 from tests.helpers.factories import add_measured, measurement, result
 from tests.helpers.layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
 from tests.helpers.replay import ReplayProber
@@ -51,11 +53,18 @@ def opener(folder: Path, opened: list[Any]) -> Open:
 
         more: dict[str, Any] = {"shape": shape, "shallow_only": shallow_only}
         evaluator = Evaluator(prober, store, study="one", logs=folder / "logs", request=request, **more)
-        study = Study(task, search, evaluator, Limits(**({"budget_s": 1e6} | limits)), 0.0, clock=clock)
-        study.resume(store.of_study("one"))
+        trials = SharedTrials(
+            task=task,
+            optimizer=search,
+            evaluator=evaluator,
+            limits=Limits(**({"budget_s": 1e6} | limits)),
+            started=0.0,
+            clock=clock,
+        )
+        trials.resume(store.of_study("one"))
         if not search.is_waiting():
-            study.begin([BASELINE])
-        return Session(study=study, prober=prober, search=search, evaluator=evaluator, store=store, said=[])
+            trials.begin([BASELINE])
+        return Session(study=Study(trials), prober=prober, search=search, evaluator=evaluator, store=store, said=[])
 
     return start
 
@@ -101,7 +110,7 @@ def test_the_winner_is_the_same_for_fewer_whole_models(open_study: Open, finishe
     without = whole(open_study(layered(by_tokens, slower=1.03), patience=100, limit_gib=100.0, shape=None))
     assert with_it.winner() == without.winner()
     assert full_depth(with_it) < full_depth(without) == SPACE.size()
-    assert {row.config for row in with_it.study.rows} == {row.config for row in without.study.rows}
+    assert {row.config for row in with_it.study.trials.rows} == {row.config for row in without.study.trials.rows}
 
 
 def test_the_winner_is_the_same_where_memory_is_short(open_study: Open) -> None:
@@ -125,7 +134,7 @@ def test_what_was_slow_is_pruned_with_what_it_would_have_done(
     finished: Finished,
 ) -> None:
     session, _, found = finished
-    slow = [row for row in session.study.rows if row.outcome is Outcome.SLOW]
+    slow = [row for row in session.study.trials.rows if row.outcome is Outcome.SLOW]
     assert slow
     for row in slow:
         trial = found[row.number]
@@ -155,23 +164,23 @@ def test_the_sampler_stays_at_the_rank_of_the_climb(open_study: Open) -> None:
         limit_gib=100.0,
     )
     session.study.run()
-    ranks = [row.config.lora_rank for row in session.study.rows]
+    ranks = [row.config.lora_rank for row in session.study.trials.rows]
     assert session.study.trials.best().config.lora_rank == 32  # type: ignore[union-attr]
     assert set(ranks[ranks.index(32) + 1 : -1]) == {16}
 
 
 def test_a_study_is_remembered_as_it_was(finished: Finished) -> None:
     first, again, _ = finished
-    assert {row.outcome for row in first.study.rows} == {Outcome.OK, Outcome.SLOW}
+    assert {row.outcome for row in first.study.trials.rows} == {Outcome.OK, Outcome.SLOW}
     assert again.summary().recipe == first.summary().recipe
-    for then, now in zip(first.study.rows, again.study.rows, strict=True):
+    for then, now in zip(first.study.trials.rows, again.study.trials.rows, strict=True):
         assert now == then
 
 
 def test_only_what_was_known_before_is_said_to_be_reused(
     finished: Finished,
 ) -> None:
-    first = {row.config: row for row in reversed(finished[0].study.rows)}
+    first = {row.config: row for row in reversed(finished[0].study.trials.rows)}
     assert len(first) == SPACE.size()
     assert [row.config.label() for row in first.values() if row.reused] == []
 
@@ -193,9 +202,9 @@ def test_a_session_that_was_killed_between_depths_told_nothing_wrong(
     with pytest.raises(Killed):
         first.evaluator.evaluate(cut_off.config, cut_off.number)
     second = open_study(layered(), trials=1)
-    assert second.study.rows == []
+    assert second.study.trials.rows == []
     second.study.run()
-    (row,) = second.study.rows
+    (row,) = second.study.trials.rows
     assert (row.config, row.outcome, row.rung) == (cut_off.config, Outcome.OK, Rung.FULL)
     assert asked(second.prober) == ([8, None] if depth == 8 else [None])
     assert [trial.state for trial in trials(tmp_path)] == [TrialState.FAIL, TrialState.COMPLETE]

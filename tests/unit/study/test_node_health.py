@@ -81,7 +81,9 @@ def request(config: TrainConfig) -> ProbeRequest:
 
 def node(session: Session, tmp_path: Path, answers: Answers = SOUND, *, timed: bool = True) -> NodeMonitor:
     prober: Any = ReplayProber(answers)
-    return NodeMonitor(prober, session.store, session.study.selection, request, timed=timed, log=tmp_path / "node.log")
+    return NodeMonitor(
+        prober, session.store, session.study.trials.selection, request, timed=timed, log=tmp_path / "node.log"
+    )
 
 
 def readings(session: Session) -> list[ProbeResult]:
@@ -93,7 +95,7 @@ def test_a_node_like_the_others_is_told_nothing(start: Start, tmp_path: Path) ->
     assert node(session, tmp_path).check() == []
     assert [one.notes for one in readings(session)] == [()]
     session.study.trials.sync()
-    assert len(session.study.rows) == 1  # a reading is no trial
+    assert len(session.study.trials.rows) == 1  # a reading is no trial
 
 
 def test_a_node_apart_is_told_in_what_and_is_no_measure_of_the_next(start: Start, tmp_path: Path) -> None:

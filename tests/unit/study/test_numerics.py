@@ -108,7 +108,7 @@ def test_losses_that_are_far_off_are_an_outcome_and_no_winner(start: Start) -> N
     confirmed = [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM]
     assert not any(config.optimizer == "adamw_8bit" for config in confirmed)
 
-    task = session.study.task
+    task = session.study.trials.task
     again = start(with_losses(2 * BOUND), task=task, trials=6).summary().recipe  # a later session knows it
     assert again is not None and (again.winner.config, again.numerics) == (recipe.winner.config, recipe.numerics)
 
@@ -122,7 +122,7 @@ def test_losses_that_agree_are_told(start: Start, choices: SearchSpace) -> None:
     asked = references(session)
     assert len(asked) == len(set(asked)) and bool(asked) is (choices is ALL_8BIT)
 
-    again = start(with_losses(BOUND / 4), task=session.study.task, trials=6).summary().recipe
+    again = start(with_losses(BOUND / 4), task=session.study.trials.task, trials=6).summary().recipe
     assert again is not None and again.numerics == recipe.numerics
 
 
