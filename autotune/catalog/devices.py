@@ -33,8 +33,8 @@ class DeviceSpec:
     vendor: str
     arch: str
     compute_capability: str | None
-    memory_gib: float | None
-    memory_source: str | None
+    memory_gib: float | None = None
+    memory_source: str | None = None
     bandwidth_gb_s: float | None
     bf16_tflops: float | None
     fp16_tflops: float | None
@@ -146,30 +146,11 @@ def _memory_fits(device: DeviceSpec, memory_gib: float | None) -> bool:
 
 
 def _device(row: dict[str, Any]) -> DeviceSpec:
-    memory_gib, memory_source = _memory(row)
-    return DeviceSpec(
-        name=row["name"],
-        vendor=row["vendor"],
-        arch=row["arch"],
-        compute_capability=row["compute_capability"],
-        memory_gib=memory_gib,
-        memory_source=memory_source,
-        bandwidth_gb_s=row["bandwidth_gb_s"],
-        bf16_tflops=row["bf16"],
-        fp16_tflops=row["fp16"],
-        fp8_tflops=row["fp8"],
-        fp32_tflops=row["fp32"],
-        tdp_w=row["tdp_w"],
-        nvml_names=tuple(row["nvml_names"]),
-        aliases=tuple(row["aliases"]),
-        source=row["source"],
-        as_of=row["as_of"],
-    )
-
-
-def _memory(row: dict[str, Any]) -> tuple[float | None, str | None]:
-    if "memory_mib" in row:
-        return row["memory_mib"] / 1024, row.get("memory_source", "total of nvidia-smi, recalled")
-    if "marketed_gb" in row:
-        return row["marketed_gb"] * GIB_PER_MARKETED_GB, f"estimate: {GIB_PER_MARKETED_GB} of the marketed GB"
-    return None, None
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    mib, marketed = values.pop("memory_mib", None), values.pop("marketed_gb", None)
+    if mib is not None:
+        values = {"memory_source": "total of nvidia-smi, recalled"} | values | {"memory_gib": mib / 1024}
+    elif marketed is not None:
+        values["memory_gib"] = marketed * GIB_PER_MARKETED_GB
+        values["memory_source"] = f"estimate: {GIB_PER_MARKETED_GB} of the marketed GB"
+    return DeviceSpec(**values)

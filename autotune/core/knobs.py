@@ -27,7 +27,7 @@ class KnobSpec:
 
     Attributes:
         name: The field of `TrainConfig`.
-        label: A few plain words for tables and headings.
+        label: A few plain words for tables and headings; those of the name if left out.
         description: One sentence on what the knob does.
         form: How values are checked. A choice has `choices`, an integer is 1 to `MAX_INTEGER`.
         default: The value of a configuration that does not name the knob.
@@ -35,12 +35,11 @@ class KnobSpec:
             `micro_time` the seconds of a micro batch, `rest_of_step` those of the optimizer step after them,
             `depth_error` the error of a time extrapolated from few layers, `learning` what the model learns.
         active_when: The value that each of these other knobs must have for this one to have an effect.
-        never_with: The values of other knobs that force this one to `inactive_value`.
-        inactive_value: What an inactive knob is set to.
+        never_with: The values of other knobs with which this one has no effect.
         listed_when_inactive: Whether the data form of a configuration has the knob although it has no effect. A change
             would change digests, and stored probes would not be found again.
         required: The message where the knob is active and its value is None.
-        choices: The possible values of a choice.
+        choices: The possible values of a choice; those of a boolean follow.
         fastest_first: Values by speed, where they differ in it.
         leanest_first: Values by need of memory; numbers and booleans are in their own order without it.
         capability_priority: The rank of the knob in comparing what two configurations can learn: 1 is compared first.
@@ -56,15 +55,14 @@ class KnobSpec:
     """
 
     name: str
-    label: str
     description: str
-    form: Form
     default: Any
     affects: frozenset[Effect]
     distance_weight: float
+    label: str = ""
+    form: Form = "choice"
     active_when: Mapping[str, Any] = field(default_factory=dict)
     never_with: Mapping[str, Any] = field(default_factory=dict)
-    inactive_value: Any = None
     listed_when_inactive: bool = False
     required: str | None = None
     choices: tuple[Any, ...] = ()
@@ -77,6 +75,16 @@ class KnobSpec:
     tag: str | None = None
     tag_order: int = 100
     phrases: Mapping[Any, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", self.label or self.name.replace("_", " "))
+        if self.form == "boolean":
+            object.__setattr__(self, "choices", (True, False))
+
+    @property
+    def inactive_value(self) -> Any:
+        """What the knob is set to when it has no effect."""
+        return None if self.required else self.default
 
     @property
     def kind(self) -> Kind:
@@ -164,9 +172,7 @@ def _group_of(value: Any, groups: tuple[tuple[Any, ...], ...]) -> int | None:
 _ROWS = (
     KnobSpec(
         name="method",
-        label="method",
         description="Trains adapters on every linear layer but the head (lora), or every parameter (full).",
-        form="choice",
         choices=("full", "lora"),
         default="lora",
         affects=frozenset({"memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"}),
@@ -176,7 +182,6 @@ _ROWS = (
     ),
     KnobSpec(
         name="micro_batch_size",
-        label="micro batch size",
         description="Rows in one forward pass on one GPU; the global batch stays, by gradient accumulation.",
         form="integer",
         default=8,
@@ -209,20 +214,11 @@ _ROWS = (
     ),
     KnobSpec(
         name="optimizer",
-        label="optimizer",
         description="The optimizer, and with it the bytes of its state.",
-        form="choice",
         choices=("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion_8bit"),
         default="adamw_torch_fused",
         affects=frozenset({"memory", "rest_of_step", "learning"}),
-        leanest_first=(
-            "lion_8bit",
-            "adafactor",
-            "paged_adamw_8bit",
-            "adamw_8bit",
-            "adamw_torch_fused",
-            "adamw_torch",
-        ),
+        leanest_first=("lion_8bit", "adafactor", "paged_adamw_8bit", "adamw_8bit", "adamw_torch_fused", "adamw_torch"),
         capability_priority=7,
         least_capable_first=(
             ("adafactor", "lion_8bit"),
@@ -248,9 +244,7 @@ _ROWS = (
     ),
     KnobSpec(
         name="precision",
-        label="precision",
         description="Keeps trained parameters in fp32 under autocast (mixed), or everything in one type.",
-        form="choice",
         choices=("bf16_mixed", "bf16_pure", "fp16_mixed", "fp32"),
         default="bf16_mixed",
         affects=frozenset({"memory", "weights", "micro_time", "rest_of_step", "learning"}),
@@ -270,12 +264,10 @@ _ROWS = (
         name="quantization",
         label="quantisation",
         description="Stores the frozen base in fewer bits (int8, nf4), or multiplies it in 8-bit floats (fp8).",
-        form="choice",
         choices=("none", "fp8", "int8", "nf4"),
         default="none",
         affects=frozenset({"memory", "weights", "micro_time", "depth_error", "learning"}),
         active_when={"method": "lora"},
-        inactive_value="none",
         fastest_first=("fp8", "none", "int8", "nf4"),
         leanest_first=("nf4", "int8", "none", "fp8"),
         capability_priority=1,
@@ -288,11 +280,9 @@ _ROWS = (
         label="double quantisation",
         description="Quantises the constants of an nf4 base too.",
         form="boolean",
-        choices=(True, False),
         default=False,
         affects=frozenset({"memory", "weights", "micro_time", "learning"}),
         active_when={"quantization": "nf4"},
-        inactive_value=False,
         leanest_first=(True, False),
         distance_weight=0.5,
     ),
@@ -307,9 +297,7 @@ _ROWS = (
     ),
     KnobSpec(
         name="attention",
-        label="attention",
         description="The attention kernel: sdpa leaves the choice to torch, sdpa_cudnn is cuDNN's.",
-        form="choice",
         choices=("sdpa", "sdpa_cudnn", "eager", "flash_attention_2", "flex_attention"),
         default="sdpa",
         affects=MEMORY_AND_TIME,
@@ -330,13 +318,11 @@ _ROWS = (
         name="compile",
         label="compilation",
         description="Compiles each decoder layer by itself with torch.compile.",
-        form="choice",
         choices=("none", "per_layer"),
         default="none",
         affects=frozenset({"memory", "micro_time", "depth_error"}),
         # Dynamo does not follow the hooks that offload, and would leave the whole layer as it is.
         never_with={"checkpointing": "offload"},
-        inactive_value="none",
         listed_when_inactive=True,
         fastest_first=("per_layer", "none"),
         leanest_first=("none", "per_layer"),
@@ -347,9 +333,7 @@ _ROWS = (
     ),
     KnobSpec(
         name="loss",
-        label="loss",
         description="Holds the logits of a whole micro batch (full), or computes head and loss in chunks of tokens.",
-        form="choice",
         choices=("full", "chunked"),
         default="full",
         affects=MEMORY_AND_TIME,
@@ -362,14 +346,11 @@ _ROWS = (
     ),
     KnobSpec(
         name="kernels",
-        label="kernels",
         description="The kernels of norms, rotary positions and MLPs in layers that are not compiled.",
-        form="choice",
         choices=("torch", "liger"),
         default="torch",
         affects=frozenset({"memory", "micro_time", "depth_error"}),
         active_when={"compile": "none"},
-        inactive_value="torch",
         listed_when_inactive=True,
         fastest_first=("liger", "torch"),
         leanest_first=("torch", "liger"),
@@ -380,10 +361,8 @@ _ROWS = (
     ),
     KnobSpec(
         name="packing",
-        label="packing",
         description="Puts as many whole examples into a row as it holds, each attending to itself alone.",
         form="boolean",
-        choices=(True, False),
         default=False,
         affects=frozenset({"memory", "micro_time", "depth_error"}),
         fastest_first=(True, False),
@@ -396,11 +375,9 @@ _ROWS = (
         label="DoRA",
         description="Trains a magnitude for each output of a layer in addition to its adapters.",
         form="boolean",
-        choices=(True, False),
         default=False,
         affects=frozenset({"memory", "weights", "micro_time", "depth_error", "learning"}),
         active_when={"method": "lora"},
-        inactive_value=False,
         capability_priority=3,
         separates_results=True,
         distance_weight=1.5,
@@ -410,11 +387,9 @@ _ROWS = (
         label="rank-stabilised LoRA",
         description="Scales adapters by the root of the rank instead of the rank.",
         form="boolean",
-        choices=(True, False),
         default=False,
         affects=LEARNING,
         active_when={"method": "lora"},
-        inactive_value=False,
         capability_priority=4,
         least_capable_first=((True, False),),  # neither is more capable, but they learn differently
         separates_results=True,
@@ -422,9 +397,7 @@ _ROWS = (
     ),
     KnobSpec(
         name="loader_workers",
-        label="loader workers",
         description="Processes that prepare batches; with 0 the training process prepares them itself.",
-        form="choice",
         choices=(0, 2, 4, 8),
         default=0,
         affects=frozenset({"micro_time"}),

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from autotune.core.probe_types import Telemetry
 from autotune.core.units import gib
 
 T = TypeVar("T")
@@ -44,18 +45,6 @@ class GpuInfo:
     compute_capability: str | None
     driver: str | None
     processes: tuple[GpuProcess, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One reading of a card's sensors."""
-
-    utilization: float | None = None
-    power_w: float | None = None
-    energy_j: float | None = None  # counter since the driver was loaded
-    temperature_c: float | None = None
-    sm_clock_mhz: float | None = None
-    throttle_reasons: tuple[str, ...] = ()
 
 
 class Nvml:
@@ -116,8 +105,8 @@ class Nvml:
         kinds = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         return _quiet(lambda: int(pynvml.nvmlDeviceGetTotalEccErrors(self._handle, *kinds)))
 
-    def sample(self) -> Sample:
-        """Read all sensors; None for each that the driver does not have."""
+    def sample(self) -> Telemetry:
+        """Read all sensors; None for each that the driver does not have. Energy is counted since the driver's start."""
         import pynvml
 
         handle = self._handle
@@ -125,7 +114,7 @@ class Nvml:
         power = _quiet(lambda: pynvml.nvmlDeviceGetPowerUsage(handle))
         energy = _quiet(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
         bits = _quiet(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
-        return Sample(
+        return Telemetry(
             utilization=None if rates is None else rates.gpu / 100,
             power_w=None if power is None else power / 1000,
             energy_j=None if energy is None else energy / 1000,

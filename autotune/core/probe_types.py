@@ -168,9 +168,12 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """Means over the timed steps, read by NVML from the parent process; None where the driver does not report them."""
+    """One reading of a card's sensors by NVML, or means over the `num_samples` readings during the timed steps.
 
-    utilization: float | None = None  # 0 to 1: share of time in which a kernel ran
+    None where the driver does not report a value. `utilization` is the share of time in which a kernel ran.
+    """
+
+    utilization: float | None = None
     power_w: float | None = None
     energy_j: float | None = None
     temperature_c: float | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.catalog import ModelSpec
+from autotune.core.files import load_data
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
@@ -23,58 +24,16 @@ ERROR = 0.04
 _BLOCK = 256  # values of 8-bit optimizer state to a scale of 4 bytes
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}  # bytes a weight, by double_quant: a scale for each 64
 
-# Bytes that a layer keeps for each token, by hidden size, intermediate size, width of the queries, width of the keys.
-# "mixed" has fp32 adapters or master weights under autocast; a quantised base computes like a pure one.
-_Kept = dict[str, tuple[int, int, int, int]]
-_LLAMA: _Kept = {
-    "lora_mixed": (18, 8, 6, 4),
-    "lora_pure": (12, 8, 4, 4),
-    "full_mixed": (26, 8, 4, 4),
-    "full_pure": (16, 8, 4, 4),
-}
-_QWEN3 = _LLAMA | {
-    "lora_mixed": (18, 8, 10, 8),
-    "lora_pure": (12, 8, 8, 8),
-    "full_mixed": (26, 8, 10, 10),
-    "full_pure": (16, 8, 10, 10),
-}
-_GEMMA2 = {
-    "lora_mixed": (26, 8, 8, 0),
-    "lora_pure": (20, 8, 8, 0),
-    "full_mixed": (42, 8, 8, 0),
-    "full_pure": (36, 8, 8, 0),
-}
-_PHI3 = {
-    "lora_mixed": (10, 8, 10, 6),
-    "lora_pure": (10, 8, 10, 6),
-    "full_mixed": (14, 8, 14, 6),
-    "full_pure": (12, 8, 12, 6),
-}
-EAGER: dict[str, _Kept] = {
-    "gemma": _LLAMA | {"full_pure": (20, 8, 4, 4)},
-    "gemma2": _GEMMA2,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "phi3": _PHI3,
-    "qwen2": _LLAMA,
-    "qwen3": _QWEN3,
-}
-# Inductor keeps the inputs of cheap operations instead of their outputs. Full fine-tuning was measured with one model.
-_COMPILED: _Kept = {
-    "lora_mixed": (10, 6, 4, 4),
-    "lora_pure": (8, 6, 4, 4),
-    "full_mixed": (14, 6, 4, 4),
-    "full_pure": (10, 6, 4, 4),
-}
-COMPILED: dict[str, _Kept] = dict.fromkeys(EAGER, _COMPILED) | {
-    "gemma2": {case: (kept[0] + 4, *kept[1:]) for case, kept in _COMPILED.items()},
-    "phi3": dict.fromkeys(_COMPILED, (10, 6, 4, 6)),
-}
 # Bytes of attention scores for each head and pair of tokens, where the kernel stores scores.
 SCORES = {"gemma2": 8}
 SCORES_DEFAULT, SCORES_COMPILED = 6, 4
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # norms in a layer; 2 in all other families
+
+
+def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]]:
+    """The table `kept_factors.yaml` for `eager` or `compiled` layers: family, case, factors of four sizes."""
+    return dict(load_data("autotune.prediction", "kept_factors")[kernels])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +57,7 @@ class Sizes:
         config: dict[str, Any] = model.config
         family, heads = config["model_type"], model.size("num_attention_heads")
         intermediate = model.size("intermediate_size")
-        if family not in EAGER or heads is None or intermediate is None:
+        if family not in kept_factors("eager") or heads is None or intermediate is None:
             return None
         sizes = cls(
             family=family,
@@ -283,12 +242,14 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     compiled = config.compile != "none"
     pure = config.precision == "bf16_pure" or config.quantization == "nf4"
     case = f"{config.method}_{'pure' if pure else 'mixed'}"
-    table = (COMPILED if compiled or config.kernels == "liger" else EAGER)[sizes.family]
+    eager = kept_factors("eager")[sizes.family]
+    table = kept_factors("compiled")[sizes.family] if compiled or config.kernels == "liger" else eager
     of_hidden, of_inner, of_queries, of_keys = table[case]
     if config.kernels == "liger" and not pure:  # norms and MLPs keep what Inductor's do, and autocast adds the same
         pure_case = case.replace("mixed", "pure")
-        eager, mixed = EAGER[sizes.family][pure_case], EAGER[sizes.family][case]
-        kept = (own + more - less for own, more, less in zip(table[pure_case], mixed, eager, strict=True))
+        kept = (
+            own + more - less for own, more, less in zip(table[pure_case], eager[case], eager[pure_case], strict=True)
+        )
         of_hidden, of_inner, of_queries, of_keys = kept
     if config.attention == "eager":  # it repeats keys and values, and keeps the scores
         other = {"gemma2": (of_queries, of_keys), "phi3": (of_queries, 0), "qwen3": QWEN3_EAGER[config.method]}

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from autotune.core.nvml import THROTTLE_REASONS, Nvml, Sample
+from autotune.core.nvml import THROTTLE_REASONS, Nvml
 from autotune.core.probe_types import Phase, Telemetry
 
 THERMAL = THROTTLE_REASONS[0x40]
@@ -20,7 +20,7 @@ class Monitor:
         self._nvml = nvml
         self._throttled = throttled
         self._deadlines = deadlines
-        self._samples: list[Sample] = []
+        self._samples: list[Telemetry] = []
         self.phase = Phase.START
         self._since = time.monotonic()
 
@@ -34,7 +34,7 @@ class Monitor:
         """Read the sensors if steps are being timed."""
         if self.phase is not Phase.STEADY or not (self._nvml or self._throttled):
             return
-        sample = self._nvml.sample() if self._nvml else Sample()
+        sample = self._nvml.sample() if self._nvml else Telemetry()
         self._samples.append(replace(sample, throttle_reasons=(THERMAL,)) if self._throttled else sample)
 
     def deadline_s(self) -> float:
@@ -51,7 +51,7 @@ class Monitor:
         if not samples:
             return None
 
-        def mean(read: Callable[[Sample], float | None]) -> float | None:
+        def mean(read: Callable[[Telemetry], float | None]) -> float | None:
             values = [value for value in map(read, samples) if value is not None]
             return statistics.fmean(values) if values else None
 

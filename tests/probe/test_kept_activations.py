@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autotune.catalog import ModelSpec
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import EAGER, Sizes, kept_bytes
+from autotune.prediction.memory_formula import Sizes, kept_bytes, kept_factors
 from autotune.probe.resident import attach, build_resident
 from autotune.probe.runtime.model_builder import decoder_layers
 from tests.helpers.factories import TINY
@@ -70,10 +70,14 @@ def counted(model: dict[str, Any], config: TrainConfig) -> int:
 
 
 USUAL, EAGER_SCORES, PACKED = {"attention": "sdpa"}, {"attention": "eager"}, {"attention": "sdpa", "packing": True}
-CASES = [(family, way, EAGER_SCORES if family == "gemma2" else USUAL) for family in sorted(EAGER) for way in WAYS]
+CASES = [
+    (family, way, EAGER_SCORES if family == "gemma2" else USUAL)
+    for family in sorted(kept_factors("eager"))
+    for way in WAYS
+]
 CASES += [  # how attention computes, by method; Gemma 2 has no sdpa
     (family, way, how)
-    for family in sorted(EAGER)
+    for family in sorted(kept_factors("eager"))
     for way in (WAYS[0], WAYS[3])
     for how in (EAGER_SCORES, PACKED)
     if family != "gemma2"

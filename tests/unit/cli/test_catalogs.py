@@ -1,6 +1,7 @@
 """`autotune gpus`, `models` and `spaces` through the real command line."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 from autotune import __version__
 from autotune.catalog import list_devices, list_models
 from autotune.cli.app import app
+from autotune.cli.commands import catalogs
 from autotune.core.errors import UsageError
 
 
@@ -114,3 +116,24 @@ def test_what_the_parser_refuses(args):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Usage: " in result.stderr
+
+
+def test_tables_are_whole_in_a_pipe(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    catalogs.gpus(json_=False)
+    catalogs.models(json_=False)
+    text = capsys.readouterr().out
+    assert all(device.name in text for device in list_devices())
+    assert all(spec.name in text and ", ".join(spec.aliases) in text for spec in list_models())
+    assert re.search(r"\$0.60 \(oci, \d+ (months|years) old\)", text) and "$2.29 (verda, undated)" in text
+    assert "…" not in text
+
+
+def test_the_tables_as_json(capsys):
+    catalogs.gpus(json_=True)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["cpu"]["memory_gib"] is None and rows["cpu"]["price"] is None
+    assert rows["h100-sxm"]["price"]["usd_per_hour"] == 2.29
+    catalogs.models(json_=True)
+    models = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert models["openai-community/gpt2"]["num_layers"] == 12

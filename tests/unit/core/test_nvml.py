@@ -7,6 +7,7 @@ import pynvml
 import pytest
 
 from autotune.core.nvml import THROTTLE_REASONS, Nvml, first_visible, list_gpus
+from autotune.core.probe_types import Telemetry
 from autotune.core.units import GIB
 
 pytestmark = pytest.mark.usefixtures("no_variable")
@@ -112,12 +113,12 @@ def test_sensors(driver):
     assert (sample.temperature_c, sample.sm_clock_mhz, sample.throttle_reasons) == (55, 1980, ())
 
 
-def test_what_a_driver_does_not_tell_is_none(driver):
+def test_what_a_driver_does_not_report_is_none(driver):
     names = ["UtilizationRates", "PowerUsage", "TotalEnergyConsumption", "CurrentClocksEventReasons", "Temperature"]
     names += ["ClockInfo", "CudaComputeCapability", "ComputeRunningProcesses"]
     driver(**{f"nvmlDeviceGet{name}": None for name in names}, nvmlSystemGetDriverVersion=None)
     sample, info = Nvml.open(0).sample(), Nvml.open(0).info()
-    assert {getattr(sample, name) for name in sample.__slots__} == {None, ()}
+    assert sample == Telemetry()
     assert (info.driver, info.compute_capability, info.processes) == (None, None, ())
     assert Nvml.open(0).used_by_process_gib(os.getpid()) is None
 

@@ -9,7 +9,7 @@ from autotune.catalog import list_models, resolve_model
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.prediction.memory_formula import EAGER, ERROR, NF4_STATISTICS, Sizes, memory_breakdown
+from autotune.prediction.memory_formula import ERROR, NF4_STATISTICS, Sizes, kept_factors, memory_breakdown
 
 SMALL = {"micro_batch_size": 2, "seq_len": 1024, "checkpointing": "none"}
 COMPILED = {"compile": "per_layer", "precision": "bf16_pure"}
@@ -91,7 +91,7 @@ def test_no_gradients_wait_in_a_step_of_one_micro_batch() -> None:
 
 def test_every_model_of_a_known_family_has_its_parameters() -> None:
     """What the sizes add up to is what was published, norms and biases aside."""
-    known = [model for model in list_models() if model.config["model_type"] in EAGER]
+    known = [model for model in list_models() if model.config["model_type"] in kept_factors("eager")]
     assert len(known) >= 40
     for model in known:
         sizes = Sizes.of(model)

@@ -1,0 +1,147 @@
+"""Models by catalogue name, directory or Hub id; a config that somebody else wrote cannot hurt."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalog import list_models, resolve_model
+from autotune.core.errors import UsageError
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+
+
+def write_config(directory: Path, config: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    return directory
+
+
+def test_every_model_name_means_one_model():
+    specs = list_models()
+    names = [name.lower() for spec in specs for name in (spec.name, *spec.aliases)]
+    assert len(specs) == 51 and len(set(names)) == len(names)
+    for spec in specs:
+        for name in (spec.name, spec.name.upper(), spec.short, *spec.aliases):
+            assert resolve_model(name).name == spec.name
+        assert spec.source and (spec.as_of is None or isinstance(spec.as_of, str))
+        assert spec.params and spec.num_layers and spec.hidden_size and spec.vocab_size and spec.max_seq_len
+
+
+def test_model_facts():
+    gpt2 = resolve_model("gpt2")
+    assert (gpt2.num_layers, gpt2.hidden_size, gpt2.vocab_size, gpt2.max_seq_len) == (12, 768, 50257, 1024)
+    assert resolve_model("mistral-7b").name == "mistralai/Mistral-7B-v0.3"
+    assert resolve_model("mistral-7b").short == "Mistral-7B-v0.3"
+
+
+def test_configs_are_copies():
+    spec = resolve_model("llama-3.1-8b")
+    before = spec.digest
+    spec.config["rope_parameters"]["changed"] = True
+    assert spec.digest != before
+    assert resolve_model("llama-3.1-8b").digest == before
+
+
+@pytest.mark.parametrize("name", ["demo-3m", "gpt2", "smollm2-135m", "qwen3-0.6b"])
+def test_params_equal_those_of_the_built_model(name):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    spec = resolve_model(name)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**spec.config))
+    assert sum(parameter.numel() for parameter in model.parameters()) == spec.params
+
+
+def test_unknown_model_suggests_a_near_name():
+    with pytest.raises(UsageError, match=r"did you mean 'mistral-7b'") as caught:
+        resolve_model("mistrl-7b")
+    assert caught.value.exit_code == 2
+    for name in ("", "a/b/c", "./gpt2", "x" * 5000, "a\0b", "org/../up"):
+        with pytest.raises(UsageError):
+            resolve_model(name)
+
+
+def test_local_directory(tmp_path):
+    junk = {"_name_or_path": "/x", "architectures": ["X"], "torch_dtype": "float16", "transformers_version": "4"}
+    kernels = {"attn_implementation": "somebody/kernels", "rope_parameters": {"rope_theta": 1.0, "_x": 1}}
+    path = write_config(tmp_path / "it's a; model", LLAMA | junk | kernels)
+    spec = resolve_model(str(path))
+    assert spec.name == spec.short == "it's a; model"
+    assert spec.config == LLAMA | {"rope_parameters": {"rope_theta": 1.0}}
+    assert (spec.params, spec.weights, spec.max_seq_len) == (None, None, None)
+    (path / "pytorch_model.bin").write_bytes(b"")
+    assert resolve_model(str(path)).weights is None
+    (path / "model.safetensors").write_bytes(b"")
+    assert resolve_model(str(path)).weights == str(path)
+
+
+def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
+    write_config(tmp_path / "gpt2", LLAMA)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("gpt2").params
+    assert resolve_model("./gpt2").params is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LLAMA | {"auto_map": {"AutoConfig": "x.Y"}}, "remote code is never run"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "already quantised"),
+        (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
+        ({key: LLAMA[key] for key in LLAMA if key != "model_type"}, "no model_type"),
+        (LLAMA | {"model_type": ["llama"]}, "no model_type"),
+        (LLAMA | {"num_hidden_layers": "32"}, "no positive integer num_hidden_layers"),
+        (LLAMA | {"num_hidden_layers": 10**400}, "no positive integer num_hidden_layers"),
+        (LLAMA | {"num_hidden_layers": -1}, "no positive integer num_hidden_layers"),
+        (LLAMA | {"hidden_size": True}, "no positive integer hidden_size"),
+        ([LLAMA], "not a JSON object"),
+        ("{broken", "not valid JSON"),
+        ("[" * 200_000, "not valid JSON"),
+        ("", "not valid JSON"),
+    ],
+)
+def test_hostile_config(tmp_path, config, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        resolve_model(str(write_config(tmp_path, config)))
+    assert caught.value.remedy
+
+
+def test_directory_without_a_readable_config(tmp_path):
+    with pytest.raises(UsageError, match="cannot read"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(UsageError, match="not valid JSON"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """huggingface_hub with an empty cache, and with its network calls recorded instead of made."""
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *args: None)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url: None)
+    return hub
+
+
+def test_hub_id_fetches_the_config_alone(tmp_path, monkeypatch, hub):
+    asked = []
+    path = write_config(tmp_path, LLAMA) / "config.json"
+    monkeypatch.setattr(hub, "hf_hub_download", lambda **kwargs: asked.append(kwargs) or str(path))
+    spec = resolve_model("somebody/model")
+    assert (spec.name, spec.weights, spec.config) == ("somebody/model", None, LLAMA)
+    assert asked == [{"repo_id": "somebody/model", "filename": "config.json"}]
+    write_config(tmp_path, LLAMA | {"auto_map": {}})
+    with pytest.raises(UsageError, match="somebody/model asks for code of its own"):
+        resolve_model("somebody/model")
+
+
+def test_unreachable_hub(monkeypatch, hub):
+    def fail(url):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(hub, "get_hf_file_metadata", fail)
+    with pytest.raises(UsageError, match=r"could not be reached.*ConnectionError.*did you mean") as caught:
+        resolve_model("Qwen/Qwen3-9B")
+    assert "local directory" in (caught.value.remedy or "")

@@ -1,0 +1,28 @@
+"""Prices: of one GPU, of a catalogued device, and the default."""
+
+import pytest
+
+from autotune.catalog import find_price, list_devices, list_prices
+
+
+def test_prices_are_of_one_gpu():
+    aws = next(price for price in list_prices() if price.provider == "aws")
+    assert (aws.count, aws.usd_per_hour) == (8, pytest.approx(32.77 / 8))
+    lambda_v100 = next(price for price in list_prices() if price.provider == "lambda" and "v100" in price.device)
+    assert lambda_v100.usd_per_hour == pytest.approx(0.79)
+
+
+def test_every_price_is_of_a_catalogued_device():
+    names = {device.name for device in list_devices()}
+    assert {price.device for price in list_prices()} <= names
+    assert all(price.usd_per_hour > 0 and price.source for price in list_prices())
+
+
+def test_default_price():
+    a100 = find_price("a100-80gb-sxm")
+    assert a100 and a100.quotable and a100.provider == "verda"
+    a10 = find_price("a10")  # only an old row: used, and its date kept
+    assert a10 and (a10.quotable, a10.as_of) == (False, "2026-01")
+    rtx = find_price("rtx-4090")
+    assert rtx and rtx.usd_per_hour == 0.34
+    assert find_price("cpu") is None
