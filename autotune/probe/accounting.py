@@ -108,6 +108,5 @@ def too_tight(measurement: Measurement, phase: Phase) -> tuple[OomDetail, str]:
         limit_gib=measurement.limit_gib,
         terms_gib=measurement.terms_gib(measurement.peak_allocated_gib),
     )
-    retries = measurement.alloc_retries
-    times = f"{retries} time" + ("s" if retries > 1 else "")
+    times = f"{measurement.alloc_retries} time" + ("s" if measurement.alloc_retries > 1 else "")
     return detail, f"too tight in {phase}: the allocator ran out, returned what it cached and tried again {times}"

@@ -12,7 +12,7 @@ import resource
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -26,77 +26,13 @@ from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger-kernel", "trl")
 
 
-class Meter(Protocol):
-    """One device, as the probe sees it. Memory is in GiB, times are in seconds.
-
-    `peaks_are_free` is whether reading a peak leaves the times undisturbed. `aside_gib` is the memory of models that
-    wait for a later probe: it is neither counted nor capped.
-    """
-
-    torch_device: torch.device
-    peaks_are_free: bool
-    aside_gib: float
-
-    def settle(self) -> None:
-        """All libraries are loaded: memory that a later probe does not return is lost."""
-
-    def rebase(self, resident_gib: float) -> None:
-        """Count everything that the process holds now, except the resident model, as context."""
-
-    def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
-        """Let allocations fail beyond a limit, and return it.
-
-        The limit is `memory_gib` without the fraction `headroom`, the context, and managed memory.
-        """
-
-    def uncap(self) -> None:
-        """Remove the cap."""
-
-    def mark(self) -> Any:
-        """A point in the device's time, after all work issued so far."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks that the device has passed."""
-
-    def passed(self, mark: Any) -> bool:
-        """Whether the device has passed this mark. Does not wait."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all work issued so far."""
-
-    def allocated_gib(self) -> float:
-        """Memory of all tensors."""
-
-    def reserved_gib(self) -> float:
-        """Memory that the allocator holds, used or cached."""
-
-    def reset_peak(self) -> None:
-        """Begin a new peak."""
-
-    def peak_gib(self) -> tuple[float, float]:
-        """The peaks of allocated and of reserved memory since the last reset."""
-
-    def context_gib(self) -> float | None:
-        """What the process holds besides tensors: CUDA context, kernels, libraries. None where it is unknown."""
-
-    def alloc_retries(self) -> int:
-        """How often the allocator returned cached memory and tried again, since the last `release`."""
-
-    def release(self) -> None:
-        """Return all memory that is not in use, and reset the statistics."""
-
-    def returned_to(self, baseline_gib: float) -> bool:
-        """Whether no more memory than this is in use, apart from what a process gains and loses by chance."""
-
-    def memory_gib(self) -> float:
-        """The device's total memory."""
-
-    def fingerprint(self) -> Fingerprint:
-        """The circumstances that a measurement on this device holds for."""
-
-
 class CudaMeter:
-    """An NVIDIA GPU. Times are those of device events, peaks those of the caching allocator."""
+    """An NVIDIA GPU, as the probe sees it. Memory is in GiB, times are in seconds.
+
+    Times are those of device events, peaks those of the caching allocator. `peaks_are_free` is whether reading a peak
+    leaves the times undisturbed. `aside_gib` is the memory of models that wait for a later probe: it is neither counted
+    nor capped.
+    """
 
     peaks_are_free = True
     aside_gib = 0.0
@@ -113,12 +49,16 @@ class CudaMeter:
         self.synchronize()
 
     def settle(self) -> None:
-        """Nothing to do: what torch has allocated is known exactly."""
+        """All libraries are loaded: memory that a later probe does not return is lost. Torch knows it exactly."""
 
     def rebase(self, resident_gib: float) -> None:
-        """Nothing to do: the context is read at any time."""
+        """Count all that the process holds now, except the resident model, as context, which is read at any time."""
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
+        """Let allocations fail beyond a limit, and return it.
+
+        The limit is `memory_gib` without the fraction `headroom`, the context, and managed memory.
+        """
         total = self.memory_gib()
         taken = self.context_gib()
         if taken is None:  # at most all that torch does not hold
@@ -132,37 +72,47 @@ class CudaMeter:
         return limit
 
     def uncap(self) -> None:
+        """Remove the cap."""
         torch.cuda.set_per_process_memory_fraction(1.0)
 
     def mark(self) -> torch.cuda.Event:
+        """A point in the device's time, after all work issued so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Seconds between two marks that the device has passed."""
         return float(start.elapsed_time(end)) / 1000
 
     def passed(self, mark: torch.cuda.Event) -> bool:
+        """Whether the device has passed this mark. Does not wait."""
         return bool(mark.query())
 
     def synchronize(self) -> None:
+        """Wait until the device has done all work issued so far."""
         torch.cuda.synchronize()
 
     def allocated_gib(self) -> float:
+        """Memory of all tensors."""
         return gib(torch.cuda.memory_allocated()) - self.aside_gib
 
     def reserved_gib(self) -> float:
+        """Memory that the allocator holds, used or cached."""
         return gib(torch.cuda.memory_reserved()) - self.aside_gib
 
     def reset_peak(self) -> None:
+        """Begin a new peak."""
         torch.cuda.reset_peak_memory_stats()
 
     def peak_gib(self) -> tuple[float, float]:
+        """The peaks of allocated and of reserved memory since the last reset."""
         stats = torch.cuda.memory_stats_as_nested_dict()  # a fifth of the time of the flat one
         allocated, reserved = (stats[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
         return gib(allocated) - self.aside_gib, gib(reserved) - self.aside_gib
 
     def context_gib(self) -> float | None:
+        """What the process holds besides tensors: CUDA context, kernels, libraries. None where it is unknown."""
         if self._nvml is None:
             return None
         reserved = gib(torch.cuda.memory_reserved())
@@ -175,9 +125,11 @@ class CudaMeter:
         return max(used - reserved, 0.0)
 
     def alloc_retries(self) -> int:
+        """How often the allocator returned cached memory and tried again, since the last `release`."""
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
     def release(self) -> None:
+        """Return all memory that is not in use, and reset the statistics."""
         gc.collect()
         torch.cuda.empty_cache()
         getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # where checkpoints were offloaded to
@@ -185,12 +137,15 @@ class CudaMeter:
         self.reset_peak()
 
     def returned_to(self, baseline_gib: float) -> bool:
+        """Whether no more memory than this is in use, apart from what a process gains and loses by chance."""
         return abs(self.allocated_gib() - baseline_gib) < 2 / 1024
 
     def memory_gib(self) -> float:
+        """The device's total memory."""
         return gib(self._properties.total_memory)
 
     def fingerprint(self) -> Fingerprint:
+        """The circumstances that a measurement on this device holds for."""
         major, minor = torch.cuda.get_device_capability(0)
         return _fingerprint(
             device=self._properties.name,
@@ -203,7 +158,7 @@ class CudaMeter:
 
 
 class CpuMeter:
-    """The host's processors. The context is what Python and its libraries hold before a model is built.
+    """The host's processors, with the methods of CudaMeter. The context is what libraries hold before a model is built.
 
     Peaks repeat to 1 % only with the malloc settings that the parent gives the process: large blocks straight from the
     kernel and back to it.
@@ -294,6 +249,9 @@ class CpuMeter:
     def _status(self, key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+
+Meter = CudaMeter | CpuMeter  # one device, as the probe sees it
 
 
 def open_meter(device: str) -> Meter:

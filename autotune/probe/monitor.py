@@ -2,24 +2,32 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from autotune.core.nvml import THROTTLE_REASONS, Nvml
 from autotune.core.probe_types import Phase, Telemetry
 
 THERMAL = THROTTLE_REASONS[0x40]
-DEFAULT_DEADLINE_S = 900.0
+# Seconds a phase may take before the worker is taken to be hung. Compilation happens in the first step.
+DEADLINES = {
+    Phase.START: 240.0,
+    Phase.LOAD: 600.0,
+    Phase.FIRST_STEP: 900.0,
+    Phase.STEADY: 900.0,
+    Phase.EVALUATE: 300.0,
+    Phase.SAVE: 300.0,
+    Phase.CLEANUP: 300.0,
+}
 
 
 class Monitor:
     """Observes one probe. The sensors are read while steps are timed."""
 
-    def __init__(self, nvml: Nvml | None, deadlines: Mapping[Phase, float], *, throttled: bool = False) -> None:
+    def __init__(self, nvml: Nvml | None, *, throttled: bool = False) -> None:
         """Begin in the phase START. `nvml` is None on a CPU; `throttled` has every sample report heat (a fault)."""
         self._nvml = nvml
         self._throttled = throttled
-        self._deadlines = deadlines
         self._samples: list[Telemetry] = []
         self.phase = Phase.START
         self._since = time.monotonic()
@@ -39,7 +47,7 @@ class Monitor:
 
     def deadline_s(self) -> float:
         """Seconds that the current phase may take."""
-        return self._deadlines.get(self.phase, DEFAULT_DEADLINE_S)
+        return DEADLINES[self.phase]
 
     def expired(self) -> bool:
         """Whether the current phase has taken longer than its deadline."""

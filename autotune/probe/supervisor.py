@@ -6,7 +6,7 @@ No torch here. One process is `worker_process`; this decides what an answer, a s
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,20 +18,10 @@ from autotune.core.probe_types import Fingerprint, ModelShape, Outcome, Phase, P
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.fault_injection import throttles
-from autotune.probe.monitor import Monitor
+from autotune.probe.monitor import DEADLINES, Monitor
 from autotune.probe.tiny_probe import tiny_request
 from autotune.probe.worker_process import WorkerProcess
 
-# Seconds a phase may take before the worker is taken to be hung. Compilation happens in the first step.
-DEADLINES: dict[Phase, float] = {
-    Phase.START: 240,
-    Phase.LOAD: 600,
-    Phase.FIRST_STEP: 900,
-    Phase.STEADY: 900,
-    Phase.EVALUATE: 300,
-    Phase.SAVE: 300,
-    Phase.CLEANUP: 300,
-}
 HOST_OOM = "the kernel's OOM killer ended the worker: the host's RAM ran out, not the GPU's memory"
 DUMP_S = 0.5  # to write the stacks of a hung worker
 EXIT_S = 5.0  # for the exit code of a worker that has closed its channel
@@ -45,21 +35,13 @@ class WorkerProber:
     TooManyFailures (the device is broken) and Cancelled (`should_stop` returned True).
     """
 
-    def __init__(
-        self,
-        device: str,
-        logs: Path,
-        *,
-        deadlines: Mapping[Phase, float] | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, device: str, logs: Path, *, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Start nothing yet. `device` is "cuda" or "cpu"; `logs` the directory of worker.log."""
         self.device = device
         self.logs = logs
         self.starts = 0
         self.memory_gib = 0.0
         self._should_stop = should_stop
-        self._deadlines = DEADLINES | dict(deadlines or {})
         self._process: WorkerProcess | None = None
         self._ready = False
         self._fingerprint: Fingerprint | None = None
@@ -139,7 +121,7 @@ class WorkerProber:
         """One try, whatever comes of it."""
         oom_kills = host_oom_kills()
         begin = time.monotonic()
-        monitor = Monitor(self._nvml, self._deadlines, throttled=throttles(log.name))
+        monitor = Monitor(self._nvml, throttled=throttles(log.name))
         try:
             process = self._ready_process()
             process.send({"request": to_data(request), "log": str(log)})
@@ -195,7 +177,7 @@ class WorkerProber:
         process = self._ready_process()
         try:
             process.send({"describe": model})
-            message = self._receive(process, Monitor(None, self._deadlines))
+            message = self._receive(process, Monitor(None))
         except ENDED:
             message = None
         if message is None:
@@ -228,11 +210,11 @@ class WorkerProber:
 
     def _await_ready(self, process: WorkerProcess) -> None:
         try:
-            message = self._receive(process, Monitor(None, self._deadlines))
+            message = self._receive(process, Monitor(None))
         except ENDED:
             message = {"reason": "it ended while starting"}
         if message is None:
-            message = {"reason": f"it did not start within {self._deadlines[Phase.START]:.0f} s"}
+            message = {"reason": f"it did not start within {DEADLINES[Phase.START]:.0f} s"}
         elif message.get("event") == "ready":
             self._fingerprint = from_data(Fingerprint, message["fingerprint"])
             self.memory_gib = message["memory_gib"]

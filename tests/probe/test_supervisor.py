@@ -11,7 +11,6 @@ import pytest
 from autotune.core.errors import EnvironmentProblem
 from autotune.core.probe_types import Outcome, Phase, ProbeRequest, Rung
 from autotune.probe.supervisor import WorkerProber, check_worker
-from autotune.probe.worker_process import child_environment
 from autotune.study.evaluator import shortened
 from tests.helpers.probing import LARGE, MODEL, WIDE, pid_of, request
 
@@ -192,18 +191,6 @@ def test_no_secret_reaches_the_worker(tmp_path: Path, monkeypatch: pytest.Monkey
     names = {entry.partition(b"=")[0].decode() for entry in environment.split(b"\0") if entry}
     assert not names & set(SECRETS)
     assert {"PATH", "HF_HOME", "HF_HUB_OFFLINE"} <= names
-
-
-def test_the_environment_by_device() -> None:
-    kept = child_environment({"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "LD_PRELOAD": "x"}, "cuda")
-    assert kept["CUDA_VISIBLE_DEVICES"] == "1" and "LD_PRELOAD" not in kept
-    # Of several cards the first alone, in the order in which they are listed and watched.
-    assert child_environment({}, "cuda")["CUDA_VISIBLE_DEVICES"] == "0"
-    assert child_environment({"CUDA_VISIBLE_DEVICES": "GPU-1f, GPU-2e"}, "cuda")["CUDA_VISIBLE_DEVICES"] == "GPU-1f"
-    assert child_environment({"CUDA_VISIBLE_DEVICES": ""}, "cuda")["CUDA_VISIBLE_DEVICES"] == ""
-    assert kept["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert "MALLOC_ARENA_MAX" not in kept
-    assert "MALLOC_ARENA_MAX" in child_environment({}, "cpu")
 
 
 def test_a_worker_that_cannot_start_is_a_problem_of_the_machine(

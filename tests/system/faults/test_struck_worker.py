@@ -19,6 +19,7 @@ import pytest
 
 from autotune.core.errors import Cancelled
 from autotune.core.probe_types import Outcome, Phase, ProbeRequest, Rung
+from autotune.probe import monitor
 from autotune.probe.fault_injection import VARIABLE
 from autotune.probe.supervisor import HOST_OOM, WorkerProber
 from tests.helpers.probing import LARGE, WIDE, members, pid_of, request, until
@@ -158,7 +159,7 @@ def test_the_kernels_oom_killer_is_named_and_nobody_tries_again(faulty: Faulty, 
 def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty, tell: Tell) -> None:
     faulty.prober.fingerprint  # noqa: B018 (the worker is up from here on)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faulty.prober, "_deadlines", dict.fromkeys(Phase, 8.0))
+        patch.setattr(monitor, "DEADLINES", dict.fromkeys(Phase, 8.0))
         result = faulty.probe_while("hang", lambda: os.kill(faulty.worker, signal.SIGSTOP))
     assert result.outcome is Outcome.TIMEOUT
     assert result.phase in (Phase.LOAD, Phase.FIRST_STEP)
