@@ -107,7 +107,6 @@ class Display(AbstractContextManager["Display"]):
         task, workload = setup.task, setup.task.workload
         space, price, device = task.space, task.search_price, task.device
         proxy = f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
-        budget = fmt_seconds(self._budget_s) + (f" or {trials} trials in total" if trials else "")
         cost = "no price is known for this device (--price USD_PER_HOUR)"
         if price is not None:
             self._usd_per_hour = price.usd_per_hour * workers
@@ -121,7 +120,7 @@ class Display(AbstractContextManager["Display"]):
             "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",
             "baseline": task.baselines()[0].label(),
-            "budget": budget,
+            "budget": fmt_seconds(self._budget_s) + (f" or {trials} trials in total" if trials else ""),
             "price": cost,
         }
         left_out = [str(removal) for removal in setup.removals]
@@ -134,10 +133,9 @@ class Display(AbstractContextManager["Display"]):
     def trial(self, row: TrialRecord) -> None:
         """Print one line for a finished trial: its numbers and outcome, its configuration, details."""
         self._event("trial", **to_data(row))
-        if row.outcome is Outcome.OK and row.tokens_per_second is not None:
-            best = self._best.tokens_per_second if self._best else None
-            if best is None or row.tokens_per_second > best:
-                self._best = row
+        best = self._best.tokens_per_second if self._best else None
+        if row.outcome is Outcome.OK and (row.tokens_per_second or 0.0) > (best or 0.0):
+            self._best = row
         if not self._has_heading:
             self._has_heading = True
             self._print(f"\n{'trial':>5}  {'tok/s':>7}  {'GiB':>5}  outcome  configuration", "dim")
@@ -159,10 +157,7 @@ class Display(AbstractContextManager["Display"]):
         self._print("")
         self._field("winner", winner.config.label(), "bold green")
         self._field("", recipe.reason)
-        self._print("")
-        for line in _side_by_side(candidates(summary)):
-            self._print(line)
-        self._print("")
+        self._print("\n".join(["", *_side_by_side(candidates(summary)), ""]))
         if recipe.baseline is None:
             self._field("baseline", "none was measured: it did not fit, or it failed")
         if recipe.speedup is not None:
@@ -174,8 +169,8 @@ class Display(AbstractContextManager["Display"]):
         if summary.verification:
             self._fields("verified", describe.verification(summary.verification))
         if summary.quality:
-            finalists = summary.quality.ranked()
-            self._fields("learned", [f"{one.config.label()}: {describe.learned(one)}" for one in finalists])
+            ranked = summary.quality.ranked()
+            self._fields("learned", [f"{finalist.config.label()}: {describe.learned(finalist)}" for finalist in ranked])
         self._fields("note", (*recipe.caveats, *summary.notes), "yellow")
         self._field("files", out_dir)
         self._next(summary, recipe, out_dir)
@@ -187,9 +182,8 @@ class Display(AbstractContextManager["Display"]):
         if recipe.trainer == "trl":
             from autotune.export.tool_file import training_command
 
-            steps[f"name your dataset in {out_dir}/export/trl_sft.yaml, then start the full run"] = (
-                f"cd {shlex.quote(out_dir)}/export && {training_command(recipe, 'trl')}"
-            )
+            command = f"cd {shlex.quote(out_dir)}/export && {training_command(recipe, 'trl')}"
+            steps[f"name your dataset in {out_dir}/export/trl_sft.yaml, then start the full run"] = command
         else:
             steps["try the exported run"] = f"{launch} --random-weights --max-steps 5"
             if recipe.model.weights or "/" in recipe.model.name:
@@ -212,12 +206,11 @@ class Display(AbstractContextManager["Display"]):
         elapsed = f"{_clock(elapsed_s)} elapsed"
         if self._usd_per_hour is not None:
             elapsed += f" (${elapsed_s / 3600 * self._usd_per_hour:.2f})"
-        parts = [elapsed]
         if self._budget_s > elapsed_s:  # a verification is outside the budget
-            parts.append(f"{_clock(self._budget_s - elapsed_s)} left")
+            elapsed += f", {_clock(self._budget_s - elapsed_s)} left"
         if self._best is not None:
-            parts.append(f"best {fmt_count(self._best.tokens_per_second)} tokens/s")
-        return ", ".join([*parts, self._step])
+            elapsed += f", best {fmt_count(self._best.tokens_per_second)} tokens/s"
+        return f"{elapsed}, {self._step}"
 
     def _field(self, name: str, text: str, style: str | None = None) -> None:
         """A named line of the plan or the result."""
@@ -245,8 +238,7 @@ class Display(AbstractContextManager["Display"]):
 
 def _clock(seconds: float) -> str:
     """75 -> '1:15'."""
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02}"
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def _open_command(page: str) -> str:
@@ -271,9 +263,9 @@ def _details(row: TrialRecord) -> list[str]:
 
 def _side_by_side(rows: dict[str, Candidate]) -> list[str]:
     """A table with a line for each candidate."""
-    table = [["", *_COLUMNS]]
+    table = [[" " * 9, *_COLUMNS]]
     for name, candidate in rows.items():
         numbers = describe.numbers(candidate)
         table.append([name, *(numbers[column].text for column in _COLUMNS.values())])
-    widths = [max(9 if not place else 0, *map(len, column)) for place, column in enumerate(zip(*table, strict=True))]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]

@@ -52,7 +52,7 @@ class Narrowing:
     removals: list[Removal] = field(default_factory=list)
 
     def keep(self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True) -> None:
-        """Remove the values of a knob that are not possible, from the reserve only if `reserve`.
+        """Remove the values of a knob that are not possible; with `reserve` those of the reserve too.
 
         Raises UsageError where no value is left.
         """

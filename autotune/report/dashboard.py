@@ -123,11 +123,11 @@ class ReportStore:
 
     def attributes(self) -> dict[str, str]:
         """The attributes that Optuna's upload_artifact writes into a study."""
-        artifacts = {
-            key: {"artifact_id": key, "filename": name, "mimetype": f"{kind}; charset=utf-8", "encoding": None}
-            for key, (name, kind, _) in self._write.items()
-        }
-        return {f"artifacts:{key}": json.dumps(artifact) for key, artifact in artifacts.items()}
+        attributes = {}
+        for key, (name, kind, _) in self._write.items():
+            artifact = {"artifact_id": key, "filename": name, "mimetype": f"{kind}; charset=utf-8", "encoding": None}
+            attributes[f"artifacts:{key}"] = json.dumps(artifact)
+        return attributes
 
 
 def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> optuna.storages.InMemoryStorage:
@@ -191,14 +191,8 @@ def _note(summary: StudySummary) -> str:
         return "No configuration has succeeded so far."
     best = recipe.winner
     number = next((f" (trial {row.number})" for row in summary.trials if row.config == best.config), "")
-    return "\n\n".join(
-        (
-            f"**Winner**{number}: {code_span(best.config.label())}",
-            candidate_line(best),
-            code_span(recipe.reason),
-            *(f"- {code_span(caveat)}" for caveat in recipe.caveats),
-        )
-    )
+    lines = [f"**Winner**{number}: {code_span(best.config.label())}", candidate_line(best), code_span(recipe.reason)]
+    return "\n\n".join(lines + [f"- {code_span(caveat)}" for caveat in recipe.caveats])
 
 
 def _trial_note(row: TrialRecord, summary: StudySummary) -> str:

@@ -116,19 +116,19 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
     """The winner's configuration, one phrase for each decision."""
     config = recipe.config
     kind = ("rs" if config.rslora else "") + ("DoRA" if config.dora else "LoRA")
-    method = {
-        "none": f"{kind} of rank {config.lora_rank}",
-        "fp8": f"{kind} of rank {config.lora_rank} on a base that multiplies in 8-bit floats",
-        "int8": f"{kind} of rank {config.lora_rank} on an 8-bit base",
-        "nf4": f"Q{kind} of rank {config.lora_rank} on a 4-bit (NF4) base"
-        + (", double quantised" if config.double_quant else ""),
+    base = {
+        "none": "",
+        "fp8": " on a base that multiplies in 8-bit floats",
+        "int8": " on an 8-bit base",
+        "nf4": " on a 4-bit (NF4) base" + (", double quantised" if config.double_quant else ""),
     }[config.quantization]
+    quantized = "Q" if config.quantization == "nf4" else ""
     every = config.checkpoint_every
     recomputed = {None: "no activation checkpointing", 1: "activation checkpointing in every layer"}
     if config.offloads:
         recomputed[1] += ", with its inputs in host memory"
     return (
-        "full fine-tuning" if config.method == "full" else method,
+        "full fine-tuning" if config.method == "full" else f"{quantized}{kind} of rank {config.lora_rank}{base}",
         _batch(recipe),
         recomputed.get(every, f"activation checkpointing in one layer of {every}"),
         *(knob.phrases[value] for name, knob in KNOBS.items() if (value := getattr(config, name)) in knob.phrases),

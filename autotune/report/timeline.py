@@ -1,5 +1,6 @@
 """The study over wall time: what each second was spent on, and how busy the GPU was during the timed steps."""
 
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -78,9 +79,8 @@ class TimelineInfo:
     def utilization(self) -> float | None:
         """The mean over the timed seconds for which it is known."""
         known = [(span.utilization, span.seconds) for span in self.spans if span.utilization is not None]
-        return (
-            sum(share * seconds for share, seconds in known) / sum(seconds for _, seconds in known) if known else None
-        )
+        shares, seconds = zip(*known, strict=True) if known else ((), ())
+        return statistics.fmean(shares, weights=seconds) if known else None
 
     def sentences(self) -> tuple[str, ...]:
         """Where the time went; () where no probe ran."""
@@ -89,19 +89,15 @@ class TimelineInfo:
             return ()
         longest_first = sorted(((seconds, kind) for kind, seconds in spent.items() if seconds), reverse=True)
         parts = ", ".join(f"{fmt_seconds(seconds)} {kind}" for seconds, kind in longest_first)
-        timed = f"Timed steps took {min(spent[TIMED] / self.wall_s, 1.0):.0%}"
-        if self.utilization is None:
-            timed += "; how busy the GPU was in them is not known."
-        else:
-            timed += f"; a kernel ran in {self.utilization:.0%} of that time."
-        sentences = [
+        busy = "how busy the GPU was in them is not known"
+        if self.utilization is not None:
+            busy = f"a kernel ran in {self.utilization:.0%} of that time"
+        sentences = (
             f"Probes ran for {min(self.probe_s / self.wall_s, 1.0):.0%} of {fmt_seconds(self.wall_s)}: {parts}.",
-            timed,
-        ]
-        if self.pauses:
-            pauses = "one pause" if self.pauses == 1 else f"{self.pauses} pauses"
-            sentences.append(f"The figure leaves out {pauses}.")
-        return tuple(sentences)
+            f"Timed steps took {min(spent[TIMED] / self.wall_s, 1.0):.0%}; {busy}.",
+        )
+        pauses = "one pause" if self.pauses == 1 else f"{self.pauses} pauses"
+        return (*sentences, f"The figure leaves out {pauses}.") if self.pauses else sentences
 
 
 def timeline(summary: StudySummary) -> TimelineInfo:

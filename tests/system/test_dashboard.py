@@ -212,7 +212,7 @@ def test_a_browser_shows_the_study_with_its_figures_and_reports(served: Served, 
 @needs_chromium
 def test_a_browser_shows_notes_and_violated_constraints(served: Served, page: Page, study: dict[str, Any]) -> None:
     page.open(f"{served.url}/note")
-    page.text("Winner (trial ", "tokens/s [measured]")
+    page.text("Winner (trial ", "1,020 tokens/s, 1.50 GiB, full run ", "[measured]")
     ran_out = next(one for one in study["trials"] if one["note"]["body"].startswith("**out of memory**"))
     page.open(f"{served.url}/trials?numbers={ran_out['number']}")
     page.text(f"Trial {ran_out['number']} (trial_id=", "out of memory [measured]", "Reason: out of memory in backward")
