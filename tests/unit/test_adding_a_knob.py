@@ -1,38 +1,20 @@
 """A knob that is added by one row and one field is in the space, the command line, the report and the exports.
 
-The package is copied, the row and the field are added to the copy, and a fresh process looks for the knob.
+The row, the field and the key are those of docs/adding.md. They are added to a copy of the package, and a fresh process
+looks for the knob.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROW = """
-    KnobSpec(
-        name="matmul_precision",
-        label="matrix products in fp32",
-        description="Computes products of fp32 matrices exactly, or with TF32.",
-        form="choice",
-        choices=("highest", "high"),
-        default="highest",
-        affects=frozenset({"memory", "micro_time"}),
-        fastest_first=("high", "highest"),
-        leanest_first=("highest", "high"),
-        distance_weight=0.5,
-        tag="tf32",
-        phrases={"high": "fp32 products with TF32"},
-    ),
-)
-KNOBS: dict"""
-FIELD = """    matmul_precision: str = KNOBS["matmul_precision"].default
-
-    def __post_init__"""
-
 LOOKS = """
 from dataclasses import replace
 from pathlib import Path
@@ -82,12 +64,22 @@ assert "matmul_precision" in dict(infos.parallel(study).axes)
 page = render(study, "out")
 assert "fp32 products with TF32" in page and "matmul_precision" in page
 
-# the exports: a tool that cannot say it names it
-for name in ("trl", "axolotl", "llamafactory", "torchtune"):
+# the exports: a tool that has no key for it names it
+for name in ("trl", "llamafactory", "torchtune"):
     text = "".join(FORMATS[name](recipe).values())
     assert "matmul_precision" in text and "has no key for it" in text, name
+text = "".join(FORMATS["axolotl"](recipe).values())
+assert "matmul_precision" not in text and "\\ntf32: true\\n" in text
 assert "matmul_precision: high" in "".join(FORMATS["recipe"](recipe).values())
 """
+
+
+def documented(kind: str) -> str:
+    """The example of `docs/adding.md` that is marked so, without its indentation."""
+    text = (ROOT / "docs" / "adding.md").read_text()
+    found = re.search(rf"^ *```\w+ {kind}\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return textwrap.dedent(found[1])
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +88,18 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("with_a_knob")
     shutil.copytree(ROOT / "autotune", folder / "autotune", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "search_spaces", folder / "search_spaces")
-    for name, anchor, text in (
-        ("knobs.py", "\n)\nKNOBS: dict", ROW),
-        ("train_config.py", "\n    def __post_init__", "\n" + FIELD.rstrip()),
+    for name, example, anchor in (
+        ("core/knobs.py", "knob", ",\n)\nKNOBS: dict"),
+        ("core/train_config.py", "field", "\n\n    def __post_init__"),
+        ("export/keys.yaml", "keys", "\n\n  schedule:\n"),
     ):
-        path = folder / "autotune" / "core" / name
+        path = folder / "autotune" / name
         source = path.read_text()
         assert source.count(anchor) == 1
-        path.write_text(source.replace(anchor, text))
+        end = ",\n" if example == "knob" else "\n"
+        indent = "  " if example == "keys" else "    "
+        text = textwrap.indent(documented(example).rstrip("\n"), indent)
+        path.write_text(source.replace(anchor, end + text + anchor))
     return folder
 
 
