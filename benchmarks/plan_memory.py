@@ -30,7 +30,7 @@ from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
-from autotune.planning.device_estimate import memory_limit_gib
+from autotune.planning.device_estimate import device_limit_gib
 from autotune.prediction.memory_formula import NF4_STATISTICS, Sizes, kept_bytes, memory_breakdown, moving_bytes
 from autotune.prediction.step_time import estimate_step_time
 from autotune.probe.supervisor import WorkerProber
@@ -148,7 +148,7 @@ def compare_published(card: str) -> list[dict[str, Any]]:
     The code of the nf4 rows is unknown, so that only their outcome is compared.
     """
     spec, rows = make_spec(STUDIES / f"{card}.yaml", {}), []
-    limit_gib = memory_limit_gib(resolve_device(card), spec.headroom)
+    limit_gib = device_limit_gib(resolve_device(card), spec.headroom)
     for case in spec.configs:
         model, config = resolve_model(case.model or spec.model), TrainConfig(**spec.pins | case.knobs)
         memory = memory_breakdown(model, config, min(case.accumulation, 2))

@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autotune.catalog import NO_PRICE, DeviceSpec, Price, list_devices, resolve_device, resolve_model
+from autotune.catalog import NO_PRICE, DeviceSpec, list_devices, resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.text import printable
 from autotune.core.train_config import learning_differences
 from autotune.core.units import fmt_hours, fmt_usd
-from autotune.planning.device_estimate import estimate, memory_limit_gib
+from autotune.planning.device_estimate import device_limit_gib, estimate, limit_of, memory_state, smallest_card
 from autotune.planning.observations import Observation
 from autotune.planning.plan import Plan, Say, plan_setup, planned_setup, silent
-from autotune.prediction.memory_formula import ERROR
 from autotune.problem.run_cost import FITS, CostProjection, DeviceEstimate
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, open_reserve
@@ -47,11 +46,6 @@ class ComparedCard:
         return self.plan.best if self.plan else None
 
     @property
-    def price(self) -> Price | None:
-        """What an hour of the card costs; None where that is not known."""
-        return self.plan.task.price if self.plan else None
-
-    @property
     def cost(self) -> CostProjection | None:
         """What the run with the best configuration takes."""
         return self.best.cost if self.best else None
@@ -65,11 +59,6 @@ class ComparedCard:
     def tokens_per_s(self) -> float:
         """Useful tokens a second; 0 where nothing fits or the speed is not known."""
         return (self.best.tokens_per_s if self.best else None) or 0.0
-
-    @property
-    def from_reserve(self) -> bool:
-        """Only a quantised base or leaner optimizer state fits."""
-        return self.plan is not None and self.plan.from_reserve
 
     @property
     def state(self) -> str:
@@ -130,23 +119,19 @@ class Group:
     def rivals(self, chosen: ComparedCard | None, interval: Interval) -> tuple[str, ...]:
         """The cards whose interval overlaps that of the chosen one, so that either may be better."""
         bounds = interval(chosen) if chosen else None
+        others = [(card.device.name, interval(card)) for card in self.cards if card is not chosen]
         if bounds is None:
             return ()
-        names = []
-        for card in self.cards:
-            other = interval(card)
-            if card is not chosen and other and other[0] <= bounds[1] and bounds[0] <= other[1]:
-                names.append(card.device.name)
-        return tuple(names)
+        return tuple(name for name, other in others if other and other[0] <= bounds[1] and bounds[0] <= other[1])
 
     def training_differences(self) -> dict[str, list[str]]:
         """The cards that would not train the same as the fastest, by how they differ."""
-        found: dict[str, list[str]] = {}
+        differences: dict[str, list[str]] = {}
         fastest = self.fastest.best if self.fastest else None
         for card in self.cards:
             if card.best and fastest and (difference := learning_differences(card.best.config, fastest.config)):
-                found.setdefault(difference, []).append(card.device.name)
-        return found
+                differences.setdefault(difference, []).append(card.device.name)
+        return differences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,20 +187,20 @@ def _require(name: str, value: float | None, valid: bool) -> None:
 class OwnRun:
     """One run on the own card: its share of the purchase, and electricity at the card's power limit.
 
-    The card pays after `runs` runs, compared with renting `rented`, the cheapest: inf for never, None where no price is
-    known.
+    `rented` is the cheapest card, with which it is compared. The card pays after so many runs, or never; None where no
+    price is known. Field names are keys of the JSON output.
     """
 
-    card: ComparedCard
     usd: float
     electricity_usd: float
-    rented: ComparedCard | None
-    runs: float | None
+    rented: str | None
+    pays_after_runs: float | None
+    never_pays: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A card, rented or owned, on which the run could be done; `_high` is the upper end of an interval."""
+    """A card, rented or owned, that can do the run; `_high` is the upper end of an interval."""
 
     name: str
     usd: float | None
@@ -229,7 +214,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a budget allows.
+    """What a budget allows. Field names are keys of the JSON output.
 
     `breaks`: the limits that the upper ends of the chosen option's intervals exceed. `excluded`: (name, why not).
     """
@@ -249,28 +234,34 @@ class Comparison:
     budget: Budget = Budget()
     owned: Owned | None = None
 
+    def own_card(self, group: Group) -> ComparedCard | None:
+        """The own card; None without one, where the run does not fit, or where speed or power are not known."""
+        owned = [card for card in group.cards if self.owned and card.device.name == self.owned.device.name]
+        return next((card for card in owned if card.cost and card.cost.kwh is not None), None)
+
     def own_run(self, group: Group) -> OwnRun | None:
-        """The run on the own card; None without one, where it does not fit, or where speed or power are not known."""
-        if self.owned is None:
+        """The run on the own card; None where `own_card` is."""
+        card, owned, rented = self.own_card(group), self.owned, group.cheapest
+        if card is None or card.cost is None or card.cost.kwh is None or owned is None:
             return None
-        card = next(card for card in group.cards if card.device.name == self.owned.device.name)
-        if card.cost is None or card.cost.kwh is None:
-            return None
-        electricity = card.cost.kwh * self.owned.usd_per_kwh
-        rented, runs = group.cheapest, None
-        if rented is not None and rented.usd is not None:
-            runs = self.owned.usd / (rented.usd - electricity) if rented.usd > electricity else math.inf
-        usd = card.cost.full_run_hours * self.owned.usd / self.owned.hours + electricity
-        return OwnRun(card=card, usd=usd, electricity_usd=electricity, rented=rented, runs=runs)
+        electricity = card.cost.kwh * owned.usd_per_kwh
+        saved = rented.usd - electricity if rented and rented.usd is not None else None
+        return OwnRun(
+            usd=card.cost.full_run_hours * owned.usd / owned.hours + electricity,
+            electricity_usd=electricity,
+            rented=rented.device.name if rented else None,
+            pays_after_runs=owned.usd / saved if saved is not None and saved > 0 else None,
+            never_pays=saved is not None and saved <= 0,
+        )
 
     def advice(self, group: Group) -> Advice | None:
         """The cheapest option within the budget, the faster of equals, without a price last; None without a budget."""
         if not self.budget:
             return None
         options = [_option(card.device.name, card.cost, card.usd) for card in group.cards if card.cost]
-        own = self.own_run(group)
-        if own is not None and own.card.cost is not None:
-            options.append(_option(f"your own {own.card.device.name}", own.card.cost, own.usd))
+        own_card, own_run = self.own_card(group), self.own_run(group)
+        if own_card and own_card.cost and own_run:
+            options.append(_option(f"your own {own_card.device.name}", own_card.cost, own_run.usd))
         by_cost = sorted(options, key=lambda option: (option.usd is None, option.usd or 0.0, option.hours))
         exceeded = {option.name: self.budget.exceeded_by(option.usd, option.hours) for option in options}
         chosen = next((option for option in by_cost if not exceeded[option.name]), None)
@@ -285,22 +276,21 @@ class Comparison:
 
     def unmet(self) -> str | None:
         """What is missing where the run fits no card, or no card within the budget; None where it fits one."""
-        known = [group for group in self.groups if group.plan]
-        if not any(group.fastest for group in known):
+        planned = [group for group in self.groups if group.plan]
+        advised = [(group, advice) for group in planned if (advice := self.advice(group))]
+        if not any(group.fastest for group in planned):
             lines = ["nothing surely fits any of these cards"]
-            for group in known:
-                smallest = group.smallest.name if group.smallest else None
-                card = f"the smallest card that holds it is {smallest}" if smallest else "no card holds it"
-                lines.append(f"{group.model}, {group.method}: {card}")
-            return "\n".join(lines)
-        advised = [(group, advice) for group in known if (advice := self.advice(group))]
-        if not advised or any(advice.chosen for _, advice in advised):
+            for group in planned:
+                card = f"the smallest card that holds it is {group.smallest.name}" if group.smallest else None
+                lines.append(f"{group.model}, {group.method}: {card or 'no card holds it'}")
+        elif not advised or any(advice.chosen for _, advice in advised):
             return None
-        lines = [f"nothing is within {self.budget}"]
-        for group, advice in advised:
-            named = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
-            wanted = [f"{kind} is {option}" for kind, option in named if option]
-            lines.append(f"{group.model}, {group.method}: {', '.join(wanted) or 'fits none of these cards'}")
+        else:
+            lines = [f"nothing is within {self.budget}"]
+            for group, advice in advised:
+                named = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
+                wanted = [f"{kind} is {option}" for kind, option in named if option]
+                lines.append(f"{group.model}, {group.method}: {', '.join(wanted) or 'fits none of these cards'}")
         return "\n".join(lines)
 
 
@@ -334,50 +324,53 @@ def compare(
     cards = _named_cards([*gpus, owned.device.name] if owned else gpus)
     studies = _studies(specs, methods)
     titles = [(printable(resolve_model(spec.model).name), printable(spec.space_name or "default")) for spec in studies]
-    said: set[str] = set()
+    warnings: set[str] = set()
 
     def say_once(text: str) -> None:
         """Most warnings hold for all cards."""
-        if text not in said:
+        if text not in warnings:
             say(text)
-        said.add(text)
+        warnings.add(text)
 
     groups: list[Group] = []
     errors: list[UsageError] = []
-    last_progress, number = time.monotonic(), 0
+    last_progress = time.monotonic()
     for spec, (model, method) in zip(studies, titles, strict=True):
         compared: list[ComparedCard] = []
         for card in cards:
             if time.monotonic() - last_progress > QUIET_S:
+                number = len(groups) * len(cards) + len(compared)
                 say(f"{number} of {len(studies) * len(cards)}: {model}, {method}, {card.name}")
                 last_progress = time.monotonic()
-            number += 1
             try:
                 setup = planned_setup(spec, card, say_once)
-                compared.append(
-                    compare_card(setup, headroom=spec.headroom, memory_gib=spec.memory_gib, observations=observations)
-                )
+                compared.append(compare_card(setup, limit_of(spec, card), observations))
             except UsageError as error:
                 errors.append(error)
                 compared.append(ComparedCard(device=card, problem=printable(str(error))))
-        held = smallest_card(_least_by_bf16(spec, compared, say_once), list_devices(), spec.headroom)
-        groups.append(Group(model=model, method=method, cards=tuple(compared), smallest=held))
+        smallest = smallest_holding(_least_by_bf16(spec, compared, say_once), spec.headroom)
+        groups.append(Group(model=model, method=method, cards=tuple(compared), smallest=smallest))
     if not any(group.plan for group in groups):
         raise UsageError("\n".join(dict.fromkeys(map(str, errors))), remedy=errors[0].remedy)
     return Comparison(groups=tuple(groups), budget=budget or Budget(), owned=owned)
 
 
+def _names(values: Sequence[str]) -> list[str]:
+    """The names in texts with commas between them, each once."""
+    return list(dict.fromkeys(name.strip() for text in values for name in text.split(",") if name.strip()))
+
+
 def _named_cards(names: Sequence[str]) -> list[DeviceSpec]:
     """The cards of these names, each once. Raises UsageError."""
-    names = [name for part in names for name in part.split(",") if name.strip()]
-    if not names:
+    cards = list(dict.fromkeys(resolve_device(name) for name in _names(names)))
+    if not cards:
         raise UsageError("which GPUs?", remedy="for example --gpus a10,l4,a100-80gb,h100")
-    return list(dict.fromkeys(resolve_device(name) for name in names))
+    return cards
 
 
 def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySpec]:
     """Each model with each method. Raises UsageError for an unknown one."""
-    names = list(dict.fromkeys(name.strip() for part in methods for name in part.split(",") if name.strip()))
+    names = _names(methods)
     if any(spec.configs for spec in specs):
         raise UsageError("a suite names its configurations, and there is no best to look for", remedy="`autotune plan`")
     if names and any(spec.space for spec in specs):
@@ -387,12 +380,10 @@ def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySp
     return [replace(spec, space=name) for spec in specs for name in names] or list(specs)
 
 
-def compare_card(
-    setup: Setup, *, headroom: float = 0.05, memory_gib: float | None = None, observations: Sequence[Observation] = ()
-) -> ComparedCard:
+def compare_card(setup: Setup, limit_gib: float, observations: Sequence[Observation] = ()) -> ComparedCard:
     """The plan for the card of this study, and what needs the least memory there. Raises UsageError."""
-    made = plan_setup(setup, headroom=headroom, memory_gib=memory_gib, observations=observations)
-    least = least_memory(open_reserve(setup).task, made.limit_gib) or made.baseline
+    made = plan_setup(setup, limit_gib, observations)
+    least = least_memory(open_reserve(setup).task, limit_gib) or made.baseline
     return ComparedCard(device=setup.task.device, plan=made, least=least)
 
 
@@ -422,14 +413,11 @@ def _least_by_bf16(spec: StudySpec, compared: Sequence[ComparedCard], say: Say) 
     return needs
 
 
-def smallest_card(
-    needs: Mapping[bool, DeviceEstimate], cards: Sequence[DeviceSpec], headroom: float
-) -> DeviceSpec | None:
+def smallest_holding(needs: Mapping[bool, DeviceEstimate], headroom: float) -> DeviceSpec | None:
     """The card with the least memory that surely holds what is needed; `needs` is by whether a card has bf16."""
-    for card in sorted(cards, key=lambda card: card.memory_gib or 0.0):
+
+    def fits(card: DeviceSpec) -> bool:
         need = needs.get(card.supports_bf16)
-        if need is None or not card.memory_gib or card.kind == "cpu":
-            continue
-        if need.need_gib * (1 + ERROR) <= memory_limit_gib(card, headroom):
-            return card
-    return None
+        return need is not None and memory_state(need.need_gib, device_limit_gib(card, headroom)) == FITS
+
+    return smallest_card(fits)

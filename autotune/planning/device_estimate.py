@@ -6,10 +6,10 @@ corrected by what others measured there with the same method. Nothing here is me
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autotune.catalog import DeviceSpec, resolve_device, resolve_model
+from autotune.catalog import DeviceSpec, list_devices, resolve_device, resolve_model
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
@@ -20,6 +20,7 @@ from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, interva
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
 from autotune.problem.run_shape import RunShape
+from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import device_budget, find_target
 from autotune.problem.task import Task
 
@@ -44,7 +45,7 @@ def planned_device(name: str) -> DeviceSpec:
         raise UsageError("which GPU? There is none here", remedy="name one: --gpu a10 (`autotune gpus`)") from None
 
 
-def memory_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
+def device_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
     """GiB that tensors may take on the device: its memory without the reserved share and without a CUDA context.
 
     `memory_gib` can only lower the memory of the device.
@@ -54,6 +55,17 @@ def memory_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | No
     """
     budget = device_budget(device, reserve_fraction=headroom, asked_gib=memory_gib)
     return max(budget.limit_gib(taken_gib=CONTEXT_GIB), 0.01)
+
+
+def limit_of(spec: StudySpec, device: DeviceSpec) -> float:
+    """`device_limit_gib` as the spec asks for it."""
+    return device_limit_gib(device, spec.headroom, spec.memory_gib)
+
+
+def smallest_card(fits: Callable[[DeviceSpec], bool]) -> DeviceSpec | None:
+    """The card of known memory with the least of it for which `fits` holds."""
+    cards = sorted((card for card in list_devices() if card.memory_gib), key=lambda card: card.memory_gib or 0.0)
+    return next(filter(fits, cards), None)
 
 
 def memory_state(need_gib: float, limit_gib: float) -> str:

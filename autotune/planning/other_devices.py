@@ -11,7 +11,7 @@ from dataclasses import replace
 from autotune.catalog import DeviceSpec, find_price, list_devices
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import memory_limit_gib, memory_state, observed_transfer
+from autotune.planning.device_estimate import device_limit_gib, memory_state, observed_transfer
 from autotune.planning.observations import published_observations
 from autotune.problem.run_cost import FITS, DeviceEstimate, project
 from autotune.problem.task import Task
@@ -63,7 +63,7 @@ def _estimate_on(
     measurements: Sequence[Measurement],
     headroom: float,
 ) -> DeviceEstimate:
-    need, limit, price = winner.measurement.peak_reserved_gib, memory_limit_gib(card, headroom), find_price(card.name)
+    need, limit, price = winner.measurement.peak_reserved_gib, device_limit_gib(card, headroom), find_price(card.name)
     # The error of the formula is allowed for measured memory too: contexts and workspaces differ from card to card.
     state = _missing_feature(card, winner.config) or memory_state(need, limit)
     estimated = DeviceEstimate(

@@ -15,7 +15,7 @@ from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import ACCURACY, estimate, memory_limit_gib, planned_device
+from autotune.planning.device_estimate import ACCURACY, estimate, limit_of, planned_device
 from autotune.planning.observations import Observation
 from autotune.prediction.memory_formula import CONTEXT_GIB, Sizes
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
@@ -85,10 +85,11 @@ def plan(
     Raises:
         UsageError: a part of the spec is unknown or impossible, or no formula covers the model or the card.
     """
-    setup = planned_setup(spec, device or planned_device(spec.gpu), say)
+    device = device or planned_device(spec.gpu)
+    setup = planned_setup(spec, device, say)
     for removal in setup.removals:
         say(f"left out: {removal}")
-    return plan_setup(setup, headroom=spec.headroom, memory_gib=spec.memory_gib, observations=observations)
+    return plan_setup(setup, limit_of(spec, device), observations)
 
 
 def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Setup:
@@ -99,42 +100,34 @@ def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Set
     return setup
 
 
-def plan_setup(
-    setup: Setup, *, headroom: float, memory_gib: float | None = None, observations: Sequence[Observation] = ()
-) -> Plan:
+def plan_setup(setup: Setup, limit_gib: float, observations: Sequence[Observation] = ()) -> Plan:
     """The plan of a study that is set up, or of its reserve where nothing else fits. Raises UsageError."""
-    made = plan_task(setup.task, headroom=headroom, memory_gib=memory_gib, observations=observations)
+    made = plan_task(setup.task, limit_gib, observations)
     if made.best is not None or setup.reserve == setup.task.space:
         return made
-    task = open_reserve(setup).task
-    reserve = plan_task(task, headroom=headroom, memory_gib=memory_gib, observations=observations)
+    reserve = plan_task(open_reserve(setup).task, limit_gib, observations)
     if reserve.best is None:
         return made
     reason = f"nothing fits without a quantised base or leaner state; {reserve.reason}"
     return replace(reserve, from_reserve=True, reason=reason)
 
 
-def plan_task(
-    task: Task,
-    *,
-    headroom: float = 0.05,
-    memory_gib: float | None = None,
-    observations: Sequence[Observation] = (),
-) -> Plan:
+def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] = ()) -> Plan:
     """Find the best configuration of the task's space by formula, under the rule that chooses a winner.
+
+    `limit_gib` is what tensors may take.
 
     Raises:
         UsageError: no formula covers the model or the card.
     """
-    limit = memory_limit_gib(task.device, headroom, memory_gib)
-    baseline = _baseline(task, limit, observations)
+    baseline = _baseline(task, limit_gib, observations)
     space = _distinguishable(task.space, baseline.config)
     stride = math.ceil(space.size() / MAX_CONFIGS)  # evenly spread over a space that is too large to estimate all
     choices = islice(space.enumerate(), 0, None, stride) if stride <= MAX_STRIDE else space.sample(MAX_CONFIGS)
     configs = dict.fromkeys(map(space.config, choices))
     estimates = {}
     for config in configs:
-        estimated = estimate(task, config, limit, observations)
+        estimated = estimate(task, config, limit_gib, observations)
         if estimated is not None and estimated.state == FITS and estimated.tokens_per_s:
             estimates[config] = estimated
     best, reason = None, "nothing fits beyond doubt"
@@ -147,7 +140,7 @@ def plan_task(
         best = estimates[winner.config]
     return Plan(
         task=task,
-        limit_gib=limit,
+        limit_gib=limit_gib,
         best=best,
         baseline=baseline,
         reason=reason,
@@ -235,7 +228,7 @@ def estimate_named_configs(
 ) -> list[ConfigResult]:
     """Estimate each configuration that the spec names. Raises UsageError for what cannot be."""
     task = planned_setup(replace(spec, pins={}, configs=()), device, say).task
-    limit_gib = memory_limit_gib(device, spec.headroom, spec.memory_gib)
+    limit_gib = limit_of(spec, device)
     results = []
     for case, config, case_task in cases(spec, task):
         result = ConfigResult(case=case, config=config, outcome=Outcome.OK, evidence=Evidence.ESTIMATED)

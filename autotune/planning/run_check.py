@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.catalog import DeviceSpec, ModelSpec, list_devices, list_models, resolve_model
+from autotune.catalog import DeviceSpec, ModelSpec, list_models, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.planning.device_estimate import ACCURACY, memory_limit_gib, planned_device
+from autotune.planning.device_estimate import ACCURACY, device_limit_gib, limit_of, planned_device, smallest_card
 from autotune.planning.fixes import FixedRun, FixSearch
 from autotune.planning.foreign_config import ForeignConfig, read_file, with_supported_attention
 from autotune.planning.observations import Observation
@@ -104,7 +104,7 @@ def check(
     context = CheckContext(
         model=model,
         device=device,
-        limit_gib=memory_limit_gib(device, spec.headroom, spec.memory_gib),
+        limit_gib=limit_of(spec, device),
         workload=_workload(task.workload, spec, run),
         price=task.price,
         observations=tuple(observations),
@@ -127,12 +127,19 @@ def check(
         notes=(*_notes(context, checked, assumption), *warnings, *run.notes),
     )
     if checked.state != FITS:
+        needs_bf16 = run.config.precision.startswith("bf16")
+
+        def fits(card: DeviceSpec) -> bool:
+            """Whether the run fits the card as it is."""
+            state = checked.bounds.state(device_limit_gib(card, spec.headroom))
+            return state == FITS and (card.supports_bf16 or not needs_bf16)
+
         search = FixSearch(context=context, checked=checked)
         report = replace(
             report,
             fix=search.best(),
             fixes=tuple((fixed, search.saved_gib(fixed)) for fixed in search.each_alone()),
-            smallest_card=_smallest_card(checked, spec.headroom),
+            smallest_card=smallest_card(fits),
         )
     runnable = report.runnable
     return replace(report, faster=_faster(task, spec, context, runnable.run)) if runnable else report
@@ -186,16 +193,6 @@ def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Worklo
     return replace(workload, examples=examples, examples_assumed=False)
 
 
-def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
-    """The card with the least memory on which the run fits as it is."""
-    bf16 = checked.run.config.precision.startswith("bf16")
-    cards = [card for card in list_devices() if card.memory_gib and (card.supports_bf16 or not bf16)]
-    for card in sorted(cards, key=lambda card: card.memory_gib or 0.0):
-        if checked.bounds.state(memory_limit_gib(card, headroom)) == FITS:
-            return card
-    return None
-
-
 # --- a faster configuration
 
 
@@ -219,7 +216,7 @@ def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConf
     batch = max(1, round(workload.run_shape(config, accumulation=run.accumulation).examples_per_step))
     space, _ = space.narrow("micro_batch_size", lambda size: batch % size == 0, "it does not divide the global batch")
     study = replace(task, model=context.model, space=space, workload=replace(workload, global_batch=batch))
-    best = plan_task(study, headroom=spec.headroom, memory_gib=spec.memory_gib, observations=context.observations).best
+    best = plan_task(study, context.limit_gib, context.observations).best
     times = (best.tokens_per_s or 0.0) / tokens_per_s if best else 0.0
     if best is None or times < MIN_SPEEDUP:
         return None

@@ -10,14 +10,14 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 from typing import Any
 
 from autotune.catalog import NO_PRICE, describe_price
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
-from autotune.planning.compare import ComparedCard, Comparison, Group, OwnRun, speed_interval, usd_interval
+from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, usd_interval
 from autotune.planning.device_estimate import ACCURACY
 from autotune.problem.run_cost import FITS
 from autotune.report.style import environment
@@ -27,14 +27,15 @@ Data = dict[str, Any]
 
 def card_data(group: Group, card: ComparedCard) -> Data:
     """A card's row as plain data; what is not known is None."""
-    best, cost, price, plan = card.best, card.cost, card.price, card.plan
+    best, cost, plan = card.best, card.cost, card.plan
+    price = plan and plan.task.price
     need = best or card.least
     return {
         "model": group.model,
         "method": group.method,
         "card": card.device.name,
         "state": card.state,
-        "from_reserve": card.from_reserve,
+        "from_reserve": plan is not None and plan.from_reserve,
         "need_gib": need and need.need_gib,
         "limit_gib": plan and plan.limit_gib,
         "guides_need_gib": plan and plan.baseline.need_gib,
@@ -60,11 +61,10 @@ def _ranged(name: str, value: float | None, bounds: tuple[float, float] | None) 
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
-def _with_range(data: Data, name: str, fmt: Callable[[float | None], str]) -> str:
+def _with_range(data: Data, name: str, fmt: Callable[[float | None], str] = fmt_count) -> str:
     """'1,109 (934 to 1,318)'."""
-    if data[name] is None:
-        return DASH
-    return f"{fmt(data[name])} ({fmt(data[f'{name}_low'])} to {fmt(data[f'{name}_high'])})"
+    value, low, high = (fmt(data[f"{name}{end}"]) for end in ("", "_low", "_high"))
+    return DASH if data[name] is None else f"{value} ({low} to {high})"
 
 
 def _gib(value: float | None) -> str:
@@ -89,6 +89,10 @@ def _evidence(data: Data) -> str:
     return (data["evidence"] or DASH) + (f", tightened by {count} measured on this card" if count else "")
 
 
+def _relative(data: Data) -> str:
+    return DASH if data["relative_speed"] is None else f"{data['relative_speed']:.2f}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """A column for people: its heading, and the text that it makes of a row's data. `table` groups narrow tables."""
@@ -100,38 +104,29 @@ class Column:
 
 
 COLUMNS = (
-    Column(title="card", table="speed", text=lambda data: str(data["card"])),
+    Column(title="card", table="speed", text=lambda row: str(row["card"])),
     Column(title="GiB of limit", table="speed", text=_memory),
-    Column(
-        title="tokens/s (80 %)",
-        table="speed",
-        numeric=True,
-        text=lambda data: _with_range(data, "tokens_per_s", fmt_count),
-    ),
-    Column(
-        title="relative",
-        table="speed",
-        numeric=True,
-        text=lambda data: DASH if data["relative_speed"] is None else f"{data['relative_speed']:.2f}",
-    ),
-    Column(title="hours (80 %)", table="speed", numeric=True, text=lambda data: _with_range(data, "hours", fmt_count)),
-    Column(title="kWh at most", table="speed", numeric=True, text=lambda data: fmt_count(data["kwh_at_most"])),
-    Column(title="USD (80 %)", table="cost", numeric=True, text=lambda data: _with_range(data, "usd", _usd)),
-    Column(title="USD at spot", table="cost", numeric=True, text=lambda data: _usd(data["usd_spot"])),
-    Column(title="USD/1,000 samples", table="cost", numeric=True, text=lambda data: _usd(data["usd_per_1000_samples"])),
-    Column(title="price", table="cost", text=lambda data: str(data["price"])),
-    Column(title="configuration", table="basis", text=lambda data: data["configuration"] or DASH),
+    Column(title="tokens/s (80 %)", table="speed", numeric=True, text=lambda row: _with_range(row, "tokens_per_s")),
+    Column(title="relative", table="speed", numeric=True, text=_relative),
+    Column(title="hours (80 %)", table="speed", numeric=True, text=lambda row: _with_range(row, "hours")),
+    Column(title="kWh at most", table="speed", numeric=True, text=lambda row: fmt_count(row["kwh_at_most"])),
+    Column(title="USD (80 %)", table="cost", numeric=True, text=lambda row: _with_range(row, "usd", _usd)),
+    Column(title="USD at spot", table="cost", numeric=True, text=lambda row: _usd(row["usd_spot"])),
+    Column(title="USD/1,000 samples", table="cost", numeric=True, text=lambda row: _usd(row["usd_per_1000_samples"])),
+    Column(title="price", table="cost", text=lambda row: str(row["price"])),
+    Column(title="configuration", table="basis", text=lambda row: row["configuration"] or DASH),
     Column(title="evidence", table="basis", text=_evidence),
 )
 
 
 def cells(group: Group, card: ComparedCard, today: date) -> dict[str, str]:
     """A card's row for people: text by the title of its column."""
-    data = card_data(group, card) | {"price": describe_price(card.price, today)}
+    price = card.plan.task.price if card.plan else None
+    data = card_data(group, card) | {"price": describe_price(price, today)}
     return {column.title: column.text(data) for column in COLUMNS}
 
 
-# --- what is said of a group
+# --- sentences about a group
 
 
 def heading(group: Group) -> str:
@@ -164,7 +159,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         sentences.append(f"fastest: {fastest.device.name}, {speed} tokens/s{rivals}")
     of_all, of_these = (card.name if card else "none" for card in (group.smallest, group.smallest_compared))
     sentences.append(f"smallest card that holds it: {of_all} of all known, {of_these} of these")
-    if reserve := [card.device.name for card in group.cards if card.from_reserve]:
+    if reserve := [card.device.name for card in group.cards if card.plan and card.plan.from_reserve]:
         sentences.append(f"nothing fits on {' and '.join(reserve)} but a quantised base or leaner state")
     for difference, names in group.training_differences().items():
         sentences.append(f"not the same training on {' and '.join(names)} as on the fastest: {difference}")
@@ -176,7 +171,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         if advice.excluded:
             sentences.append("left out: " + "; ".join(f"{name} ({why})" for name, why in advice.excluded))
     if comparison.owned is not None:
-        sentences.append(_own_card(comparison, comparison.own_run(group)))
+        sentences.append(_own_card(comparison, group))
     return sentences
 
 
@@ -184,24 +179,24 @@ def _rivals(names: tuple[str, ...]) -> str:
     return f"; but {' and '.join(names)} cannot be told from it" if names else ""
 
 
-def _own_card(comparison: Comparison, own: OwnRun | None) -> str:
-    owned = comparison.owned
+def _own_card(comparison: Comparison, group: Group) -> str:
+    owned, own, card = comparison.owned, comparison.own_run(group), comparison.own_card(group)
     assert owned is not None
     name = f"your own {owned.device.name}"
-    if own is None:
+    if own is None or card is None or card.cost is None:
         return f"{name}: {DASH}, since it does not surely fit, or its speed or power is not known"
     text = (
         f"{name}: {fmt_usd(own.usd)} a run, {fmt_usd(own.electricity_usd)} of it electricity "
         f"({fmt_usd(owned.usd)} over {owned.hours:,.0f} h, {fmt_usd(owned.usd_per_kwh)} a kWh at its power limit)"
     )
-    if own.runs is None or own.rented is None:
-        return f"{text}; whether that pays is not known: {NO_PRICE}"
-    against = f"against {own.rented.device.name} rented at {fmt_usd(own.rented.usd)}"
-    if own.runs == math.inf:
+    against = f"against {own.rented} rented at {fmt_usd(group.cheapest.usd)}" if group.cheapest else ""
+    if own.never_pays:
         return f"{text}; it never pays {against}: its electricity alone costs as much"
-    hours = own.runs * (own.card.cost.full_run_hours if own.card.cost else 0.0)
+    if own.pays_after_runs is None:
+        return f"{text}; whether that pays is not known: {NO_PRICE}"
+    hours = own.pays_after_runs * card.cost.full_run_hours
     late = f", more than its {owned.hours:,.0f} h" if hours > owned.hours else ""
-    return f"{text}; it pays after {math.ceil(own.runs):,} such runs ({fmt_hours(hours)}{late}) {against}"
+    return f"{text}; it pays after {math.ceil(own.pays_after_runs):,} such runs ({fmt_hours(hours)}{late}) {against}"
 
 
 # --- forms
@@ -232,14 +227,7 @@ def _group_data(comparison: Comparison, group: Group) -> Data:
         "smallest_card": group.smallest and group.smallest.name,
         "smallest_compared": group.smallest_compared and group.smallest_compared.name,
         "advice": advice and asdict(advice),
-        "own_run": own
-        and {
-            "usd": own.usd,
-            "electricity_usd": own.electricity_usd,
-            "rented": own.rented and own.rented.device.name,
-            "pays_after_runs": None if own.runs in (None, math.inf) else own.runs,
-            "never_pays": own.runs == math.inf,
-        },
+        "own_run": own and asdict(own),
     }
 
 
@@ -264,45 +252,26 @@ def _no_formula(value: Any) -> Any:
 
 def as_markdown(comparison: Comparison, today: date) -> str:
     """A document with a table for each group."""
-    lines = ["# Cards compared", "", f"Estimated, nothing was measured here: {_escaped(ACCURACY)}."]
-    for group in comparison.groups:
-        lines += ["", f"## {_escaped(heading(group))}", "", _escaped(workload_text(group)), ""]
-        lines += [f"- {_escaped(verdict)}" for verdict in verdicts(comparison, group)]
-        lines += ["", _row(column.title for column in COLUMNS)]
-        lines.append(_row("---:" if column.numeric else "---" for column in COLUMNS))
-        lines += [_row(map(_escaped, cells(group, card, today).values())) for card in group.cards]
-    return "\n".join(lines) + "\n"
-
-
-def _row(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(texts)} |"
+    return _render("comparison.md.j2", comparison, today)
 
 
 def _escaped(text: str) -> str:
-    """Without markup, without an end of the cell, and without a formula between dollars."""
+    """Text for Markdown without markup, without an end of the cell, and without a formula between dollars."""
     return re.sub(r"([\\|`*~$\[\]])", r"\\\1", html.escape(text, quote=False))
 
 
 def as_html(comparison: Comparison, today: date) -> str:
     """One page that needs no other file."""
-    groups = [
-        {
-            "heading": heading(group),
-            "workload": workload_text(group),
-            "verdicts": verdicts(comparison, group),
-            "rows": [
-                {
-                    "cells": cells(group, card, today),
-                    "fits": card.state == FITS,
-                    "marks": ["cheapest"] * (card is group.cheapest) + ["fastest"] * (card is group.fastest),
-                }
-                for card in group.cards
-            ],
-        }
-        for group in comparison.groups
-    ]
-    template = environment().get_template("comparison.html.j2")
-    return template.render(groups=groups, accuracy=ACCURACY, columns=COLUMNS, made=today.isoformat())
+    return _render("comparison.html.j2", comparison, today)
+
+
+def _render(template: str, comparison: Comparison, today: date) -> str:
+    functions = {"heading": heading, "workload": workload_text, "verdicts": verdicts, "cells": cells}
+    pages = environment()
+    pages.filters["markdown"] = _escaped
+    return pages.get_template(template).render(
+        functions, comparison=comparison, today=today, columns=COLUMNS, accuracy=ACCURACY, fits=FITS
+    )
 
 
 FORMATS: dict[str, Callable[[Comparison, date], str]] = {

@@ -18,6 +18,7 @@ from autotune.catalog import list_models, load_prices, resolve_device, resolve_m
 from autotune.cli.app import app
 from autotune.cli.options import pins_of
 from autotune.core.errors import AutotuneError
+from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.evidence import load_evidence, store_submission
 from autotune.planning.plan import plan_task
 from autotune.planning.run_check import check
@@ -166,7 +167,7 @@ def test_configs_of_models(here: Path, content: bytes) -> None:
     with guarded(here), suppress(AutotuneError):
         resolve_model(str(folder))
         task = set_up(make_spec(None, {"model": str(folder), "space": "lora"}), H200).task
-        plan_task(task)
+        plan_task(task, device_limit_gib(H200, 0.05))
 
 
 LINES = st.lists(

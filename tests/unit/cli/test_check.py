@@ -15,7 +15,7 @@ import yaml
 from autotune.catalog import list_models, resolve_device, resolve_model
 from autotune.cli.commands.check import check_file, verdict
 from autotune.core.errors import NothingFits, UsageError
-from autotune.planning.device_estimate import memory_limit_gib
+from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.foreign_config import read_file
 from autotune.planning.observations import published_observations
 from autotune.planning.run_check import CheckReport, check, find_model
@@ -105,7 +105,7 @@ def test_verdicts(text: str, gpu: str, fits: str, answer: Callable[..., CheckRep
     assert found.checked.state == fits
     peak = found.checked.estimate.need_gib
     assert (peak > found.context.limit_gib) is (fits == OOM)
-    assert found.context.limit_gib == memory_limit_gib(resolve_device(gpu), 0.05)
+    assert found.context.limit_gib == device_limit_gib(resolve_device(gpu), 0.05)
     assert found.faster is None or found.faster.times >= 1.05
     assert set(found.checked.run.notes) <= set(found.notes)
     assert (found.smallest_card is None) is (fits == FITS)
@@ -141,7 +141,7 @@ def test_too_close_to_tell(
     printed: Callable[..., str], answer: Callable[..., CheckReport], capsys: pytest.CaptureFixture[str]
 ) -> None:
     peak = answer(FACTORY).checked.estimate.need_gib
-    context = 20 - memory_limit_gib(resolve_device("a10"), 0.0, 20.0)
+    context = 20 - device_limit_gib(resolve_device("a10"), 0.0, 20.0)
     memory = peak * (1 + ERROR / 2) + context
     found = answer(FACTORY, memory_gib=memory, headroom=0.0)
     assert found.checked.state == TIGHT and found.fix is not None and found.fix.checked.state == FITS

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autotune.catalog import Price, list_devices, resolve_device
+from autotune.catalog import Price, resolve_device
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.units import DASH
@@ -29,9 +29,9 @@ from autotune.planning.compare import (
     OwnRun,
     compare_card,
     least_memory,
-    smallest_card,
+    smallest_holding,
 )
-from autotune.planning.device_estimate import estimate, memory_limit_gib
+from autotune.planning.device_estimate import device_limit_gib, estimate
 from autotune.planning.plan import Plan, plan_task, planned_setup
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
@@ -45,6 +45,7 @@ from autotune.report.comparison import (
 )
 
 TODAY = date(2026, 11, 22)
+A10 = resolve_device("a10")
 SMALL = {"model": "smollm2-135m", "pins": {"seq_len": 512, "lora_rank": 16, "packing": False}}
 PINNED = ("--seq-len", "512", "--rank", "16", "--set", "packing=false")
 
@@ -59,7 +60,7 @@ def task(gpu: str = "a10", **spec: Any) -> Any:
 
 @cache
 def plan() -> Plan:
-    return plan_task(task())
+    return plan_task(task(), device_limit_gib(A10, 0.05))
 
 
 def entry(
@@ -235,7 +236,9 @@ def test_an_own_card_pays_after_so_many_runs() -> None:
     cards = (entry("rtx-4090", 2, None), entry("h100", 1, 3.0))
     own = own_run(OWNED, *cards)
     assert own is not None and own.electricity_usd == pytest.approx(0.4 * 0.5)
-    assert own.usd == pytest.approx(2 * 1800 / 10_000 + 0.2) and own.runs == pytest.approx(1800 / (3.0 - 0.2))
+    assert own.usd == pytest.approx(2 * 1800 / 10_000 + 0.2) and own.pays_after_runs == pytest.approx(
+        1800 / (3.0 - 0.2)
+    )
     text = said(*cards, owned=OWNED)[-1]
     assert "over 10,000 h, $0.50 a kWh at its power limit" in text and "it pays after 643 such runs" in text
     assert "more than its" not in text and "more than its 100 h)" in said(*cards, owned=replace(OWNED, hours=100))[-1]
@@ -250,7 +253,9 @@ def test_an_own_card_never_pays_where_electricity_costs_more() -> None:
 def test_an_own_card_with_unknown_price_or_speed() -> None:
     unpriced, large = entry("rtx-4090", 2, None), too_large("rtx-4090")
     alone = own_run(OWNED, unpriced)
-    assert alone is not None and alone.runs is None and own_run(OWNED, large) is None
+    assert (
+        alone is not None and alone.pays_after_runs is None and not alone.never_pays and own_run(OWNED, large) is None
+    )
     assert said(large, entry("h100"), owned=OWNED)[-1].startswith("your own rtx-4090: –")
     assert "whether that pays is not known" in said(unpriced, owned=OWNED)[-1]
 
@@ -278,25 +283,28 @@ def test_least_is_the_least_of_the_whole_space(space: str) -> None:
 def test_the_smallest_card_holds_it_and_none_below_does() -> None:
     need = least_memory(task("h100", model="mistral-7b", space="qlora"), 80.0)
     assert need is not None
-    found = smallest_card({True: need, False: need}, list_devices(), 0.05)
-    assert found == resolve_device("t4") and need.need_gib < memory_limit_gib(found, 0.05)
-    with_bf16 = smallest_card({True: need}, list_devices(), 0.05)
+    found = smallest_holding({True: need, False: need}, 0.05)
+    assert found == resolve_device("t4") and need.need_gib < device_limit_gib(found, 0.05)
+    with_bf16 = smallest_holding({True: need}, 0.05)
     assert with_bf16 is not None and with_bf16.supports_bf16
     large = {True: replace(need, need_gib=1e6)}
-    assert smallest_card(large, list_devices(), 0.05) is smallest_card({}, list_devices(), 0.05) is None
+    assert smallest_holding(large, 0.05) is smallest_holding({}, 0.05) is None
 
 
 def test_a_limit_never_makes_a_card_larger() -> None:
-    limits = [one.limit_gib for size in (None, 1000.0, 10.0) if (one := compare_card(setup(), memory_gib=size).plan)]
+    specs = [StudySpec(**SMALL, memory_gib=size) for size in (None, 1000.0, 10.0)]
+    plans = [made.cards[0].plan for made in rules.compare(specs, gpus=["a10"]).groups]
+    limits = [made.limit_gib for made in plans if made]
     assert limits[0] == limits[1] > limits[2]
 
 
 def test_the_reserve_is_opened_if_nothing_else_fits() -> None:
     case = setup(model="llama-2-13b")
-    closed = compare_card(replace(case, reserve=case.task.space))
-    assert closed.state == OOM and not closed.from_reserve
-    held = compare_card(case)
-    assert held.state == FITS and held.from_reserve
+    limit_gib = device_limit_gib(case.task.device, 0.05)
+    closed = compare_card(replace(case, reserve=case.task.space), limit_gib)
+    assert closed.state == OOM and closed.plan and not closed.plan.from_reserve
+    held = compare_card(case, limit_gib)
+    assert held.state == FITS and held.plan and held.plan.from_reserve
     assert "nothing fits on a10 but a quantised base or leaner state" in said(held)
 
 

@@ -14,9 +14,9 @@ from autotune.cli.commands import plan as command
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import estimate, measured_ratios, memory_limit_gib, planned_device
+from autotune.planning.device_estimate import device_limit_gib, estimate, measured_ratios, planned_device
 from autotune.planning.observations import Observation, published_observations
-from autotune.planning.plan import plan_task, planned_setup, table_cells
+from autotune.planning.plan import Plan, plan_task, planned_setup, table_cells
 from autotune.prediction.memory_formula import CONTEXT_GIB
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
@@ -28,6 +28,10 @@ HERE = Path("nowhere")
 
 def task(gpu: str = "a10", **spec: Any) -> Any:
     return planned_setup(StudySpec(**{"model": "mistral-7b", "gpu": gpu} | spec), resolve_device(gpu)).task
+
+
+def planned(case: Any) -> Plan:
+    return plan_task(case, device_limit_gib(case.device, 0.05))
 
 
 def observation(tokens_per_s: float, **changes: Any) -> Observation:
@@ -48,7 +52,7 @@ def observation(tokens_per_s: float, **changes: Any) -> Observation:
 
 def test_a_published_case_is_estimated_as_it_was_measured() -> None:
     """An A10 with 8 rows of 512 tokens: about 20 GB with every layer recomputed, out of memory without."""
-    case, limit = task(), memory_limit_gib(A10, 0.0)
+    case, limit = task(), device_limit_gib(A10, 0.0)
     config = TrainConfig(micro_batch_size=8, seq_len=512, optimizer="paged_adamw_8bit")
     recomputed = estimate(case, config, limit)
     plain = estimate(case, replace(config, checkpointing="none"), limit)
@@ -58,7 +62,7 @@ def test_a_published_case_is_estimated_as_it_was_measured() -> None:
 
 
 def test_an_observation_on_a_card_corrects_its_estimated_speed() -> None:
-    case, limit, config = task(), memory_limit_gib(A10, 0.05), TrainConfig(micro_batch_size=4, seq_len=512)
+    case, limit, config = task(), device_limit_gib(A10, 0.05), TrainConfig(micro_batch_size=4, seq_len=512)
     alone = estimate(case, config, limit)
     slow = estimate(case, config, limit, [observation(500.0)])
     assert alone and slow and alone.tokens_per_s and slow.tokens_per_s and alone.interval and slow.interval
@@ -94,7 +98,7 @@ def test_published_observations_are_of_known_cards_and_models() -> None:
 
 def test_the_best_fits_and_is_no_slower_than_what_guides_give() -> None:
     for gpu in ("a10", "h100", "t4"):
-        made = plan_task(task(gpu, space="qlora"))
+        made = planned(task(gpu, space="qlora"))
         assert made.best and made.best.state == FITS and made.best.tokens_per_s and made.baseline.tokens_per_s
         assert made.best.tokens_per_s >= made.baseline.tokens_per_s
         assert made.best.need_gib < made.limit_gib
@@ -102,36 +106,36 @@ def test_the_best_fits_and_is_no_slower_than_what_guides_give() -> None:
 
 
 def test_if_nothing_fits_there_is_no_best() -> None:
-    made = plan_task(task(model="llama-3.1-70b"))
+    made = planned(task(model="llama-3.1-70b"))
     assert made.best is None and made.baseline.state == OOM
 
 
 def test_a_model_family_without_a_formula_is_an_error() -> None:
     with pytest.raises(UsageError, match="there is no formula for mixtral models"):
-        plan_task(task(model="mixtral-8x7b"))
+        planned(task(model="mixtral-8x7b"))
 
 
 def test_a_large_space_is_sampled_everywhere() -> None:
     """And what makes no difference to the formulas does not multiply it."""
-    made = plan_task(task("a100-80gb", space="everything", allow_quantized=True, allow_any_optimizer=True))
+    made = planned(task("a100-80gb", space="everything", allow_quantized=True, allow_any_optimizer=True))
     assert made.space_size < 30_000 and made.num_estimated <= made.space_size
     assert made.best and made.best.config.micro_batch_size * made.best.config.seq_len > 2048
 
 
 def test_a_configuration_without_a_formula_is_an_error() -> None:
     with pytest.raises(UsageError, match="there is no formula for int8 bases"):
-        plan_task(task(space="qlora", pins={"quantization": "int8"}))
+        planned(task(space="qlora", pins={"quantization": "int8"}))
 
 
 def test_no_more_is_planned_for_than_the_card_has() -> None:
-    assert memory_limit_gib(A10, 0.05, 80.0) == memory_limit_gib(A10, 0.05) and memory_limit_gib(
+    assert device_limit_gib(A10, 0.05, 80.0) == device_limit_gib(A10, 0.05) and device_limit_gib(
         A10, 0.05, 16.0
-    ) < memory_limit_gib(A10, 0.05)
+    ) < device_limit_gib(A10, 0.05)
 
 
 def test_a_card_without_memory_cannot_be_planned_for() -> None:
     with pytest.raises(UsageError, match="its memory is not known"):
-        memory_limit_gib(resolve_device("cpu"), 0.05)
+        device_limit_gib(resolve_device("cpu"), 0.05)
 
 
 def test_near_the_limit_the_state_is_tight() -> None:

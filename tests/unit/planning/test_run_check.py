@@ -13,7 +13,7 @@ from autotune.catalog import list_devices, resolve_model
 from autotune.cli.commands.check import edits_text, lines, verdict
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.planning.device_estimate import memory_limit_gib
+from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.fixes import edited
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import published_observations
@@ -362,6 +362,6 @@ def test_the_smallest_card(text: str, answer: Callable[..., CheckReport]) -> Non
         if (
             card.memory_gib
             and card.supports_bf16
-            and memory_limit_gib(card, 0.05) < memory_limit_gib(found.smallest_card, 0.05)
+            and device_limit_gib(card, 0.05) < device_limit_gib(found.smallest_card, 0.05)
         ):
             assert answer(text, card.name).checked.state != FITS, card.name
