@@ -106,7 +106,7 @@ def plan(model: str, *, gpu: str = "auto", space: str | SearchSpace | None = Non
     `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import plan as planning
-    from autotune.planning.evidence import known_observations
+    from autotune.planning.observations import known_observations
 
     spec = StudySpec(model=model, gpu=gpu, space=space, **options)
     return planning.plan(spec, observations=known_observations(say=planning.silent))
@@ -126,7 +126,7 @@ def compare(
     `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import compare as planning
-    from autotune.planning.evidence import known_observations
+    from autotune.planning.observations import known_observations
     from autotune.planning.plan import silent
 
     names = [models] if isinstance(models, str) else models
@@ -141,7 +141,7 @@ def check(file: str | Path, **options: Any) -> "CheckReport":
     `options` are those of `autotune check`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import run_check as planning
-    from autotune.planning.evidence import known_observations
+    from autotune.planning.observations import known_observations
     from autotune.planning.plan import silent
 
     return planning.check(Path(file), options, observations=known_observations(say=silent))
@@ -279,7 +279,7 @@ def _adjust(spec: StudySpec, say: Callable[[str], None], setup: Setup) -> Setup:
     """Refine the projection to another card by what was measured there, and check what --quality needs."""
     if setup.task.measured_on is not None:
         from autotune.planning.device_estimate import corrected_by_observations
-        from autotune.planning.evidence import known_observations
+        from autotune.planning.observations import known_observations
 
         setup = replace(setup, task=corrected_by_observations(setup.task, known_observations(say=say)))
     if spec.quality:

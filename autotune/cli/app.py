@@ -60,7 +60,7 @@ COMMANDS = {
     "doctor": ("doctor:doctor", "Check whether this machine has what a study needs."),
     "gpus": ("catalogs:gpus", "List the GPUs of the catalogue."),
     "models": ("catalogs:models", "List the models of the catalogue."),
-    "prices": ("prices:prices", "List what an hour of a GPU costs, and how old each price is."),
+    "prices": ("catalogs:prices", "List what an hour of a GPU costs, and how old each price is."),
     "submit": ("share:submit", "Write a study's winner and baseline to a file for others, without anything private."),
     "import": ("share:import_", "Check a file that somebody else submitted, and store it as evidence."),
     "spaces": ("catalogs:spaces", "List the search spaces that come with the package."),

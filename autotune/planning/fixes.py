@@ -7,38 +7,20 @@ from itertools import combinations
 from typing import Any
 
 from autotune.core.errors import UsageError
+from autotune.core.files import load_data
 from autotune.export.keys import key_of
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, parse, with_supported_attention
-from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run, memory_bounds
+from autotune.planning.run_estimate import CheckContext, CheckedRun, Edits, check_run, memory_bounds
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 
 MAX_MICRO_BATCH, MIN_LENGTH = 1024, 256  # of what is tried
 NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # TRL prefers their values to those of the top level
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
-# How much a fix changes what is learned.
+# How much a change of a file changes what is learned: nothing; the optimizer's state, or DoRA; the base, or the fp32
+# master weights; the sequence; adapters are trained instead of all parameters.
 SAME_RESULT, OTHER_OPTIMIZER, QUANTIZED, SHORTER, ADAPTERS = range(5)
 
-Edits = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fix:
-    """One change of a file: keys of its own tool with the values to write. `rank`: how much changes what is learned.
-
-    SAME_RESULT changes nothing; OTHER_OPTIMIZER the optimizer's state, or drops DoRA; QUANTIZED the base, or the fp32
-    master weights; SHORTER the sequence; ADAPTERS are trained instead of all parameters.
-    """
-
-    rank: int
-    edits: Edits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedRun:
-    """What a run becomes with these edits of its file."""
-
-    edits: Edits
-    checked: CheckedRun
+Fix = tuple[int, Edits]  # how much it changes what is learned, and the keys to write
 
 
 def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
@@ -56,43 +38,30 @@ def edited(values: dict[str, Any], edits: Edits) -> dict[str, Any]:
 def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
     """Each change that may save memory, but those of micro batch and length."""
     config, tool, values = run.config, run.format, run.values
+    table: dict[str, Edits] = load_data("autotune.planning", "foreign_keys")["fixes"][tool]
     if FP32_BASE in run.notes:
-        yield Fix(rank=SAME_RESULT, edits={"dtype": "bfloat16"})
-    if config.loss == "full" and tool == "llamafactory":
-        yield Fix(rank=SAME_RESULT, edits={"enable_liger_kernel": True})
-    if config.loss == "full" and tool == "axolotl":
-        yield Fix(rank=SAME_RESULT, edits=_fused_loss(values))
+        yield SAME_RESULT, {"dtype": "bfloat16"}
+    if config.loss == "full":
+        yield SAME_RESULT, _fused_loss(values) if tool == "axolotl" else {"enable_liger_kernel": True}
     if config.checkpointing == "none":
-        trl_key = "activation_checkpointing" if "activation_checkpointing" in values else "gradient_checkpointing"
-        checkpointing: dict[str, Edits] = {
-            "trl": {trl_key: True},
-            "axolotl": {"gradient_checkpointing": True},
-            "llamafactory": {"disable_gradient_checkpointing": False},
-        }
-        yield Fix(rank=SAME_RESULT, edits=checkpointing[tool])
+        newer_key = tool == "trl" and "activation_checkpointing" in values
+        yield SAME_RESULT, {"activation_checkpointing": True} if newer_key else table["checkpointing"]
     if config.optimizer in ("adamw_torch", "adamw_torch_fused"):
-        yield Fix(rank=OTHER_OPTIMIZER, edits={key_of(tool, "optimizer"): "adamw_bnb_8bit"})
+        yield OTHER_OPTIMIZER, {key_of(tool, "optimizer"): "adamw_bnb_8bit"}
     if config.dora:
-        yield Fix(rank=OTHER_OPTIMIZER, edits={key_of(tool, "dora"): False})
-    nf4: dict[str, Edits] = {
-        "trl": {"load_in_4bit": True},
-        "axolotl": {"adapter": "qlora", "load_in_4bit": True},
-        "llamafactory": {"quantization_bit": 4},
-    }
-    quantized = _switching_off(nf4[tool], values, "load_in_8bit")
+        yield OTHER_OPTIMIZER, {key_of(tool, "dora"): False}
+    quantized = _switching_off(table["quantized"], values, "load_in_8bit")
     if config.method == "lora":
         if config.quantization != "nf4":
-            yield Fix(rank=QUANTIZED, edits=quantized)
+            yield QUANTIZED, quantized
         return
     if config.precision != "bf16_pure" and tool != "axolotl":
-        yield Fix(rank=QUANTIZED, edits={"dtype": "bfloat16"} if tool == "trl" else {"pure_bf16": True})
-    adapters: dict[str, Edits] = {
-        "trl": {"use_peft": True, "dtype": "bfloat16"},
-        "axolotl": {"adapter": "lora", "lora_target_linear": True, "lora_r": values.get("lora_r") or 16},
-        "llamafactory": {"finetuning_type": "lora"},
-    }
-    yield Fix(rank=ADAPTERS, edits=adapters[tool])
-    yield Fix(rank=ADAPTERS, edits=adapters[tool] | quantized)
+        yield QUANTIZED, table["pure"]
+    adapters = table["adapters"]
+    if tool == "axolotl":
+        adapters = adapters | {"lora_r": values.get("lora_r") or 16}
+    yield ADAPTERS, adapters
+    yield ADAPTERS, adapters | quantized
 
 
 def _fused_loss(values: dict[str, Any]) -> Edits:
@@ -118,28 +87,25 @@ class FixSearch:
     checked: CheckedRun
     parsed: dict[str, ForeignConfig | None] = field(default_factory=dict)
 
-    def each_alone(self) -> list[FixedRun]:
+    def each_alone(self) -> list[CheckedRun]:
         """Each change by itself, if it helps; of micro batches and lengths the largest that fits."""
         run = self.checked.run
-        results: list[FixedRun | None] = []
-        for fix in fixes_of(run):
-            if (new := self._parse(fix.edits)) is not None:
-                results.append(self._fixed(fix.edits, new))
+        parsed = [(edits, self._parse(edits)) for _, edits in fixes_of(run)]
+        results = [self._fixed(edits, new) for edits, new in parsed if new is not None]
         if sizes := self._smaller_batches(run):
             results.append(self._largest({}, {}, (FITS,)) or self._fixed({}, run, sizes[-1]))
         if lengths := self._shorter(run):
             shortened = [self._fixed({}, run, length) for length in lengths]
-            fitting = (one for one in shortened if one and one.checked.state == FITS)
+            fitting = (one for one in shortened if one and one.state == FITS)
             results.append(next(fitting, shortened[0]))
-        return [
-            one for one in results if one and one.edits and (self.saved_gib(one) > 0.005 or one.checked.state == FITS)
-        ]
+        changed = [fixed for fixed in results if fixed and fixed.edits]
+        return [fixed for fixed in changed if self.saved_gib(fixed) > 0.005 or fixed.state == FITS]
 
-    def saved_gib(self, fixed: FixedRun) -> float:
+    def saved_gib(self, fixed: CheckedRun) -> float:
         """GiB by which the need falls."""
-        return self.checked.estimate.need_gib - fixed.checked.estimate.need_gib
+        return self.checked.estimate.need_gib - fixed.estimate.need_gib
 
-    def best(self) -> FixedRun | None:
+    def best(self) -> CheckedRun | None:
         """What makes it fit: what is learned changes as little as can be, then the fewest changes, then the fastest.
 
         For a run that does not fit, where nothing surely fits, what is too close to tell.
@@ -157,18 +123,18 @@ class FixSearch:
         unchanged: list[Edits] = [] if rank == SHORTER else [{}]
         return unchanged + (self._shorter(self.checked.run) if rank >= SHORTER else [])
 
-    def _best_subset(self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]) -> FixedRun | None:
+    def _best_subset(self, fixes: list[Fix], rank: int, length: Edits, accepted: Sequence[str]) -> CheckedRun | None:
         """Of the combinations of this rank at this length that come to an accepted state, the least change."""
         results = []
         for place, (count, edits) in enumerate(_subsets(fixes, rank)):
             fixed = self._largest(edits, length, accepted)
             if fixed is not None and fixed.edits:
                 resized = len(fixed.edits) > len(edits)
-                speed = fixed.checked.estimate.tokens_per_s or 0.0
+                speed = fixed.estimate.tokens_per_s or 0.0
                 results.append((count + resized, -speed, place, fixed))
         return min(results)[-1] if results else None
 
-    def _largest(self, edits: Edits, length: Edits, accepted: Sequence[str]) -> FixedRun | None:
+    def _largest(self, edits: Edits, length: Edits, accepted: Sequence[str]) -> CheckedRun | None:
         """With these edits the largest micro batch of an accepted state; the global batch stays as it is."""
         run = self._parse(edits)
         if run is None:
@@ -186,22 +152,19 @@ class FixSearch:
 
     def _parse(self, edits: Edits) -> ForeignConfig | None:
         """The run that the edited file describes; None where its tool refuses it."""
-        run = self.checked.run
+        run, key = self.checked.run, repr(edits)
         if not edits:
             return run
-        key = repr(edits)
         if key not in self.parsed:
             try:
-                self.parsed[key] = with_supported_attention(
-                    parse(edited(run.values, edits), run.format), self.context.model
-                )
+                new = parse(edited(run.values, edits), run.format)
+                self.parsed[key] = with_supported_attention(new, self.context.model)
             except UsageError:
                 self.parsed[key] = None
         return self.parsed[key]
 
-    def _fixed(self, edits: Edits, run: ForeignConfig, size: Edits | None = None) -> FixedRun | None:
-        checked = check_run(self.context, self._resized(run, size or {}))
-        return None if checked is None else FixedRun(edits=edits | (size or {}), checked=checked)
+    def _fixed(self, edits: Edits, run: ForeignConfig, size: Edits | None = None) -> CheckedRun | None:
+        return check_run(self.context, self._resized(run, size or {}), edits | (size or {}))
 
     def _resized(self, run: ForeignConfig, size: Edits) -> ForeignConfig:
         config = run.config
@@ -238,12 +201,12 @@ def _subsets(fixes: list[Fix], rank: int) -> Iterator[tuple[int, Edits]]:
     A combination has the largest rank of its changes; SAME_RESULT and SHORTER, which has no changes of its own, also
     take those below. At most one of a combination trains adapters.
     """
-    allowed = [fix for fix in fixes if fix.rank <= rank]
+    allowed = [fix for fix in fixes if fix[0] <= rank]
     for count in range(len(allowed) + 1):
         for chosen in combinations(allowed, count):
-            ranks = [fix.rank for fix in chosen]
+            ranks = [fix_rank for fix_rank, _ in chosen]
             if ranks.count(ADAPTERS) <= 1 and (rank in (SAME_RESULT, SHORTER) or rank in ranks):
                 together: Edits = {}
-                for fix in chosen:
-                    together |= fix.edits
+                for _, edits in chosen:
+                    together |= edits
                 yield count, together

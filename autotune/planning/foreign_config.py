@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalog import ModelSpec
-from autotune.catalog._data import load_data
 from autotune.core.errors import UsageError
-from autotune.core.files import read_user_yaml
+from autotune.core.files import load_data, read_user_yaml
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
@@ -204,8 +203,8 @@ class _File:
 
 
 def _table(name: str) -> Any:
-    """A part of catalog/data/foreign_keys.yaml."""
-    return load_data("foreign_keys")[name]
+    """A part of planning/foreign_keys.yaml."""
+    return load_data("autotune.planning", "foreign_keys")[name]
 
 
 def _shown(value: Any) -> str:

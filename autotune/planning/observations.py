@@ -1,11 +1,27 @@
-"""Observation: a measurement that somebody made of a configuration on a card, and those that come with the package."""
+"""What others measured: the observations that come with the package, and the submissions that were imported.
+
+`submission` checks the form of a submission; it is loaded only where there is a file to read.
+"""
 
 import functools
+import os
+import stat
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from autotune.core.files import load_data
+from autotune.core.errors import UsageError
+from autotune.core.files import load_data, write_atomic
 from autotune.core.probe_types import Evidence
+from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from autotune.planning.submission import Submission
+
+EVIDENCE = Path("runs/evidence")  # where `autotune import` stores submissions, in the current directory
+MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +54,96 @@ def published_observations() -> tuple[Observation, ...]:
         Observation(**unknown | row | {"config": TrainConfig(**row["config"])})
         for row in load_data("autotune.catalog", "data/sightings")
     )
+
+
+def known_observations(directory: Path = EVIDENCE, say: Callable[[str], None] = print) -> tuple[Observation, ...]:
+    """What was published, and what was imported into `directory`; `say` gets a warning for each unreadable file."""
+    imported, problems = load_evidence(directory)
+    for problem in problems:
+        say(f"warning: {problem}")
+    return (*published_observations(), *imported)
+
+
+def read_submission(path: Path) -> tuple[Observation, ...]:
+    """The observations of a submission that somebody else wrote.
+
+    Raises:
+        UsageError: unreadable, too large, or with anything that a submission does not have.
+    """
+    return _load(path).observations()
+
+
+def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
+    """Check a submission and copy it into `directory`, named by its digest. True: it was there before.
+
+    Raises:
+        UsageError: as `read_submission`.
+        StorageError: `directory` cannot be written.
+    """
+    submission = _load(path)
+    target = directory / f"{submission.digest}.json"  # nothing in the file decides its name
+    try:
+        known = _load(target) == submission
+    except UsageError:
+        known = False
+    if not known:
+        write_atomic(target, submission.text)
+    return target, known
+
+
+def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, ...]]:
+    """The observations of every valid file of `directory`, each once, and what is wrong with the others.
+
+    Never raises.
+    """
+    submissions: dict[str, Submission] = {}
+    problems = []
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.endswith(".json"))
+    except FileNotFoundError:
+        return (), ()
+    except OSError as error:
+        return (), (f"cannot read {_short(str(directory))}: {error.strerror}",)
+    for name in names:
+        try:
+            submission = _load(directory / name)
+            submissions[submission.digest] = submission
+        except UsageError as error:
+            problems.append(str(error))
+    return tuple(one for submission in submissions.values() for one in submission.observations()), tuple(problems)
+
+
+def _load(path: Path) -> "Submission":
+    from pydantic import ValidationError
+
+    from autotune.planning.submission import Submission
+
+    name = _short(str(path))
+    try:
+        return Submission.model_validate_json(_read(path))
+    except OSError as error:
+        raise UsageError(f"cannot read {name}: {error.strerror or error}", remedy="check the path") from None
+    except ValidationError as error:
+        problems = []
+        for item in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
+            where = ".".join(str(part) for part in item["loc"]) or "the file"
+            problems.append(f"{name}: {_short(where)}: {_short(item['msg'].removeprefix('Value error, '))}")
+        raise UsageError(
+            "\n".join(problems), remedy="ask for a file that `autotune submit` of this version wrote"
+        ) from None
+
+
+def _read(path: Path) -> bytes:
+    """The content of a regular file of at most MAX_BYTES. Raises OSError; does not wait for the writer of a pipe."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("not a regular file")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise OSError(f"more than {MAX_BYTES >> 20} MiB, which no submission has")
+    return data
+
+
+def _short(text: str) -> str:
+    """Text of a file's author for one line of a terminal."""
+    return printable(text)[:300]

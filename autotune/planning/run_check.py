@@ -17,13 +17,13 @@ from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
 from autotune.planning.device_estimate import ACCURACY, device_limit_gib, limit_of, planned_device, smallest_card
-from autotune.planning.fixes import FixedRun, FixSearch
+from autotune.planning.fixes import FixSearch
 from autotune.planning.foreign_config import ForeignConfig, read_file, with_supported_attention
 from autotune.planning.observations import Observation
 from autotune.planning.plan import Say, plan_task, silent
 from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
+from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.setup import DEFAULT_TOKENS, set_up
 from autotune.problem.study_spec import StudySpec, make_spec
 from autotune.problem.task import Task
@@ -33,16 +33,7 @@ VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
 MIN_SPEEDUP = 1.05  # from which on a faster configuration is reported
 # Knobs that the faster configuration shares with the run, since they change what is learned.
 SHARED = ("method", "lora_rank", "rslora", "seq_len", "quantization", "double_quant", "precision", "optimizer")
-EXAMPLE_OPTIONS = (
-    "dataset",
-    "tokenizer",
-    "lengths",
-    "mean_tokens",
-    "p99_tokens",
-    "tokens_per_example",
-    "tokens",
-    "examples",
-)
+_EXAMPLE_OPTIONS = ("dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +50,18 @@ class CheckReport:
     """The answer for one file.
 
     `fix` is what to change, None where nothing helps or it fits; `fixes` are the single changes with the GiB that each
-    saves; `smallest_card` holds the run as it is.
+    saves; `smallest_card` holds the run as it is. `runnable` is the run as it is, or with the fix if it does not fit.
     """
 
     file: Path
     context: CheckContext
     checked: CheckedRun
-    fix: FixedRun | None
-    fixes: tuple[tuple[FixedRun, float], ...]
+    fix: CheckedRun | None
+    fixes: tuple[tuple[CheckedRun, float], ...]
     smallest_card: DeviceSpec | None
+    runnable: CheckedRun | None
     faster: Faster | None
     notes: tuple[str, ...]
-
-    @property
-    def runnable(self) -> CheckedRun | None:
-        """The run as it is, unless it does not fit: then as it is with the fix."""
-        if self.checked.state != OOM:
-            return self.checked
-        return self.fix.checked if self.fix else None
 
 
 def check(
@@ -116,33 +101,25 @@ def check(
             f"there is no formula for {str(model.config['model_type'])!r} models".replace("'", ""),
             remedy="measure it: `autotune run`, with --shallow-only where the GPU is too small",
         )
-    report = CheckReport(
+    fix = smallest = None
+    fixes: list[tuple[CheckedRun, float]] = []
+    if checked.state != FITS:
+        search = FixSearch(context=context, checked=checked)
+        fix = search.best()
+        fixes = [(fixed, search.saved_gib(fixed)) for fixed in search.each_alone()]
+        smallest = _smallest_card(checked, spec.headroom)
+    runnable = fix if checked.state == OOM else checked
+    return CheckReport(
         file=file,
         context=context,
         checked=checked,
-        fix=None,
-        fixes=(),
-        smallest_card=None,
-        faster=None,
+        fix=fix,
+        fixes=tuple(fixes),
+        smallest_card=smallest,
+        runnable=runnable,
+        faster=_faster(task, spec, context, runnable.run) if runnable else None,
         notes=(*_notes(context, checked, assumption), *warnings, *run.notes),
     )
-    if checked.state != FITS:
-        needs_bf16 = run.config.precision.startswith("bf16")
-
-        def fits(card: DeviceSpec) -> bool:
-            """Whether the run fits the card as it is."""
-            state = checked.bounds.state(device_limit_gib(card, spec.headroom))
-            return state == FITS and (card.supports_bf16 or not needs_bf16)
-
-        search = FixSearch(context=context, checked=checked)
-        report = replace(
-            report,
-            fix=search.best(),
-            fixes=tuple((fixed, search.saved_gib(fixed)) for fixed in search.each_alone()),
-            smallest_card=smallest_card(fits),
-        )
-    runnable = report.runnable
-    return replace(report, faster=_faster(task, spec, context, runnable.run)) if runnable else report
 
 
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
@@ -193,6 +170,17 @@ def _workload(workload: Workload, spec: StudySpec, run: ForeignConfig) -> Worklo
     return replace(workload, examples=examples, examples_assumed=False)
 
 
+def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
+    """The card with the least memory on which the run fits as it is."""
+    bf16 = checked.run.config.precision.startswith("bf16")
+
+    def fits(card: DeviceSpec) -> bool:
+        limit_gib = device_limit_gib(card, headroom)
+        return (card.supports_bf16 or not bf16) and checked.bounds.state(limit_gib) == FITS
+
+    return smallest_card(fits)
+
+
 # --- a faster configuration
 
 
@@ -225,7 +213,7 @@ def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConf
 
 def _run_command(spec: StudySpec, config: TrainConfig, workload: Workload, global_batch: int) -> str:
     """The `autotune run` that measures configurations which learn the same."""
-    given = {name: getattr(spec, name) for name in ("model", "gpu", *EXAMPLE_OPTIONS)}
+    given = {name: getattr(spec, name) for name in ("model", "gpu", *_EXAMPLE_OPTIONS, "tokens", "examples")}
     options = {name: value for name, value in given.items() if value is not None}
     if config.method == "full":
         options["space"] = "full"
@@ -311,12 +299,12 @@ def report_data(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def _fixed_data(fixed: FixedRun) -> dict[str, Any]:
-    return {"edits": fixed.edits, **_checked_data(fixed.checked)}
+def _fixed_data(fixed: CheckedRun) -> dict[str, Any]:
+    return {"edits": fixed.edits, **_checked_data(fixed)}
 
 
 def _checked_data(checked: CheckedRun) -> dict[str, Any]:
-    bounds, run = checked.bounds, checked.run
+    bounds, run, estimated, cost = checked.bounds, checked.run, checked.estimate, checked.estimate.cost
     return {
         "verdict": VERDICTS[checked.state],
         "label": run.config.label(),
@@ -326,22 +314,16 @@ def _checked_data(checked: CheckedRun) -> dict[str, Any]:
         "bounds_gib": [bounds.least.peak_reserved_gib, bounds.most and bounds.most.peak_reserved_gib],
         "memory_gib": bounds.reported.terms(),
         "phase": bounds.reported.phase,
-        "duration": _duration_data(checked.estimate),
-    }
-
-
-def _duration_data(estimated: DeviceEstimate) -> dict[str, Any] | None:
-    cost = estimated.cost
-    if cost is None:
-        return None
-    return {
-        "tokens_per_s": estimated.tokens_per_s,
-        "interval": estimated.interval,
-        "samples_per_s": estimated.samples_per_s,
-        "num_steps": cost.num_steps,
-        "hours": cost.full_run_hours,
-        "interval_hours": cost.interval_hours,
-        "usd": cost.full_run_usd,
-        "interval_usd": cost.interval_usd,
-        "basis": estimated.num_observations,
+        "duration": cost
+        and {
+            "tokens_per_s": estimated.tokens_per_s,
+            "interval": estimated.interval,
+            "samples_per_s": estimated.samples_per_s,
+            "num_steps": cost.num_steps,
+            "hours": cost.full_run_hours,
+            "interval_hours": cost.interval_hours,
+            "usd": cost.full_run_usd,
+            "interval_usd": cost.interval_usd,
+            "basis": estimated.num_observations,
+        },
     }

@@ -4,7 +4,8 @@ Where no formula covers the configuration, its memory is bounded by two configur
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
 from autotune.core.train_config import TrainConfig
@@ -18,6 +19,7 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.workload import Workload
 
+Edits = dict[str, Any]
 OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py`, Mistral-7B on an H200
 
 
@@ -62,11 +64,15 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """A run with its estimate. If it does not fit, its speed and cost are those that it would have."""
+    """A run with its estimate. If it does not fit, its speed and cost are those that it would have.
+
+    `edits` are the changes of the file that make it this run: keys of its own tool with the values to write.
+    """
 
     run: ForeignConfig
     bounds: MemoryBounds
     estimate: DeviceEstimate
+    edits: Edits = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -74,7 +80,7 @@ class CheckedRun:
         return self.estimate.state
 
 
-def check_run(context: CheckContext, run: ForeignConfig) -> CheckedRun | None:
+def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = None) -> CheckedRun | None:
     """Estimate a run; None for a model that no formula covers."""
     bounds = memory_bounds(context.model, run)
     if bounds is None:
@@ -92,7 +98,7 @@ def check_run(context: CheckContext, run: ForeignConfig) -> CheckedRun | None:
     shape = replace(shape, epochs=run.epochs or 1)
     step_time = _step_time(context, run)
     estimated = with_speed(without_speed, step_time, shape, context.observations, num_steps=run.max_steps)
-    return CheckedRun(run=run, bounds=bounds, estimate=estimated)
+    return CheckedRun(run=run, bounds=bounds, estimate=estimated, edits=edits or {})
 
 
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from autotune import __version__
 from autotune.catalog import list_devices, list_models, match_device
 from autotune.core.errors import UsageError
-from autotune.core.probe_types import Evidence, Fingerprint
+from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.planning.observations import Observation
 from autotune.study.summary import Candidate, Recipe
@@ -96,7 +96,7 @@ class SubmittedRow(_Checked):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
-        expected = _raw_tokens_per_s(self.config, self.accumulation, self.step_time_s)
+        expected = self.accumulation * self.config.tokens / self.step_time_s
         if not math.isclose(self.raw_tokens_per_s, expected, rel_tol=AGREEMENT):
             raise ValueError("raw_tokens_per_s: not what batch and step time come to")
         if self.useful_tokens_per_s > self.raw_tokens_per_s * (1 + AGREEMENT):
@@ -191,7 +191,13 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
             ),
             trainer="trl" if recipe.trainer == "trl" else "transformers",
             global_batch=recipe.workload.global_batch,
-            versions=_versions(fingerprint),
+            versions=SubmittedVersions(
+                autotune=_public(__version__),
+                python=_public(fingerprint.python),
+                driver=fingerprint.driver,
+                cuda=fingerprint.cuda,
+                packages={name: _public(version) for name, version in fingerprint.packages.items()},
+            ),
             winner=_row(recipe, recipe.winner),
             baseline=_row(recipe, recipe.baseline) if recipe.baseline else None,
         )
@@ -203,34 +209,19 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
 
 
 def _row(recipe: Recipe, candidate: Candidate) -> SubmittedRow:
-    measured, speed = candidate.measurement, candidate.performance
-    accumulation = recipe.workload.run_shape(candidate.config).accumulation
+    config, measured, speed = candidate.config, candidate.measurement, candidate.performance
+    accumulation = recipe.workload.run_shape(config).accumulation
     return SubmittedRow(
-        config=candidate.config,
+        config=config,
         accumulation=accumulation,
         useful_tokens_per_s=speed.tokens_per_second,
-        raw_tokens_per_s=_raw_tokens_per_s(candidate.config, accumulation, speed.step_time_s),
+        raw_tokens_per_s=accumulation * config.tokens / speed.step_time_s,
         step_time_s=speed.step_time_s,
         peak_reserved_gib=measured.peak_reserved_gib,
         limit_gib=measured.limit_gib,
         context_gib=measured.context_gib,
         power_w=measured.telemetry.power_w if measured.telemetry else None,
         evidence=candidate.evidence,
-    )
-
-
-def _raw_tokens_per_s(config: TrainConfig, accumulation: int, step_time_s: float) -> float:
-    """Tokens a second, padding included."""
-    return accumulation * config.tokens / step_time_s
-
-
-def _versions(fingerprint: Fingerprint) -> SubmittedVersions:
-    return SubmittedVersions(
-        autotune=_public(__version__),
-        python=_public(fingerprint.python),
-        driver=fingerprint.driver,
-        cuda=fingerprint.cuda,
-        packages={name: _public(version) for name, version in fingerprint.packages.items()},
     )
 
 

@@ -19,7 +19,7 @@ from autotune.cli.app import app
 from autotune.cli.options import pins_of
 from autotune.core.errors import AutotuneError
 from autotune.planning.device_estimate import device_limit_gib
-from autotune.planning.evidence import load_evidence, store_submission
+from autotune.planning.observations import load_evidence, store_submission
 from autotune.planning.plan import plan_task
 from autotune.planning.run_check import check
 from autotune.planning.submission import submission_of

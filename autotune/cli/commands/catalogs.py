@@ -1,12 +1,16 @@
-"""`autotune gpus`, `models` and `spaces`: what the catalogue holds. Also prints tables, JSON and notes for others."""
+"""`autotune gpus`, `models`, `prices` and `spaces`: what the catalogue holds. Also prints for the other commands."""
 
 import json
 import sys
 from dataclasses import asdict
 from datetime import date
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from autotune.catalog import Price, age, find_price, list_devices, list_models
+import typer
+
+from autotune.catalog import age, find_price, list_devices, list_models, resolve_device
+from autotune.catalog.prices import Price, best_first, list_prices, load_prices
 from autotune.cli.options import Json
 from autotune.core.units import DASH, fmt_count, fmt_usd
 
@@ -17,6 +21,7 @@ _PIPE_WIDTH = 240
 def gpus(json_: Json = False) -> None:
     """Print every GPU with its default price."""
     rows = [(device, find_price(device.name)) for device in list_devices()]
+    today = date.today()
     if json_:
         print_json([asdict(device) | {"price": asdict(price) if price else None} for device, price in rows])
         return
@@ -29,7 +34,7 @@ def gpus(json_: Json = False) -> None:
                 DASH if device.memory_gib is None else f"{device.memory_gib:.1f}",
                 fmt_count(device.bf16_tflops),
                 fmt_count(device.bandwidth_gb_s),
-                _price(price),
+                f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, today)})" if price else DASH,
             )
             for device, price in rows
         ],
@@ -61,12 +66,6 @@ def models(json_: Json = False) -> None:
     )
 
 
-def _price(price: Price | None) -> str:
-    if price is None:
-        return DASH
-    return f"{fmt_usd(price.usd_per_hour)} ({price.provider}, {age(price.as_of, date.today())})"
-
-
 def print_note(text: str) -> None:
     """Print a warning or progress on stderr."""
     print(text, file=sys.stderr)
@@ -92,6 +91,56 @@ def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str
     for row in rows:
         table.add_row(*map(Text, row))  # no markup: names may hold brackets
     console.print(table)
+
+
+def prices(
+    gpu: Annotated[str | None, typer.Argument(help="Name of a GPU; all by default.")] = None,
+    own: Annotated[
+        Path | None, typer.Option("--prices", metavar="FILE", help="Your own prices, which come first.")
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Ask what clouds charge today (pip install gpuhunt).")] = False,
+    json_: Json = False,
+) -> None:
+    """Print the prices of `gpu`, or of all GPUs: those of the user's file `own`, then live ones, then the seeds.
+
+    Raises:
+        UsageError: no such GPU, or a price file that cannot be read.
+        EnvironmentProblem: `live` without gpuhunt or without a network.
+    """
+    devices = list_devices() if gpu is None else (resolve_device(gpu),)
+    own_prices = load_prices(own) if own else ()
+    today = date.today()
+    rows: list[Price] = []
+    for device in devices:
+        rows += best_first(device.name, own_prices)
+        if live:
+            from autotune.catalog.live_prices import live_prices
+
+            rows += live_prices(device, today=today)
+        rows += best_first(device.name, list_prices())
+    if json_:
+        print_json([asdict(row) | {"age": age(row.as_of, today)} for row in rows])
+        return
+    if not rows:
+        print(f"no price of {devices[0].name} is known; give one with --price, or a file of your own with --prices")
+        return
+    print_table(
+        "USD for an hour of one GPU (seeds, not quotes; a file of your own with --prices, today's offers with --live)",
+        {"GPU": "left", "provider": "left", "GPUs": "right", "on demand": "right", "spot": "right"}
+        | {"age": "left", "source": "left"},
+        [
+            (
+                row.device,
+                row.provider,
+                str(row.count),
+                fmt_usd(row.usd_per_hour),
+                fmt_usd(row.spot_usd_per_hour),
+                age(row.as_of, today),
+                row.source if row.quotable else f"{row.source} (a reference, not a quote)",
+            )
+            for row in rows
+        ],
+    )
 
 
 def spaces(json_: Json = False) -> None:

@@ -17,10 +17,10 @@ from autotune.core.errors import NothingFits
 from autotune.core.text import printable
 from autotune.core.units import DASH, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import ACCURACY
-from autotune.planning.evidence import EVIDENCE, known_observations
-from autotune.planning.fixes import Edits, FixedRun
 from autotune.planning.foreign_config import FP32_BASE
+from autotune.planning.observations import EVIDENCE, known_observations
 from autotune.planning.run_check import VERDICTS, CheckReport, Faster, check, report_data
+from autotune.planning.run_estimate import CheckedRun, Edits
 from autotune.prediction.memory_formula import ERROR
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 
@@ -69,13 +69,13 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     yield "file", f"{report.file.name} ({run.format}): {run.model}, {run.config.label()}, {batch} a step"
     yield "memory", f"{memory_terms(checked.estimate)}; the peak is in the {checked.bounds.reported.phase} pass"
     if report.fix:
-        needs = "fits, with" if report.fix.checked.state == FITS else "may fit, with"
-        text = f"then it {needs} {fmt_gib(report.fix.checked.estimate.need_gib)}"
+        needs = "fits, with" if report.fix.state == FITS else "may fit, with"
+        text = f"then it {needs} {fmt_gib(report.fix.estimate.need_gib)}"
         yield "change", f"{edits_text(report.fix.edits)}: {text}{_truncation(report, report.fix)}"
     elif checked.state != FITS:
         yield "change", "nothing that was tried surely makes it fit"
     for fixed, saved in report.fixes:
-        estimated = fixed.checked.estimate
+        estimated = fixed.estimate
         text = f"saves {fmt_gib(saved)}, needs {fmt_gib(estimated.need_gib)}: {VERDICTS[estimated.state]}"
         yield "alone", f"{edits_text(fixed.edits)}: {text}{_truncation(report, fixed)}"
     if checked.state != FITS:
@@ -107,10 +107,10 @@ def verdict(report: CheckReport) -> str:
     return f"{needs}, {difference} {'too much' if peak > limit else 'to spare'}{errs}"
 
 
-def _truncation(report: CheckReport, fixed: FixedRun) -> str:
+def _truncation(report: CheckReport, fixed: CheckedRun) -> str:
     """What a shorter sequence cuts off."""
     truncated = report.context.workload.truncated
-    before, after = truncated(report.checked.run.config.seq_len), truncated(fixed.checked.run.config.seq_len)
+    before, after = truncated(report.checked.run.config.seq_len), truncated(fixed.run.config.seq_len)
     return f"; {after:.0%} of the tokens are cut off" if after > before else ""
 
 

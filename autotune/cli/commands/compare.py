@@ -18,7 +18,7 @@ from autotune.core.files import write_atomic
 from autotune.planning.compare import Budget, Comparison, Owned
 from autotune.planning.compare import compare as compare_cards
 from autotune.planning.device_estimate import ACCURACY
-from autotune.planning.evidence import EVIDENCE, known_observations
+from autotune.planning.observations import EVIDENCE, known_observations
 from autotune.problem.study_spec import StudySpec
 from autotune.report.comparison import COLUMNS, FORMATS, cells, heading, verdicts, workload_text
 

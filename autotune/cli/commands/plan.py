@@ -10,7 +10,7 @@ from autotune.cli.options import PLANNED, Evidence, Gpu, Json, spec_of, with_stu
 from autotune.core.errors import NothingFits
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import ACCURACY, planned_device
-from autotune.planning.evidence import EVIDENCE, known_observations
+from autotune.planning.observations import EVIDENCE, known_observations
 from autotune.planning.plan import (
     BATCHES,
     Cell,

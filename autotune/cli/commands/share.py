@@ -13,7 +13,7 @@ from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.core.probe_types import Evidence
 from autotune.core.units import fmt_count, fmt_gib
-from autotune.planning.evidence import EVIDENCE, read_submission, store_submission
+from autotune.planning.observations import EVIDENCE, read_submission, store_submission
 from autotune.study.storage.location import storage_url
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from autotune.catalog import list_devices, list_prices, live_prices, resolve_device
 from autotune.catalog.prices import Price, age, find_price, load_prices, prices_of
-from autotune.cli.commands.prices import prices
+from autotune.cli.commands.catalogs import prices
 from autotune.core.errors import EnvironmentProblem, UsageError
 
 TODAY = date(2026, 11, 22)

@@ -144,7 +144,7 @@ def test_too_close_to_tell(
     context = 20 - device_limit_gib(resolve_device("a10"), 0.0, 20.0)
     memory = peak * (1 + ERROR / 2) + context
     found = answer(FACTORY, memory_gib=memory, headroom=0.0)
-    assert found.checked.state == TIGHT and found.fix is not None and found.fix.checked.state == FITS
+    assert found.checked.state == TIGHT and found.fix is not None and found.fix.state == FITS
     assert verdict(found).endswith(f"%) to spare, and the formula errs by up to {100 * ERROR:.0f} %")
     path = Path(found.file)
     check_file(path, {"gpu": "a10", "memory_gib": memory, "headroom": 0.0}, evidence=path.parent)

@@ -66,19 +66,19 @@ def test_the_suggested_changes_make_the_run_fit(text: str, gpu: str, answer: Cal
     """Written into the file and checked again."""
     found = answer(text, gpu)
     assert found.checked.state != FITS and found.fix is not None
-    assert found.fix.checked.state == FITS
+    assert found.fix.state == FITS
     values = yaml.safe_load(text)
     for change in (found.fix, *(change for change, _ in found.fixes)):
         again = answer(yaml.safe_dump(edited(values, change.edits)), gpu)
-        assert again.checked.state == change.checked.state, change.edits
-        assert again.checked.bounds == change.checked.bounds, change.edits
+        assert again.checked.state == change.state, change.edits
+        assert again.checked.bounds == change.bounds, change.edits
         before, after = found.checked.run, again.checked.run
         rows = [run.accumulation * run.config.micro_batch_size for run in (before, after)]
         assert rows[0] == rows[1], "the global batch stays as it is"
     for change, saves in found.fixes:
-        told = change.checked.estimate.need_gib
+        told = change.estimate.need_gib
         assert saves == pytest.approx(found.checked.estimate.need_gib - told)
-        assert saves > 0 or change.checked.state == FITS
+        assert saves > 0 or change.state == FITS
 
 
 def test_changes_that_affect_learning_come_last(answer: Callable[..., CheckReport]) -> None:

@@ -21,7 +21,7 @@ from autotune.cli.commands import share
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.evidence import load_evidence, read_submission, store_submission
+from autotune.planning.observations import load_evidence, read_submission, store_submission
 from autotune.planning.submission import submission_of
 from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.probe_store import ProbeStore
@@ -392,7 +392,7 @@ def test_the_shape_of_a_submission_is_fixed(good: dict[str, Any]) -> None:
 
 
 def test_light_import() -> None:
-    code = "import sys, autotune.planning.evidence; print(*sys.modules)"
+    code = "import sys, autotune.planning.observations; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "optuna", "sqlalchemy", "pydantic", "yaml"} & set(loaded)
 
