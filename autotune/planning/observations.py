@@ -70,7 +70,7 @@ def read_submission(path: Path) -> tuple[Observation, ...]:
     Raises:
         UsageError: unreadable, too large, or with anything that a submission does not have.
     """
-    return _load(path).observations()
+    return _observations(_load(path))
 
 
 def store_submission(path: Path, directory: Path) -> tuple[Path, bool]:
@@ -110,7 +110,28 @@ def load_evidence(directory: Path) -> tuple[tuple[Observation, ...], tuple[str, 
             submissions[submission.digest] = submission
         except UsageError as error:
             problems.append(str(error))
-    return tuple(one for submission in submissions.values() for one in submission.observations()), tuple(problems)
+    return tuple(one for submission in submissions.values() for one in _observations(submission)), tuple(problems)
+
+
+def _observations(submission: "Submission") -> tuple[Observation, ...]:
+    """One for each row."""
+    return tuple(
+        Observation(
+            device=submission.gpu.name,
+            model=submission.model.name,
+            model_digest=submission.model.digest,
+            config=row.config,
+            accumulation=row.accumulation,
+            tokens_per_s=row.raw_tokens_per_s,
+            step_time_s=row.step_time_s,
+            peak_reserved_gib=row.peak_reserved_gib,
+            source=f"submission {submission.digest}",
+            as_of=submission.date,
+            trainer=submission.trainer,
+            evidence=row.evidence,
+        )
+        for row in submission.rows
+    )
 
 
 def _load(path: Path) -> "Submission":

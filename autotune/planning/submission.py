@@ -18,7 +18,6 @@ from autotune.catalog import list_devices, list_models, match_device
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig, digest_of
-from autotune.planning.observations import Observation
 from autotune.study.summary import Candidate, Recipe
 
 AGREEMENT = 0.01  # by how much tokens/s may differ from what batch and step time give, as a share
@@ -138,26 +137,6 @@ class Submission(_Checked):
     def digest(self) -> str:
         """The same for submissions with the same content."""
         return digest_of(self.model_dump(mode="json"))
-
-    def observations(self) -> tuple[Observation, ...]:
-        """One for each row."""
-        return tuple(
-            Observation(
-                device=self.gpu.name,
-                model=self.model.name,
-                model_digest=self.model.digest,
-                config=row.config,
-                accumulation=row.accumulation,
-                tokens_per_s=row.raw_tokens_per_s,
-                step_time_s=row.step_time_s,
-                peak_reserved_gib=row.peak_reserved_gib,
-                source=f"submission {self.digest}",
-                as_of=self.date,
-                trainer=self.trainer,
-                evidence=row.evidence,
-            )
-            for row in self.rows
-        )
 
 
 def submission_of(recipe: Recipe, measured_on: str) -> Submission:
