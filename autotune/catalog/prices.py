@@ -122,18 +122,11 @@ def _number(count: int, unit: str) -> str:
 
 
 def _of_one_gpu(row: dict[str, Any]) -> Price:
-    count = row.get("count", 1)
-    spot = row.get("spot_usd")
-    return Price(
-        provider=row["provider"],
-        device=row["device"],
-        usd_per_hour=row["usd"] / count,
-        spot_usd_per_hour=None if spot is None else spot / count,
-        count=count,
-        quotable=row.get("quotable", True),
-        as_of=row.get("as_of"),
-        source=row["source"],
-    )
+    """The price in a row; `usd` and `spot_usd` are of the whole instance, and all other keys are fields of Price."""
+    values = dict(row)
+    usd, spot = values.pop("usd"), values.pop("spot_usd")
+    spot_usd_per_hour = None if spot is None else spot / row["count"]
+    return Price(usd_per_hour=usd / row["count"], spot_usd_per_hour=spot_usd_per_hour, **values)
 
 
 @functools.cache

@@ -55,7 +55,6 @@ class TooManyFailures(AutotuneError):
 class VerificationFailed(AutotuneError):
     """The exported run failed, or differed from the prediction by more than the tolerance."""
 
-    exit_code = 1
     explained = "verification-failed"
 
 

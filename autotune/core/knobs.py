@@ -30,7 +30,7 @@ class KnobSpec:
         label: A few plain words for tables and headings; those of the name if left out.
         description: One sentence on what the knob does.
         form: How values are checked. A choice has `choices`, an integer is 1 to `MAX_INTEGER`.
-        default: The value of a configuration that does not name the knob.
+        default: The value of a configuration that does not name the knob; the first choice, or false, if left out.
         affects: What the knob changes. `weights` are the bytes of the base model or its adapters beyond their rank,
             `micro_time` the seconds of a micro batch, `rest_of_step` those of the optimizer step after them,
             `depth_error` the error of a time extrapolated from few layers, `learning` what the model learns.
@@ -39,7 +39,7 @@ class KnobSpec:
         listed_when_inactive: Whether the data form of a configuration has the knob although it has no effect. A change
             would change digests, and stored probes would not be found again.
         required: The message where the knob is active and its value is None.
-        choices: The possible values of a choice; those of a boolean follow.
+        choices: The possible values of a choice; a boolean has true and false.
         fastest_first: Values by speed, where they differ in it.
         leanest_first: Values by need of memory; numbers and booleans are in their own order without it.
         capability_priority: The rank of the knob in comparing what two configurations can learn: 1 is compared first.
@@ -56,11 +56,11 @@ class KnobSpec:
 
     name: str
     description: str
-    default: Any
     affects: frozenset[Effect]
-    distance_weight: float
     label: str = ""
     form: Form = "choice"
+    default: Any = None
+    distance_weight: float = 0.5
     active_when: Mapping[str, Any] = field(default_factory=dict)
     never_with: Mapping[str, Any] = field(default_factory=dict)
     listed_when_inactive: bool = False
@@ -79,7 +79,9 @@ class KnobSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "label", self.label or self.name.replace("_", " "))
         if self.form == "boolean":
-            object.__setattr__(self, "choices", (True, False))
+            object.__setattr__(self, "choices", (False, True))
+        if self.default is None:
+            object.__setattr__(self, "default", self.choices[0])
 
     @property
     def inactive_value(self) -> Any:
@@ -216,7 +218,6 @@ _ROWS = (
         name="optimizer",
         description="The optimizer, and with it the bytes of its state.",
         choices=("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion_8bit"),
-        default="adamw_torch_fused",
         affects=frozenset({"memory", "rest_of_step", "learning"}),
         leanest_first=("lion_8bit", "adafactor", "paged_adamw_8bit", "adamw_8bit", "adamw_torch_fused", "adamw_torch"),
         capability_priority=7,
@@ -246,7 +247,6 @@ _ROWS = (
         name="precision",
         description="Keeps trained parameters in fp32 under autocast (mixed), or everything in one type.",
         choices=("bf16_mixed", "bf16_pure", "fp16_mixed", "fp32"),
-        default="bf16_mixed",
         affects=frozenset({"memory", "weights", "micro_time", "rest_of_step", "learning"}),
         fastest_first=("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
         leanest_first=("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
@@ -265,7 +265,6 @@ _ROWS = (
         label="quantisation",
         description="Stores the frozen base in fewer bits (int8, nf4), or multiplies it in 8-bit floats (fp8).",
         choices=("none", "fp8", "int8", "nf4"),
-        default="none",
         affects=frozenset({"memory", "weights", "micro_time", "depth_error", "learning"}),
         active_when={"method": "lora"},
         fastest_first=("fp8", "none", "int8", "nf4"),
@@ -280,11 +279,9 @@ _ROWS = (
         label="double quantisation",
         description="Quantises the constants of an nf4 base too.",
         form="boolean",
-        default=False,
         affects=frozenset({"memory", "weights", "micro_time", "learning"}),
         active_when={"quantization": "nf4"},
         leanest_first=(True, False),
-        distance_weight=0.5,
     ),
     KnobSpec(
         name="checkpointing",
@@ -299,11 +296,9 @@ _ROWS = (
         name="attention",
         description="The attention kernel: sdpa leaves the choice to torch, sdpa_cudnn is cuDNN's.",
         choices=("sdpa", "sdpa_cudnn", "eager", "flash_attention_2", "flex_attention"),
-        default="sdpa",
         affects=MEMORY_AND_TIME,
         fastest_first=("flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"),
         leanest_first=("flash_attention_2", "sdpa", "sdpa_cudnn", "flex_attention", "eager"),
-        distance_weight=0.5,
         tag="{}",
         tag_order=2,
         phrases={
@@ -319,14 +314,12 @@ _ROWS = (
         label="compilation",
         description="Compiles each decoder layer by itself with torch.compile.",
         choices=("none", "per_layer"),
-        default="none",
         affects=frozenset({"memory", "micro_time", "depth_error"}),
         # Dynamo does not follow the hooks that offload, and would leave the whole layer as it is.
         never_with={"checkpointing": "offload"},
         listed_when_inactive=True,
         fastest_first=("per_layer", "none"),
         leanest_first=("none", "per_layer"),
-        distance_weight=0.5,
         tag="compiled",
         tag_order=1,
         phrases={"none": "not compiled", "per_layer": "compiled layer by layer (torch.compile)"},
@@ -335,11 +328,9 @@ _ROWS = (
         name="loss",
         description="Holds the logits of a whole micro batch (full), or computes head and loss in chunks of tokens.",
         choices=("full", "chunked"),
-        default="full",
         affects=MEMORY_AND_TIME,
         fastest_first=("chunked", "full"),
         leanest_first=("chunked", "full"),
-        distance_weight=0.5,
         tag="chunked-loss",
         tag_order=4,
         phrases={"chunked": "head and cross-entropy in chunks of tokens"},
@@ -348,13 +339,11 @@ _ROWS = (
         name="kernels",
         description="The kernels of norms, rotary positions and MLPs in layers that are not compiled.",
         choices=("torch", "liger"),
-        default="torch",
         affects=frozenset({"memory", "micro_time", "depth_error"}),
         active_when={"compile": "none"},
         listed_when_inactive=True,
         fastest_first=("liger", "torch"),
         leanest_first=("torch", "liger"),
-        distance_weight=0.5,
         tag="{}",
         tag_order=3,
         phrases={"liger": "Liger's kernels for norms, rotary positions and MLPs"},
@@ -363,10 +352,8 @@ _ROWS = (
         name="packing",
         description="Puts as many whole examples into a row as it holds, each attending to itself alone.",
         form="boolean",
-        default=False,
         affects=frozenset({"memory", "micro_time", "depth_error"}),
         fastest_first=(True, False),
-        distance_weight=0.5,
         tag="packed",
         tag_order=5,
     ),
@@ -375,7 +362,6 @@ _ROWS = (
         label="DoRA",
         description="Trains a magnitude for each output of a layer in addition to its adapters.",
         form="boolean",
-        default=False,
         affects=frozenset({"memory", "weights", "micro_time", "depth_error", "learning"}),
         active_when={"method": "lora"},
         capability_priority=3,
@@ -387,19 +373,16 @@ _ROWS = (
         label="rank-stabilised LoRA",
         description="Scales adapters by the root of the rank instead of the rank.",
         form="boolean",
-        default=False,
         affects=LEARNING,
         active_when={"method": "lora"},
         capability_priority=4,
         least_capable_first=((True, False),),  # neither is more capable, but they learn differently
         separates_results=True,
-        distance_weight=0.5,
     ),
     KnobSpec(
         name="loader_workers",
         description="Processes that prepare batches; with 0 the training process prepares them itself.",
         choices=(0, 2, 4, 8),
-        default=0,
         affects=frozenset({"micro_time"}),
         distance_weight=0.25,
         tag="loader-{}",

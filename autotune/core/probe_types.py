@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from autotune.core.parallelism import Parallelism
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
 PROBE_VERSION = 3  # raised when probes measure something else than before; stored results are then measured again
+SHARDINGS = ("none",)
 
 
 class Outcome(StrEnum):
@@ -81,6 +81,23 @@ class ModelShape:
     parametrized: bool = False
     plain_head: bool = False
     liger: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """The number of processes, one for each GPU, and what they share out: `none` gives each the whole model.
+
+    Raises ValueError for what cannot run.
+    """
+
+    world_size: int = 1
+    sharding: str = "none"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"world_size is a positive integer, not {self.world_size!r}")
+        if self.sharding not in SHARDINGS:
+            raise ValueError(f"sharding is one of {', '.join(SHARDINGS)}, not {self.sharding!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,12 +175,17 @@ class Fingerprint:
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """'torch: 2.11.0 then, 2.13.0 now' for each field in which `other` (now) differs from this one (then)."""
-        then, now = _flat(to_data(self)), _flat(to_data(other))
+        then, now = self._flat(), other._flat()
         return [
             f"{key}: {then.get(key)} then, {now.get(key)} now"
             for key in sorted(then | now)
             if then.get(key) != now.get(key)
         ]
+
+    def _flat(self) -> dict[str, Any]:
+        data: dict[str, Any] = to_data(self)
+        packages = data.pop("packages")
+        return data | {f"packages.{name}": version for name, version in packages.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,13 +302,3 @@ class ProbeResult:
     log: str | None = None
     started_at: str | None = None  # ISO 8601, UTC
     schema_version: int = SCHEMA_VERSION
-
-
-def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
