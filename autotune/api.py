@@ -64,7 +64,8 @@ def tune(
 
     `options` are those of the command, with underscores: budget="10m", examples=50_000, pins={"lora_rank": 32}. The
     study's files and its database are written as the command writes them. Nothing is printed; `progress` gets a line
-    for each step and trial, for example `print`. After an interruption the study can be continued by its name.
+    for each step and trial, for example `print`. Ctrl-C during the search ends it as Interrupted, after the files are
+    written; the study can be continued by its name.
 
     Raises:
         AutotuneError: what the command would end with, as an exception with `remedy` and `exit_code`.
@@ -313,7 +314,7 @@ def run_study(plan: SessionPlan, *, progress: Progress | None = None, stop: Stop
         remedy=f"continue with the same command and --study {plan.study}",
         exit_code=128 + stop.signal,
     )
-    return RunOutcome(data=outcome.data, configs=outcome.configs, error=interrupted)
+    return replace(outcome, error=interrupted)
 
 
 def _probe_configs(session: "Session", plan: SessionPlan) -> RunOutcome:
@@ -348,19 +349,12 @@ def _search(session: "Session", plan: SessionPlan) -> RunOutcome:
     cards = winner_on_other_devices(plan.spec.headroom)
     summary = leader.summary(cards)
     data = write_study(plan.out, summary)
-    may_go_on = leader.failure is None and summary.recipe is not None
-    if plan.spec.quality and may_go_on and not session.stop():
-        quality = _compare_quality(leader, summary)
-        if quality is not None:
-            leader.update(quality=quality)
-            summary = leader.summary(cards, quality=quality)
+    for is_wanted, act in ((plan.spec.quality, _compare_quality), (plan.spec.verify, _verify)):
+        if is_wanted and leader.failure is None and summary.recipe is not None and not session.stop():
+            session.prober.close()  # its memory is needed
+            leader.update(**act(leader, summary.recipe))
+            summary = leader.summary(cards)
             data = write_study(plan.out, summary)
-        leader.update(wall_seconds=leader.wall_seconds)
-    if plan.spec.verify and may_go_on and not session.stop():
-        verification = _verify(leader, summary)
-        leader.update(verification=verification)
-        summary = leader.summary(cards, quality=summary.quality, verification=verification)
-        data = write_study(plan.out, summary)
     session.progress.result(summary, _short(plan.out))
     return RunOutcome(data=data, error=leader.failure or _shortcoming(leader, summary))
 
@@ -379,29 +373,27 @@ def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | Non
     return None
 
 
-def _compare_quality(leader: "Leader", summary: StudySummary) -> Quality | None:
-    """Train the finalists on the dataset; None if that failed, which is reported, or was stopped in the first."""
+def _compare_quality(leader: "Leader", recipe: Recipe) -> dict[str, Quality]:
+    """Train the finalists on the dataset; empty if that failed, which is reported, or was stopped in the first."""
     from autotune.export.run.quality import compare
 
     session, plan = leader.session, leader.plan
-    assert summary.recipe is not None and plan.spec.dataset is not None
-    session.prober.close()  # its memory is needed
+    assert plan.spec.dataset is not None
     dataset = Path(plan.spec.dataset).expanduser()
     try:
-        quality = compare(summary.recipe, leader.finalists(), dataset, plan.out, session.progress.say, session.stop)
+        quality = compare(recipe, leader.finalists(), dataset, plan.out, session.progress.say, session.stop)
     except (UsageError, OSError) as error:
         session.progress.note(f"--quality could not run: {error}", "yellow")
-        return None
-    return quality if quality.learned else None
+        return {}
+    return {"quality": quality} if quality.learned else {}
 
 
-def _verify(leader: "Leader", summary: StudySummary) -> Verification:
+def _verify(leader: "Leader", recipe: Recipe) -> dict[str, Verification]:
     """Run what was exported, on the device that the probes had."""
     from autotune.export.run.verify import verify
 
-    assert summary.recipe is not None
-    leader.session.prober.close()
-    return verify(summary.recipe, leader.plan.out, say=leader.session.progress.say, should_stop=leader.session.stop)
+    session = leader.session
+    return {"verification": verify(recipe, leader.plan.out, say=session.progress.say, should_stop=session.stop)}
 
 
 def _short(path: Path) -> str:

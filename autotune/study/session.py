@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from zlib import crc32
 
 from autotune.catalog import DeviceSpec
@@ -52,8 +52,8 @@ from autotune.study.storage.study_record import (
     start_record,
     update_record,
 )
-from autotune.study.summary import Candidate, Quality, StudySummary, TrialRecord, Verification
-from autotune.study.worker_group import LocalWorkers, RayWorkers
+from autotune.study.summary import Candidate, StudySummary, TrialRecord
+from autotune.study.worker_group import local_workers, ray_workers
 
 JOIN_RETRY_S = 2.0
 Cards = Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]]
@@ -82,6 +82,7 @@ class Session:
         self.progress: Progress = progress or TextProgress()
         note = partial(self.progress.note, style="yellow")
         self.outages = Outages(note, self.stop, seconds=waiting_s(), reached=reached)
+        self.logs = folder / "logs"
         self.prober = WorkerProber(device, self.logs, should_stop=self.stop)
         self._opened = ExitStack()
 
@@ -98,11 +99,6 @@ class Session:
     def __exit__(self, *_: object) -> None:
         """Close everything."""
         self._opened.close()
-
-    @property
-    def logs(self) -> Path:
-        """Where the logs of probes are."""
-        return self.folder / "logs"
 
     def start_prober(self) -> Fingerprint:
         """Wait until the prober has started; what it runs on."""
@@ -134,7 +130,8 @@ class Session:
 class Leader:
     """The process that leads a study: it sets the study up, searches, confirms, and keeps its record.
 
-    `on_resumed` gets the trials of earlier sessions once, `on_trial` every new one as it ends.
+    `on_resumed` gets the trials of earlier sessions once, `on_trial` every new one as it ends. A failure that ended the
+    search early is in `failure`: it is for the caller to raise, once the results so far are written.
     """
 
     def __init__(
@@ -149,50 +146,57 @@ class Leader:
         self.plan = plan
         self.on_resumed = on_resumed
         self.on_trial = on_trial
-        self.before = read_record(plan.url, plan.study)  # of earlier sessions
-        self.fingerprint = session.start_prober()
-        self.memory_gib = self._memory_gib()
         self.failure: TooManyFailures | EnvironmentProblem | None = None
+        self._before = read_record(plan.url, plan.study)  # of earlier sessions
+        self._earlier_seconds = self._before.wall_seconds if self._before else 0.0
+        self._fingerprint = session.start_prober()
+        target, note = plan.target, session.progress.note
+        if target.held_by_others_gib:
+            held = fmt_gib(target.held_by_others_gib)
+            note(f"others hold {held} of this GPU: {target.other_processes()}", "yellow")
+        budget = target.memory_budget(
+            session.prober.memory_gib,
+            reserve_fraction=plan.spec.headroom,
+            asked_gib=plan.spec.memory_gib,
+            may_exceed=plan.spec.shallow_only,
+        )
+        self.memory_gib = budget.cap_gib
         if plan.spec.dataset is not None:
             taken = fmt_seconds(plan.preparation_s)
-            session.progress.note(f"preparing the dataset took {taken}, which does not count against the budget")
-
-    def _memory_gib(self) -> float:
-        """GiB that the study may use of the device. Reports what other processes hold of it."""
-        spec = self.plan.spec
-        target = self.plan.target
-        if held := target.held_by_others_gib:
-            text = f"others hold {fmt_gib(held)} of this GPU: {target.other_processes()}"
-            self.session.progress.note(text, "yellow")
-        budget = target.memory_budget(
-            self.session.prober.memory_gib,
-            reserve_fraction=spec.headroom,
-            asked_gib=spec.memory_gib,
-            may_exceed=spec.shallow_only,
-        )
-        return budget.cap_gib
+            note(f"preparing the dataset took {taken}, which does not count against the budget")
 
     def search(self) -> None:
-        """Set up, search and confirm. A failure that ends the search early is kept as `failure`.
+        """Set up, search and confirm.
 
         Raises:
             NothingFits: no configuration of the space fits.
             UsageError: another process leads the study, or its options differ from before.
             Cancelled: the user asked to stop before the search began.
         """
-        session = self.session
-        plan = self.plan
-        spec = plan.spec
+        session, plan, spec = self.session, self.plan, self.plan.spec
         terms = ProbeTerms(memory_gib=self.memory_gib, headroom=spec.headroom, seed=spec.seed)
         setup, shape = self._fit_setup()
         session.progress.plan(setup, fits_gib=self.memory_gib, trials=spec.trials, workers=spec.workers)
         evaluator = session.evaluator(setup.task, terms, study=plan.study, shape=shape, shallow_only=spec.shallow_only)
         evaluator.learn_from_others()
-        setup, opened, tried = self._find_feasible(setup, evaluator)
+        tried: list[TrainConfig] = []
+        if self._before is not None and self._before.limits is not None:
+            opened = self._before.reserve_opened
+        else:
+            opened, tried = find_feasible(
+                setup.task,
+                setup.reserve,
+                evaluator,
+                session.progress.say,
+                lambda: time.monotonic() - plan.started >= plan.budget_s,
+            )
+        if opened:
+            session.progress.note("nothing else fits: quantised bases and other optimizers are searched too", "yellow")
+            setup = open_reserve(setup)
         self._optimizer = session.optimizer(plan.study, setup.task, spec.seed)
         record = StudyRecord(
             task=setup.task,
-            fingerprint=self.fingerprint,
+            fingerprint=self._fingerprint,
             terms=terms,
             spec=replace(spec, storage=None),  # it may hold a password
             out=str(plan.out),
@@ -206,8 +210,8 @@ class Leader:
         """The setup narrowed to what the model's layers allow, and how those repeat. Raises UsageError."""
         setup = self.plan.setup
         # One transfer ratio for all sessions, or values would not compare.
-        if self.before is not None and setup.task.carried is not None:
-            setup = replace(setup, task=replace(setup.task, carried=self.before.task.carried))
+        if self._before is not None and setup.task.carried is not None:
+            setup = replace(setup, task=replace(setup.task, carried=self._before.task.carried))
         shape = self.session.prober.describe(setup.task.model.config)
         if self.plan.spec.shallow_only and (shape is None or depths(shape, None) is None):
             raise UsageError(
@@ -216,32 +220,19 @@ class Leader:
             )
         return adapt_to_layers(setup, shape), shape
 
-    def _find_feasible(self, setup: Setup, evaluator: Evaluator) -> tuple[Setup, bool, list[TrainConfig]]:
-        """The setup with its reserve opened if nothing else fits, whether it is, and the baselines tried."""
-        tried: list[TrainConfig] = []
-        if self.before is not None and self.before.limits is not None:
-            opened = self.before.reserve_opened
-        else:
-            opened, tried = find_feasible(
-                setup.task, setup.reserve, evaluator, self.session.progress.say, self._is_budget_spent
-            )
-        if opened:
-            text = "nothing else fits: quantised bases and other optimizers are searched too"
-            self.session.progress.note(text, "yellow")
-            setup = open_reserve(setup)
-        return setup, opened, tried
-
-    def _is_budget_spent(self) -> bool:
-        return time.monotonic() - self.plan.started >= self.plan.budget_s
-
     def _lead(self, task: Task, evaluator: Evaluator, tried: list[TrainConfig]) -> None:
         """Search and confirm as the one leader among the study's workers."""
         session, plan, spec = self.session, self.plan, self.plan.spec
         progress, stop = session.progress, session.stop
         limits = Limits(budget_s=plan.budget_s, trials=spec.trials, patience=spec.patience)
-        me = Worker.here(self.fingerprint.device, leads=True)
+        me = Worker.here(self._fingerprint.device, leads=True)
         with Leases(plan.url, plan.study, me, outages=session.outages).joined() as leases:
-            self._refuse_second_leader(leases)
+            for worker in leases.confirmed_others(progress.say).values():
+                if worker.leads:
+                    raise UsageError(
+                        f"study {plan.study!r} is being run by process {worker.pid} of {worker.host}",
+                        remedy="help it with `autotune worker`, or give another name with --study",
+                    )
             self.trials = SharedTrials(
                 task=task,
                 optimizer=self._optimizer,
@@ -259,13 +250,11 @@ class Leader:
             self.trials.resume(session.store.of_study(plan.study))
             self.on_resumed(self.trials.rows)
             self.trials.begin(tried)
-            update_record(
-                self._optimizer, limits=limits, earlier_seconds=self.earlier_seconds, phase=StudyPhase.SEARCHING
-            )
+            self.update(limits=limits, earlier_seconds=self._earlier_seconds, phase=StudyPhase.SEARCHING)
             try:
                 with (
-                    LocalWorkers(plan.cards, plan.study, plan.url, plan.out, progress, stop),
-                    RayWorkers(spec.ray, plan.study, plan.url, task.device, progress, stop),
+                    local_workers(plan.cards, plan.study, plan.url, plan.out, progress, stop),
+                    ray_workers(spec.ray, plan.study, plan.url, task.device, progress, stop),
                 ):
                     study.run()
                     self.update(phase=StudyPhase.CONFIRMING)  # upon which the workers leave
@@ -273,67 +262,48 @@ class Leader:
                 if not stop() and not spec.shallow_only:
                     study.confirm()
             except (TooManyFailures, EnvironmentProblem) as error:
-                self.failure = error  # raised once the results so far are written
+                self.failure = error
+            except KeyboardInterrupt:  # of a caller that does not handle signals, such as a notebook
+                stop.request()
             finally:
                 self.update(phase=StudyPhase.ENDED)
                 self.trials.reap()
-                self.update(wall_seconds=self.wall_seconds)
+                self.update()
 
     def _on_trial(self, row: TrialRecord) -> None:
         self.on_trial(row)
-        self.update(wall_seconds=self.wall_seconds)
+        self.update()
         self.session.progress.trial(row)
 
-    def _refuse_second_leader(self, leases: Leases) -> None:
-        """Raises UsageError if another process leads the study already, on this host or another."""
-        others = leases.confirmed_others(self.session.progress.say).values()
-        leader = next((worker for worker in others if worker.leads), None)
-        if leader is not None:
-            raise UsageError(
-                f"study {self.plan.study!r} is being run by process {leader.pid} of {leader.host}",
-                remedy="help it with `autotune worker`, or give another name with --study",
-            )
-
-    @property
-    def earlier_seconds(self) -> float:
-        """Wall seconds of earlier sessions."""
-        return self.before.wall_seconds if self.before else 0.0
-
-    @property
-    def wall_seconds(self) -> float:
-        """Wall seconds of all sessions so far."""
-        return self.earlier_seconds + time.monotonic() - self.plan.started
-
     def update(self, **changes: object) -> None:
-        """Write fields of the study's record."""
-        update_record(self._optimizer, **changes)
+        """Write fields of the study's record, and the wall seconds of all sessions so far."""
+        update_record(self._optimizer, **changes, wall_seconds=self._wall_seconds)
+
+    @property
+    def _wall_seconds(self) -> float:
+        return self._earlier_seconds + time.monotonic() - self.plan.started
 
     def finalists(self) -> list[Candidate]:
         """The candidates that may win, best first."""
         selection = self.trials.selection
         return [selection.candidate(config) for config in selection.finalists(self.trials.limits.finalists)]
 
-    def summary(
-        self, cards: Cards, *, quality: Quality | None = None, verification: Verification | None = None
-    ) -> StudySummary:
-        """What the study found; `cards` predicts the winner's run on other devices.
-
-        What is not given is what an earlier session found.
-        """
-        before = self.before
-        now = read_record(self.plan.url, self.plan.study)
+    def summary(self, cards: Cards) -> StudySummary:
+        """What the study found; `cards` predicts the winner's run on other devices."""
+        record = read_record(self.plan.url, self.plan.study)
+        assert record is not None
         return summarize(
             self.trials.rows,
             self.trials.selection,
-            self.fingerprint,
+            self._fingerprint,
             self.session.store.of_study(self.plan.study),
             cards=cards,
-            wall_seconds=self.wall_seconds,
-            others_seconds=now.others_seconds if now else 0.0,
+            wall_seconds=self._wall_seconds,
+            others_seconds=record.others_seconds,
             importances=self._optimizer.importances(),
-            quality=quality or (before.quality if before else None),
-            verification=verification or (before.verification if before else None),
-            explanation=before.ablation if before else None,
+            quality=record.quality,
+            verification=record.verification,
+            explanation=record.ablation,
         )
 
 
@@ -473,17 +443,18 @@ def _watched_rows(
         timed=record.task.device.kind != "cpu",
         log=session.logs / "node.log",
     )
+    remedy = "see what else runs on it, its cooling and its clocks"
     if (reasons := node.check()) and not allow_mixed:
         raise TooManyFailures(
             f"this node is not like the others: {'; '.join(reasons)}",
-            remedy="see what else runs on it, its cooling and its clocks; --allow-mixed joins nevertheless",
+            remedy=f"{remedy}; --allow-mixed joins nevertheless",
         )
 
     def new_rows() -> list[StoredProbe]:
         if node.is_due() and (reasons := node.check()):
             text = f"this node is not like the others any more: {'; '.join(reasons)}"
             if not allow_mixed:
-                raise TooManyFailures(text, remedy="see what else runs on it, its cooling and its clocks")
+                raise TooManyFailures(text, remedy=remedy)
             session.progress.note(text, "yellow")
         return session.store.new_rows(record.task.study)
 
@@ -492,7 +463,8 @@ def _watched_rows(
 
 def worker_device(record: StudyRecord) -> str:
     """The device, "cpu" or "cuda", for a worker of this study. Raises EnvironmentProblem."""
-    device = device_of(record.task, "GPUs of different models never share a study: begin another one on this card")
+    remedy = "GPUs of different models never share a study: begin another one on this card"
+    device = require_device(record.task.measured_on or record.task.device, remedy)
     if device == "cpu":
         return device
     card = find_target("auto").card
@@ -505,11 +477,6 @@ def worker_device(record: StudyRecord) -> str:
             remedy="end what holds this GPU's memory",
         )
     return device
-
-
-def device_of(task: Task, remedy: str) -> str:
-    """The device, "cpu" or "cuda", on which a study was probed. Raises EnvironmentProblem if it is not here."""
-    return require_device(task.measured_on or task.device, remedy)
 
 
 def require_device(device: DeviceSpec, remedy: str) -> str:
@@ -536,12 +503,11 @@ def explain(session: Session, record: StudyRecord, winner: TrainConfig, baseline
     study = f"{task.study}, explained"
     evaluator = session.evaluator(task, record.terms, study=study, shape=shape, shallow_only=shallow)
     ablation = ablate(task, evaluator, winner, baseline, say=session.progress.say, should_stop=session.stop)
-    with closing(Optimizer.open(session.url, task.study, task.space)) as optimizer:
-        update_record(optimizer, ablation=ablation)
+    amend_record(session.url, record, ablation=ablation)
     return ablation
 
 
-def record_verification(url: str, record: StudyRecord, verification: Verification) -> None:
-    """Store the result of a verification with the study."""
+def amend_record(url: str, record: StudyRecord, **changes: Any) -> None:
+    """Write fields of the record of a study that nobody has to be running."""
     with closing(Optimizer.open(url, record.task.study, record.task.space)) as optimizer:
-        update_record(optimizer, verification=verification)
+        update_record(optimizer, **changes)

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from autotune.catalog import DeviceSpec
 from autotune.core import nvml
@@ -52,192 +52,147 @@ def require_ray(address: str | None) -> None:
         raise UsageError("--ray: Ray is not installed", remedy="pip install 'ray>=2.52'")
 
 
-class LocalWorkers(AbstractContextManager["LocalWorkers"]):
-    """A worker process on each of these GPUs (None: the CPU) of this machine; a failed one is reported."""
+def _worker_command(study: str, *arguments: str) -> list[str]:
+    """The command of a worker that ends with this process."""
+    command = [sys.executable, "-m", "autotune", "worker", "--study", study, *arguments]
+    return [*command, "--parent", str(os.getpid())]
 
-    def __init__(
-        self,
-        cards: Sequence[int | str | None],
-        study: str,
-        url: str,
-        out: Path,
-        progress: Progress,
-        should_stop: StopToken,
-    ) -> None:
-        self._cards = cards
-        self._study = study
-        self._url = url
-        self._out = out
-        self._progress = progress
-        self._should_stop = should_stop
-        self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Self:
-        """Start the workers."""
-        try:
-            for number, card in enumerate(self._cards, 2):
-                self._processes.append(self._start(self._out / f"worker-{number}", card))
-        except BaseException:
-            self._end()
-            raise
-        return self
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Terminate a worker, and kill it if it does not leave."""
+    process.terminate()
+    try:
+        process.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
-    def _start(self, folder: Path, card: int | str | None) -> subprocess.Popen[bytes]:
-        make_writable(folder)
-        environment = os.environ | {STORAGE_VARIABLE: self._url}
-        if card is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = str(card)
-        line = [sys.executable, "-m", "autotune", "worker", "--study", self._study, "--out", str(folder)]
-        with (folder / "logs" / "tuner.log").open("ab") as log:
-            return subprocess.Popen(
-                [*line, "--parent", str(os.getpid())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,  # Ctrl-C is for the leader, which ends the workers
-            )
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait until the workers leave, for some seconds and not after an error or a stop, then end them."""
-        try:
-            if kind is None:
-                self._await()
-        finally:
-            self._end()
+@contextmanager
+def local_workers(
+    cards: Sequence[int | str | None], study: str, url: str, out: Path, progress: Progress, should_stop: StopToken
+) -> Iterator[None]:
+    """Run a worker process on each of these GPUs (None: the CPU) of this machine while the block runs.
 
-    def _is_working(self) -> bool:
-        return any(process.poll() is None for process in self._processes)
-
-    def _await(self) -> None:
-        if self._is_working():
-            self._progress.say(WAITING)
+    At its end the workers have LEAVE_S seconds to finish, none after an error or a stop. A failed one is reported.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, card in enumerate(cards, 2):
+            processes.append(_start(study, url, out / f"worker-{number}", card))
+        yield
+        if any(process.poll() is None for process in processes):
+            progress.say(WAITING)
         until = time.monotonic() + LEAVE_S
-        while self._is_working() and time.monotonic() < until and not self._should_stop():
+        while any(process.poll() is None for process in processes) and time.monotonic() < until and not should_stop():
             time.sleep(0.1)
-
-    def _end(self) -> None:
-        for number, process in enumerate(self._processes, 2):
+    finally:
+        for number, process in enumerate(processes, 2):
             if process.poll():
-                logs = f"{self._out}/worker-{number}/logs"
-                self._progress.note(f"worker {number} failed (exit code {process.returncode}): {logs}", "yellow")
-            with suppress(ProcessLookupError):
-                process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(timeout=LEAVE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                text = f"worker {number} failed (exit code {process.returncode}): {out}/worker-{number}/logs"
+                progress.note(text, "yellow")
+            process.terminate()  # all of them first, then each is waited for
+        for process in processes:
+            _end(process)
 
 
-class RayWorkers(AbstractContextManager["RayWorkers"]):
-    """A worker on each GPU of a Ray cluster that is like the one here, except the GPU of the leader itself.
+def _start(study: str, url: str, folder: Path, card: int | str | None) -> subprocess.Popen[bytes]:
+    make_writable(folder)
+    environment = os.environ | {STORAGE_VARIABLE: url}
+    if card is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = str(card)
+    with (folder / "logs" / "tuner.log").open("ab") as log:
+        return subprocess.Popen(
+            _worker_command(study, "--out", str(folder)),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,  # Ctrl-C is for the leader, which ends the workers
+        )
+
+
+@contextmanager
+def ray_workers(
+    address: str | None, study: str, url: str, device: DeviceSpec, progress: Progress, should_stop: StopToken
+) -> Iterator[None]:
+    """Run a worker on each GPU of a Ray cluster that is like this one, except the leader's own, while the block runs.
 
     Ray only places the workers: an actor holds a GPU and starts `autotune worker` as a process that ends with it.
-    Without an address there are none.
+    Without an address there are none. The workers end as those of `local_workers` do.
+
+    Raises:
+        EnvironmentProblem: there is no such cluster, or it has nothing to probe on.
+        UsageError: the nodes of the cluster cannot share the database.
     """
+    if address is None:
+        yield
+        return
+    import ray
 
-    def __init__(
-        self,
-        address: str | None,
-        study: str,
-        url: str,
-        device: DeviceSpec,
-        progress: Progress,
-        should_stop: StopToken,
-    ) -> None:
-        self._address = address
-        self._study = study
-        self._url = url
-        self._device = device
-        self._progress = progress
-        self._should_stop = should_stop
-        self._actors: list[Any] = []
-
-    def __enter__(self) -> Self:
-        """Connect and start the workers.
-
-        Raises:
-            EnvironmentProblem: there is no such cluster, or it has nothing to probe on.
-            UsageError: the nodes of the cluster cannot share the database.
-        """
-        if self._address is None:
-            return self
-        import ray
-
-        _connect(self._address)
-        try:
-            home = ray.get_runtime_context().get_node_id()
-            nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-            self._check_database(nodes)
-            self._place(nodes, home)
-            own = None if self._device.kind == "cpu" else (home, str(nvml.first_visible()))
-            threads = os.environ.get(THREADS_VARIABLE)
-            begun = [actor.begin.remote(self._study, self._url, own, threads, os.getcwd()) for actor in self._actors]
-            self._report(begun, RAY_START_S, "could not begin")
-        except BaseException:
-            ray.shutdown()
-            raise
-        return self
-
-    def _check_database(self, nodes: dict[str, dict[str, Any]]) -> None:
-        if self._url.startswith("sqlite") and len({node["NodeManagerAddress"] for node in nodes.values()}) > 1:
+    _connect(address)
+    try:
+        home = ray.get_runtime_context().get_node_id()
+        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        if url.startswith("sqlite") and len({node["NodeManagerAddress"] for node in nodes.values()}) > 1:
             raise UsageError(
                 "the study is in an SQLite file, which the nodes of the cluster cannot share",
                 remedy="give --storage postgresql+psycopg://...",
             )
-
-    def _place(self, nodes: dict[str, dict[str, Any]], home: str) -> None:
-        """Create an actor for each worker. Raises EnvironmentProblem if there is none to create."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        on_cpu = self._device.kind == "cpu"
-        needs: dict[str, Any] = {"resources": {RAY_RESOURCE: 1}} if on_cpu else {"num_gpus": 1}
-        for node, count in workers_by_node(nodes, home, self._device).items():
-            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            actor = ray.remote(_WorkerActor).options(num_cpus=0, scheduling_strategy=strategy, **needs)
-            self._actors += [actor.remote() for _ in range(count)]
-        if not self._actors:
-            missing = f"the resource {RAY_RESOURCE}" if on_cpu else "such GPUs"
-            raise EnvironmentProblem(
-                f"no node of the Ray cluster has {missing}",
-                remedy=f"""for processors: ray start --resources '{{"{RAY_RESOURCE}": 1}}'""",
-            )
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait until the workers leave, for some seconds and not after an error or a stop, then end them."""
-        if self._address is None:
-            return
-        import ray
-
+        actors = _place(nodes, home, device)
+        own = None if device.kind == "cpu" else (home, str(nvml.first_visible()))
+        threads = os.environ.get(THREADS_VARIABLE)
+        begun = [actor.begin.remote(study, url, own, threads, os.getcwd()) for actor in actors]
+        _report(begun, RAY_START_S, "could not begin", progress)
         patience = 0.0
-        if kind is None and not self._should_stop():
-            self._progress.say(WAITING)
-            patience = LEAVE_S
         try:
-            ended = [actor.end.remote(patience) for actor in self._actors]
-            self._report(ended, patience + LEAVE_S + 5, "did not end")
+            yield
+            if not should_stop():
+                progress.say(WAITING)
+                patience = LEAVE_S
         finally:
-            ray.shutdown()  # ends all actors
+            ended = [actor.end.remote(patience) for actor in actors]
+            _report(ended, patience + LEAVE_S + 5, "did not end", progress)
+    finally:
+        ray.shutdown()  # ends all actors
 
-    def _report(self, calls: list[Any], seconds: float, failure: str) -> None:
-        """Wait for the actors' answers, and report the workers that failed."""
-        import ray
 
-        done, waiting = ray.wait(calls, num_returns=len(calls), timeout=seconds)
-        note = self._progress.note
-        if waiting:
-            note(f"{len(waiting)} of Ray's workers did not answer within {seconds:.0f} s", "yellow")
-        for call in done:
-            try:
-                code = ray.get(call)
-            except ray.exceptions.RayError as error:
-                note(f"a worker of Ray's {failure}: {str(error).strip().splitlines()[0]}", "yellow")
-            else:
-                if code:
-                    note(f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node", "yellow")
+def _place(nodes: dict[str, dict[str, Any]], home: str, device: DeviceSpec) -> list[Any]:
+    """An actor for each worker. Raises EnvironmentProblem if there is none to create."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    on_cpu = device.kind == "cpu"
+    needs: dict[str, Any] = {"resources": {RAY_RESOURCE: 1}} if on_cpu else {"num_gpus": 1}
+    actors = []
+    for node, count in workers_by_node(nodes, home, device).items():
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = ray.remote(_WorkerActor).options(num_cpus=0, scheduling_strategy=strategy, **needs)
+        actors += [actor.remote() for _ in range(count)]
+    if not actors:
+        missing = f"the resource {RAY_RESOURCE}" if on_cpu else "such GPUs"
+        raise EnvironmentProblem(
+            f"no node of the Ray cluster has {missing}",
+            remedy=f"""for processors: ray start --resources '{{"{RAY_RESOURCE}": 1}}'""",
+        )
+    return actors
+
+
+def _report(calls: list[Any], seconds: float, failure: str, progress: Progress) -> None:
+    """Wait for the actors' answers, and report the workers that failed."""
+    import ray
+
+    done, waiting = ray.wait(calls, num_returns=len(calls), timeout=seconds)
+    if waiting:
+        progress.note(f"{len(waiting)} of Ray's workers did not answer within {seconds:.0f} s", "yellow")
+    for call in done:
+        try:
+            code = ray.get(call)
+        except ray.exceptions.RayError as error:
+            progress.note(f"a worker of Ray's {failure}: {str(error).strip().splitlines()[0]}", "yellow")
+        else:
+            if code:
+                progress.note(f"a worker of Ray's failed (exit code {code}): see Ray's logs of its node", "yellow")
 
 
 def _connect(address: str) -> None:
@@ -288,9 +243,8 @@ class _WorkerActor:
         environment[STORAGE_VARIABLE] = url
         if threads:
             environment[THREADS_VARIABLE] = threads
-        line = [sys.executable, "-m", "autotune", "worker", f"--study={study}", "--parent", str(os.getpid())]
         cwd = folder if Path(folder).is_dir() else None
-        self._worker = subprocess.Popen(line, env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
+        self._worker = subprocess.Popen(_worker_command(study), env=environment, cwd=cwd, stdin=subprocess.DEVNULL)
 
     def end(self, patience: float) -> int:
         """Wait `patience` seconds for the worker to leave, then end it; its exit code, 0 if it was still working."""
@@ -299,10 +253,5 @@ class _WorkerActor:
         with suppress(subprocess.TimeoutExpired):
             self._worker.wait(patience)
         code = self._worker.poll()
-        with suppress(ProcessLookupError):
-            self._worker.terminate()
-        try:
-            self._worker.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            self._worker.kill()
+        _end(self._worker)
         return code or 0

@@ -1,6 +1,8 @@
 """autotune from Python: the examples of the documentation, run as they stand, and what a notebook shows."""
 
+import json
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import sqlalchemy
 import autotune
 from autotune import SearchSpace, StudyResult, load_study, tune
 from autotune.cli.commands.run import resume
-from autotune.core.errors import NothingFits, UsageError
+from autotune.core.errors import Interrupted, NothingFits, UsageError
 from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import summary
 from tests.helpers.sessions import record_of
@@ -130,3 +132,24 @@ def test_a_space_from_python_survives_resume_and_nothing_is_printed_or_left_open
     assert result.record.spec.space == space
     resume("mine", trials=2, quiet=True)
     assert load_study("mine").winner == result.winner
+
+
+@pytest.mark.probe
+def test_an_interrupted_study_keeps_its_results_and_writes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C where nobody handles signals, as in a notebook."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
+
+    def interrupt(line: str) -> None:
+        if line.startswith("trial 1:"):
+            signal.raise_signal(signal.SIGINT)
+
+    space = SearchSpace.of(micro_batch_size=[1, 2, 4], seq_len=64, lora_rank=16, checkpointing="none")
+    with pytest.raises(Interrupted, match="results so far are stored") as caught:
+        tune("demo-3m", gpu="cpu", space=space, examples=200, study="mine", progress=interrupt)
+    assert caught.value.exit_code == 130
+    written = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
+    assert written["trials"]["total"] == 2 == len(load_study("mine").trials)
+    assert (tmp_path / "runs" / "mine" / "report.html").is_file()

@@ -36,7 +36,7 @@ def explain(study: StudyName = None, storage: Storage = None, json_: Json = Fals
         raise NothingFits(
             f"study {result.summary.study!r} has no baseline that succeeded", remedy="continue it with `autotune run`"
         )
-    device = session.device_of(result.task, "explain it there")
+    device = session.require_device(result.task.measured_on or result.task.device, "explain it there")
     (result.out / "logs").mkdir(parents=True, exist_ok=True)
     with stop_on_signals() as stop:
         try:
@@ -98,7 +98,7 @@ def verify(
             )
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was verified") from None
-    session.record_verification(result.url, result.record, verification)
+    session.amend_record(result.url, result.record, verification=verification)
     result.reload().report()
     if json_:
         print_json(to_data(verification) | {"holds": verification.holds})

@@ -165,7 +165,8 @@ def test_a_server_that_comes_back_is_waited_for(start_on_server: Start, server: 
 
     session = start_on_server(struck(vanish), begin=[BASELINE], trials=TOTAL, waits_s=60.0)
     survived = finished(session, server)
-    assert sum("away, waiting for it" in one for one in session.said) == session.said.count("the database is back") == 1
+    assert sum("cannot be reached, waiting for it" in line for line in session.said) == 1
+    assert session.said.count("the database is back") == 1
     asked = [request.digest for request in session.prober.requests if request.rung is Rung.FULL]
     lost = len(asked) - len(set(asked))
     tell("the database server is away for some seconds, and waited for", survived=survived, lost=lost)
