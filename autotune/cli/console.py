@@ -41,10 +41,7 @@ _STYLES = {Outcome.OK: "green", Outcome.OOM: "yellow", Outcome.REFUSED: "dim", O
 
 
 class Display(AbstractContextManager["Display"]):
-    """One run's output. `quiet` prints nothing on stderr, `events` prints a JSON line on stdout for each event.
-
-    Without a terminal a status line is printed every STATUS_EVERY_S seconds.
-    """
+    """One run's output. `quiet` prints nothing on stderr, `events` prints a JSON line on stdout for each event."""
 
     def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
         from rich.console import Console

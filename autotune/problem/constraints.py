@@ -52,17 +52,14 @@ class Narrowing:
     removals: list[Removal] = field(default_factory=list)
 
     def keep(self, name: str, possible: Callable[[Any], bool], reason: str, *, reserve: bool = True) -> None:
-        """Remove the values of a knob that are not possible; with `reserve` those of the reserve too.
-
-        Raises UsageError where no value is left.
-        """
+        """Remove impossible values of a knob, from the reserve too if `reserve`. Raises UsageError if none is left."""
         self.space, removed = self.space.narrow(name, possible, reason)
         self.removals += removed
         if reserve:
             self.reserve, _ = self.reserve.narrow(name, possible, reason)
 
     def remove(self, name: str, impossible: Container[Any], reason: str) -> None:
-        """Remove these values of a knob. Raises UsageError where no other is left."""
+        """Remove these values of a knob. Raises UsageError if no other is left."""
         self.keep(name, lambda value: value not in impossible, reason)
 
     def prefer(self, name: str, allowed: Callable[[Any], bool], reason: str, *, reserve: bool = False) -> None:
@@ -98,12 +95,11 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, global_batch: int) -
             narrowing.removals.append(Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is used"))
         else:
             narrowing.remove("attention", {"sdpa"}, reason)
-    if "offload" in narrowing.space.choices("checkpointing"):
-        compiled = tuple(value for value in narrowing.space.choices("checkpointing") if value != "offload")
-        if compiled:
-            narrowing.only_with("compile", "checkpointing", compiled)
-        else:
-            narrowing.remove("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
+    checkpoints = narrowing.space.choices("checkpointing")
+    if checkpoints == ("offload",):
+        narrowing.remove("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
+    elif "offload" in checkpoints:
+        narrowing.only_with("compile", "checkpointing", tuple(value for value in checkpoints if value != "offload"))
 
 
 def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
@@ -208,10 +204,7 @@ def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncat
 
 
 def narrow_packing(narrowing: Narrowing, workload: Workload, model_type: str) -> None:
-    """Search packing only with the values of other knobs that it goes with.
-
-    Raises UsageError where packing was asked for and is impossible.
-    """
+    """Search packing only with values that it goes with. Raises UsageError if it was asked for and is impossible."""
     if True not in narrowing.space.choices("packing"):
         return
     asked_for = narrowing.space.choices("packing") == (True,)

@@ -90,10 +90,7 @@ def performance(
     flops_per_token: float | None = None,
     peak_tflops: float | None = None,
 ) -> Performance:
-    """The performance of the full run: the median of one or more measurements of the same configuration.
-
-    Raises ValueError where the micro batch does not divide the global batch.
-    """
+    """The median of measurements of a configuration. Raises ValueError if its micro batch does not divide the batch."""
     shape = workload.run_shape(config)
     step = statistics.median(step_time_s(measurement, shape.accumulation) for measurement in measurements)
     mfu = None

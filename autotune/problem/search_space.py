@@ -145,10 +145,7 @@ class SearchSpace:
         return knob.choices() if knob else (getattr(_DEFAULTS, name),)
 
     def narrow(self, name: str, allowed: Callable[[Any], bool], reason: str) -> tuple["SearchSpace", list[Removal]]:
-        """The space without the values of a knob that are not allowed, and what was removed.
-
-        Raises UsageError where no value is left.
-        """
+        """The space with only the allowed values of a knob, and what was removed. Raises UsageError if none is left."""
         knob = self.knob(name)
         removed = tuple(value for value in knob.choices() if not allowed(value)) if knob else ()
         if knob is None or not removed:

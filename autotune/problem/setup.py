@@ -15,17 +15,8 @@ from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, load_pric
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
-from autotune.problem.constraints import (
-    Floors,
-    Narrowing,
-    apply_floors,
-    narrow_packing,
-    narrow_to_device,
-    narrow_to_layers,
-    narrow_to_model,
-    narrow_to_packages,
-    narrow_to_trl,
-)
+from autotune.problem import constraints
+from autotune.problem.constraints import Floors, Narrowing
 from autotune.problem.dataset import dataset_lengths
 from autotune.problem.length_distribution import Lengths, read_lengths
 from autotune.problem.search_space import Removal, SearchSpace
@@ -53,14 +44,11 @@ class Setup:
 
 
 def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Setup:
-    """Resolve the names of a spec and narrow its space.
+    """Resolve the names of a spec and narrow its space. `say` gets progress messages while examples are read.
 
     With a Target, probes will run on this machine, and what needs a package that is not installed is removed. With a
-    DeviceSpec the study is only estimated, for any machine, and packages do not matter. `say` gets progress messages
-    while examples are read.
-
-    Raises UsageError for an unknown name, an unreadable file, or a knob of which no value is possible, and
-    EnvironmentProblem where a package is missing without which nothing can be probed.
+    DeviceSpec the study is only estimated, for any machine. Raises UsageError for an unknown name, an unreadable file,
+    or a knob of which no value is possible, and EnvironmentProblem where a package is missing for every probe.
     """
     probes_run_here = isinstance(target, Target)
     target = target if isinstance(target, Target) else Target(device=target)
@@ -75,14 +63,14 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
             space = space.pin(name, getattr(TrainConfig(), name))
     global_batch = _global_batch(spec, space, model, lengths)
     narrowing = Narrowing(space=space, reserve=space)
-    narrow_to_device(narrowing, target.device)
+    constraints.narrow_to_device(narrowing, target.device)
     if target.measured_on is not None and not target.measured_on.supports_fp8:
         narrowing.remove("quantization", {"fp8"}, f"{target.measured_on.name} cannot try it")
     if probes_run_here:
-        narrow_to_packages(narrowing)
-    narrow_to_model(narrowing, model, global_batch)
+        constraints.narrow_to_packages(narrowing)
+    constraints.narrow_to_model(narrowing, model, global_batch)
     if spec.trainer == "trl":
-        narrow_to_trl(narrowing, installed=probes_run_here)
+        constraints.narrow_to_trl(narrowing, installed=probes_run_here)
     workload = _workload(spec, lengths, global_batch)
     warnings = _warnings(spec, narrowing.space, workload)
     floors = Floors(
@@ -93,8 +81,8 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         allow_any_optimizer=spec.allow_any_optimizer,
         slack=spec.slack,
     )
-    apply_floors(narrowing, workload, floors)
-    narrow_packing(narrowing, workload, model.config["model_type"])
+    constraints.apply_floors(narrowing, workload, floors)
+    constraints.narrow_packing(narrowing, workload, model.config["model_type"])
     proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(
         study=spec.study or f"{target.device.name}{proxy}-{model.short}-{space.name}".lower(),
@@ -112,14 +100,11 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
 
 
 def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
-    """The same study without what layers of this shape (None: not known) cannot do.
-
-    Raises UsageError where no value of a knob is left.
-    """
+    """The same study without what layers of this shape (None: unknown) cannot do. Raises UsageError if none is left."""
     task = setup.task
     narrowing = Narrowing(space=task.space, reserve=setup.reserve, removals=list(setup.removals))
     warnings = _warnings_of_layers(narrowing.space, shape)
-    narrow_to_layers(narrowing, task.trainer, shape)
+    constraints.narrow_to_layers(narrowing, task.trainer, shape)
     return Setup(
         task=replace(task, space=narrowing.space),
         reserve=narrowing.reserve,
@@ -145,10 +130,7 @@ def slug(study: str) -> str:
 
 
 def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:
-    """Examples in each optimizer step.
-
-    For a batch in tokens, of the batches near it the one that most micro batches of the space divide.
-    """
+    """Examples in each optimizer step; for a batch in tokens a near one that most micro batches of the space divide."""
     if spec.global_batch_tokens is None:
         return spec.global_batch or DEFAULT_GLOBAL_BATCH
     longest = min(max(space.choices("seq_len")), model.max_seq_len or MAX_COUNT)
@@ -179,15 +161,12 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
 
 def _warnings(spec: StudySpec, space: SearchSpace, workload: Workload) -> tuple[str, ...]:
     """What is odd about the examples and the pinned knobs."""
-    warnings = []
+    warnings = [f"{name} has no effect: it needs {need}" for name in spec.pins if (need := space.idle(name))]
     longest = max(space.choices("seq_len"))
     cut = workload.truncated(longest)
     if cut >= WORTH_A_WARNING:
-        warnings.append(
-            f"{workload.lengths.longer(longest):.0%} of the examples are longer than every seq_len of the space "
-            f"({longest}): {cut:.0%} of the tokens will be cut off"
-        )
-    warnings += [f"{name} has no effect: it needs {need}" for name in spec.pins if (need := space.idle(name))]
+        longer = f"{workload.lengths.longer(longest):.0%} of the examples are longer than every seq_len of the space"
+        warnings.insert(0, f"{longer} ({longest}): {cut:.0%} of the tokens will be cut off")
     return tuple(warnings)
 
 

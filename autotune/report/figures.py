@@ -86,10 +86,7 @@ def history(rows: tuple[TrialRecord, ...], best: tuple[tuple[int, float], ...]) 
 
 
 def timeline(info: TimelineInfo) -> dict[str, Any] | None:
-    """One row a rung, each second in the colour of its kind; above it how busy the GPU was in the timed steps.
-
-    A long study is drawn in slices, by the share of each kind.
-    """
+    """How seconds were spent, by rung, or in slices of a long study; above it how busy the GPU was in timed steps."""
     if not info.spans:
         return None
     figure, parts = empty(), slices(info)
@@ -178,10 +175,7 @@ def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
 
 
 def cards(estimates: tuple[DeviceEstimate, ...], own: str | None = None) -> dict[str, Any] | None:
-    """USD of the winner's run on each card with a known price, with its interval; the cheapest on top.
-
-    The card named `own`, that of the study, is highlighted.
-    """
+    """USD of the winner's run on each card with a known price, the cheapest on top; the study's `own` stands out."""
     bars = []
     for card in estimates:
         cost = card.cost

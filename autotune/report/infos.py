@@ -85,10 +85,7 @@ class CellRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRow:
-    """What rows of `seq_len` tokens do to the examples: shares of examples and tokens cut, and of the rows filled.
-
-    `packed_fill` and `examples_a_row` are those of packed rows.
-    """
+    """Rows of `seq_len` tokens: the shares of examples and tokens cut, and of the rows filled, unpacked and packed."""
 
     seq_len: int
     examples_cut: float

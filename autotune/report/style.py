@@ -56,8 +56,7 @@ def plotly_js() -> str:
     """The whole of plotly.js, for a page that contains it."""
     from plotly.offline import get_plotlyjs
 
-    text: str = get_plotlyjs()
-    return text
+    return str(get_plotlyjs())
 
 
 def escape(text: str) -> str:
@@ -73,10 +72,7 @@ def empty() -> Any:
 
 
 def finish(figure: Any, *, x: str, y: str | None = None, height: int) -> dict[str, Any]:
-    """Give a figure the common look and return it as the data that Plotly.newPlot takes.
-
-    `x` and `y` are the titles of the axes, `height` is in pixels.
-    """
+    """Give a figure axis titles, a height in pixels and the common look. Returns what Plotly.newPlot takes."""
     for trace in figure.data:
         trace.hoverinfo = "text" if trace.hovertext else "skip"
     title = {"standoff": 12, "font": {"size": 13}}
