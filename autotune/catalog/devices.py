@@ -68,6 +68,12 @@ class DeviceSpec:
         """Multiplies 8-bit floats: NVIDIA from compute capability 8.9 on."""
         return self.kind != "cpu" and (self.fp8_tflops is not None or self._at_least(8, 9))
 
+    def has_memory(self, memory_gib: float | None) -> bool:
+        """Whether the product may have this memory; true where either is unknown."""
+        if memory_gib is None or self.memory_gib is None:
+            return True
+        return abs(memory_gib - self.memory_gib) <= MEMORY_TOLERANCE * self.memory_gib
+
     def _at_least(self, *wanted: int) -> bool:
         """NVIDIA's compute capability; False where it is not known."""
         major, _, minor = (self.compute_capability or "").partition(".")
@@ -106,7 +112,7 @@ def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec 
     found = [
         device
         for device in list_devices()
-        if device.kind == "cuda" and _same_product(device, words, size) and _memory_fits(device, memory_gib)
+        if device.kind == "cuda" and _same_product(device, words, size) and device.has_memory(memory_gib)
     ]
     return found[0] if len(found) == 1 else None
 
@@ -137,12 +143,6 @@ def _same_product(device: DeviceSpec, words: frozenset[str], size: str | None) -
         if words == known_words and (size is None or known_size is None or size == known_size):
             return True
     return False
-
-
-def _memory_fits(device: DeviceSpec, memory_gib: float | None) -> bool:
-    if memory_gib is None or device.memory_gib is None:
-        return True
-    return abs(memory_gib - device.memory_gib) <= MEMORY_TOLERANCE * device.memory_gib
 
 
 def _device(row: dict[str, Any]) -> DeviceSpec:

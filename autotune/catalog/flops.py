@@ -11,20 +11,9 @@ from typing import Any
 # frozen one has no third part.
 FLOPS_PER_PARAMETER = {"lora": 4, "full": 6}
 
-# The families whose matrix products are known here, and whether their head is tied to the embedding by default.
-_TIED_BY_DEFAULT = {
-    "gemma": True,
-    "gemma2": True,
-    "gpt2": True,
-    "gpt_neox": False,
-    "llama": False,
-    "mistral": False,
-    "mixtral": False,
-    "phi3": False,
-    "qwen2": False,
-    "qwen3": False,
-    "qwen3_moe": False,
-}
+# The families whose matrix products are known, by whether their head is tied to the embedding by default.
+_TIED = ("gemma", "gemma2", "gpt2")
+_UNTIED = ("gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 
 
 def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: int) -> float | None:
@@ -34,7 +23,7 @@ def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: i
     backward pass costs twice the forward, under LoRA too, whose adapters below need the gradients of q, k and v. That
     is 12 c heads head_dim a layer; over the causal half of the square c = seq_len / 2, so 6 seq_len heads head_dim.
     """
-    if config.get("model_type") not in _TIED_BY_DEFAULT:
+    if config.get("model_type") not in _TIED + _UNTIED:
         return None
     heads = config.get("num_attention_heads") or config["n_head"]
     hidden = config.get("hidden_size") or config["n_embd"]
@@ -46,7 +35,7 @@ def flops_per_token(config: dict[str, Any], params: int, method: str, seq_len: i
 def _multiplied(config: dict[str, Any], params: int) -> int:
     """Parameters that a token is multiplied by. An embedding is looked up; tied to the head, it is multiplied there."""
     family = config["model_type"]
-    if not config.get("tie_word_embeddings", _TIED_BY_DEFAULT[family]):
+    if not config.get("tie_word_embeddings", family in _TIED):
         params -= config["vocab_size"] * config["hidden_size"]
     if family == "gpt2":
         params -= config["n_positions"] * config["n_embd"]

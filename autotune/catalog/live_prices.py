@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import date
 from typing import Any
 
-from autotune.catalog.devices import MEMORY_TOLERANCE, DeviceSpec, match_device, resolve_device
+from autotune.catalog.devices import DeviceSpec, match_device, resolve_device
 from autotune.catalog.prices import Price, best_first
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.text import printable
@@ -79,7 +79,7 @@ def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None
         except UsageError:
             continue
         other_form = form and re.search("pcie|sxm", device.name)
-        if device.memory_gib and abs(memory_gb - device.memory_gib) <= MEMORY_TOLERANCE * device.memory_gib:
+        if device.memory_gib and device.has_memory(memory_gb):
             return None if other_form else device
     return None
 

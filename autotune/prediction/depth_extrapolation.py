@@ -86,10 +86,6 @@ class Extrapolation:
         )
 
 
-def _larger(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else max(one, other)
-
-
 def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
     """The two numbers of layers to probe, which leave out whole periods; None where that would save too little.
 
@@ -186,6 +182,7 @@ def _with_memory(timed: Measurement, low: Measurement, high: Measurement, reach:
         low.peak_reserved_gib - low.peak_allocated_gib, high.peak_reserved_gib - high.peak_allocated_gib, reach
     )
     managed = line("managed_gib")
+    contexts = [probe.context_gib for probe in (low, high) if probe.context_gib is not None]
     return replace(
         timed,
         phase_peak_gib=phases,
@@ -197,7 +194,7 @@ def _with_memory(timed: Measurement, low: Measurement, high: Measurement, reach:
         peak_allocated_gib=peak,
         peak_reserved_gib=peak + max(beyond, 0.0),
         limit_gib=min(low.limit_gib + low.managed_gib, high.limit_gib + high.managed_gib) - managed,
-        context_gib=_larger(low.context_gib, high.context_gib),
+        context_gib=max(contexts) if len(contexts) == 2 else None,
         managed_gib=managed,
         trainable_params=round(line("trainable_params")),
         total_params=round(line("total_params")),
