@@ -34,19 +34,15 @@ def check_command(
     json_: Json = False,
     **options: Any,
 ) -> None:
-    """Print whether the run of a file fits the GPU that these options name."""
-    check_file(file, options | {"gpu": gpu, "model": model}, evidence=evidence, as_json=json_)
-
-
-def check_file(file: Path, flags: dict[str, Any], *, evidence: Path, as_json: bool = False) -> None:
-    """Print whether the run fits. `flags` are those of `plan` about card, model, examples, memory and price.
+    """Print whether the run of a file fits the GPU that these options name.
 
     Raises:
         UsageError: the file, the model or the card cannot be read or is unknown.
         NothingFits: it does not fit.
     """
-    report = check(file, flags, observations=known_observations(evidence, print_note), say=print_note)
-    if as_json:
+    options |= {"gpu": gpu, "model": model}
+    report = check(file, options, observations=known_observations(evidence, print_note), say=print_note)
+    if json_:
         print_json(report_data(report))
     else:
         for label, text in lines(report):

@@ -2,7 +2,6 @@
 
 import io
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
@@ -15,11 +14,9 @@ from autotune.cli.commands.catalogs import print_note, print_table
 from autotune.cli.options import PLANNED, Evidence, spec_of, with_study_options
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
-from autotune.planning.compare import Budget, Comparison, Owned
-from autotune.planning.compare import compare as compare_cards
+from autotune.planning.compare import Budget, Comparison, Owned, compare
 from autotune.planning.device_estimate import ACCURACY
 from autotune.planning.observations import EVIDENCE, known_observations
-from autotune.problem.study_spec import StudySpec
 from autotune.report.comparison import COLUMNS, FORMATS, cells, heading, verdicts, workload_text
 
 FORMS = ("table", *FORMATS)
@@ -46,48 +43,28 @@ def compare_command(
     evidence: Evidence = EVIDENCE,
     **options: Any,
 ) -> None:
-    """Print or write the comparison of the runs that these options describe, one for each model."""
-    compare(
-        [spec_of(options | {"model": name}) for name in model or (None,)],
-        gpus=gpus,
-        methods=methods or [],
-        budget=(max_usd, max_hours),
-        owned=(owned, owned_usd, owned_hours, usd_per_kwh),
-        evidence=evidence,
-        form=format_,
-        out=out,
-    )
-
-
-def compare(
-    specs: Sequence[StudySpec],
-    *,
-    gpus: Sequence[str],
-    methods: Sequence[str] = (),
-    budget: tuple[float | None, float | None] = (None, None),
-    owned: tuple[str | None, float | None, float, float] = (None, None, 10_000.0, 0.30),
-    evidence: Path,
-    form: str | None = None,
-    out: Path | None = None,
-) -> None:
-    """Print or write the comparison, of one spec a model.
-
-    `budget` is USD and hours at most, `owned` a card, its USD, the hours that it serves, and USD per kWh.
+    """Print or write the comparison of the runs that these options describe, one for each model.
 
     Raises:
         UsageError: an option is unknown or impossible, or no formula covers any of it.
         NothingFits: on none of the cards, or none within the budget.
         StorageError: `out` cannot be written.
     """
-    form = form or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
+    specs = [spec_of(options | {"model": name}) for name in model or (None,)]
+    form = format_ or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
     if form not in FORMS:
         raise UsageError(f"there is no format {form!r}", remedy=f"use one of {', '.join(FORMS)}")
-    made = compare_cards(
+    if (owned is None) is not (owned_usd is None):
+        raise UsageError("--owned and --owned-usd go together", remedy="for example --owned rtx-4090 --owned-usd 1800")
+    own_card = None
+    if owned is not None and owned_usd is not None:
+        own_card = Owned(device=resolve_device(owned), usd=owned_usd, hours=owned_hours, usd_per_kwh=usd_per_kwh)
+    made = compare(
         specs,
         gpus=gpus,
-        methods=methods,
-        budget=Budget(max_usd=budget[0], max_hours=budget[1]),
-        owned=_owned(*owned),
+        methods=methods or (),
+        budget=Budget(max_usd=max_usd, max_hours=max_hours),
+        owned=own_card,
         observations=known_observations(evidence, print_note),
         say=print_note,
     )
@@ -101,14 +78,6 @@ def compare(
         write_atomic(out, text.getvalue())
     if unmet := made.unmet():
         raise NothingFits(unmet, remedy="allow more, or try other cards, --methods qlora or a shorter --seq-len")
-
-
-def _owned(gpu: str | None, usd: float | None, hours: float, usd_per_kwh: float) -> Owned | None:
-    if (gpu is None) is not (usd is None):
-        raise UsageError("--owned and --owned-usd go together", remedy="for example --owned rtx-4090 --owned-usd 1800")
-    if gpu is None or usd is None:
-        return None
-    return Owned(device=resolve_device(gpu), usd=usd, hours=hours, usd_per_kwh=usd_per_kwh)
 
 
 def _print(made: Comparison, today: date) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from autotune.catalog import list_models, resolve_device, resolve_model
-from autotune.cli.commands.check import check_file, verdict
+from autotune.cli.commands.check import check_command, verdict
 from autotune.core.errors import NothingFits, UsageError
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.foreign_config import read_file
@@ -74,7 +74,7 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     def run(text: str, gpu: str = "a10", as_json: bool = False, **flags: Any) -> str:
         path = tmp_path / "run.yml"
         path.write_text(text)
-        check_file(path, {"gpu": gpu, **flags}, evidence=tmp_path / "none", as_json=as_json)
+        check_command(path, gpu, evidence=tmp_path / "none", json_=as_json, **flags)
         return capsys.readouterr().out
 
     return run
@@ -147,7 +147,7 @@ def test_too_close_to_tell(
     assert found.checked.state == TIGHT and found.fix is not None and found.fix.state == FITS
     assert verdict(found).endswith(f"%) to spare, and the formula errs by up to {100 * ERROR:.0f} %")
     path = Path(found.file)
-    check_file(path, {"gpu": "a10", "memory_gib": memory, "headroom": 0.0}, evidence=path.parent)
+    check_command(path, "a10", evidence=path.parent, memory_gib=memory, headroom=0.0)
     shown = capsys.readouterr()
     assert shown.out.startswith("too close to tell: ")
     assert shown.err == "warning: run.yml may run out of memory on a10\n"
@@ -265,7 +265,7 @@ def test_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         path = directory / "run\x1b[31m\nname\u202e.yml"
         path.write_text(text)
         with pytest.raises(problem) if problem else nullcontext() as caught:
-            check_file(path, {"gpu": "a10"}, evidence=tmp_path / "none")
+            check_command(path, "a10", evidence=tmp_path / "none")
         if problem is not None:
             assert f"{caught.value}{caught.value.remedy}".replace(str(path), "").isprintable()
         shown = capsys.readouterr()
@@ -298,8 +298,8 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "run.yml"
     path.write_text(TRL)
     code = (
-        "import sys; from pathlib import Path; from autotune.cli.commands.check import check_file\n"
-        "check_file(Path(sys.argv[1]), {'gpu': 'a10'}, evidence=Path('none'))\n"
+        "import sys; from pathlib import Path; from autotune.cli.commands.check import check_command\n"
+        "check_command(Path(sys.argv[1]), 'a10', evidence=Path('none'))\n"
         "print({'torch', 'transformers', 'optuna', 'numpy', 'bitsandbytes'} & set(sys.modules))"
     )
     done = subprocess.run(
