@@ -65,11 +65,7 @@ class CheckReport:
 
 
 def check(
-    file: Path,
-    options: Mapping[str, Any] | None = None,
-    *,
-    observations: Sequence[Observation] = (),
-    say: Say = silent,
+    file: Path, options: Mapping[str, Any] | None = None, *, observations: Sequence[Observation] = (), say: Say = silent
 ) -> CheckReport:
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 

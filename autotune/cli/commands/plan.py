@@ -11,14 +11,7 @@ from autotune.core.errors import NothingFits
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import ACCURACY, planned_device
 from autotune.planning.observations import EVIDENCE, known_observations
-from autotune.planning.plan import (
-    BATCHES,
-    Cell,
-    Plan,
-    estimate_named_configs,
-    memory_tables,
-    plan_data,
-)
+from autotune.planning.plan import BATCHES, Cell, Plan, estimate_named_configs, memory_tables, plan_data
 from autotune.planning.plan import plan as make_plan
 from autotune.problem.run_cost import FITS, TIGHT, DeviceEstimate
 from autotune.problem.study_spec import StudySpec
