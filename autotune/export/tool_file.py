@@ -24,8 +24,8 @@ def export(
 ) -> dict[str, str]:
     """The file of a tool of `keys.TOOLS`, and other files that it reads.
 
-    `sections` come first, in place of those of the same name in the key table. `settings` are more of them for `when`
-    and for texts in `tools.yaml`.
+    `sections` come first, in place of those of the same name in the key table. `settings` are further values for the
+    conditions and texts of `tools.yaml`.
     """
     about = load_data("autotune.export", "tools")[tool]
     values = _settings(recipe, tool) | (settings or {})
@@ -45,12 +45,12 @@ def export(
     written = dict(sections or {})
     for name in SECTIONS:
         written.setdefault(name, keys.write(tool, name, recipe))
-    notes = {
-        name: " ".join(_texts([note for note in about["notes"] if note["section"] == name], values)) for name in written
-    }
-    text = sectioned(head, [(notes[name], keys_of_section) for name, keys_of_section in written.items()])
+    with_notes = []
+    for name, section in written.items():
+        notes = _texts([note for note in about["notes"] if note["section"] == name], values)
+        with_notes.append((" ".join(notes), section))
     more = {name: json.dumps(data, indent=2) + "\n" for name, data in about.get("json_files", {}).items()}
-    return {about["file"]: text, **more}
+    return {about["file"]: sectioned(head, with_notes), **more}
 
 
 def training_command(recipe: Recipe, tool: str) -> str:

@@ -43,25 +43,25 @@ def inexpressible(recipe: Recipe) -> list[str]:
     """Knobs of the winner that none of the files can hold, each with what to do about it."""
     config = recipe.config
     pads = "fill rows to" if config.packing else "cut examples at, and pad them to,"
-    found = [
+    gaps = [
         f"seq_len: {pads} {config.seq_len:,} tokens, as runtime/rows.py beside train.py does",
         f"attention {config.attention}: it goes to from_pretrained"
         + (", once runtime.patches.register_cudnn_attention() has run" if config.attention == "sdpa_cudnn" else ""),
     ]
-    found += [item for item in keys.inexpressible("trl", recipe) if item.startswith(_OWN_WORDS)]
+    gaps += [item for item in keys.inexpressible("trl", recipe) if item.startswith(_OWN_WORDS)]
     if config.precision == "bf16_pure":
-        found.append("precision bf16_pure: without autocast_adapter_dtype=False peft would keep adapters in fp32")
+        gaps.append("precision bf16_pure: without autocast_adapter_dtype=False peft would keep adapters in fp32")
     if config.quantization == "fp8":
-        found.append("quantization fp8: runtime.patches.multiply_in_fp8(model), before the adapters are added")
-    if config.offloads and not any(item.startswith("checkpointing") for item in found):
-        found.append(
+        gaps.append("quantization fp8: runtime.patches.multiply_in_fp8(model), before the adapters are added")
+    if config.offloads and not any(item.startswith("checkpointing") for item in gaps):
+        gaps.append(
             "checkpointing offload: train.py offloads what it checkpoints by runtime/patches.py, this by transformers"
         )
     if config.loss == "chunked":
-        found.append("loss chunked: Trainer(compute_loss_func=chunked_loss(model)), made before adapters are added")
+        gaps.append("loss chunked: Trainer(compute_loss_func=chunked_loss(model)), made before adapters are added")
     if config.packing:
-        found.append("packing: runtime.rows.pack and collate, so that each example attends to itself alone")
-    return found
+        gaps.append("packing: runtime.rows.pack and collate, so that each example attends to itself alone")
+    return gaps
 
 
 def _notes(recipe: Recipe, files: dict[str, str]) -> str:

@@ -141,9 +141,8 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
     """Run TRL's own script with a clock through accelerate's launcher, as `trl sft` runs it."""
     config = recipe.config
     _check_room(recipe, folder)
-    write_files(
-        folder, tool_file.export(recipe, "trl") | {"made.json": json.dumps(_made_for_trl(recipe, steps, lengths))}
-    )
+    made_of = json.dumps(_made_for_trl(recipe, steps, lengths))
+    write_files(folder, tool_file.export(recipe, "trl") | {"made.json": made_of})
     # The script runs in `folder`, where the package might not be found.
     environment = {
         "HF_DATASETS_CACHE": str(folder / "cache"),
@@ -166,14 +165,8 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
         "save_steps": every,
         "save_total_limit": 1,
     }
-    arguments = [
-        "--quiet",
-        *launch_arguments(recipe),
-        "--module",
-        "autotune.probe.trl_entry",
-        "--config",
-        "trl_sft.yaml",
-    ]
+    arguments = ["--quiet", *launch_arguments(recipe), "--module", "autotune.probe.trl_entry"]
+    arguments += ["--config", "trl_sft.yaml"]
     for name, value in overrides.items():
         arguments += [f"--{name}", str(value)]
     return run(arguments, script="accelerate.commands.launch", environment=environment)
