@@ -50,10 +50,8 @@ def export(recipe: Recipe) -> dict[str, str]:
 @cache
 def runtime_files() -> dict[str, str]:
     """The modules of `probe.runtime` by their names in the exported folder."""
-    modules = [file for file in resources.files("autotune.probe.runtime").iterdir() if file.name.endswith(".py")]
-    return {
-        f"runtime/{file.name}": file.read_text(encoding="utf-8") for file in sorted(modules, key=lambda one: one.name)
-    }
+    files = sorted(resources.files("autotune.probe.runtime").iterdir(), key=lambda file: file.name)
+    return {f"runtime/{file.name}": file.read_text(encoding="utf-8") for file in files if file.name.endswith(".py")}
 
 
 def settings(recipe: Recipe) -> RunSettings:

@@ -235,21 +235,20 @@ class Probe:
             "optimizer": optimizer_gib(self.trainer)[0],
         }
         rest = max(self.meter.allocated_gib() - sum(terms.values()), 0.0)
-        logits = min(self._logits_gib(), rest) if self._holds_logits() else 0.0
+        logits = min(self._logits_gib(), rest)
         return terms | {"logits": logits, "activations": rest - logits}
 
-    def _holds_logits(self) -> bool:
-        """In the backward pass, or in a forward pass that already holds more than the layers' inputs."""
-        if self.recorder.phase is Phase.FORWARD:
-            return self.meter.allocated_gib() > self.resident.model_gib + self._logits_gib()
-        return self.recorder.phase is Phase.BACKWARD
-
     def _logits_gib(self) -> float:
-        """Logits in the compute dtype and their fp32 copy, as transformers' causal-LM loss holds them."""
-        config = self.request.config
+        """Logits in the compute dtype and their fp32 copy, as transformers' causal-LM loss holds them now.
+
+        They exist in the backward pass, and in a forward pass that already holds more than the layers' inputs.
+        """
+        config, phase = self.request.config, self.recorder.phase
         element_bytes = 4 if config.precision == "fp32" else 2
         tokens = min(config.tokens, CHUNK_TOKENS) if config.loss == "chunked" else config.tokens
-        return gib(tokens * self.base.config.vocab_size * (element_bytes + 4))
+        logits = gib(tokens * self.base.config.vocab_size * (element_bytes + 4))
+        has_more = self.meter.allocated_gib() > self.resident.model_gib + logits
+        return logits if phase is Phase.BACKWARD or (phase is Phase.FORWARD and has_more) else 0.0
 
     # --- the Trainer
 
