@@ -1,11 +1,12 @@
 """The memory gate: refuses configurations that are known not to fit before a probe is launched.
 
-`Frontier` refuses every configuration that needs at least as much memory, in every knob, as one that ran out.
+`refused_by` refuses every configuration that needs at least as much memory, in every knob, as one that ran out.
 `MemoryPredictor` predicts the memory of a configuration from measurements of others.
 """
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,26 +32,12 @@ class KnownOom:
     detail: OomDetail
 
 
-class Frontier:
-    """The configurations that ran out of memory on one device under one limit."""
-
-    def __init__(self) -> None:
-        self._known: list[KnownOom] = []
-
-    def add(self, known: KnownOom) -> None:
-        """Remember a configuration that ran out of memory."""
-        self._known.append(known)
-
-    def refuses(self, config: TrainConfig, micro_steps: int) -> KnownOom | None:
-        """A known OOM that `config` needs at least the memory of, in every knob; None if there is none."""
-        return next(
-            (
-                known
-                for known in self._known
-                if micro_steps >= min(known.micro_steps, 2) and needs_at_least(config, known.config)
-            ),
-            None,
-        )
+def refused_by(known_ooms: Iterable[KnownOom], config: TrainConfig, micro_steps: int) -> KnownOom | None:
+    """The first known OOM that `config` needs at least the memory of, in every knob; None if there is none."""
+    for known in known_ooms:
+        if micro_steps >= min(known.micro_steps, 2) and needs_at_least(config, known.config):
+            return known
+    return None
 
 
 def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:

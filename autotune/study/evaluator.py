@@ -27,7 +27,7 @@ from autotune.core.probe_types import (
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
 from autotune.prediction.depth_extrapolation import Extrapolation, depths
-from autotune.prediction.memory_predictor import Frontier, KnownOom, MemoryEstimate, MemoryPredictor
+from autotune.prediction.memory_predictor import KnownOom, MemoryEstimate, MemoryPredictor, refused_by
 from autotune.study.low_fidelity import DepthPredictor
 from autotune.study.storage.probe_store import ProbeStore
 
@@ -85,7 +85,7 @@ class Evaluator:
     shallow_only: bool = False
     failures_in_a_row: int = 0  # of probes, for reasons other than memory
     saved: set[TrainConfig] = field(default_factory=set)
-    _frontier: Frontier = field(default_factory=Frontier)
+    _known_ooms: list[KnownOom] = field(default_factory=list)
     _memory: MemoryPredictor = field(default_factory=MemoryPredictor)
     _depths: DepthPredictor = field(init=False)
     _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)  # why; the whole model may succeed
@@ -108,7 +108,7 @@ class Evaluator:
         if result.outcome is Outcome.OOM and result.depth is None and _ran_out_on_device(result):
             assert result.oom is not None
             micro_steps = self.request(config).micro_steps
-            self._frontier.add(KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom))
+            self._known_ooms.append(KnownOom(trial=trial, config=config, micro_steps=micro_steps, detail=result.oom))
         if measurement is None or result.outcome is not Outcome.OK:
             return
         is_whole = result.depth is None and result.evidence is Evidence.MEASURED
@@ -223,7 +223,7 @@ class Evaluator:
     def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
         """Refuse what needs at least as much as something that ran out, or is predicted to be too large."""
         config = request.config
-        known = self._frontier.refuses(config, request.micro_steps)
+        known = refused_by(self._known_ooms, config, request.micro_steps)
         if known is not None and known.config != config:
             source = "an earlier probe" if known.trial is None else f"trial {known.trial}"
             reason = f"needs at least as much as {source}, which ran out of memory: {known.config.label()}"

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.core.probe_types import Measurement, Phase
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_predictor import Frontier, KnownOom, MemoryEstimate, MemoryPredictor, needs_at_least
+from autotune.prediction.memory_predictor import KnownOom, MemoryEstimate, MemoryPredictor, needs_at_least, refused_by
 from tests.helpers.factories import measurement, oom_detail
 
 OFFERED = 130.0
@@ -347,7 +347,7 @@ def test_the_head_of_a_loss_in_chunks_grows_no_further() -> None:
     assert estimate is None or estimate.low_gib <= truth
 
 
-# --- the frontier of configurations that ran out of memory
+# --- what is refused without a probe
 
 BASE = TrainConfig(micro_batch_size=8, seq_len=1024, lora_rank=16, checkpointing="every_2", optimizer="adamw_8bit")
 
@@ -406,22 +406,22 @@ def test_optimizers_out_of_the_order_are_compared_with_themselves():
     assert needs_at_least(TrainConfig(), TrainConfig(optimizer="adamw_torch"))
 
 
-def test_the_frontier_names_the_first_that_ran_out():
-    frontier = Frontier()
-    assert frontier.refuses(BASE, 2) is None
+def test_the_first_that_ran_out_is_named():
+    known_ooms: list[KnownOom] = []
+    assert refused_by(known_ooms, BASE, 2) is None
     larger = replace(BASE, micro_batch_size=16)
-    frontier.add(KnownOom(trial=3, config=larger, micro_steps=2, detail=oom_detail()))
-    frontier.add(KnownOom(trial=None, config=BASE, micro_steps=2, detail=oom_detail()))
-    assert frontier.refuses(replace(BASE, micro_batch_size=32), 2).trial == 3
-    known = frontier.refuses(replace(BASE, micro_batch_size=15), 2)
+    known_ooms.append(KnownOom(trial=3, config=larger, micro_steps=2, detail=oom_detail()))
+    known_ooms.append(KnownOom(trial=None, config=BASE, micro_steps=2, detail=oom_detail()))
+    assert refused_by(known_ooms, replace(BASE, micro_batch_size=32), 2).trial == 3
+    known = refused_by(known_ooms, replace(BASE, micro_batch_size=15), 2)
     assert (known.trial, known.config, known.detail) == (None, BASE, oom_detail())
-    assert frontier.refuses(replace(BASE, micro_batch_size=7), 2) is None
+    assert refused_by(known_ooms, replace(BASE, micro_batch_size=7), 2) is None
 
 
 def test_a_step_of_one_micro_batch_keeps_no_gradients_alive_and_is_not_refused_for_them():
-    frontier = Frontier()
-    frontier.add(KnownOom(trial=3, config=BASE, micro_steps=2, detail=oom_detail()))
+    known_ooms: list[KnownOom] = []
+    known_ooms.append(KnownOom(trial=3, config=BASE, micro_steps=2, detail=oom_detail()))
     whole_batch = replace(BASE, micro_batch_size=32)
-    assert frontier.refuses(whole_batch, 1) is None
-    frontier.add(KnownOom(trial=4, config=BASE, micro_steps=1, detail=oom_detail()))
-    assert frontier.refuses(whole_batch, 1).trial == 4
+    assert refused_by(known_ooms, whole_batch, 1) is None
+    known_ooms.append(KnownOom(trial=4, config=BASE, micro_steps=1, detail=oom_detail()))
+    assert refused_by(known_ooms, whole_batch, 1).trial == 4
