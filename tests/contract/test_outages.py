@@ -1,4 +1,4 @@
-"""A server that went away is waited for: by who may wait, once it had been reached, and until the user has enough."""
+"""Waiting for an unreachable server: who waits, only after a first connection, and until a limit or a stop."""
 
 import itertools
 import threading
@@ -27,43 +27,46 @@ pytestmark = pytest.mark.server
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
-def test_who_reads_waits_and_goes_on(server: str, said: list[str]) -> None:
-    with closing(ProbeStore(server, outages=Outages(said.append, seconds=60.0))) as store:
+def test_a_read_waits_for_the_server_and_continues(server: str, messages: list[str]) -> None:
+    with closing(ProbeStore(server, outages=Outages(messages.append, seconds=60.0))) as store:
         store.add("one", 0, result(), FINGERPRINT)
         outage = away(server)
         outage.__enter__()
         threading.Timer(2.0, outage.__exit__, (None, None, None)).start()
         assert [row.trial for row in store.of_study("one")] == [0]
-    assert len(said) == 2 and said[1] == "the database is back"
-    assert "waiting for it (1 min at most): " in said[0] and "not currently accepting connections" in said[0]
+    assert len(messages) == 2 and messages[1] == "the database is back"
+    assert "waiting for it (1 min at most): " in messages[0] and "not currently accepting connections" in messages[0]
 
 
-def test_a_result_is_safe_before_anybody_waits(server: str, tmp_path: Path, said: list[str]) -> None:
+def test_a_result_is_in_the_outbox_before_any_wait(server: str, tmp_path: Path, messages: list[str]) -> None:
     outbox = tmp_path / "outbox.jsonl"
-    with closing(ProbeStore(server, outbox=outbox, outages=Outages(said.append, seconds=60.0))) as store, away(server):
+    with (
+        closing(ProbeStore(server, outbox=outbox, outages=Outages(messages.append, seconds=60.0))) as store,
+        away(server),
+    ):
         store.add("one", 0, result(), FINGERPRINT)
         assert outbox.stat().st_size
-    assert "waits in" in said[-1] and not any("waiting for it" in line for line in said)
+    assert "waits in" in messages[-1] and not any("waiting for it" in line for line in messages)
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_it_ends_with_its_time_or_the_users_patience(server: str, said: list[str], stops: bool) -> None:
-    outages = Outages(said.append, lambda: stops and len(said) > 0, seconds=60.0 if stops else 2.0)
+def test_waiting_ends_at_its_limit_or_at_a_stop(server: str, messages: list[str], stops: bool) -> None:
+    outages = Outages(messages.append, lambda: stops and len(messages) > 0, seconds=60.0 if stops else 2.0)
     with (
         closing(ProbeStore(server, outages=outages)) as store,
         away(server),
         pytest.raises(StorageError, match="not currently accepting"),
     ):
         store.of_study("one")
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 class BreaksOnce:
-    """Cuts the session's connections off in the middle of one operation: before its n-th statement."""
+    """Close the connections of a session during an operation, before its n-th statement."""
 
     def __init__(self, url: str, engine: sa.Engine, statement: int) -> None:
         self.url, self.left = url, statement
@@ -75,7 +78,7 @@ class BreaksOnce:
             cut_off(self.url)
 
     def struck(self) -> bool:
-        """Whether it has. It will not any more."""
+        """Whether it has closed them. It will not do so later."""
         struck, self.left = self.left <= 0, 0
         return struck
 
@@ -93,12 +96,12 @@ def join(server: str) -> Iterator[Join]:
         return joined[-1]
 
     yield start
-    for one in joined:
-        one.close()
+    for leases in joined:
+        leases.close()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
-def test_an_operation_that_is_cut_off_in_its_middle_is_run_again(server: str, join: Join, seconds: float) -> None:
+def test_an_interrupted_operation_is_run_again(server: str, join: Join, seconds: float) -> None:
     leases = join(outages=Outages(seconds=seconds))
     BreaksOnce(server, leases._database.engine, 2)
     if seconds:
@@ -111,16 +114,16 @@ def test_an_operation_that_is_cut_off_in_its_middle_is_run_again(server: str, jo
         assert leases.taken() == set()
 
 
-def test_what_was_done_before_it_was_cut_off_is_known_again(join: Join) -> None:
-    """The lease is in the database, only that nobody was told so."""
+def test_taking_a_lease_twice_succeeds_for_its_owner(join: Join) -> None:
+    """The lease may be in the database although its answer was lost."""
     leases = join()
     assert leases.take("abc", 0) and leases.take("abc", 0) and not leases.take("abc", 1)
     assert not join(pid=1).take("abc", 0)
 
 
 @pytest.mark.parametrize("act", ["ask", "wanted", "tell", "give back"])
-def test_optunas_operations_are_run_again_wherever_they_break(server: str, act: str) -> None:
-    """And leave neither a trial that nobody has, nor lose a choice that was queued."""
+def test_optunas_operations_are_run_again_after_any_interruption(server: str, act: str) -> None:
+    """They neither leave a trial without a worker nor lose a queued configuration."""
     wanted = SPACE.clip(BASELINE)
     for statement in itertools.count(1, 2):
         search = Optimizer.create(server, f"at {statement}", SPACE, seed=0, outages=Outages(seconds=60.0))
@@ -134,7 +137,7 @@ def test_optunas_operations_are_run_again_wherever_they_break(server: str, act: 
         if act == "tell":
             assert search.tell(first.number, Outcome.OK, 5.0, {"memory": -0.5})
             struck = strike.struck()
-            assert [(told.number, told.value) for told in search.finished()] == [(0, 5.0)]
+            assert [(trial.number, trial.value) for trial in search.finished()] == [(0, 5.0)]
             open_.clear()
         elif act == "give back":
             assert search.give_back(first.number)
@@ -145,19 +148,19 @@ def test_optunas_operations_are_run_again_wherever_they_break(server: str, act: 
             asked = search.ask(wanted if act == "wanted" else None, worker="me")
             struck = strike.struck()
             open_.add(asked.number)
-            nameless = [one for one in search._in_state(TrialState.RUNNING) if "worker" not in one.user_attrs]
-            assert len(nameless) <= 1  # `repair` gives it back to the queue
+            nameless = [trial for trial in search._in_state(TrialState.RUNNING) if "worker" not in trial.user_attrs]
+            assert len(nameless) <= 1  # `repair` puts it back into the queue
             assert nameless or asked.config == SPACE.config(wanted)
-        named = {one.number for one in search._in_state(TrialState.RUNNING) if "worker" in one.user_attrs}
+        named = {trial.number for trial in search._in_state(TrialState.RUNNING) if "worker" in trial.user_attrs}
         assert named == open_, statement
         search.close()
-        if not struck:  # it has not so many statements
+        if not struck:  # the operation has fewer statements
             break
     assert statement > 10
 
 
-def test_a_trial_that_others_gave_back_meanwhile_is_asked_for_anew(server: str) -> None:
-    """As they do of whoever was cut off for a minute."""
+def test_a_trial_withdrawn_during_ask_is_replaced(server: str) -> None:
+    """Others withdraw the trial of a worker that was disconnected for a minute."""
     for statement in range(4, 27, 2):
         name = f"at {statement}"
         search = Optimizer.create(server, name, SPACE, seed=0)
@@ -171,20 +174,22 @@ def test_a_trial_that_others_gave_back_meanwhile_is_asked_for_anew(server: str) 
 
         sa.event.listen(search._storage.engine, "before_cursor_execute", strike)
         asked = search.ask(worker="me")
-        assert search._trial(asked.number).state is TrialState.RUNNING or statement > 20  # then nobody asks any more
+        assert (
+            search._trial(asked.number).state is TrialState.RUNNING or statement > 20
+        )  # the operation has ended by then
         search.close()
         other.close()
 
 
-def test_what_was_never_reached_is_not_waited_for(server: str, said: list[str]) -> None:
+def test_a_server_that_was_never_reached_is_not_waited_for(server: str, messages: list[str]) -> None:
     with away(server), pytest.raises(StorageError):
-        ProbeStore(server, outages=Outages(said.append, seconds=60.0))
-    assert said == []
+        ProbeStore(server, outages=Outages(messages.append, seconds=60.0))
+    assert messages == []
 
 
 @pytest.mark.parametrize("error", [StorageError("away"), Cancelled()])
-def test_who_is_stopped_while_waiting_was_stopped(error: Exception) -> None:
-    """A preempted worker exits with 75, and its job goes on; with 6 it would end."""
+def test_a_stop_during_a_wait_is_not_a_storage_error(error: Exception) -> None:
+    """A preempted worker exits with 75, so that its job continues; 6 would end the job."""
     stop = StopToken()
     stop.request(15)
     with stop.ending():
@@ -193,19 +198,19 @@ def test_who_is_stopped_while_waiting_was_stopped(error: Exception) -> None:
         raise StorageError("away")
 
 
-def test_what_was_reached_before_is_waited_for_from_the_first_connection_on(server: str, said: list[str]) -> None:
-    """A worker reads what the study is about, and then takes some seconds to start."""
+def test_a_server_reached_earlier_is_waited_for_at_the_first_connection(server: str, messages: list[str]) -> None:
+    """A worker reads the record of the study and then needs some seconds to start."""
     outage = away(server)
     outage.__enter__()
     threading.Timer(2.0, outage.__exit__, (None, None, None)).start()
-    ProbeStore(server, outages=Outages(said.append, seconds=60.0, reached=True)).close()
-    assert said[1:] == ["the database is back"]
+    ProbeStore(server, outages=Outages(messages.append, seconds=60.0, reached=True)).close()
+    assert messages[1:] == ["the database is back"]
 
 
-def test_other_threads_do_not_wait(server: str, said: list[str]) -> None:
-    """A heart beats again anyway, and must not hold up the end of its session."""
+def test_other_threads_do_not_wait(server: str, messages: list[str]) -> None:
+    """A heartbeat repeats anyway and must not delay the end of its session."""
     failed: list[StorageError] = []
-    with closing(ProbeStore(server, outages=Outages(said.append, seconds=60.0))) as store, away(server):
+    with closing(ProbeStore(server, outages=Outages(messages.append, seconds=60.0))) as store, away(server):
 
         def read() -> None:
             try:
@@ -216,19 +221,19 @@ def test_other_threads_do_not_wait(server: str, said: list[str]) -> None:
         other = threading.Thread(target=read)
         other.start()
         other.join(timeout=30)
-    assert len(failed) == 1 and said == []
+    assert len(failed) == 1 and messages == []
 
 
-def test_a_host_that_vanishes_is_noticed(server: str) -> None:
+def test_connections_detect_a_vanished_host(server: str) -> None:
     limits = engine_options(server)["connect_args"]
     assert limits["connect_timeout"] == 10 and limits["tcp_user_timeout"] == 10_000 and limits["keepalives_idle"] == 10
-    url = f"{server}&connect_timeout=3"  # what the URL says counts
+    url = f"{server}&connect_timeout=3"  # the URL takes precedence
     with closing(Database(url, Outages(), sa.MetaData())) as database, database.connect() as connection:
         driver: Any = connection.connection.dbapi_connection
         assert driver.info.get_parameters()["connect_timeout"] == "3"
 
 
-def test_how_long_is_the_users_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_sets_the_waiting_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting_s() == 300.0
     monkeypatch.setenv("AUTOTUNE_DATABASE_WAIT", "90s")
     assert waiting_s() == 90.0

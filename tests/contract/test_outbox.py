@@ -1,4 +1,4 @@
-"""Results wait in a file while their database is away, and are in it once it is back: each once, and in order."""
+"""Results wait in a file while the database is unreachable and are stored afterwards, each once and in order."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +14,13 @@ from tests.helpers.outage import away
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def store(database: str, tmp_path: Path, said: list[str]) -> Iterator[ProbeStore]:
-    opened = ProbeStore(database, outbox=tmp_path / "outbox.jsonl", outages=Outages(said.append))
+def store(database: str, tmp_path: Path, messages: list[str]) -> Iterator[ProbeStore]:
+    opened = ProbeStore(database, outbox=tmp_path / "outbox.jsonl", outages=Outages(messages.append))
     yield opened
     opened.close()
 
@@ -29,8 +29,8 @@ def trials(store: ProbeStore) -> list[int | None]:
     return [row.trial for row in store.of_study("one")]
 
 
-def test_what_is_measured_while_the_database_is_away_is_in_it_afterwards(
-    store: ProbeStore, database: str, tmp_path: Path, said: list[str]
+def test_results_measured_during_an_outage_are_stored_afterwards(
+    store: ProbeStore, database: str, tmp_path: Path, messages: list[str]
 ) -> None:
     store.add("one", 0, result(), FINGERPRINT)
     with away(database):
@@ -38,14 +38,14 @@ def test_what_is_measured_while_the_database_is_away_is_in_it_afterwards(
         store.add("one", None, result(), FINGERPRINT)
         with pytest.raises(StorageError):
             trials(store)
-    assert len(said) == 2 and all("failed" in line and "outbox.jsonl" in line for line in said)
+    assert len(messages) == 2 and all("failed" in line and "outbox.jsonl" in line for line in messages)
     store.add("one", 2, result(), FINGERPRINT)
     assert trials(store) == [0, 1, None, 2]
-    assert said[2:] == ["2 waiting results are in the database now"]
+    assert messages[2:] == ["2 waiting results are in the database now"]
     assert Outbox(path=tmp_path / "outbox.jsonl").is_empty()
 
 
-def test_the_next_session_finds_what_waits(store: ProbeStore, database: str, tmp_path: Path) -> None:
+def test_the_next_session_stores_waiting_results(store: ProbeStore, database: str, tmp_path: Path) -> None:
     with away(database):
         store.add("one", 7, result(), FINGERPRINT)
     again = ProbeStore(database, outbox=tmp_path / "outbox.jsonl")
@@ -53,10 +53,8 @@ def test_the_next_session_finds_what_waits(store: ProbeStore, database: str, tmp
     again.close()
 
 
-def test_a_row_that_the_database_had_already_is_not_written_twice(
-    store: ProbeStore, database: str, tmp_path: Path
-) -> None:
-    """As when the connection breaks while a transaction ends, or a replay is killed before it empties the file."""
+def test_a_row_that_the_database_has_is_not_written_twice(store: ProbeStore, database: str, tmp_path: Path) -> None:
+    """For example if the connection breaks at a commit, or a replay is killed before it empties the file."""
     path = tmp_path / "outbox.jsonl"
     with away(database):
         store.add("one", 7, result(), FINGERPRINT)
@@ -66,7 +64,7 @@ def test_a_row_that_the_database_had_already_is_not_written_twice(
     assert trials(store) == [7]
 
 
-def test_half_a_line_takes_no_other_with_it(store: ProbeStore, database: str, tmp_path: Path) -> None:
+def test_an_incomplete_line_does_not_damage_others(store: ProbeStore, database: str, tmp_path: Path) -> None:
     path = tmp_path / "outbox.jsonl"
     path.write_text('{"study": "one", "tri')
     with away(database):
@@ -74,7 +72,7 @@ def test_half_a_line_takes_no_other_with_it(store: ProbeStore, database: str, tm
     assert trials(store) == [7]
 
 
-def test_without_a_spool_and_without_room_for_one_the_error_is_told(
+def test_without_a_writable_outbox_the_error_is_raised(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = ProbeStore(database)

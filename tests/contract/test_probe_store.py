@@ -1,4 +1,4 @@
-"""The probe table on SQLite and PostgreSQL: what is written comes back, and what is no answer is not taken for one."""
+"""The probe table on SQLite and PostgreSQL: rows are read as written, and only valid results are reused."""
 
 import os
 import subprocess
@@ -45,11 +45,11 @@ def test_round_trip(store: ProbeStore, database: str) -> None:
         store.add("one", trial, row, FINGERPRINT)
     store.add("another", 0, result(), FINGERPRINT)
 
-    again = ProbeStore(database)  # as a later session sees it
-    found = again.of_study("one")
+    again = ProbeStore(database)  # as in a later session
+    stored = again.of_study("one")
     again.close()
-    assert [(row.trial, row.result) for row in found] == rows
-    assert {row.fingerprint for row in found} == {FINGERPRINT.digest}
+    assert [(row.trial, row.result) for row in stored] == rows
+    assert {row.fingerprint for row in stored} == {FINGERPRINT.digest}
     assert store.of_study("nobody's") == []
 
 
@@ -70,12 +70,12 @@ def test_reuse_needs_the_same_request_fingerprint_and_rung(store: ProbeStore) ->
     assert store.find("abc", FINGERPRINT.digest, (Rung.SHALLOW,)) is None
 
 
-def test_the_newest_answer_of_any_study_counts(store: ProbeStore) -> None:
+def test_the_newest_result_of_any_study_is_reused(store: ProbeStore) -> None:
     for study, seconds in (("one", 1.0), ("two", 2.0)):
         store.add(study, 0, result(request_digest="abc", seconds={"total": seconds}), FINGERPRINT)
     store.add("two", 1, result(outcome=Outcome.CRASH, request_digest="abc"), FINGERPRINT)
-    found = store.find("abc", FINGERPRINT.digest, FULL)
-    assert found is not None and found.seconds == {"total": 2.0}
+    newest = store.find("abc", FINGERPRINT.digest, FULL)
+    assert newest is not None and newest.seconds == {"total": 2.0}
 
 
 def _touch(url: str, how: str) -> None:
@@ -91,24 +91,24 @@ def _touch(url: str, how: str) -> None:
         study_names(url)
 
 
-EVERY_WAY = ("store", "search", "open", "record", "names")
+OPERATIONS = ("store", "search", "open", "record", "names")
 
 
 def _whole_text(error: BaseException) -> str:
-    """The message, the remedy, and those of every error it came from or that a traceback would show."""
+    """The text of an error with its remedy, and of all its causes that a traceback would show."""
     parts, seen = [], set()
     todo: list[BaseException | None] = [error]
     while todo:
-        one = todo.pop()
-        if one is None or id(one) in seen:
+        current = todo.pop()
+        if current is None or id(current) in seen:
             continue
-        seen.add(id(one))
-        parts += [str(one), repr(one), str(getattr(one, "remedy", ""))]
-        todo += [one.__cause__, None if one.__suppress_context__ else one.__context__]
+        seen.add(id(current))
+        parts += [str(current), repr(current), str(getattr(current, "remedy", ""))]
+        todo += [current.__cause__, None if current.__suppress_context__ else current.__context__]
     return "\n".join(parts)
 
 
-@pytest.mark.parametrize("how", EVERY_WAY)
+@pytest.mark.parametrize("how", OPERATIONS)
 @pytest.mark.parametrize(
     ("url", "kind", "named"),
     [
@@ -123,7 +123,7 @@ def _whole_text(error: BaseException) -> str:
     ],
     ids=["refused", "unknown-host", "no-dialect", "no-port", "no-scheme", "a-path", "no-driver", "not-installed"],
 )
-def test_bad_url_is_told_without_its_password(url: str, kind: type[AutotuneError], named: str, how: str) -> None:
+def test_the_error_of_a_bad_url_hides_the_password(url: str, kind: type[AutotuneError], named: str, how: str) -> None:
     with pytest.raises(kind) as caught:
         _touch(url, how)
     assert named in str(caught.value)
@@ -133,10 +133,8 @@ def test_bad_url_is_told_without_its_password(url: str, kind: type[AutotuneError
 
 @pytest.mark.server
 @pytest.mark.parametrize("in_query", [False, True])
-@pytest.mark.parametrize("how", EVERY_WAY)
-def test_a_server_that_says_no_is_quoted_without_the_password(
-    postgres: Callable[[], str], how: str, in_query: bool
-) -> None:
+@pytest.mark.parametrize("how", OPERATIONS)
+def test_the_error_of_a_server_hides_the_password(postgres: Callable[[], str], how: str, in_query: bool) -> None:
     url = make_url(postgres()).set(database="no_such_database")
     url = url.update_query_dict({"password": CANARY}) if in_query else url.set(password=CANARY)
     with pytest.raises(StorageError, match="no_such_database") as caught:
@@ -144,23 +142,23 @@ def test_a_server_that_says_no_is_quoted_without_the_password(
     assert CANARY not in _whole_text(caught.value)
 
 
-def test_public_url() -> None:
+def test_public_url_hides_passwords() -> None:
     assert public_url(f"postgresql+psycopg://me:{CANARY}@host/db") == "postgresql+psycopg://me:***@host/db"
     assert CANARY not in public_url(f"me:{CANARY}@host")
     in_query = f"postgresql+psycopg://me@/db?host=here&password={CANARY}&sslpassword={CANARY}"
     assert public_url(in_query) == "postgresql+psycopg://me@/db?host=here"
 
 
-@pytest.mark.parametrize("how", EVERY_WAY)
-def test_unwritable_sqlite(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", OPERATIONS)
+def test_an_unwritable_sqlite_path_is_a_storage_error(tmp_path: Path, how: str) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="unable to open database file") as caught:
         _touch(f"sqlite:///{tmp_path}/file/autotune.db", how)
     assert caught.value.exit_code == 6
 
 
-@pytest.mark.parametrize("how", EVERY_WAY)
-def test_a_file_that_is_no_database(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", OPERATIONS)
+def test_a_file_that_is_no_database_is_a_storage_error(tmp_path: Path, how: str) -> None:
     path = tmp_path / "autotune.db"
     path.write_bytes(b"certainly not SQLite" * 500)
     with pytest.raises(StorageError, match="not a database"):
@@ -177,8 +175,8 @@ def test_two_processes_write_to_one_sqlite_file(tmp_path: Path) -> None:
         "store = ProbeStore(sys.argv[1])\n"
         "for number in range(20): store.add('one', number, result(), FINGERPRINT)\n"
     )
-    here = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": here}
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root}
     writers = [subprocess.Popen([sys.executable, "-c", code, url], env=environment) for _ in range(2)]
     assert [writer.wait(60) for writer in writers] == [0, 0]
     reader = ProbeStore(url)
@@ -187,18 +185,18 @@ def test_two_processes_write_to_one_sqlite_file(tmp_path: Path) -> None:
     assert sorted(trials) == sorted([*range(20), *range(20)])
 
 
-def test_a_file_on_a_network_drive_is_for_nobody_to_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_a_file_on_a_network_drive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mounted" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "mounted")
     drives = {"/": "ext4", str(tmp_path / "mounted"): "nfs4", str(tmp_path / "mounted" / "inner"): "ext4"}
-    found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in drives.items()]
-    monkeypatch.setattr("autotune.study.storage.database.psutil.disk_partitions", lambda all: found)
+    partitions = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in drives.items()]
+    monkeypatch.setattr("autotune.study.storage.database.psutil.disk_partitions", lambda all: partitions)
     for folder, kind in (("", None), ("mounted", "nfs4"), ("link", "nfs4"), ("mounted/inner", None)):
         assert network_drive(f"sqlite:///{tmp_path / folder / 'autotune.db'}") == kind
     monkeypatch.chdir(tmp_path / "mounted")
     with pytest.raises(UsageError, match=r"on a network drive \(nfs4\)"):
         shared_url("sqlite:///autotune.db")
-    found[1].fstype = "fuse.sshfs"
+    partitions[1].fstype = "fuse.sshfs"
     assert network_drive("sqlite:///autotune.db") == "fuse.sshfs"
     server = f"postgresql+psycopg://me:{CANARY}@host/db"
     assert shared_url(server) == server

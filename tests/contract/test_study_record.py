@@ -1,4 +1,4 @@
-"""A study's record: what is written is read, what may not change is refused, and other versions are refused."""
+"""The record of a study: it reads as written, and fixed fields and other versions are checked."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ Begin = Callable[..., Optimizer]
 
 @pytest.fixture
 def begin(database: str) -> Iterator[Begin]:
-    """A session of the study 'one' with this record; every call is a new session, as after a restart."""
+    """A function that opens a new session of the study 'one' with this record, as after a restart."""
     opened: list[Optimizer] = []
 
     def create(record: StudyRecord | None = None) -> Optimizer:
@@ -53,10 +53,10 @@ def test_a_record_reads_as_it_was_written(begin: Begin, database: str) -> None:
     update_record(optimizer, limits=limits, phase=StudyPhase.SEARCHING, wall_seconds=2.5)
     add_worker_seconds(optimizer, "host:1:2", 3.0)
     add_worker_seconds(optimizer, "host:2:2", 1.0)
-    found = read_record(database, "one")
+    stored = read_record(database, "one")
     workers = {"host:1:2": 3.0, "host:2:2": 1.0}
     changes: dict[str, Any] = {"limits": limits, "phase": StudyPhase.SEARCHING, "wall_seconds": 2.5}
-    assert found == record_of(**changes, worker_seconds=workers) and found.others_seconds == 4.0
+    assert stored == record_of(**changes, worker_seconds=workers) and stored.others_seconds == 4.0
     assert list(all_attributes(database)) == ["one"]
     delete_study(database, "one")
     assert study_names(database) == []
@@ -74,7 +74,7 @@ def test_names_are_listed_without_loading_trials(begin: Begin, database: str, mo
     assert read_record(database, "one") == record_of()
 
 
-def test_what_may_change_between_sessions_changes(begin: Begin, database: str) -> None:
+def test_fields_that_may_change_between_sessions_are_updated(begin: Begin, database: str) -> None:
     begin(record_of())
     later = record_of(out="elsewhere", terms=ProbeTerms(memory_gib=80.2, headroom=0.05, seed=7))
     begin(later)

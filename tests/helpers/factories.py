@@ -26,7 +26,7 @@ FINGERPRINT = Fingerprint(
 )
 
 
-# A model of any family that is built and trained in milliseconds: `model_type` and layers are to be added.
+# The config of a model that is built and trained in milliseconds. Add `model_type` and the number of layers.
 TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -63,7 +63,7 @@ def measurement(micro_s: float = 0.5, peak_gib: float = 20.0, **changes: Any) ->
 
 
 def result(config: TrainConfig | None = None, outcome: Outcome = Outcome.OK, **changes: Any) -> ProbeResult:
-    """A probe result; OK ones carry a measurement, OOM ones their detail."""
+    """A probe result. OK results have a measurement, OOM results have their detail."""
     values: dict[str, Any] = {"request_digest": "0" * 12, "rung": Rung.FULL, "seconds": {"total": 3.0}}
     if outcome is Outcome.OK:
         values["measurement"] = measurement()
@@ -73,7 +73,7 @@ def result(config: TrainConfig | None = None, outcome: Outcome = Outcome.OK, **c
 
 
 def add_measured(selection: Selection, config: TrainConfig, measurement: Measurement) -> None:
-    """Add a whole model's measurement, without times of its start."""
+    """Add the measurement of a whole model, without start-up times."""
     selection.add_result(result(config, measurement=measurement, seconds={}))
 
 
@@ -96,14 +96,18 @@ def oom_detail() -> OomDetail:
 
 
 def probes(rows: list[TrialRecord]) -> Iterator[ProbeResult]:
-    """What a study of these trials stores: four seconds for each, one after another; nothing where it was refused."""
+    """The stored probes of these trials, four seconds each, one after another. Refused trials have no times."""
     begun = datetime(2026, 11, 1, tzinfo=UTC)
     for row in rows:
-        ran = row.outcome is not Outcome.REFUSED
-        took = {"load": 0.4, "first_step": 1.5, "steady": 2.0, "cleanup": 0.1, "total": 4.0}
+        launched = row.outcome is not Outcome.REFUSED
+        seconds = {"load": 0.4, "first_step": 1.5, "steady": 2.0, "cleanup": 0.1, "total": 4.0}
         started = (begun + timedelta(seconds=5 * row.number)).isoformat(timespec="milliseconds")
         yield result(
-            row.config, row.outcome, rung=row.rung, seconds=took if ran else {}, started_at=started if ran else None
+            row.config,
+            row.outcome,
+            rung=row.rung,
+            seconds=seconds if launched else {},
+            started_at=started if launched else None,
         )
 
 

@@ -1,6 +1,6 @@
-"""Input as nobody should send it, for the fuzz tests: values, mutated files, and a guard over what the product does.
+"""Hostile input for the fuzz tests: values, mutated files, and a guard that watches the side effects of the product.
 
-AUTOTUNE_FUZZ=20 tries twenty times as many inputs, and others at every run.
+AUTOTUNE_FUZZ=20 tries twenty times as many inputs, with a new random seed at every run.
 """
 
 import copy
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 TIMES = int(os.environ.get("AUTOTUNE_FUZZ", "1"))
-HANG_S = 20.0  # of processor time for one input, which takes milliseconds
+HANG_S = 20.0  # processor time allowed for one input, which needs milliseconds
 
 WORDS = (
     *("../../x", "/etc/passwd", "~root/x", "~", ".", "", "a/b", "-rf", "--help", "con", "🙂", "ﬀ", "İ", "۱۲"),
@@ -70,7 +70,7 @@ values = st.recursive(
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:
-    """So many inputs, the same at every run; AUTOTUNE_FUZZ times as many, and new ones, where that is asked for."""
+    """Try this many inputs, the same at every run. AUTOTUNE_FUZZ multiplies the number and makes them random."""
     return settings(
         max_examples=examples * TIMES,
         derandomize=TIMES == 1,
@@ -82,18 +82,18 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
 
 @st.composite
 def mutated(draw: Any, originals: tuple[Any, ...]) -> Any:
-    """One of these pieces of plain data, a few of its parts replaced, removed, doubled or made up."""
+    """One of these values with a few of its parts replaced, removed, copied or added."""
     data = copy.deepcopy(draw(st.sampled_from(originals)))
     for _ in range(draw(st.integers(1, 3))):
         holder, key = draw(st.sampled_from(list(_places({"": data}))))
-        how = draw(st.sampled_from(("replace", "replace", "replace", "remove", "add", "move")))
-        if how == "add" and isinstance(holder[key], dict):
+        mutation = draw(st.sampled_from(("replace", "replace", "replace", "remove", "add", "move")))
+        if mutation == "add" and isinstance(holder[key], dict):
             holder[key][draw(scalars)] = draw(values)
-        elif how == "add" and isinstance(holder[key], list):
+        elif mutation == "add" and isinstance(holder[key], list):
             holder[key].append(draw(values))
-        elif how == "remove" and key != "":
+        elif mutation == "remove" and key != "":
             del holder[key]
-        elif how == "move":
+        elif mutation == "move":
             other, name = draw(st.sampled_from(list(_places({"": data}))))
             holder[key] = copy.deepcopy(other[name])
         else:
@@ -112,14 +112,14 @@ def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 @st.composite
 def yaml_files(draw: Any, originals: tuple[Any, ...]) -> bytes:
-    """A YAML file near one of these; or its text with something in it that is no part of it; or no YAML at all."""
-    how = draw(st.sampled_from(("data", "data", "data", "text", "noise")))
-    if how == "noise":
+    """A mutated YAML file: changed data, foreign snippets in the text, or no YAML at all."""
+    mutation = draw(st.sampled_from(("data", "data", "data", "text", "noise")))
+    if mutation == "noise":
         parts = st.lists(st.sampled_from(SNIPPETS), max_size=4) | st.sampled_from(DEEP).map(lambda deep: [deep])
         return draw(st.binary(max_size=60) | parts.map(_joined))
-    data = draw(mutated(originals) if how == "data" else st.sampled_from(originals))
+    data = draw(mutated(originals) if mutation == "data" else st.sampled_from(originals))
     text = yaml.safe_dump(data, allow_unicode=draw(st.booleans()), sort_keys=False)
-    if how == "text":
+    if mutation == "text":
         for _ in range(draw(st.integers(1, 3))):
             at = draw(st.integers(0, len(text)))
             text = text[:at] + draw(st.sampled_from(("", "\n", " "))) + draw(st.sampled_from(SNIPPETS)) + text[at:]
@@ -130,10 +130,10 @@ def _joined(parts: list[str]) -> bytes:
     return "\n".join(parts).encode(errors="surrogatepass")
 
 
-# What is watched, with the place of the path among an event's arguments.
+# The watched audit events, with the index of the path among their arguments.
 _WRITES = {"os.mkdir": 0, "os.rename": 1, "os.remove": 0, "os.rmdir": 0, "os.symlink": 1, "os.link": 1, "os.chmod": 0}
 _WRITES |= {"os.truncate": 0, "os.mkfifo": 0, "sqlite3.connect": 0}
-_NEVER = (
+_FORBIDDEN = (
     "subprocess.Popen",
     "os.system",
     "os.exec",
@@ -143,24 +143,24 @@ _NEVER = (
     "socket.getaddrinfo",
 )
 _allowed: Path | None = None
-_broken: list[str] = []
+_violations: list[str] = []
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if _allowed is None:
         return
-    if event in _NEVER:
-        _broken.append(f"{event} {arguments!r}")
+    if event in _FORBIDDEN:
+        _violations.append(f"{event} {arguments!r}")
     path = arguments[_WRITES[event]] if event in _WRITES else None
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         path = arguments[0]
     if isinstance(path, str | bytes | os.PathLike):
         full = os.path.realpath(os.fsdecode(path))
         if not full.startswith((f"{_allowed}/", "/dev/")) and full != str(_allowed):
-            _broken.append(f"{event} {full}")
+            _violations.append(f"{event} {full}")
 
 
-def _hung(number: int, frame: Any) -> None:
+def _raise_timeout(number: int, frame: Any) -> None:
     raise TimeoutError(f"more than {HANG_S:.0f} s of processor time")
 
 
@@ -169,13 +169,13 @@ sys.addaudithook(_audit)
 
 @contextmanager
 def guarded(allowed: Path) -> Iterator[None]:
-    """Nothing is written elsewhere, no process is started, nobody is connected to, and it ends."""
+    """Fail if the block writes outside `allowed`, starts a process, opens a connection, or does not end."""
     global _allowed
-    before, bytecode = signal.signal(signal.SIGVTALRM, _hung), sys.dont_write_bytecode
-    sys.dont_write_bytecode = True  # an import is no output
+    before, bytecode = signal.signal(signal.SIGVTALRM, _raise_timeout), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # imports must not write bytecode
     signal.setitimer(signal.ITIMER_VIRTUAL, HANG_S)
     _allowed = allowed.resolve()
-    _broken.clear()
+    _violations.clear()
     try:
         yield
     finally:
@@ -183,4 +183,4 @@ def guarded(allowed: Path) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
         sys.dont_write_bytecode = bytecode
-    assert _broken == [], _broken
+    assert _violations == [], _violations

@@ -1,4 +1,4 @@
-"""A device on which memory and time are lines in depth: its answers, for `ReplayProber`."""
+"""Answers for `ReplayProber` of a device whose memory and time are linear in the depth of the model."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import measurement, result
 from tests.helpers.replay import ReplayProber, need_gib
 
-LAYERS, HEAD = 32, 4  # embeddings and head are worth four layers
+LAYERS, HEAD = 32, 4  # embeddings and head need as much as four layers
 SHAPE = ModelShape(num_layers=LAYERS, prefix=0, period=1)
 FULL_S, SHORT_S = 10.0, 1.0
 
@@ -19,9 +19,9 @@ def steady(config: TrainConfig) -> float:
 
 
 def layered(rate: Callable[[TrainConfig], float] = steady, slower: float = 1.0, gradients_gib: float = 0.0) -> Answer:
-    """A device on which everything is a line in depth, but that whole models take `slower` times what it says.
+    """Answers of a device that is linear in depth, except that whole models take `slower` times the linear time.
 
-    A second micro batch finds `gradients_gib` of the first.
+    A second micro batch needs `gradients_gib` in addition, the gradients of the first.
     """
 
     def answer(request: ProbeRequest) -> ProbeResult:
@@ -31,12 +31,12 @@ def layered(rate: Callable[[TrainConfig], float] = steady, slower: float = 1.0, 
         gradients = gradients_gib * share if request.micro_steps > 1 else 0.0
         need, seconds = need_gib(config) * share + gradients, {"total": FULL_S if whole else SHORT_S}
         if need > limit:
-            held = 0.75 * limit
+            allocated = 0.75 * limit
             oom = OomDetail(
                 phase=Phase.FORWARD,
-                requested_gib=need - held,
-                allocated_gib=held,
-                reserved_gib=held,
+                requested_gib=need - allocated,
+                allocated_gib=allocated,
+                reserved_gib=allocated,
                 limit_gib=limit,
             )
             return result(config, Outcome.OOM, phase=Phase.FORWARD, oom=oom, seconds=seconds)
@@ -63,4 +63,5 @@ def layered(rate: Callable[[TrainConfig], float] = steady, slower: float = 1.0, 
 
 
 def asked(prober: ReplayProber) -> list[int | None]:
+    """The depths of all requests, None for whole models."""
     return [request.depth for request in prober.requests]

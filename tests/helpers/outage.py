@@ -1,4 +1,4 @@
-"""Databases: their tables, and how they go away and come back."""
+"""Create the tables of a database, and make it unreachable for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from autotune.study.storage.probe_store import ProbeStore
 
 
 def make_tables(url: str) -> None:
-    """Optuna's and ours."""
+    """Create the tables of Optuna and of autotune."""
     storage = RDBStorage(url)
     storage.engine.dispose()
     ProbeStore(url).close()
@@ -19,7 +19,7 @@ def make_tables(url: str) -> None:
 
 @contextmanager
 def away(database: str) -> Iterator[None]:
-    """The database cannot be reached meanwhile, and whoever was connected to it is cut off."""
+    """Make the database unreachable inside the block and close all its connections."""
     url = make_url(database)
     if url.get_backend_name() == "sqlite":
         file = Path(url.database or "")
@@ -31,7 +31,7 @@ def away(database: str) -> Iterator[None]:
         return
     import psycopg
 
-    with psycopg.connect(_beside(database), autocommit=True) as connection:
+    with psycopg.connect(_maintenance_url(database), autocommit=True) as connection:
         connection.execute(f'ALTER DATABASE "{url.database}" ALLOW_CONNECTIONS false')
         cut_off(database)
         yield
@@ -39,14 +39,14 @@ def away(database: str) -> Iterator[None]:
 
 
 def cut_off(database: str) -> None:
-    """End every connection to a database of PostgreSQL."""
+    """Close every connection to a PostgreSQL database."""
     import psycopg
 
-    with psycopg.connect(_beside(database), autocommit=True) as connection:
+    with psycopg.connect(_maintenance_url(database), autocommit=True) as connection:
         name = make_url(database).database
         connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name])
 
 
-def _beside(database: str) -> str:
-    """Another database of the same server."""
+def _maintenance_url(database: str) -> str:
+    """The URL of another database on the same server."""
     return make_url(database).set(drivername="postgresql", database="postgres").render_as_string(hide_password=False)

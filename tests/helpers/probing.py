@@ -1,4 +1,4 @@
-"""Probes of a tiny model on this machine's processor, and the processes that do them."""
+"""Requests for probes of a tiny model on the CPU, and helpers for the worker's processes."""
 
 import os
 import time
@@ -21,14 +21,14 @@ MODEL: dict[str, Any] = {
     "vocab_size": 256,
     "max_position_embeddings": 1024,
 }
-# A process's memory wanders by 2 or 3 MiB, whatever its peak: 1 % can be told from that only on some 400 MiB. They are
-# soonest reached by a model that keeps much of each token and computes little with it.
+# The memory of a process varies by 2 or 3 MiB at any peak, so that a difference of 1 % shows only above about 400 MiB.
+# This model reaches that quickly: it stores much for each token and computes little.
 WIDE = MODEL | {"hidden_size": 32, "intermediate_size": 1024}
 LARGE: dict[str, Any] = {"model": WIDE, "micro_batch_size": 32, "seq_len": 256}
 
 
 def request(memory_gib: float = 4.0, *, rung: Rung = Rung.FULL, model: dict[str, Any] = MODEL, **knobs: Any) -> Any:
-    """Three short steps, the last of them timed."""
+    """A request for three short steps, of which the last is timed."""
     small = {"micro_batch_size": 4, "seq_len": 64, "precision": "fp32", "checkpointing": "none"}
     return ProbeRequest(
         config=TrainConfig(**(small | knobs)),
@@ -43,6 +43,7 @@ def request(memory_gib: float = 4.0, *, rung: Rung = Rung.FULL, model: dict[str,
 
 
 def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -50,18 +51,19 @@ def alive(pid: int) -> bool:
 
 
 def members(group: int) -> list[int]:
-    """The living processes of a process group."""
-    found = []
+    """The running processes of a process group."""
+    pids = []
     for pid in psutil.pids():
         try:
             if os.getpgid(pid) == group and alive(pid):
-                found.append(pid)
+                pids.append(pid)
         except ProcessLookupError:
             continue
-    return found
+    return pids
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until the condition is true. Fails after a minute."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"waited a minute for {what}"

@@ -1,10 +1,10 @@
-"""Writes export_keys.yaml, what Axolotl, LLaMA-Factory and torchtune take, and has them check what is exported.
+"""Write export_keys.yaml, the keys that Axolotl, LLaMA-Factory and torchtune accept, and let them check the exports.
 
-They pin other versions of the same packages than autotune, so that they cannot be installed for the tests. Here each is
-installed without its dependencies into a directory of its own, beside the transformers that it pins; all else comes
-from the environment of the tests. After raising a version below, look at what changed in export_keys.yaml:
+These tools pin other versions of the same packages than autotune, so that the tests cannot install them. This program
+installs each without its dependencies into its own directory, together with the transformers that it pins. All other
+packages come from the environment of the tests. After raising a version below, review the changes in export_keys.yaml:
 
-    python tests/helpers/refresh_export_keys.py [DIRECTORY]     # about 3 minutes and 500 MB; DIRECTORY is kept
+    python tests/helpers/refresh_export_keys.py [DIRECTORY]     # about 3 minutes and 500 MB; DIRECTORY is not deleted
 """
 
 import os
@@ -34,7 +34,7 @@ TOOLS = {
         *("antlr4-python3-runtime==4.9.3", "tiktoken", "sentencepiece", "blobfile", "pillow"),
     ),
 }
-# What Axolotl switches on by itself and has no part in a step: of files, tokens, evaluation, and what is not used.
+# Options that Axolotl switches on by itself and that do not affect a training step.
 HARMLESS = (
     "attn_decontaminates_packing attn_supports_packing attn_uses_flash_lib attn_needs_dtype_cast eval_sample_packing"
     " experimental_skip_move_to_device generation_do_sample pretrain_multipack_attn qgalore_proj_quant save_safetensors"
@@ -43,7 +43,7 @@ HARMLESS = (
 
 
 def main(directory: Path) -> None:
-    told = {}
+    keys_of = {}
     for tool, packages in TOOLS.items():
         home = directory / tool
         if not home.exists():
@@ -58,13 +58,13 @@ def main(directory: Path) -> None:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         child = [sys.executable, __file__, "--inside", tool, *map(str, files)]
         done = subprocess.run(child, env=environment, check=True, stdout=subprocess.PIPE, text=True, cwd=directory)
-        told[tool] = yaml.safe_load(done.stdout.partition("---\n")[2])
-        print(f"{tool}: {len(files)} files accepted, {len(told[tool]['keys'])} keys")
-    KEYS.write_text(_text(told), encoding="utf-8")
+        keys_of[tool] = yaml.safe_load(done.stdout.partition("---\n")[2])
+        print(f"{tool}: {len(files)} files accepted, {len(keys_of[tool]['keys'])} keys")
+    KEYS.write_text(_text(keys_of), encoding="utf-8")
 
 
 def _exported(tool: str) -> list[str]:
-    """What is exported of each configuration of the tests, and of a model with a hostile name."""
+    """The exports of each configuration of the tests, and of models with hostile names."""
     from dataclasses import replace
 
     from autotune.export import FORMATS
@@ -75,9 +75,9 @@ def _exported(tool: str) -> list[str]:
     return [FORMATS[tool](one)[f"{tool}.yaml"] for one in recipes]
 
 
-def _text(told: dict[str, Any]) -> str:
-    lines = ["# Written by refresh_export_keys.py; names are parted by spaces."]
-    for tool, lists in told.items():
+def _text(keys_of: dict[str, Any]) -> str:
+    lines = ["# Written by refresh_export_keys.py; names are separated by spaces."]
+    for tool, lists in keys_of.items():
         lines += [f"{tool}:", f"  source: {' '.join(TOOLS[tool][:2])}"]
         for name, values in lists.items():
             wrapped = textwrap.wrap(" ".join(sorted(values)), 116, break_on_hyphens=False)
@@ -100,7 +100,7 @@ def _axolotl(files: list[str]) -> dict[str, list[str]]:
         cfg = DictDefault(values)
         prepare_plugins(cfg)
         checked = validate_config(cfg, capabilities=gpu, env_capabilities={"torch_version": "2.11.0"}).to_dict()
-        for key, value in values.items():  # as it was written, after all that Axolotl sets by itself
+        for key, value in values.items():  # unchanged by what Axolotl sets itself
             if key != "datasets" and checked.get(key) != value:
                 raise SystemExit(f"{file}: {key}: {checked.get(key)!r}, and not {value!r}")
         switched_on = {key for key, value in checked.items() if value is True and key not in values}
@@ -138,12 +138,12 @@ def _llamafactory(files: list[str]) -> dict[str, list[str]]:
         "messages",
         "role",
     ):
-        raise SystemExit(f"dataset_info.json is read otherwise: {vars(dataset)}")
+        raise SystemExit(f"dataset_info.json is read differently: {vars(dataset)}")
     parser.is_torch_bf16_gpu_available = lambda: True
     for file in files:
         values = OmegaConf.to_container(OmegaConf.load(file))  # as `llamafactory-cli train` reads it
         if values != yaml.safe_load(Path(file).read_text(encoding="utf-8")):
-            raise SystemExit(f"{file}: OmegaConf reads it otherwise")
+            raise SystemExit(f"{file}: OmegaConf reads it differently")
         without_gpu = {"use_cpu": True, "bf16": False, "fp16": False}
         model, data, training, finetuning, _ = parser.get_train_args(values | without_gpu)
         read = {**vars(training), **vars(finetuning), **vars(data), **vars(model)}
@@ -176,7 +176,7 @@ def _torchtune(files: list[str]) -> dict[str, list[str]]:
     for file in [*files, *_torchtune_models(Path(files[0]).parent)]:
         cfg = OmegaConf.load(file)
         if OmegaConf.to_container(cfg, resolve=True) != yaml.safe_load(Path(file).read_text(encoding="utf-8")):
-            raise SystemExit(f"{file}: OmegaConf reads it otherwise")
+            raise SystemExit(f"{file}: OmegaConf reads it differently")
         config.validate(cfg)  # binds each component's arguments to its signature
         for path in (part["_component_"] for part in cfg.values() if OmegaConf.is_dict(part) and "_component_" in part):
             parameters = inspect.signature(_get_component_from_path(path)).parameters.values()
@@ -191,7 +191,7 @@ def _torchtune(files: list[str]) -> dict[str, list[str]]:
 
 
 def _torchtune_models(directory: Path) -> list[Path]:
-    """A file of each model that there is a builder for, which is built without memory: as large as it is published."""
+    """Write a file for each model with a builder, and check its published number of parameters on the meta device."""
     import torch
     from omegaconf import OmegaConf
     from torchtune import config
@@ -219,7 +219,7 @@ def _torchtune_models(directory: Path) -> list[Path]:
 
 
 def _torchtune_logits(name: str) -> None:
-    """A small model of this family computes the same, read by its checkpointer and by transformers."""
+    """Check that torchtune and transformers compute the same logits with a small model of this family."""
     from dataclasses import replace
 
     import torch
@@ -250,7 +250,7 @@ def _torchtune_logits(name: str) -> None:
 
 
 def _recipe_keys(name: str) -> dict[str, list[str]]:
-    """What a recipe reads of its file: cfg.key, which has to be there, and cfg.get("key")."""
+    """The keys that a recipe reads: required ones as cfg.key, optional ones as cfg.get("key")."""
     import ast
 
     import torchtune

@@ -1,4 +1,4 @@
-"""ReplayProber: answers requests from a table or a function instead of a worker, and remembers what it was asked."""
+"""A prober that answers requests from a table or a function instead of a worker, and records the requests."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ Answers = Callable[[ProbeRequest], ProbeResult] | Mapping[TrainConfig, ProbeResu
 
 
 class ReplayProber:
-    """A `ladder.Prober`. A function may raise, as the worker's launcher does."""
+    """A prober for `Evaluator`. An answering function may raise, as the worker's launcher does."""
 
     def __init__(
         self, answers: Answers, fingerprint: Fingerprint = FINGERPRINT, shape: ModelShape | None = None
@@ -55,7 +55,7 @@ class ReplayProber:
 def machine(
     limit_gib: float = 4.0, rate: Callable[[TrainConfig], float] = lambda config: 1000.0
 ) -> Callable[[ProbeRequest], ProbeResult]:
-    """A device that holds `limit_gib` and trains `rate(config)` tokens a second: its answers, for `ReplayProber`."""
+    """Answers of a device with `limit_gib` of memory that trains `rate(config)` tokens per second."""
 
     def answer(request: ProbeRequest) -> ProbeResult:
         config, need = request.config, need_gib(request.config)
@@ -83,6 +83,6 @@ def machine(
 
 
 def need_gib(config: TrainConfig) -> float:
-    """1 GiB of weights, a quarter of it in 4 bits; 1 GiB for 1,024 tokens, half of it with every layer recomputed."""
+    """Weights take 1 GiB, or a quarter of it in 4 bits. 1,024 tokens take 1 GiB, or half if all is recomputed."""
     weights = 0.25 if config.quantization == "nf4" else 1.0
     return weights + config.tokens / 1024 * (0.5 if config.checkpointing == "full" else 1.0)

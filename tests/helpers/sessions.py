@@ -1,4 +1,4 @@
-"""A study session over recorded answers: what the tests of the loop, of confirming and of resuming share."""
+"""A study session with a `ReplayProber`, shared by the tests of the loop, of confirmation and of resuming."""
 
 import time
 from collections.abc import Callable
@@ -44,14 +44,14 @@ BASELINE = TrainConfig(seq_len=256)
 
 
 def by_tokens(config: TrainConfig) -> float:
-    """Every configuration has a rate of its own; what recomputes nothing and has the lower rank is faster."""
+    """A different rate for each configuration, higher without recomputation and with the lower rank."""
     speed = 1000.0 + 10 * config.micro_batch_size
     return speed * (0.7 if config.checkpointing == "full" else 1.0) * (0.9 if config.lora_rank == 32 else 1.0)
 
 
 @dataclass(kw_only=True)
 class Session:
-    """One session of the study 'one', as `autotune run` puts it together."""
+    """One session of the study 'one', built as `autotune run` builds it."""
 
     study: Study
     prober: ReplayProber
@@ -107,6 +107,8 @@ def record_of(task: Task | None = None, out: Path = Path("out"), **changes: Any)
 
 
 def starter(url: str, logs: Path, opened: list[Any]) -> Start:
+    """Return a function that starts sessions on this database and appends their connections to `opened`."""
+
     def start(
         answers: Answers | None = None,
         *,
@@ -148,14 +150,15 @@ def starter(url: str, logs: Path, opened: list[Any]) -> Start:
 
 
 def states(database: str) -> list[TrialState]:
+    """The states of all trials as Optuna reads them."""
     storage = optuna.storages.RDBStorage(database)
-    found = [trial.state for trial in optuna.load_study(storage=storage, study_name="one").trials]
+    trial_states = [trial.state for trial in optuna.load_study(storage=storage, study_name="one").trials]
     storage.engine.dispose()
-    return found
+    return trial_states
 
 
 def whole(start: Start, answers: Answers | None = None, **arguments: Any) -> Session:
-    """A session with the baseline in its queue, run and confirmed."""
+    """Run and confirm a session that starts with the baseline."""
     session = start(answers, begin=[BASELINE], **arguments)
     session.study.run()
     session.study.confirm()
@@ -163,25 +166,25 @@ def whole(start: Start, answers: Answers | None = None, **arguments: Any) -> Ses
 
 
 def begun(start: Start, **arguments: Any) -> Session:
-    """A study whose baseline is measured."""
+    """Run a session that measures only the baseline."""
     session = start(begin=[BASELINE], trials=1, **arguments)
     session.study.run()
     return session
 
 
-def altered(**shares: float) -> Callable[[ProbeRequest], ProbeResult]:
-    """The same machine, with some of what it measures larger by a share."""
+def altered(**factors: float) -> Callable[[ProbeRequest], ProbeResult]:
+    """Answers of the usual machine with some fields of its measurements scaled by a factor."""
 
     def answer(request: ProbeRequest) -> ProbeResult:
-        told = machine(rate=by_tokens)(request)
-        if told.measurement is None:
-            return told
+        probed = machine(rate=by_tokens)(request)
+        if probed.measurement is None:
+            return probed
         changes: dict[str, Any] = {
-            name: tuple(one * share for one in value)
-            if isinstance(value := getattr(told.measurement, name), tuple)
-            else value * share
-            for name, share in shares.items()
+            name: tuple(number * factor for number in value)
+            if isinstance(value := getattr(probed.measurement, name), tuple)
+            else value * factor
+            for name, factor in factors.items()
         }
-        return replace(told, measurement=replace(told.measurement, **changes))
+        return replace(probed, measurement=replace(probed.measurement, **changes))
 
     return answer

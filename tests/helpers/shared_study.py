@@ -1,4 +1,4 @@
-"""A study of many short trials on processors, for the tests in which several processes work on one."""
+"""A study of many short CPU trials, for tests in which several processes share it."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -22,7 +22,7 @@ ARGUMENTS += ("--budget", "10m", "--memory-gib", "1", "--study", "one")
 
 @contextmanager
 def opened(url: str) -> Iterator[Optimizer]:
-    """The study, to be read."""
+    """Open the study for reading."""
     record = read_record(url, "one")
     assert record is not None
     with closing(Optimizer.open(url, "one", record.task.space)) as search:

@@ -1,4 +1,4 @@
-"""autotune from Python: the examples of the documentation, run as they stand, and what a notebook shows."""
+"""autotune from Python: the examples of the documentation, and the display in a notebook."""
 
 import json
 import re
@@ -22,7 +22,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 @pytest.mark.probe
-def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
     names: dict[str, Any] = {}
@@ -38,33 +38,35 @@ def test_the_examples_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "again" / "report.html").is_file() and (tmp_path / "again" / "export" / "train.py").is_file()
 
 
-def found(**changes: Any) -> StudyResult:
+def study_result(**changes: Any) -> StudyResult:
     return StudyResult(summary=replace(summary(), **changes), record=record_of())
 
 
-def test_a_notebook_shows_text_as_text() -> None:
-    shown = found(study="<script>alert(1)</script>")._repr_html_()
+def test_a_notebook_escapes_text() -> None:
+    shown = study_result(study="<script>alert(1)</script>")._repr_html_()
     assert "<script>" not in shown and "&lt;script&gt;" in shown
     assert "winner" in shown and "tokens/s" in shown and "[measured]" in shown
 
 
-def test_a_study_without_a_winner_says_so() -> None:
-    nothing = found(recipe=None)
+def test_a_study_without_a_winner_raises_nothing_fits() -> None:
+    nothing = study_result(recipe=None)
     assert "no configuration succeeded" in nothing._repr_html_()
     for ask in (lambda: nothing.winner, lambda: nothing.export("train")):
         with pytest.raises(NothingFits):
             ask()
 
 
-def test_trials_are_plain_and_figures_are_plotlys() -> None:
+def test_trials_are_plain_values_and_figures_are_plotly_figures() -> None:
     from plotly.graph_objects import Figure
 
-    one = found()
-    assert all(isinstance(value, str | int | float | bool | None) for trial in one.trials for value in trial.values())
-    assert one.figures and all(isinstance(figure, Figure) for figure in one.figures.values())
+    result = study_result()
+    assert all(
+        isinstance(value, str | int | float | bool | None) for trial in result.trials for value in trial.values()
+    )
+    assert result.figures and all(isinstance(figure, Figure) for figure in result.figures.values())
 
 
-def test_what_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_names_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="no study"):
         load_study("none")
@@ -74,7 +76,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         print(autotune.tunes)
 
 
-def test_a_space_of_ones_own() -> None:
+def test_a_space_is_built_from_keyword_arguments() -> None:
     space = SearchSpace.of(micro_batch_size=[1, 2], lora_rank=16, checkpointing=("none", "full"))
     assert space.size() == 4 and {knob.name for knob in space.knobs if knob.kind == "learning"} == {"lora_rank"}
     assert SearchSpace.of(lora_rank=range(16, 18)).size() == 2
@@ -110,7 +112,7 @@ def test_an_impossible_option_is_an_autotune_error(tmp_path: Path, monkeypatch: 
 def test_a_space_from_python_survives_resume_and_nothing_is_printed_or_left_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Two studies in one process leave no pool behind, and the command line continues one of them."""
+    """Two studies in one process leave no connection open, and the command line resumes one of them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
     engines: list[Any] = []

@@ -1,4 +1,4 @@
-"""A password and keys of clouds and hubs, looked for in everything that a real study with failures leaves behind."""
+"""Search for a password and for cloud and hub keys in everything that a real study with failures writes."""
 
 import os
 import subprocess
@@ -29,11 +29,11 @@ RUN += ("--global-batch", "128", "--budget", "5m", "--study", "mine", "--out", "
 
 
 class Study:
-    """A folder in which commands are run with secrets around them, and all that they said."""
+    """A folder in which commands run with secrets in their environment, and the output of these commands."""
 
     def __init__(self, folder: Path, url: URL) -> None:
         self.folder, self.url = folder, url.set(password=PASSWORD)
-        self.said: dict[str, str] = {}
+        self.output: dict[str, str] = {}
         (folder / "space.yaml").write_text(SPACE)
 
     def run(self, *arguments: str, url: URL | None = None) -> int:
@@ -48,23 +48,23 @@ class Study:
             timeout=300,
             env=os.environ | secrets,
         )
-        self.said[" ".join(arguments)] = ended.stdout + ended.stderr
+        self.output[" ".join(arguments)] = ended.stdout + ended.stderr
         return ended.returncode
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory, postgres: Callable[[], str]) -> Study:
     ran = Study(tmp_path_factory.mktemp("canary"), make_url(postgres()))
-    assert ran.run(*RUN) == 0, ran.said
+    assert ran.run(*RUN) == 0, ran.output
     return ran
 
 
-def test_the_study_had_what_leaks_come_from(study: Study) -> None:
-    (told,) = study.said.values()
-    assert '"oom"' in told and '"crash"' in told and "injected" in told
+def test_the_study_had_failures_and_ooms(study: Study) -> None:
+    (text,) = study.output.values()
+    assert '"oom"' in text and '"crash"' in text and "injected" in text
 
 
-def test_no_command_tells_a_secret(study: Study) -> None:
+def test_no_command_prints_a_secret(study: Study) -> None:
     for words in (
         ["status"],
         ["status", "--json"],
@@ -79,8 +79,8 @@ def test_no_command_tells_a_secret(study: Study) -> None:
         assert study.run("status", url=url) == 6
         assert study.run("--debug", "status", "mine", url=url) == 6
         assert study.run("doctor", url=url) == 3
-    leaks = {words for words, text in study.said.items() if PASSWORD in text or KEY in text}
-    assert len(study.said) >= 9 and leaks == set()
+    leaks = {words for words, text in study.output.items() if PASSWORD in text or KEY in text}
+    assert len(study.output) >= 9 and leaks == set()
 
 
 def test_no_file_holds_a_secret(study: Study) -> None:

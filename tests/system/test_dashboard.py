@@ -1,4 +1,4 @@
-"""`autotune dashboard`: the real command over a real study, and that a request changes nothing."""
+"""`autotune dashboard`: the real command with a real study. No request changes the database."""
 
 import http.client
 import importlib.util
@@ -50,7 +50,7 @@ def finished(start: Start, out: Path) -> Session:
 
 
 class Served:
-    """`autotune dashboard`, running."""
+    """A running `autotune dashboard`."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         (folder / "tmp").mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ class Served:
         return json.loads(body)
 
     def end(self, how: signal.Signals) -> tuple[int, str]:
-        """(exit status, stderr)"""
+        """Send a signal and return (exit status, stderr)."""
         self._process.send_signal(how)
         _, errors = self._process.communicate(timeout=30)
         return self._process.returncode, errors
@@ -97,13 +97,13 @@ class Served:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tables: Path) -> Path:
-    """Where a study was run."""
+    """A folder with the database of a finished study."""
     folder = tmp_path_factory.mktemp("it's here & 100%")
     shutil.copy(tables, folder / "autotune.db")
     opened: list[Any] = []
     finished(starter(f"sqlite:///{folder / 'autotune.db'}", folder / "logs", opened), folder / "runs" / "one")
-    for one in opened:
-        one.close()
+    for resource in opened:
+        resource.close()
     return folder
 
 
@@ -205,7 +205,7 @@ def test_a_browser_shows_the_study_with_its_figures_and_reports(served: Served, 
     page.open(served.url)
     shown = page.text("one (id=0)", "Best Trial", "Useful tokens/s against peak reserved memory", "oom_report.md")
     assert "report.html" in shown
-    assert "fingerprint" not in shown  # data for the program is not shown
+    assert "fingerprint" not in shown  # internal data is not shown
     assert page.run("document.querySelectorAll('.js-plotly-plot .point').length") > 8
 
 
@@ -216,7 +216,7 @@ def test_a_browser_shows_notes_and_violated_constraints(served: Served, page: Pa
     ran_out = next(one for one in study["trials"] if one["note"]["body"].startswith("**out of memory**"))
     page.open(f"{served.url}/trials?numbers={ran_out['number']}")
     page.text(f"Trial {ran_out['number']} (trial_id=", "out of memory [measured]", "Reason: out of memory in backward")
-    # The best trial is among those that fit: the winner is marked, not a trial that ran out of memory.
+    # The dashboard marks a trial that fits as the best, not one that ran out of memory.
     best = page.run("[...document.querySelectorAll('li')].filter(one => one.innerText.includes('Best Trial')).length")
     fits = [one["number"] for one in study["trials"] if max(one["constraints"]) <= 0]
     assert best == 1 and ran_out["number"] not in fits
@@ -234,7 +234,7 @@ def test_a_browser_cannot_write(served: Served, page: Page, folder: Path, study:
     assert served.get("/api/studies/0") == study and (folder / "autotune.db").read_bytes() == before
 
 
-def test_a_taken_port_and_ctrl_c(served: Served, folder: Path) -> None:
+def test_a_taken_port_is_an_error_and_ctrl_c_ends_it(served: Served, folder: Path) -> None:
     port = str(urlsplit(served.url).port)
     other = Served(folder, "--port", port)
     assert other.lines[0] == f"port {port} is taken; this is another"
@@ -265,14 +265,16 @@ def test_a_public_address_is_refused(
     assert "ssh -N -L 8099:127.0.0.1:8099 " in message
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_dashboard_package_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, message = refusal(monkeypatch, capsys)
     assert code == 3
     assert message.startswith("error: optuna-dashboard is not installed\n  try: pip install optuna-dashboard\n")
 
 
-def test_no_database_is_made(
+def test_the_dashboard_creates_no_database(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, message = refusal(monkeypatch, capsys, "--storage", f"sqlite:///{tmp_path}/no.db")
@@ -285,13 +287,13 @@ def test_no_database_is_made(
 
 
 def rows(url: str) -> dict[str, list[Any]]:
-    """Everything that a database holds."""
+    """All rows of all tables of a database."""
     engine = sa.create_engine(url)
     with engine.connect() as connection:
         names = sa.inspect(connection).get_table_names()
-        found = {name: sorted(map(repr, connection.execute(sa.text(f'SELECT * FROM "{name}"')))) for name in names}
+        contents = {name: sorted(map(repr, connection.execute(sa.text(f'SELECT * FROM "{name}"')))) for name in names}
     engine.dispose()
-    return found
+    return contents
 
 
 def get(app: Any, path: str) -> Any:
@@ -318,7 +320,7 @@ def test_a_running_study_is_read_again(
         assert (last["state"], last["constraints"]) == ("Pruned", [1.0, 0.0])
         assert last["note"]["body"].endswith("Reason: `` a `tick` ``")
 
-        attributes, trials = search.record()  # a trial that ends between the two readings is not in the record yet
+        attributes, trials = search.record()  # a trial that ends between the two reads is not in the record yet
         early = LiveDashboard(lambda: (attributes, trials[:5]), lambda: load_study("one", url).summary, "one")
         assert len(get(early, "/api/studies/0")["trials"]) == 5
 

@@ -1,4 +1,4 @@
-"""The whole program on this machine's processor: real probes, real OOMs, a real study that is killed and goes on."""
+"""The whole program on the CPU: real probes, real OOMs, and a real study that is killed and resumed."""
 
 import json
 import os
@@ -25,9 +25,8 @@ from tests.helpers.factories import summary
 
 pytestmark = pytest.mark.probe
 
-# 128 sequences of 64 tokens do not fit into 0.7 GiB, in whatever way they are trained; 4 fit easily. The climb tries
-# 128 first. There are trials enough for all of the winner's rank, so that 256, which accumulate too, come after and
-# are refused.
+# 128 sequences of 64 tokens do not fit into 0.7 GiB with any configuration; 4 fit easily. The search tries 128 first.
+# There are enough trials for all configurations of the winner's rank, so that 256 comes later and is refused.
 SPACE = """\
 version: 1
 knobs:
@@ -70,7 +69,7 @@ def prepared(folder: Path) -> Path:
 
 
 def trials(folder: Path, study: str) -> list[optuna.trial.FrozenTrial]:
-    """As Optuna itself reads them."""
+    """All trials as Optuna reads them."""
     storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'runs' / 'autotune.db'}")
     try:
         return optuna.load_study(storage=storage, study_name=study).trials
@@ -101,7 +100,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(folder=folder, out=Path(data["out_dir"]), ended=ended, data=data)
 
 
-def test_there_is_a_winner_that_was_measured(finished: Finished) -> None:
+def test_the_winner_was_measured(finished: Finished) -> None:
     data = finished.data
     winner, baseline = data["winner"], data["baseline"]
     assert (data["model"], data["device"], data["evidence"]) == ("demo-3m", "cpu", "measured")
@@ -111,13 +110,13 @@ def test_there_is_a_winner_that_was_measured(finished: Finished) -> None:
     assert data["speedup"] == pytest.approx(
         winner["performance"]["tokens_per_second"] / baseline["performance"]["tokens_per_second"]
     )
-    # 2,000 examples at the winner's speed, at the price that was given
+    # 2,000 examples at the winner's speed and the given price
     hours = winner["cost"]["full_run_hours"]
     assert hours == pytest.approx(2000 / winner["performance"]["samples_per_second"] / 3600, rel=0.05)
     assert winner["cost"]["full_run_usd"] == pytest.approx(hours * 0.5)
 
 
-def test_memory_ran_out_and_the_larger_ones_were_refused(finished: Finished) -> None:
+def test_after_an_oom_larger_configurations_are_refused(finished: Finished) -> None:
     rows = {row["number"]: row for row in lines(finished.out)}
     assert len(rows) == TRIALS == finished.data["trials"]["total"]
     outcomes = [row["outcome"] for row in rows.values()]
@@ -147,14 +146,14 @@ def test_the_json_has_the_documented_keys(finished: Finished) -> None:
     assert finished.data["fingerprint"].keys() == expected["fingerprint"].keys()
 
 
-def test_stderr_tells_the_story_and_stdout_is_json_alone(finished: Finished) -> None:
+def test_messages_are_on_stderr_and_stdout_is_json(finished: Finished) -> None:
     assert finished.ended.out.count("\n") == 1
     for part in ("baseline", "left out  lora_rank 8", "over the limit", "winner", "speed-up", "--max-steps 5"):
         assert part in finished.ended.err
     assert "Traceback" not in finished.ended.err and "Warning" not in finished.ended.err
 
 
-def test_the_folder_is_complete(finished: Finished) -> None:
+def test_the_study_directory_is_complete(finished: Finished) -> None:
     out = finished.out
     names = {path.name for path in out.iterdir()} - {".lock"}
     assert names == {
@@ -189,14 +188,14 @@ def test_the_exported_script_trains(finished: Finished, tmp_path: Path) -> None:
         env={**environment(), "PYTHON": sys.executable},
     )
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["steps"] == 2 and told["tokens_per_second"] > 0
+    output = json.loads(ended.stdout.splitlines()[-1])
+    assert output["steps"] == 2 and output["tokens_per_second"] > 0
 
 
-def test_status(finished: Finished) -> None:
-    told = autotune(finished.folder, "status", "--json")
-    assert told.code == 0, told.err
-    data = json.loads(told.out)
+def test_status_shows_the_study(finished: Finished) -> None:
+    output = autotune(finished.folder, "status", "--json")
+    assert output.code == 0, output.err
+    data = json.loads(output.out)
     assert data.pop("running") is False
     changing = ("wall_seconds", "search_usd")
     assert {key: value for key, value in data.items() if key not in changing} == {
@@ -207,10 +206,10 @@ def test_status(finished: Finished) -> None:
     assert f"{TRIALS} total" in plain.out and finished.data["study"] in plain.out and "measured" in plain.out
 
 
-def test_oom(finished: Finished) -> None:
-    told = autotune(finished.folder, "oom", finished.data["study"])
-    assert (told.code, told.err) == (0, "")
-    assert told.out.strip() == (finished.out / "oom_report.md").read_text().strip()
+def test_oom_shows_the_oom_report(finished: Finished) -> None:
+    output = autotune(finished.folder, "oom", finished.data["study"])
+    assert (output.code, output.err) == (0, "")
+    assert output.out.strip() == (finished.out / "oom_report.md").read_text().strip()
     assert json.loads(autotune(finished.folder, "oom", "--json").out) == json.loads(
         (finished.out / "oom_report.json").read_text()
     )
@@ -230,29 +229,29 @@ def test_report_and_export_write_the_same_again(finished: Finished, tmp_path: Pa
     assert all(Path(line).exists() for line in ended.out.splitlines())
 
 
-def test_another_limit_cannot_continue_the_study(finished: Finished) -> None:
+def test_a_study_cannot_continue_with_another_memory_limit(finished: Finished) -> None:
     arguments = ["2" if one == "0.7" else one for one in ARGUMENTS]
     ended = autotune(finished.folder, "run", *arguments, "--study", finished.data["study"])
     assert ended.code == 2 and ended.out == ""
-    assert "its memory in GiB differs: 1 then, 2 now" in ended.err  # 0.7 is told as 1
+    assert "its memory in GiB differs: 1 then, 2 now" in ended.err  # 0.7 is printed as 1
 
 
-def test_explain_says_what_each_knob_of_the_winner_is_worth(finished: Finished) -> None:
-    """The last of those that look at this study, whose files it writes again."""
+def test_explain_shows_the_effect_of_each_knob_of_the_winner(finished: Finished) -> None:
+    """The last test of this study, since it rewrites the files."""
     ended = autotune(finished.folder, "explain", finished.data["study"], "--json")
     assert ended.code == 0, ended.err
-    told = json.loads(ended.out)
+    output = json.loads(ended.out)
     summary = json.loads((finished.out / "summary.json").read_text())
     winner, baseline = (summary[who]["config"] for who in ("winner", "baseline"))
-    assert summary["explanation"] == told
-    assert [one["knob"] for one in told["undone"]] == [name for name in winner if winner[name] != baseline[name]]
-    for one in told["undone"]:
+    assert summary["explanation"] == output
+    assert [one["knob"] for one in output["undone"]] == [name for name in winner if winner[name] != baseline[name]]
+    for one in output["undone"]:
         assert TrainConfig(**one["config"]).as_dict() == winner | {one["knob"]: baseline[one["knob"]]}
         assert one["tokens_per_s"] is None or one["tokens_per_s"] > 0
     assert "Why it won" in (finished.out / "report.html").read_text()
 
 
-# Cut off
+# Interruptions
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -277,11 +276,11 @@ def test_status_from_another_terminal_while_it_runs(tmp_path: Path) -> None:
         command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     ) as process:
         until(lambda: (tmp_path / "out" / "trials.jsonl").exists() and len(lines(tmp_path / "out")) > 0, process)
-        told, as_data = autotune(tmp_path, "status"), autotune(tmp_path, "status", "mine", "--json")
+        output, as_data = autotune(tmp_path, "status"), autotune(tmp_path, "status", "mine", "--json")
         process.terminate()
         out, err = process.communicate()
-    assert (told.code, told.err) == (0, "")
-    assert f"mine, being run by process {process.pid}" in told.out and " total" in told.out
+    assert (output.code, output.err) == (0, "")
+    assert f"mine, being run by process {process.pid}" in output.out and " total" in output.out
     assert json.loads(as_data.out)["running"] is True
     assert all("event" in json.loads(line) for line in out.splitlines())
     assert err.startswith("error: stopped")
@@ -289,9 +288,9 @@ def test_status_from_another_terminal_while_it_runs(tmp_path: Path) -> None:
 
 
 def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int) -> tuple[int, str]:
-    """A session of the study 'mine' that gets a signal in the middle of a probe, once `after` trials are done.
+    """Run a session of the study 'mine' and send it a signal during a probe, after `after` trials.
 
-    Its worker dies with it, and what that had in the folder for temporary files goes, unless nobody was left to do so.
+    Checks that its worker ends too and that its temporary files are deleted.
     """
     arguments = ("run", *ARGUMENTS, "--study", "mine", "--out", "out", "--trials", str(total))
     scratch = folder / "scratch"
@@ -303,7 +302,7 @@ def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int)
         out = folder / "out"
 
         def probing() -> bool:
-            """A probe's log is there, and its trial is not."""
+            """Whether some probe has a log but its trial is not recorded yet."""
             done = {row["number"] for row in lines(out)} if (out / "trials.jsonl").exists() else set()
             begun = {int(path.stem.removeprefix("trial-")) for path in (out / "logs").glob("trial-*.log")}
             return len(done) >= after and bool(begun - done)
@@ -325,7 +324,7 @@ def interrupted(folder: Path, number: signal.Signals, *, after: int, total: int)
 TOTAL = 3
 
 
-def test_a_killed_study_goes_on_with_nothing_lost(tmp_path: Path) -> None:
+def test_a_killed_study_resumes_without_loss(tmp_path: Path) -> None:
     folder, out = prepared(tmp_path), tmp_path / "out"
     code, _ = interrupted(folder, signal.SIGKILL, after=1, total=TOTAL)
     assert code == -signal.SIGKILL
@@ -338,16 +337,18 @@ def test_a_killed_study_goes_on_with_nothing_lost(tmp_path: Path) -> None:
     after = lines(out)
     assert after[: len(before)] == before
     assert len(after) == TOTAL == json.loads(ended.out)["trials"]["total"]
-    found = trials(folder, "mine")
-    assert {trial.state for trial in found} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
-    assert sum(trial.state is not TrialState.FAIL for trial in found) == TOTAL
-    # What was cut off came next.
-    again = next(trial for trial in found if trial.number > lost[0].number and trial.state is not TrialState.FAIL)
+    finished_trials = trials(folder, "mine")
+    assert {trial.state for trial in finished_trials} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
+    assert sum(trial.state is not TrialState.FAIL for trial in finished_trials) == TOTAL
+    # The interrupted trial came next.
+    again = next(
+        trial for trial in finished_trials if trial.number > lost[0].number and trial.state is not TrialState.FAIL
+    )
     assert again.params == lost[0].params
     assert json.loads(ended.out)["winner"] is not None
 
 
-def test_a_stopped_study_is_kept_and_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_study_is_stored_and_resumes(tmp_path: Path) -> None:
     folder, out = prepared(tmp_path), tmp_path / "out"
     code, err = interrupted(folder, signal.SIGINT, after=1, total=TOTAL)
     assert code == 130
@@ -362,7 +363,7 @@ def test_a_stopped_study_is_kept_and_goes_on(tmp_path: Path) -> None:
         assert (out / name).exists()
     assert TrialState.RUNNING not in {trial.state for trial in trials(folder, "mine")}
 
-    # It goes on, and SIGTERM, which a batch system sends, ends it as gently.
+    # It resumes, and SIGTERM, which batch systems send, also ends it cleanly.
     code, err = interrupted(folder, signal.SIGTERM, after=len(before) + 1, total=TOTAL + 2)
     assert code == 143
     assert err.splitlines()[-2].startswith("error: stopped") and "Traceback" not in err
@@ -371,8 +372,8 @@ def test_a_stopped_study_is_kept_and_goes_on(tmp_path: Path) -> None:
     assert TrialState.RUNNING not in {trial.state for trial in trials(folder, "mine")}
 
 
-def test_a_model_that_fits_nowhere(tmp_path: Path) -> None:
-    """Two of its layers fit with one example of 64 tokens, and four do not."""
+def test_a_model_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    """Two layers of the model fit with one example of 64 tokens, four do not."""
     (tmp_path / "model").mkdir()
     config = {
         "model_type": "llama",

@@ -1,4 +1,4 @@
-"""10,000 inputs that nobody should send: each ends in a value or in a documented error, soon, and inside its folder."""
+"""10,000 hostile inputs: each gives a value or a documented error, quickly, and writes only inside its folder."""
 
 import json
 import tempfile
@@ -79,8 +79,8 @@ ROWS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder so deep that `../../x` stays in what is looked at, and no Hub. Temporary files are in it too."""
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory so deep that `../../x` stays inside the checked root. It holds temporary files; no Hub."""
     import huggingface_hub.constants as hub
     from hypothesis.internal.conjecture import providers
 
@@ -92,15 +92,15 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("HOME", str(root))
         patch.setattr(hub, "HF_HUB_OFFLINE", True)
         patch.setattr(tempfile, "tempdir", str(folder))
-        # It takes constants from the modules that are loaded: the inputs would hang on which tests ran before.
+        # Hypothesis takes constants from loaded modules, so that the inputs would depend on the tests that ran before.
         patch.setattr(providers, "_get_local_constants", lambda: providers._local_constants)
         for name in ("AUTOTUNE_STORAGE", "COLUMNS"):
             patch.delenv(name, raising=False)
         yield folder
 
 
-def written(here: Path, name: str, content: bytes) -> Path:
-    path = here / name
+def written(workdir: Path, name: str, content: bytes) -> Path:
+    path = workdir / name
     path.write_bytes(content)
     return path
 
@@ -111,9 +111,9 @@ def as_json(data: Any) -> bytes:
 
 @fuzz(2000)
 @given(content=yaml_files(SPACES))
-def test_search_spaces(here: Path, content: bytes) -> None:
-    path = written(here, "space.yaml", content)
-    with guarded(here), suppress(AutotuneError):
+def test_search_spaces(workdir: Path, content: bytes) -> None:
+    path = written(workdir, "space.yaml", content)
+    with guarded(workdir), suppress(AutotuneError):
         space = SearchSpace.load(str(path))
         assert space.knobs and space.size() >= 1
         set_up(make_spec(None, {"model": "demo-3m", "space": str(path)}), CPU)
@@ -121,50 +121,50 @@ def test_search_spaces(here: Path, content: bytes) -> None:
 
 @fuzz(2000)
 @given(content=yaml_files(SPECS))
-def test_study_specs(here: Path, content: bytes) -> None:
-    path = written(here, "study.yaml", content)
-    with guarded(here), suppress(AutotuneError):
+def test_study_specs(workdir: Path, content: bytes) -> None:
+    path = written(workdir, "study.yaml", content)
+    with guarded(workdir), suppress(AutotuneError):
         spec = make_spec(path, {})
         task = set_up(replace(spec, gpu="cpu"), CPU).task
-        assert study_directory(None, task.study).resolve().parent == here / "runs"
+        assert study_directory(None, task.study).resolve().parent == workdir / "runs"
 
 
 @fuzz(1500)
 @given(content=yaml_files(PRICES))
-def test_price_files(here: Path, content: bytes) -> None:
-    path = written(here, "prices.yaml", content)
-    with guarded(here), suppress(AutotuneError):
+def test_price_files(workdir: Path, content: bytes) -> None:
+    path = written(workdir, "prices.yaml", content)
+    with guarded(workdir), suppress(AutotuneError):
         assert all(price.usd_per_hour >= 0 and price.provider.isprintable() for price in load_prices(path))
 
 
 @fuzz(1000)
 @given(content=mutated((SUBMISSION,)).map(as_json) | st.binary(max_size=50) | values.map(as_json))
-def test_submissions(here: Path, content: bytes) -> None:
-    path = written(here, "theirs.json", content)
-    evidence = here / "evidence"
+def test_submissions(workdir: Path, content: bytes) -> None:
+    path = written(workdir, "theirs.json", content)
+    evidence = workdir / "evidence"
     with guarded(evidence), suppress(AutotuneError):
         target, _ = store_submission(path, evidence)
         assert target.parent == evidence
         target.unlink()
     with guarded(evidence):
-        load_evidence(here)
+        load_evidence(workdir)
 
 
 @fuzz(1000)
 @given(content=yaml_files(FOREIGN))
-def test_yaml_of_other_tools(here: Path, content: bytes) -> None:
-    path = written(here, "run.yaml", content)
-    with guarded(here), suppress(AutotuneError):
+def test_yaml_of_other_tools(workdir: Path, content: bytes) -> None:
+    path = written(workdir, "run.yaml", content)
+    with guarded(workdir), suppress(AutotuneError):
         check(path, {"gpu": "h200"})
 
 
 @fuzz(500)
 @given(content=mutated(CONFIGS).map(as_json) | values.map(as_json) | st.binary(max_size=50))
-def test_configs_of_models(here: Path, content: bytes) -> None:
-    folder = here / "model"
+def test_configs_of_models(workdir: Path, content: bytes) -> None:
+    folder = workdir / "model"
     folder.mkdir(exist_ok=True)
     written(folder, "config.json", content)
-    with guarded(here), suppress(AutotuneError):
+    with guarded(workdir), suppress(AutotuneError):
         resolve_model(str(folder))
         task = set_up(make_spec(None, {"model": str(folder), "space": "lora"}), H200).task
         plan_task(task, device_limit_gib(H200, 0.05))
@@ -177,9 +177,9 @@ LINES = st.lists(
 
 @fuzz(500)
 @given(content=st.binary(max_size=40) | LINES.map(lambda lines: "\n".join(lines).encode()))
-def test_files_of_lengths(here: Path, content: bytes) -> None:
-    path = written(here, "lengths.txt", content)
-    with guarded(here), suppress(AutotuneError):
+def test_files_of_lengths(workdir: Path, content: bytes) -> None:
+    path = written(workdir, "lengths.txt", content)
+    with guarded(workdir), suppress(AutotuneError):
         assert read_lengths(path).mean >= 1
 
 
@@ -189,9 +189,9 @@ def test_files_of_lengths(here: Path, content: bytes) -> None:
     noise=st.binary(max_size=30),
     suffix=st.sampled_from((".jsonl",) * 9 + (".txt",)),
 )
-def test_datasets(here: Path, rows: list[Any], noise: bytes, suffix: str) -> None:
-    path = written(here, f"rows{suffix}", b"\n".join(map(as_json, rows)) + (noise if len(noise) > 20 else b""))
-    with guarded(here), suppress(AutotuneError):
+def test_datasets(workdir: Path, rows: list[Any], noise: bytes, suffix: str) -> None:
+    path = written(workdir, f"rows{suffix}", b"\n".join(map(as_json, rows)) + (noise if len(noise) > 20 else b""))
+    with guarded(workdir), suppress(AutotuneError):
         assert dataset_lengths(path, None).mean >= 1
 
 
@@ -230,9 +230,9 @@ COMMANDS = st.one_of(
 
 @fuzz(800)
 @given(command=COMMANDS)
-def test_the_command_line(here: Path, command: tuple[list[str], list[tuple[str, str]]]) -> None:
+def test_the_command_line(workdir: Path, command: tuple[list[str], list[tuple[str, str]]]) -> None:
     words = [*command[0], *(word for flag in command[1] for word in flag)]
-    with guarded(here.parent.parent.parent):
+    with guarded(workdir.parent.parent.parent):
         ended = CliRunner().invoke(app, words)
     if isinstance(ended.exception, AutotuneError):
         assert ended.exception.exit_code in EXIT_CODES and str(ended.exception)
@@ -244,8 +244,8 @@ def test_the_command_line(here: Path, command: tuple[list[str], list[tuple[str, 
 
 @fuzz(500)
 @given(settings=st.lists(st.tuples(KNOB | VALUES, VALUES).map("=".join) | VALUES, max_size=3))
-def test_pinned_knobs(here: Path, settings: list[str]) -> None:
-    with guarded(here), suppress(AutotuneError):
+def test_pinned_knobs(workdir: Path, settings: list[str]) -> None:
+    with guarded(workdir), suppress(AutotuneError):
         space = SearchSpace.load("lora")
         for knob, value in pins_of(settings).items():
             space = space.pin(knob, value)

@@ -1,4 +1,4 @@
-"""The loop on recorded answers: limits, confirmation, and sessions that are cut off anywhere."""
+"""The study loop with a `ReplayProber`: limits and confirmation."""
 
 import time
 from dataclasses import replace
@@ -31,7 +31,7 @@ def test_trials_are_a_total_over_all_sessions(start: Start) -> None:
     assert len(third.study.trials.rows) == 5 and third.prober.num_probes == 0
 
 
-def test_refusals_and_known_answers_count_too_but_are_not_launched(start: Start) -> None:
+def test_refused_and_reused_trials_count_without_a_probe(start: Start) -> None:
     session = start(machine(limit_gib=2.2, rate=by_tokens), trials=12)
     session.study.run()
     rows = session.study.trials.rows
@@ -44,7 +44,7 @@ def test_refusals_and_known_answers_count_too_but_are_not_launched(start: Start)
         assert row.outcome in ((Outcome.OK,) if fits else (Outcome.OOM, Outcome.REFUSED))
 
 
-def test_a_small_space_is_tried_out_and_then_it_ends(start: Start) -> None:
+def test_the_search_ends_after_every_configuration_was_tried(start: Start) -> None:
     tiny = space(micro_batch_size=(1, 2), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
     session = start(task=subject_of(tiny))
     session.study.run()
@@ -55,7 +55,7 @@ def test_a_small_space_is_tried_out_and_then_it_ends(start: Start) -> None:
     assert "every configuration of the space has been tried" in session.said
 
 
-def test_a_proposal_that_is_known_is_replaced_by_a_neighbour_of_the_best(start: Start) -> None:
+def test_a_known_proposal_is_replaced_by_a_neighbour_of_the_best(start: Start) -> None:
     session = start(machine(rate=by_tokens), begin=[BASELINE], trials=6)
     session.study.run()
     best = session.study.trials.best()
@@ -73,7 +73,7 @@ def test_patience_counts_trials_without_a_better_one(start: Start) -> None:
     large = space(micro_batch_size=(1, 2, 4, 8, 16, 32), seq_len=tuple(range(64, 320, 8)), lora_rank=(16,))
     session = start(machine(limit_gib=100.0), task=subject_of(large), patience=4)
     session.study.run()
-    # Every configuration has the same rate, so only padding makes one better than the first.
+    # Every configuration has the same rate, so that only padding makes one better than the first.
     rows = session.study.trials.rows
     assert len(rows) < 40
     best = max(range(len(rows)), key=lambda index: rows[index].tokens_per_second or 0.0)
@@ -82,7 +82,7 @@ def test_patience_counts_trials_without_a_better_one(start: Start) -> None:
     assert all((row.tokens_per_second or 0.0) <= (rows[best].tokens_per_second or 0.0) for row in fresh)
 
 
-def test_a_spent_budget_still_measures_once_confirms_nothing_and_says_so(start: Start) -> None:
+def test_with_a_spent_budget_one_trial_is_measured_and_none_confirmed(start: Start) -> None:
     session = start(began=time.monotonic() - 1000, budget_s=100.0)
     session.study.run()
     assert len(session.study.trials.rows) == 1
@@ -94,8 +94,8 @@ def test_a_spent_budget_still_measures_once_confirms_nothing_and_says_so(start: 
 
 
 @pytest.mark.parametrize(("probe_s", "trials"), [(1000.0, 1), (1.0, 4)])
-def test_the_budget_keeps_time_for_confirming(start: Start, probe_s: float, trials: int) -> None:
-    """Of 10,000 s 4,000 are left: enough for trials of a second, not for more than one of 1,000."""
+def test_the_budget_reserves_time_for_confirmation(start: Start, probe_s: float, trials: int) -> None:
+    """4,000 s of 10,000 s are left: enough for trials of a second, but for only one of 1,000 s."""
     answers = machine(rate=by_tokens)
 
     def slow(request: ProbeRequest) -> ProbeResult:
@@ -106,14 +106,14 @@ def test_the_budget_keeps_time_for_confirming(start: Start, probe_s: float, tria
     assert len(session.study.trials.rows) == trials
 
 
-def test_a_stop_that_was_asked_for_before_it_began(start: Start) -> None:
+def test_a_stop_before_the_start_prevents_all_probes(start: Start) -> None:
     session = start(should_stop=lambda: True)
     session.study.run()
     session.study.confirm()
     assert session.prober.num_probes == 0 and session.study.trials.rows == []
 
 
-def test_every_trial_is_announced_once_and_stored_before(start: Start) -> None:
+def test_every_trial_is_stored_and_then_reported_once(start: Start) -> None:
     heard: list[tuple[int, int]] = []
     session: Session
 
@@ -144,8 +144,8 @@ def test_confirming_measures_all_finalists_and_the_baseline_once_and_the_winner_
     assert evaluated == [first[0]]
 
 
-def test_rivals_that_a_second_measurement_may_part_get_one(start: Start) -> None:
-    """Two of one capability that are half a percent apart."""
+def test_close_rivals_get_a_second_measurement(start: Start) -> None:
+    """Two configurations of equal capability that differ by half a percent in speed."""
     alike = space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
     alike = replace(alike, knobs=(*alike.knobs, Knob(name="compile", values=("none", "per_layer"))))
 
@@ -161,8 +161,8 @@ def test_rivals_that_a_second_measurement_may_part_get_one(start: Start) -> None
     assert set(evaluated) == {plain, compiled} and len(evaluated) == 2
 
 
-def test_a_baseline_that_was_disturbed_is_outvoted(start: Start) -> None:
-    """Its first confirmation is 20 % slow: two others are of one mind, and the speed-up is the true one."""
+def test_a_disturbed_measurement_of_the_baseline_is_outvoted(start: Start) -> None:
+    """Its first confirmation is 20 % slow, two others agree, and the speed-up is the true one."""
     answers, slower = machine(rate=by_tokens), machine(rate=lambda config: by_tokens(config) / 1.2)
     confirmed: list[TrainConfig] = []
 
@@ -179,8 +179,8 @@ def test_a_baseline_that_was_disturbed_is_outvoted(start: Start) -> None:
     assert undisturbed is not None and recipe.speedup == pytest.approx(undisturbed.speedup, rel=0.01)
 
 
-def test_who_leads_in_the_end_is_evaluated_and_measured_twice(start: Start) -> None:
-    """The favourite turns out slow the second time."""
+def test_the_final_best_is_evaluated_and_measured_twice(start: Start) -> None:
+    """The first candidate is slow in its second measurement."""
     answers, slower = machine(rate=by_tokens), machine(rate=lambda config: by_tokens(config) / 1.5)
     confirmed: list[TrainConfig] = []
 
@@ -197,7 +197,7 @@ def test_who_leads_in_the_end_is_evaluated_and_measured_twice(start: Start) -> N
     assert any(request.evaluate for request in asked)
 
 
-def test_confirming_takes_up_to_four_micro_batches_a_step(start: Start) -> None:
+def test_confirmation_uses_up_to_four_micro_batches_a_step(start: Start) -> None:
     large = space(micro_batch_size=(1, 16, 32), seq_len=(256,), lora_rank=(16,), checkpointing=("none",))
     session = start(machine(limit_gib=100.0), task=subject_of(large), finalists=3, rounds=1)
     session.study.run()
@@ -211,7 +211,7 @@ def test_confirming_takes_up_to_four_micro_batches_a_step(start: Start) -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OOM, Outcome.CRASH])
-def test_a_finalist_that_fails_its_confirmation_is_out(start: Start, outcome: Outcome) -> None:
+def test_a_finalist_that_fails_its_confirmation_is_dropped(start: Start, outcome: Outcome) -> None:
     answers = machine(rate=by_tokens)
     best = TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16, checkpointing="none")
 
@@ -232,13 +232,13 @@ def test_a_finalist_that_fails_its_confirmation_is_out(start: Start, outcome: Ou
     assert any(best.label() in caveat and "it failed in evaluate" in caveat for caveat in recipe.caveats)
     assert best not in [cell.config for cell in recipe.cells]
 
-    again = start(patience=100)  # a later session knows it
+    again = start(patience=100)  # a later session has the same result
     again_recipe = again.summary().recipe
     assert again_recipe is not None and again_recipe.winner.config == winner
 
 
-def test_what_was_confirmed_counts_and_not_what_the_search_saw(start: Start) -> None:
-    """The search's favourite is slower than the second when both are measured again."""
+def test_confirmed_measurements_replace_those_of_the_search(start: Start) -> None:
+    """The best of the search is slower than the second when both are measured again."""
     answers = machine(rate=by_tokens)
     favourite = TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16, checkpointing="none")
     slower = machine(rate=lambda config: by_tokens(config) / 2)
@@ -251,7 +251,7 @@ def test_what_was_confirmed_counts_and_not_what_the_search_saw(start: Start) -> 
     assert session.winner() != favourite
 
 
-def test_whoever_takes_the_place_of_one_that_failed_is_confirmed_too(start: Start) -> None:
+def test_the_replacement_of_a_failed_finalist_is_confirmed_too(start: Start) -> None:
     answers = machine(rate=by_tokens)
 
     def fails_without_recomputing(request: ProbeRequest) -> ProbeResult:
@@ -266,7 +266,7 @@ def test_whoever_takes_the_place_of_one_that_failed_is_confirmed_too(start: Star
     assert len(confirmations(session)) == len(set(confirmations(session)))
 
 
-def test_a_stop_while_confirming_keeps_what_is_there(start: Start) -> None:
+def test_a_stop_during_confirmation_keeps_earlier_confirmations(start: Start) -> None:
     answers = machine(rate=by_tokens)
     confirmed: list[TrainConfig] = []
 

@@ -1,4 +1,4 @@
-"""Suites: named configurations instead of a search, beside what was published of them."""
+"""Suites: named configurations instead of a search, with published results for comparison."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ def read(path: Path) -> list[Any]:
     return list(cases(spec, task(spec)))
 
 
-def test_a_file_of_cases(tmp_path: Path) -> None:
+def test_a_suite_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "suite.yaml"
     path.write_text(
         "model: mistral-7b\ngpu: a10\npins: {checkpointing: none}\nconfigs:\n"
@@ -64,40 +64,40 @@ def test_a_file_of_cases(tmp_path: Path) -> None:
         ('configs: [{name: "a\\nb"}]', "name cannot be"),
     ],
 )
-def test_what_cannot_be_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_suites_are_usage_errors(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "suite.yaml"
     path.write_text(f"model: mistral-7b\ngpu: a10\n{text}\n")
     with pytest.raises(UsageError, match=message):
         read(path)
 
 
-def test_what_is_measured_stands_beside_what_was_published() -> None:
+def test_measured_values_are_shown_next_to_published_ones() -> None:
     spec = spec_of(
         NamedConfig(name="one", published=Published(tokens_per_s=100.0, peak_gib=2.0)), NamedConfig(name="two")
     )
     (case, config, own), (other, _, _) = cases(spec, task(spec))
-    told = to_config_result(case, config, own, result(config=config, measurement=measurement()))
-    assert (told.outcome, told.evidence) == (Outcome.OK, Evidence.MEASURED)
-    published, ours = told.against()["tokens/s"]
-    assert (published, ours) == (100.0, told.tokens_per_s)
-    assert told.against()["peak GiB"] == (2.0, measurement().peak_reserved_gib)
-    assert "tokens/s 100, here" in told.cells()[-1] and told.data()["published"]["peak GiB"]["theirs"] == 2.0
+    row = to_config_result(case, config, own, result(config=config, measurement=measurement()))
+    assert (row.outcome, row.evidence) == (Outcome.OK, Evidence.MEASURED)
+    published, ours = row.against()["tokens/s"]
+    assert (published, ours) == (100.0, row.tokens_per_s)
+    assert row.against()["peak GiB"] == (2.0, measurement().peak_reserved_gib)
+    assert "tokens/s 100, here" in row.cells()[-1] and row.data()["published"]["peak GiB"]["theirs"] == 2.0
     failed = to_config_result(other, config, own, result(config=config, outcome=Outcome.OOM, oom=oom_detail()))
     assert failed.against() == {"outcome": ("ok", "oom")} and failed.tokens_per_s is None
 
 
-def test_the_published_suite_of_the_a10_is_told_by_formula() -> None:
-    """Every verdict, memory within 15 %, speeds within 25 %."""
+def test_formulas_estimate_the_published_suite_of_the_a10() -> None:
+    """Every outcome is right and every value is within 25 %."""
     spec = make_spec(ROOT / "studies" / "a10-mistral-7b.yaml", {})
-    told = estimate_named_configs(spec, device=resolve_device("a10"), observations=published_observations())
-    assert len(told) == 6 and {one.evidence for one in told} == {Evidence.ESTIMATED}
-    for one in told:
-        assert one.outcome.value == one.case.published.outcome
-        for theirs, ours in one.against().values():
+    rows = estimate_named_configs(spec, device=resolve_device("a10"), observations=published_observations())
+    assert len(rows) == 6 and {row.evidence for row in rows} == {Evidence.ESTIMATED}
+    for row in rows:
+        assert row.outcome.value == row.case.published.outcome
+        for theirs, ours in row.against().values():
             assert isinstance(theirs, str) or ours == pytest.approx(theirs, rel=0.25)
 
 
-def test_every_suite_that_is_shipped_can_be_read() -> None:
+def test_every_shipped_suite_is_valid() -> None:
     for path in (ROOT / "studies").rglob("*.yaml"):
         if "export" in path.parts or path.name == "recipe.yaml":
             continue
@@ -105,7 +105,7 @@ def test_every_suite_that_is_shipped_can_be_read() -> None:
         assert list(cases(spec, task(spec))) if spec.configs else spec.model
 
 
-def test_a_plan_of_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_estimates_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
     case = NamedConfig(name="[one]", knobs={"quantization": "int8"})
     plan.plan(spec_of(case, NamedConfig(name="two", published=Published(peak_gb=20.0))), evidence=NOWHERE)
     text = capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_a_plan_of_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.probe
-def test_a_suite_is_probed_kept_and_not_probed_again(
+def test_a_suite_is_probed_once_and_its_results_are_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,15 +138,15 @@ def test_a_suite_is_probed_kept_and_not_probed_again(
     assert (folder / "suite.md").read_text().count("\n") == 4
     run_spec(spec, quiet=True, as_json=True)
     again = json.loads(capsys.readouterr().out)
-    assert again == first  # to the last digit: it was not probed again
+    assert again == first  # equal to the last digit, so that it was not probed again
 
 
-def test_a_suite_is_no_search() -> None:
+def test_search_options_are_refused_for_a_suite() -> None:
     with pytest.raises(UsageError, match="configs are probed as they are"):
         run_spec(replace(spec_of(NamedConfig(name="one"), gpu="cpu"), quality=True))
 
 
-def test_knobs_of_a_case_go_before_those_of_all() -> None:
+def test_knobs_of_a_case_override_the_pins() -> None:
     spec = spec_of(NamedConfig(name="one", knobs={"lora_rank": 4}), pins={"lora_rank": 8, "seq_len": 512})
     ((_, config, _),) = cases(spec, task(spec))
     assert config == TrainConfig(lora_rank=4, seq_len=512)

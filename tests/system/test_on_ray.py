@@ -1,7 +1,7 @@
-"""`autotune run --ray`: which nodes take a worker; and a study on two nodes, of which one is killed in a trial.
+"""`autotune run --ray`: the nodes that get a worker, and a study on two nodes of which one is killed in a trial.
 
-Ray installs 240 MB and this takes 85 s on two cores, so that it is no part of the tests' extra:
-`pip install 'ray>=2.52' && pytest -n0 tests/test_on_ray.py`
+Ray needs 240 MB and the test takes 85 s on two cores, so that the `test` extra does not install it:
+`pip install 'ray>=2.52' && pytest -n0 tests/system/test_on_ray.py`
 """
 
 import os
@@ -28,7 +28,7 @@ def node(**resources: float) -> dict[str, Any]:
     return {"Resources": {name.replace("__", ":"): count for name, count in resources.items()}}
 
 
-def test_a_gpu_counts_if_ray_calls_it_what_it_calls_the_one_here() -> None:
+def test_a_node_counts_if_ray_gives_its_gpu_the_name_of_the_local_gpu() -> None:
     nodes = {
         "home": node(GPU=1.0, accelerator_type__A10=1.0),
         "like it": node(GPU=4.0, accelerator_type__A10=1.0),
@@ -38,12 +38,12 @@ def test_a_gpu_counts_if_ray_calls_it_what_it_calls_the_one_here() -> None:
     assert workers_by_node(nodes, "home", resolve_device("a10")) == {"home": 1, "like it": 4}
 
 
-def test_a_processor_counts_where_the_resource_says_so() -> None:
+def test_a_node_without_gpu_counts_by_its_custom_resource() -> None:
     nodes = {"home": node(GPU=1.0), "there": node(**{RAY_RESOURCE: 2.0})}
     assert workers_by_node(nodes, "home", resolve_device("cpu")) == {"home": 0, "there": 2}
 
 
-def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_package_raises_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.study.worker_group.find_spec", lambda name: None)
     require_ray(None)
     with pytest.raises(UsageError, match="not installed"):
@@ -59,14 +59,14 @@ def trials(folder: Path) -> list[FrozenTrial]:
 
 
 def at_work(folder: Path) -> dict[int, int]:
-    """The trials that somebody is at, by pid."""
+    """The number of the running trial of each worker, by pid."""
     running = [one for one in trials(folder) if one.state is TrialState.RUNNING and "worker" in one.user_attrs]
     return {int(one.user_attrs["worker"].split(":")[1]): one.number for one in running}
 
 
 @pytest.mark.probe
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_a_study_outlives_a_node_that_is_killed_in_a_trial(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # from Ray itself
+def test_a_study_continues_after_a_node_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.52'")
     from ray.cluster_utils import Cluster
 
@@ -83,16 +83,18 @@ def test_a_study_outlives_a_node_that_is_killed_in_a_trial(tmp_path: Path) -> No
         while not hit:
             assert leader.poll() is None, leader.communicate()[1]
             time.sleep(0.2)
-            there = {child.pid for child in psutil.Process(raylet).children(recursive=True)}
-            hit = {pid: number for pid, number in at_work(tmp_path).items() if pid in there}
+            on_node = {child.pid for child in psutil.Process(raylet).children(recursive=True)}
+            hit = {pid: number for pid, number in at_work(tmp_path).items() if pid in on_node}
         doomed = [one for pid in hit for one in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]]
         cluster.remove_node(lost, allow_graceful=False)
         _, errors = leader.communicate(timeout=400)
         assert leader.returncode == 0, errors
         assert not psutil.wait_procs(doomed, timeout=20)[1]
-        found = trials(tmp_path)
-        workers = {one.user_attrs["worker"] for one in found if one.state in (TrialState.COMPLETE, TrialState.PRUNED)}
-        assert len(workers) >= 2 and not [one for one in found if one.state is TrialState.RUNNING]
+        finished = trials(tmp_path)
+        workers = {
+            one.user_attrs["worker"] for one in finished if one.state in (TrialState.COMPLETE, TrialState.PRUNED)
+        }
+        assert len(workers) >= 2 and not [one for one in finished if one.state is TrialState.RUNNING]
         assert "a worker of Ray's did not end" in errors and (tmp_path / "runs/one/summary.json").exists()
     finally:
         cluster.shutdown()

@@ -1,4 +1,4 @@
-"""The quality check: finalists really train on the user's examples, and who learns less is seen."""
+"""The quality check: finalists train on the user's examples, and the check shows which learns less."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from tests.helpers.factories import summary
 GOOD = TrainConfig(
     micro_batch_size=4, seq_len=32, lora_rank=16, precision="fp32", optimizer="adamw_torch", checkpointing="none"
 )
-CRIPPLED = replace(GOOD, seq_len=4)  # the first four tokens of each example, which the model knows already
+CRIPPLED = replace(GOOD, seq_len=4)  # only the first four tokens of each example, which the model already predicts
 PACKED = replace(GOOD, seq_len=64, packing=True, micro_batch_size=2)
 
 
@@ -37,11 +37,11 @@ def learned(config: TrainConfig = GOOD, hours: float = 1.0, after: float | None 
     )
 
 
-def quality(*found: Learned) -> Quality:
-    return Quality(steps=20, trained_on=640, held_out=64, tokens=32, learned=found)
+def quality(*results: Learned) -> Quality:
+    return Quality(steps=20, trained_on=640, held_out=64, tokens=32, learned=results)
 
 
-# What is said of it
+# Reports
 
 
 def test_the_lowest_loss_comes_first_and_failures_last() -> None:
@@ -50,21 +50,21 @@ def test_the_lowest_loss_comes_first_and_failures_last() -> None:
     assert describe.learned(failed) == "failed: out of memory"
 
 
-def test_the_front_has_whom_nobody_beats_in_both() -> None:
+def test_the_front_has_finalists_that_none_beats_in_time_and_loss() -> None:
     fast, good = learned(hours=1.0, after=2.0), learned(hours=2.0, after=1.5)
     beaten, failed = learned(hours=3.0, after=1.7), learned(hours=0.1, after=None, reason="no")
     assert quality(beaten, good, failed, fast).front() == (fast, good)
 
 
 def test_a_finalist_that_learns_more_than_the_winner_is_named() -> None:
-    found = quality(learned(CRIPPLED, after=2.0), learned(GOOD, after=1.5))
-    assert found.said(GOOD) == []
-    (said,) = found.said(CRIPPLED)
-    assert GOOD.label() in said and "1.5000 against the winner's 2.0000" in said
-    (said,) = found.said(replace(GOOD, lora_rank=64))
-    assert "is not known" in said
-    (said,) = quality(learned(GOOD, after=None, reason="out of memory")).said(GOOD)
-    assert said.endswith("its training failed: out of memory")
+    check = quality(learned(CRIPPLED, after=2.0), learned(GOOD, after=1.5))
+    assert check.said(GOOD) == []
+    (message,) = check.said(CRIPPLED)
+    assert GOOD.label() in message and "1.5000 against the winner's 2.0000" in message
+    (message,) = check.said(replace(GOOD, lora_rank=64))
+    assert "is not known" in message
+    (message,) = quality(learned(GOOD, after=None, reason="out of memory")).said(GOOD)
+    assert message.endswith("its training failed: out of memory")
 
 
 def test_the_report_shows_the_losses() -> None:
@@ -77,10 +77,10 @@ def test_the_report_shows_the_losses() -> None:
     assert "Pareto front" in page
 
 
-# When it cannot run
+# Preconditions
 
 
-def test_why_it_cannot_run(tmp_path: Path) -> None:
+def test_reasons_why_the_check_cannot_run(tmp_path: Path) -> None:
     bare = resolve_model("demo-3m")
     model = replace(bare, weights=str(tmp_path), tokenizer=str(tmp_path))
     many = Workload(lengths=Lengths.of([8] * 100, "counted"), global_batch=8)
@@ -95,12 +95,12 @@ def test_why_it_cannot_run(tmp_path: Path) -> None:
     assert "too few" in why(workload=replace(many, global_batch=128))
 
 
-# For real
+# Real training
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that has learned to speak: each sentence counts up from any number, modulo sixteen."""
+    """A tiny pretrained model: each sentence counts up from any number, modulo sixteen."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -127,7 +127,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What it does not know: after four words counted up, they count down."""
+    """Sentences that the model does not know: four words count up, then they count down."""
     rows = []
     for number in range(400):
         start = number % 16
@@ -151,50 +151,50 @@ def finalists(weights: Path) -> tuple[Recipe, list[Candidate]]:
 @pytest.mark.probe
 def test_a_crippled_configuration_ranks_last(weights: Path, dataset: Path, tmp_path: Path) -> None:
     recipe, candidates = finalists(weights)
-    said: list[str] = []
+    messages: list[str] = []
     (tmp_path / "logs").mkdir()
-    found = compare(recipe, candidates, dataset, tmp_path, said.append, lambda: False)
-    assert (found.steps, found.trained_on, found.held_out, found.tokens) == (20, 160, 40, 64)
+    check = compare(recipe, candidates, dataset, tmp_path, messages.append, lambda: False)
+    assert (check.steps, check.trained_on, check.held_out, check.tokens) == (20, 160, 40, 64)
     before, after = (
-        {one.config: loss for one in found.learned if (loss := getattr(one, name))}
+        {finalist.config: loss for finalist in check.learned if (loss := getattr(finalist, name))}
         for name in ("loss_before", "loss_after")
     )
-    assert list(before.values()) == pytest.approx([before[GOOD]] * 3, rel=1e-5)  # the same tokens
-    assert found.ranked()[-1].config == CRIPPLED
+    assert list(before.values()) == pytest.approx([before[GOOD]] * 3, rel=1e-5)  # the loss on the same tokens
+    assert check.ranked()[-1].config == CRIPPLED
     assert after[GOOD] < 0.98 * before[GOOD] and after[PACKED] == pytest.approx(after[GOOD], rel=0.01)
     assert after[CRIPPLED] > 0.99 * before[CRIPPLED]
-    assert len(said) == 3 and found.said(CRIPPLED)
+    assert len(messages) == 3 and check.said(CRIPPLED)
 
 
 @pytest.mark.probe
-def test_what_fails_is_told_and_the_rest_go_on(weights: Path, dataset: Path, tmp_path: Path) -> None:
-    """Before its first step, and in it, where a progress bar may follow the error."""
+def test_a_failed_finalist_is_reported_and_the_others_continue(weights: Path, dataset: Path, tmp_path: Path) -> None:
+    """One fails before its first step, the other during it, where a progress bar may follow the error."""
     recipe, candidates = finalists(weights)
     broken = [
         replace(candidates[0], config=replace(GOOD, **change))
         for change in ({"attention": "flash_attention_2"}, {"attention": "flex_attention"})
     ]
-    asked: list[str] = []
+    messages: list[str] = []
     (tmp_path / "logs").mkdir()
-    # Two fail, and the third is where a person has had enough.
-    found = compare(
+    # Two fail, and the user stops the check at the third.
+    check = compare(
         replace(recipe, winner=broken[0]),
         [*broken[1:], candidates[1]],
         dataset,
         tmp_path,
-        asked.append,
-        lambda: len(asked) > 2,
+        messages.append,
+        lambda: len(messages) > 2,
     )
-    assert [one.config for one in found.learned] == [one.config for one in broken]
-    at_start, in_step = (one.reason or "" for one in found.learned)
+    assert [candidate.config for candidate in check.learned] == [candidate.config for candidate in broken]
+    at_start, in_step = (candidate.reason or "" for candidate in check.learned)
     assert "lash" in at_start and "Error" in at_start
     assert "Error" in in_step and "it/s" not in in_step
     assert (tmp_path / "logs" / f"quality-{broken[0].config.digest}.log").exists()
-    assert not (tmp_path / ".quality").exists()  # the examples are the user's
+    assert not (tmp_path / ".quality").exists()  # the examples belong to the user
 
 
 @pytest.mark.probe
-def test_the_command_does_it_at_the_end(weights: Path, dataset: Path, tmp_path: Path) -> None:
+def test_the_run_command_trains_finalists_at_the_end(weights: Path, dataset: Path, tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text("version: 1\nknobs: {micro_batch_size: 4, seq_len: 32, precision: fp32}\n")
 
     def autotune(*arguments: str) -> str:
@@ -209,12 +209,12 @@ def test_the_command_does_it_at_the_end(weights: Path, dataset: Path, tmp_path: 
         return done.stdout
 
     asked = ("--gpu", "cpu", "--model", str(weights), "--dataset", str(dataset), "--space", "space.yaml")
-    said = json.loads(autotune("run", *asked, "--quality", "--global-batch", "8", "--budget", "10s", "--json"))
-    (one,) = said["quality"]["learned"]
-    assert TrainConfig(**one["config"]) == TrainConfig(**said["winner"]["config"])
-    assert 0 < one["loss_after"] < one["loss_before"]
-    kept = json.loads(autotune("status", "--json"))
-    assert kept["quality"] == said["quality"]
-    (tmp_path / said["out_dir"] / "report.html").unlink()
+    printed = json.loads(autotune("run", *asked, "--quality", "--global-batch", "8", "--budget", "10s", "--json"))
+    (learned,) = printed["quality"]["learned"]
+    assert TrainConfig(**learned["config"]) == TrainConfig(**printed["winner"]["config"])
+    assert 0 < learned["loss_after"] < learned["loss_before"]
+    stored = json.loads(autotune("status", "--json"))
+    assert stored["quality"] == printed["quality"]
+    (tmp_path / printed["out_dir"] / "report.html").unlink()
     autotune("report")
-    assert f"{one['loss_after']:.4f}" in (tmp_path / said["out_dir"] / "report.html").read_text()
+    assert f"{learned['loss_after']:.4f}" in (tmp_path / printed["out_dir"] / "report.html").read_text()

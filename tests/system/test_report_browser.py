@@ -1,4 +1,4 @@
-"""The report in a real browser, from disk and without a network: figures are drawn, tables sort, it fits a phone."""
+"""The report in a real browser, from disk and without a network: figures, sortable tables, and a phone's width."""
 
 import html
 import json
@@ -15,7 +15,8 @@ from tests.unit.report.test_html import HOSTILE, hostile_study
 
 pytestmark = needs_chromium
 
-# Appended to the page: looks at it when it stands, and leaves what it saw where --dump-dom shows it.
+# A script appended to the page. It inspects the finished page and writes its results into an attribute, which
+# --dump-dom prints.
 LOOK = """<script>
 addEventListener("load", () => setTimeout(() => {
   const seen = {figures: {}, alerts: window.alerts || 0, width: innerWidth};
@@ -43,9 +44,9 @@ def opened(study: StudySummary, folder: Path, *flags: str) -> dict[str, Any]:
     always += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
     command = [str(CHROMIUM), *always, *flags, file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found = re.search(r'data-seen="([^"]*)"', done.stdout)
-    assert found is not None, done.stderr[-2000:]
-    seen: dict[str, Any] = json.loads(html.unescape(found[1]))
+    match = re.search(r'data-seen="([^"]*)"', done.stdout)
+    assert match is not None, done.stderr[-2000:]
+    seen: dict[str, Any] = json.loads(html.unescape(match[1]))
     return seen
 
 
@@ -61,11 +62,11 @@ def test_figures_are_drawn_and_tables_sort(tmp_path: Path) -> None:
     assert [float(value) for value in seen["down"] if value] == speeds[::-1]
 
 
-def test_a_phone_needs_no_scrolling_to_the_side(tmp_path: Path) -> None:
+def test_a_phone_needs_no_horizontal_scrolling(tmp_path: Path) -> None:
     seen = opened(summary(), tmp_path, "--window-size=400,800")
     assert seen["needs"] <= seen["width"]
 
 
-def test_hostile_names_are_text(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     seen = opened(hostile_study(), tmp_path)
     assert seen["alerts"] == 0 and HOSTILE in seen["text"]

@@ -1,4 +1,4 @@
-"""Sessions that are cut off, and what a study stands on before it searches."""
+"""Interrupted sessions, and the feasibility check before the search."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +18,16 @@ from tests.helpers.factories import result
 from tests.helpers.replay import machine
 from tests.helpers.sessions import BASELINE, SPACE, Session, Start, by_tokens, space, states, subject_of, whole
 
-# Sessions that are cut off
+# Interrupted sessions
 
 TOTAL = 6
 
 
 def cut_off(session: Session, step: str) -> TrainConfig:
-    """Two trials, and a third whose session is gone at a given step. A killed process runs no clean-up either."""
+    """Run two trials and abandon the third at a given step, without clean-up, as in a killed process."""
     session.study.trials.limits = replace(session.study.trials.limits, trials=2)
     session.study.run()
-    if step == "told":
+    if step == "reported":
 
         class Killed(BaseException):
             pass
@@ -46,8 +46,8 @@ def cut_off(session: Session, step: str) -> TrainConfig:
     return asked.config
 
 
-@pytest.mark.parametrize("step", ["asked", "stored", "told"])
-def test_nothing_is_lost_wherever_a_session_is_killed(start_anywhere: Start, database: str, step: str) -> None:
+@pytest.mark.parametrize("step", ["asked", "stored", "reported"])
+def test_a_session_killed_at_any_step_loses_nothing(start_anywhere: Start, database: str, step: str) -> None:
     first = start_anywhere(begin=[BASELINE])
     config = cut_off(first, step)
     second = start_anywhere(trials=TOTAL)
@@ -57,19 +57,19 @@ def test_nothing_is_lost_wherever_a_session_is_killed(start_anywhere: Start, dat
     assert len(rows) == TOTAL
     assert rows[: len(first.study.trials.rows)] == first.study.trials.rows
     assert config in [row.config for row in rows[:4]]
-    # Nothing that was stored is launched a second time; what was only asked for is.
+    # A stored trial is not launched again. A trial that was only proposed is.
     assert (config in second.prober.configs) is (step == "asked")
     launched = first.prober.configs + second.prober.configs
     assert len(launched) == len({one.digest for one in launched})
-    found = states(database)
-    assert TrialState.RUNNING not in found and TrialState.WAITING not in found
-    assert sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in found) == TOTAL
-    assert found.count(TrialState.FAIL) == (1 if step == "asked" else 0)
+    trial_states = states(database)
+    assert TrialState.RUNNING not in trial_states and TrialState.WAITING not in trial_states
+    assert sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in trial_states) == TOTAL
+    assert trial_states.count(TrialState.FAIL) == (1 if step == "asked" else 0)
     second.study.confirm()
     assert second.summary().recipe is not None
 
 
-def test_an_oom_that_was_stored_but_not_told_refuses_in_the_next_session(start: Start) -> None:
+def test_a_stored_but_unreported_oom_refuses_larger_ones_in_the_next_session(start: Start) -> None:
     first = start(machine(limit_gib=1.6))
     largest = TrainConfig(micro_batch_size=8, seq_len=256, lora_rank=16, checkpointing="none")
     first.search.enqueue(SPACE.clip(largest))
@@ -111,8 +111,8 @@ def test_a_cancelled_trial_goes_back_to_the_queue(start: Start, tmp_path: Path) 
     first = start(stopped, trials=TOTAL)
     first.study.run()
     assert len(first.study.trials.rows) == 2
-    found = states(f"sqlite:///{tmp_path / 'autotune.db'}")
-    assert found.count(TrialState.FAIL) == 1 and found.count(TrialState.WAITING) == 1
+    trial_states = states(f"sqlite:///{tmp_path / 'autotune.db'}")
+    assert trial_states.count(TrialState.FAIL) == 1 and trial_states.count(TrialState.WAITING) == 1
     second = start(trials=TOTAL)
     second.study.run()
     assert second.study.trials.rows[2].config == asked[2]
@@ -134,7 +134,7 @@ def test_an_unexpected_error_leaves_no_running_trial(start: Start, tmp_path: Pat
     assert len(again.study.trials.rows) == TOTAL
 
 
-def test_a_sick_machine_ends_the_session_and_a_healthy_one_goes_on(start: Start) -> None:
+def test_repeated_crashes_end_the_session_and_another_session_continues(start: Start) -> None:
     def sick(request: ProbeRequest) -> ProbeResult:
         return result(outcome=Outcome.CRASH, reason="the worker was killed by SIGSEGV")
 
@@ -149,10 +149,10 @@ def test_a_sick_machine_ends_the_session_and_a_healthy_one_goes_on(start: Start)
     assert second.summary().recipe is not None
 
 
-# Footing
+# Feasibility
 
 
-def footing(
+def feasible(
     start: Start, limit_gib: float, task: Task, reserve: SearchSpace | None = None
 ) -> tuple[bool, list[TrainConfig], Session]:
     session = start(machine(limit_gib=limit_gib), task=task)
@@ -160,7 +160,7 @@ def footing(
     return opened, tried, session
 
 
-FOOTING = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256, 1024), lora_rank=(16,), checkpointing=("none", "full"))
+SMALL = space(micro_batch_size=(1, 2, 4, 8), seq_len=(256, 1024), lora_rank=(16,), checkpointing=("none", "full"))
 
 
 def baseline(micro_batch_size: int, **changes: Any) -> TrainConfig:
@@ -168,61 +168,61 @@ def baseline(micro_batch_size: int, **changes: Any) -> TrainConfig:
 
 
 def test_the_baseline_fits(start: Start) -> None:
-    opened, tried, session = footing(start, 100.0, subject_of(FOOTING))
+    opened, tried, session = feasible(start, 100.0, subject_of(SMALL))
     assert (opened, tried) == (False, [baseline(8)])
     assert session.prober.configs == tried and session.prober.logs == ["settle.log"]
 
 
 def test_the_baseline_is_halved_until_it_fits(start: Start) -> None:
-    opened, tried, session = footing(start, 2.1, subject_of(FOOTING))
+    opened, tried, session = feasible(start, 2.1, subject_of(SMALL))
     assert (opened, tried) == (False, [baseline(8), baseline(4), baseline(2)])
     assert session.prober.configs == tried
 
 
-def test_then_the_leanest_of_the_space(start: Start) -> None:
-    opened, tried, session = footing(start, 1.3, subject_of(FOOTING))
+def test_the_leanest_configuration_is_tried_after_the_baseline(start: Start) -> None:
+    opened, tried, session = feasible(start, 1.3, subject_of(SMALL))
     assert not opened
     assert tried == [*map(baseline, (8, 4, 2, 1)), baseline(1, seq_len=256)]
     assert session.prober.configs == tried
 
 
-def test_then_the_reserve_is_opened(start: Start) -> None:
-    reserve = replace(FOOTING, knobs=(*FOOTING.knobs, Knob(name="quantization", values=("none", "nf4"))))
-    opened, tried, session = footing(start, 0.5, subject_of(FOOTING), reserve)
+def test_the_reserve_is_opened_if_nothing_else_fits(start: Start) -> None:
+    reserve = replace(SMALL, knobs=(*SMALL.knobs, Knob(name="quantization", values=("none", "nf4"))))
+    opened, tried, session = feasible(start, 0.5, subject_of(SMALL), reserve)
     assert opened
     assert tried == [baseline(1, seq_len=256, quantization="nf4")]
     assert session.prober.configs[-1] == tried[0]
 
 
-def test_nothing_fits_and_the_least_need_is_told(start: Start) -> None:
-    reserve = replace(FOOTING, knobs=(*FOOTING.knobs, Knob(name="quantization", values=("none", "nf4"))))
+def test_if_nothing_fits_the_smallest_need_is_reported(start: Start) -> None:
+    reserve = replace(SMALL, knobs=(*SMALL.knobs, Knob(name="quantization", values=("none", "nf4"))))
     with pytest.raises(NothingFits) as caught:
-        footing(start, 0.25, subject_of(FOOTING), reserve)
+        feasible(start, 0.25, subject_of(SMALL), reserve)
     assert caught.value.exit_code == 4
     text = str(caught.value)
-    # 0.25 GiB in 4 bits and 0.125 for 256 tokens with every layer recomputed
+    # 0.25 GiB of weights in 4 bits and 0.125 GiB for 256 tokens with every layer recomputed
     assert "0.38 GiB" in text and "0.25 GiB" in text
     assert baseline(1, seq_len=256, quantization="nf4").label() in text
     assert "larger GPU" in (caught.value.remedy or "")
 
 
-def test_a_crash_is_no_proof_that_it_does_not_fit(start: Start) -> None:
-    session = start(lambda request: result(outcome=Outcome.CRASH), task=subject_of(FOOTING))
-    assert find_feasible(subject_of(FOOTING), FOOTING, session.evaluator, print) == (False, [baseline(8)])
+def test_a_crash_does_not_count_as_not_fitting(start: Start) -> None:
+    session = start(lambda request: result(outcome=Outcome.CRASH), task=subject_of(SMALL))
+    assert find_feasible(subject_of(SMALL), SMALL, session.evaluator, print) == (False, [baseline(8)])
 
 
-def test_a_stop_meanwhile_gets_through(start: Start) -> None:
+def test_a_stop_during_the_feasibility_check_is_raised(start: Start) -> None:
     def cancel(request: ProbeRequest) -> ProbeResult:
         raise Cancelled
 
-    session = start(cancel, task=subject_of(FOOTING))
+    session = start(cancel, task=subject_of(SMALL))
     with pytest.raises(Cancelled):
-        find_feasible(subject_of(FOOTING), FOOTING, session.evaluator, print)
+        find_feasible(subject_of(SMALL), SMALL, session.evaluator, print)
 
 
-def test_the_footing_is_the_first_trials_and_is_not_probed_twice(start: Start) -> None:
-    task = subject_of(FOOTING)
-    _, tried, session = footing(start, 2.1, task)
+def test_the_feasibility_probes_are_reused_as_first_trials(start: Start) -> None:
+    task = subject_of(SMALL)
+    _, tried, session = feasible(start, 2.1, task)
     session.study.trials.begin(tried)
     session.study.trials.limits = replace(session.study.trials.limits, trials=3)
     session.study.run()

@@ -1,4 +1,4 @@
-"""`autotune list`, `resume` and `delete`, on a real study of this machine's processor."""
+"""`autotune list`, `resume` and `delete` with a real study on the CPU."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ TASK = ("--gpu", "cpu", "--model", "demo-3m", "--seq-len", "64", "--tokens-per-e
 TASK += ("--study", "mine", "--trials", "1", "--set", "micro_batch_size=4", "--budget", "2m")
 
 
-def test_a_study_is_listed_goes_on_with_its_options_and_is_forgotten(tmp_path: Path) -> None:
+def test_a_study_is_listed_resumed_with_its_options_and_deleted(tmp_path: Path) -> None:
     assert json.loads(autotune(tmp_path, "list", "--json").out) == []
     begun = autotune(tmp_path, "run", *TASK, "--json")
     assert begun.code == 0, begun.err
@@ -33,7 +33,7 @@ def test_a_study_is_listed_goes_on_with_its_options_and_is_forgotten(tmp_path: P
     with Leases(url, "mine", Worker.here("cpu")).joined():
         refused = autotune(tmp_path, "delete", "mine", "--yes")
         assert refused.code == 2 and "being worked on" in refused.err
-    gone = autotune(tmp_path, "delete", "mine", "--yes")
-    assert gone.code == 0 and (tmp_path / "runs" / "mine" / "summary.json").exists()
+    deleted = autotune(tmp_path, "delete", "mine", "--yes")
+    assert deleted.code == 0 and (tmp_path / "runs" / "mine" / "summary.json").exists()
     assert json.loads(autotune(tmp_path, "list", "--json").out) == []
     assert autotune(tmp_path, "status", "mine").code == 2

@@ -1,4 +1,4 @@
-"""The full run: stopped, killed and gone on with, it trains the very weights that it would have trained undisturbed."""
+"""The full run: after a stop, a kill and a resume it has trained the same weights as an undisturbed run."""
 
 import fcntl
 import json
@@ -53,7 +53,7 @@ def session(
 
 
 @pytest.mark.probe
-def test_a_run_that_is_killed_and_stopped_and_gone_on_with_is_the_same_run(
+def test_a_killed_stopped_and_resumed_run_trains_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors.torch import load_file
@@ -69,7 +69,7 @@ def test_a_run_that_is_killed_and_stopped_and_gone_on_with_is_the_same_run(
     killed = subprocess.Popen(command, env=os.environ | tests, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     lines = output / "progress.jsonl"
     _wait(lambda: lines.exists() and lines.read_text().count("\n") >= 2)
-    killed.send_signal(signal.SIGKILL)  # the run that it started saves a checkpoint
+    killed.send_signal(signal.SIGKILL)  # the training that it started saves a checkpoint
     killed.wait()
     _wait(lambda: _is_free(output))
 
@@ -77,7 +77,7 @@ def test_a_run_that_is_killed_and_stopped_and_gone_on_with_is_the_same_run(
     at = int(next(output.glob("checkpoint-*")).name.removeprefix("checkpoint-")) + 3
     assert session(folder, output, "--resume", stop_at=at, seen=seen)[0] == PREEMPTED
     assert at <= json.loads((output / "training.json").read_text())["steps"] < STEPS
-    (output / "checkpoint-99").mkdir()  # of one that was killed while it saved
+    (output / "checkpoint-99").mkdir()  # of a run killed while it saved
     assert session(folder, output, "--resume", seen=seen)[0] == 0
     assert seen[-1].step == seen[-1].of == STEPS and seen[-1].left_s == 0
     assert seen[-1].trained_s > max(json.loads(line)["seconds"] for line in lines.read_text().splitlines())
@@ -91,7 +91,7 @@ def test_a_run_that_is_killed_and_stopped_and_gone_on_with_is_the_same_run(
 
 
 def _is_free(output: Path) -> bool:
-    """Whether the run that trains there has saved and ended."""
+    """Whether the training in this directory has ended, so that its lock is free."""
     with (output / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,12 +107,12 @@ def _wait(until: Any) -> None:
         time.sleep(0.05)
 
 
-def told(lines: list[dict[str, Any]], earlier: int = 0, **changes: Any) -> Progress:
+def progress_after(lines: list[dict[str, Any]], earlier: int = 0, **changes: Any) -> Progress:
     recipe: Recipe = replace(demo(CONFIG), **({"price": find_price("h200-sxm")} | changes))
     recipe = replace(recipe, winner=replace(recipe.winner, performance=_seconds(recipe, 2.0)))
     run = Run(recipe, Path("train.py"), Path("out"), [])
-    for place, line in enumerate(lines):
-        if place == earlier:
+    for index, line in enumerate(lines):
+        if index == earlier:
             run._first = None
         run._add(line)
     return run._progress()
@@ -126,28 +126,28 @@ def line(step: int, seconds: float, began: float = 1.0) -> dict[str, Any]:
     return {"began": began, "step": step, "of": 100, "seconds": seconds, "loss": 2.5}
 
 
-def test_what_is_left_goes_by_the_pace_of_this_session_and_what_was_paid_counts_all() -> None:
-    now = told([line(1, 9.0), line(2, 11.0), line(3, 13.0), line(3, 5.0, 2.0), line(4, 8.0, 2.0)], earlier=3)
+def test_remaining_time_uses_this_session_and_cost_counts_all_sessions() -> None:
+    now = progress_after([line(1, 9.0), line(2, 11.0), line(3, 13.0), line(3, 5.0, 2.0), line(4, 8.0, 2.0)], earlier=3)
     assert (now.trained_s, now.left_s, now.projected_s) == (21.0, 96 * 3.0, 200.0)
     assert now.spent_usd is not None and now.projected_usd == pytest.approx(now.spent_usd * 200 / 21)
-    assert now.slowdown is None  # too early to say
-    assert now.to_dict()["error"] is None  # it is not done
-    done = told([line(100, 210.0)])
+    assert now.slowdown is None  # too early to know
+    assert now.to_dict()["error"] is None  # the run has not ended
+    done = progress_after([line(100, 210.0)])
     assert done.to_dict()["error"] == pytest.approx(0.05)
 
 
-def test_a_single_step_leaves_the_promise() -> None:
-    assert told([line(1, 9.0)]).left_s == 99 * 2.0
+def test_after_one_step_the_prediction_is_shown() -> None:
+    assert progress_after([line(1, 9.0)]).left_s == 99 * 2.0
 
 
-def test_a_slower_device_is_noticed_after_a_while() -> None:
+def test_a_slower_device_is_reported_after_some_steps() -> None:
     steps = [line(step, 3.0 * step) for step in range(1, 22)]
-    assert told(steps).slowdown == pytest.approx(0.5)
-    assert told(steps, device=resolve_device("cpu")).slowdown is None  # a CPU's probes are upper bounds
+    assert progress_after(steps).slowdown == pytest.approx(0.5)
+    assert progress_after(steps, device=resolve_device("cpu")).slowdown is None  # probes on a CPU are upper bounds
 
 
-def test_without_a_price_no_money_is_named() -> None:
-    now = told([line(1, 9.0)], price=None)
+def test_without_a_price_there_is_no_cost() -> None:
+    now = progress_after([line(1, 9.0)], price=None)
     assert now.spent_usd is None and now.projected_usd is None
 
 
@@ -162,33 +162,33 @@ def test_without_a_price_no_money_is_named() -> None:
         ({"random_weights": True, "output": Path("locked")}, "another run trains in"),
     ],
 )
-def test_what_is_missing_or_in_the_way_is_said(
+def test_missing_input_and_existing_output_are_usage_errors(
     options: dict[str, Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "before" / "checkpoint-3").mkdir(parents=True)
     for name in ("done/adapter_model.safetensors", "locked/progress.jsonl"):
         (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("kept")
-    _found(monkeypatch, tmp_path)
+        (tmp_path / name).write_text("unchanged")
+    _use_study(monkeypatch, tmp_path)
     with (tmp_path / "locked" / ".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match=what):
             command.train(**(_NOTHING | options))
     assert not (tmp_path / "trained").exists()
-    assert (tmp_path / "done" / "adapter_model.safetensors").read_text() == "kept"
-    assert (tmp_path / "locked" / "progress.jsonl").read_text() == "kept"
+    assert (tmp_path / "done" / "adapter_model.safetensors").read_text() == "unchanged"
+    assert (tmp_path / "locked" / "progress.jsonl").read_text() == "unchanged"
 
 
-def test_a_study_of_trl_names_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _found(monkeypatch, tmp_path, trainer="trl")
+def test_a_trl_study_names_the_trl_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use_study(monkeypatch, tmp_path, trainer="trl")
     with pytest.raises(UsageError) as error:
         command.train(**(_NOTHING | {"random_weights": True}))
     assert "trl sft --config" in (error.value.remedy or "")
 
 
 def _scripted(folder: Path, text: str) -> Path:
-    """A script in place of train.py, with a run's beginnings beside it: `--resume` goes on with what is there."""
+    """Write a script in place of train.py and return its output directory, for a resumed run."""
     output = folder / "output"
     (output / "export").mkdir(parents=True)
     (output / "export" / "train.py").write_text(text)
@@ -203,9 +203,9 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("text", ["raise RuntimeError('no room on the device')", _DIES_ON_SIGTERM])
-def test_a_script_that_fails_is_quoted(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it was stopped. What an earlier session failed of, or saved, is not this one's."""
-    _found(monkeypatch, tmp_path)
+def test_the_error_of_a_failed_script_is_quoted(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a stop. Errors and checkpoints of earlier sessions do not count."""
+    _use_study(monkeypatch, tmp_path)
     output = _scripted(tmp_path, text)
     (output / "train.log").write_text("ValueError: long ago\n")
     (output / "checkpoint-3").mkdir()
@@ -213,15 +213,15 @@ def test_a_script_that_fails_is_quoted(text: str, tmp_path: Path, monkeypatch: p
         command.train(**(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
 
 
-def test_a_line_that_was_cut_off_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _found(monkeypatch, tmp_path)
+def test_incomplete_progress_lines_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use_study(monkeypatch, tmp_path)
     whole, last = json.dumps(line(3, 9.0, began=1.0)), json.dumps(line(100, 7.0, began=2.0))
     script = "import sys\npath = sys.argv[sys.argv.index('--progress') + 1]\n"
     output = _scripted(tmp_path, f"{script}open(path, 'a').write({last!r} + chr(10))")
     (output / "progress.jsonl").write_text(f"{whole}\nno JSON\n{whole[:20]}")
     command.train(**(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
-    told = json.loads((output / "training.json").read_text())
-    assert (told["steps"], told["trained_s"]) == (100, 16.0)
+    training = json.loads((output / "training.json").read_text())
+    assert (training["steps"], training["trained_s"]) == (100, 16.0)
 
 
 _NOTHING: dict[str, Any] = {
@@ -234,7 +234,7 @@ _NOTHING: dict[str, Any] = {
 }
 
 
-def _found(monkeypatch: pytest.MonkeyPatch, out: Path, **changes: Any) -> None:
+def _use_study(monkeypatch: pytest.MonkeyPatch, out: Path, **changes: Any) -> None:
     made = replace(summary(), recipe=replace(demo(CONFIG), **changes))
-    found = StudyResult(summary=made, record=record_of(out=out))
-    monkeypatch.setattr(command, "load_study", lambda *_: found)
+    study = StudyResult(summary=made, record=record_of(out=out))
+    monkeypatch.setattr(command, "load_study", lambda *_: study)

@@ -1,4 +1,4 @@
-"""The promise against the exported run: what holds, what does not, and real runs of train.py and of TRL."""
+"""Verification of predictions by exported runs, with real runs of train.py and of TRL."""
 
 import json
 import subprocess
@@ -38,19 +38,19 @@ def promise(**changes: Any) -> Verification:
 
 
 @pytest.mark.parametrize(
-    ("said", "holds"),
+    ("measured", "holds"),
     [
         ({"seconds_per_step": 2.0, "peak_reserved_gib": 20.0}, True),
         ({"seconds_per_step": 2.08, "peak_reserved_gib": 20.9}, True),
-        ({"seconds_per_step": 2.2, "peak_reserved_gib": 20.0}, False),  # promised too much
-        ({"seconds_per_step": 1.8, "peak_reserved_gib": 20.0}, False),  # promised too little is as wrong
+        ({"seconds_per_step": 2.2, "peak_reserved_gib": 20.0}, False),  # predicted too fast
+        ({"seconds_per_step": 1.8, "peak_reserved_gib": 20.0}, False),  # predicted too slow is as wrong
         ({"seconds_per_step": 2.0, "peak_reserved_gib": 25.0}, False),
-        ({"seconds_per_step": 2.0, "peak_reserved_gib": None}, True),  # a CPU does not tell
+        ({"seconds_per_step": 2.0, "peak_reserved_gib": None}, True),  # a CPU reports no memory
         ({"seconds_per_step": 2.0, "peak_reserved_gib": 20.0, "tokens_per_second": 500.0}, True),  # other examples
     ],
 )
-def test_what_holds(said: dict[str, Any], holds: bool) -> None:
-    done = with_result(promise(), said | {"steps": 3}, 3)
+def test_verification_holds_within_the_tolerance(measured: dict[str, Any], holds: bool) -> None:
+    done = with_result(promise(), measured | {"steps": 3}, 3)
     assert done.reason is None and done.holds is holds
     assert all("predicted" in line for line in describe.verification(done))
 
@@ -64,29 +64,29 @@ def test_what_holds(said: dict[str, Any], holds: bool) -> None:
         ({"steps": 3, "seconds_per_step": float("nan")}, "of nan s"),
     ],
 )
-def test_a_run_that_failed_confirms_nothing(result: Any, reported: str) -> None:
+def test_a_failed_run_does_not_hold(result: Any, reported: str) -> None:
     done = with_result(promise(), result, 3)
     assert not done.holds and reported in describe.verification(done)[0] and done.tokens_per_s is None
 
 
 def soaked(peaks: Any, **changes: Any) -> Verification:
-    said = {"steps": 3, "seconds_per_step": 4.0, "peak_reserved_gib": 20.0, "peaks_gib": peaks}
-    return with_result(promise(soak=True, **changes), said, 3)
+    measured = {"steps": 3, "seconds_per_step": 4.0, "peak_reserved_gib": 20.0, "peaks_gib": peaks}
+    return with_result(promise(soak=True, **changes), measured, 3)
 
 
 @pytest.mark.parametrize(
     ("peaks", "creeps"),
     [
         ([20.0, 20.0, 20.0, 20.0], False),
-        ([18.0, 20.0, 20.2, 20.3], False),  # the first quarter warms up; 1.5 %
+        ([18.0, 20.0, 20.2, 20.3], False),  # the first quarter is warm-up; growth of 1.5 %
         ([20.0, 20.0, 20.4, 20.5], True),
         ([21.0, 20.0, 20.0, 20.5], True),
-        ([0.5, 0.5, 0.5, 0.58], False),  # 16 %, of next to nothing
+        ([0.5, 0.5, 0.5, 0.58], False),  # 16 % of a negligible amount
         (None, False),
     ],
 )
-def test_memory_that_creeps_breaks_the_promise(peaks: Any, creeps: bool) -> None:
-    """Whatever was probed, and however slow these other rows are."""
+def test_growing_memory_fails_the_verification(peaks: Any, creeps: bool) -> None:
+    """With or without a probe of the file, and at any speed."""
     for probed in (True, False):
         done = soaked(peaks, probed=probed)
         assert done.holds is not creeps
@@ -98,13 +98,13 @@ def test_memory_that_creeps_breaks_the_promise(peaks: Any, creeps: bool) -> None
         assert ("is not known" if peaks is None else "memory does not grow") in describe.verification(done)[-1]
 
 
-def test_a_soak_may_need_less_than_promised_but_not_more() -> None:
+def test_a_soak_may_use_less_memory_than_predicted_but_not_more() -> None:
     assert soaked(None, promised_gib=25.0).holds
     assert not soaked(None, promised_gib=18.0).holds
     assert soaked(None, promised_gib=18.0, probed=False).holds
 
 
-def test_what_was_not_probed_breaks_no_promise_unless_it_dies() -> None:
+def test_an_unprobed_file_fails_only_if_its_run_fails() -> None:
     other = promise(file="trl_sft.yaml", probed=False)
     done = with_result(other, {"steps": 3, "seconds_per_step": 3.0, "peak_reserved_gib": 40.0}, 3)
     assert done.holds and "+50.0%" in describe.verification(done)[0]
@@ -114,7 +114,7 @@ def test_what_was_not_probed_breaks_no_promise_unless_it_dies() -> None:
     assert "winner&#39;s trl_sft.yaml" in page.replace("'", "&#39;") and "Nothing was predicted for this file" in page
 
 
-def test_every_second_batch_of_a_soak_is_as_long_as_can_be() -> None:
+def test_every_second_batch_of_a_soak_has_the_maximum_length() -> None:
     for size in (1, 4, 32):
         config = TrainConfig(micro_batch_size=size, seq_len=512)
         lengths = straining_lengths(config)
@@ -123,20 +123,20 @@ def test_every_second_batch_of_a_soak_is_as_long_as_can_be() -> None:
         assert all(length == 512 or 2 <= length <= 128 for length in lengths)
 
 
-def test_it_is_kept_with_the_study_and_shown() -> None:
+def test_a_verification_is_stored_and_shown_in_the_report() -> None:
     done = with_result(promise(), {"steps": 3, "seconds_per_step": 2.0 / 0.99, "peak_reserved_gib": 19.9}, 3)
     assert from_data(Verification, to_data(done)) == done
-    told = replace(summary(), verification=done)
-    assert summary_data(told, "out")["verification"]["holds"] is True
-    page = render(told, "out")
+    study = replace(summary(), verification=done)
+    assert summary_data(study, "out")["verification"]["holds"] is True
+    page = render(study, "out")
     assert "checked against the exported run" in page and "990 measured in 200 micro batches of train.py" in page
     assert "checked against the exported run" not in render(summary(), "out")
 
 
 def recipe(**changes: Any) -> Recipe:
-    found = summary().recipe
-    assert found is not None
-    return replace(found, **changes)
+    made = summary().recipe
+    assert made is not None
+    return replace(made, **changes)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def recipe(**changes: Any) -> Recipe:
         ({}, EnvironmentProblem, "no NVIDIA GPU"),
     ],
 )
-def test_what_cannot_be_verified_here(
+def test_winners_that_cannot_run_on_this_machine_are_refused(
     made: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autotune.core.nvml.list_gpus", list)
@@ -158,7 +158,7 @@ def test_what_cannot_be_verified_here(
         command.require_measured_here(recipe(winner=winner, **made))
 
 
-def test_only_what_is_measured_is_verified() -> None:
+def test_shallow_only_and_verify_are_refused_together() -> None:
     from autotune.cli.commands.run import run_spec
 
     with pytest.raises(UsageError, match=r"--verify runs what is exported on the device itself"):
@@ -173,12 +173,16 @@ def on_cpu(**knobs: Any) -> Recipe:
 
 
 @pytest.mark.probe
-def test_the_exported_script_really_runs(tmp_path: Path) -> None:
-    """With an evaluation before and after, and adapters saved; of it only the log stays."""
+def test_verify_runs_the_exported_script(tmp_path: Path) -> None:
+    """The run evaluates before and after and saves adapters. Only its log remains."""
     (tmp_path / "logs").mkdir()
-    said: list[str] = []
-    done = verify(on_cpu(), tmp_path, micro_steps=4, say=said.append)
-    assert "for 3 steps, about " in said[0] and said[-1].startswith("verifying: step ") and "of 3, " in said[-1]
+    messages: list[str] = []
+    done = verify(on_cpu(), tmp_path, micro_steps=4, say=messages.append)
+    assert (
+        "for 3 steps, about " in messages[0]
+        and messages[-1].startswith("verifying: step ")
+        and "of 3, " in messages[-1]
+    )
     assert done.reason is None and done.tokens_per_s and done.seconds_per_step and done.micro_steps == 4
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
     assert (tmp_path / "logs" / "verify.log").is_file()
@@ -188,8 +192,8 @@ def test_the_exported_script_really_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.probe
-def test_a_soak_of_what_was_not_probed_really_runs(tmp_path: Path) -> None:
-    """Packed, since rows of train.py are all of one length otherwise."""
+def test_a_soak_runs_a_file_that_was_not_probed(tmp_path: Path) -> None:
+    """With packing, since otherwise all rows of train.py have the same length."""
     (tmp_path / "logs").mkdir()
     trl = replace(on_cpu(packing=True), trainer="trl")
     done = verify(trl, tmp_path, form="train", micro_steps=8, soak=True)
@@ -198,8 +202,8 @@ def test_a_soak_of_what_was_not_probed_really_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.probe
-def test_the_exported_yaml_runs_as_trl_sft_does(tmp_path: Path) -> None:
-    """A study through TRL, verified by its own format; the time is a CPU's, and not looked at."""
+def test_verify_runs_the_exported_yaml_with_trl_sft(tmp_path: Path) -> None:
+    """A study with TRL is verified by its own format. The time on a CPU is not checked."""
     pytest.importorskip("trl")
     pins = {"micro_batch_size": 2, "seq_len": 32, "lora_rank": 16, "precision": "fp32", "checkpointing": "none"}
     pins |= {"optimizer": "adamw_torch_fused", "attention": "sdpa", "compile": "none", "quantization": "none"}
@@ -213,15 +217,19 @@ def test_the_exported_yaml_runs_as_trl_sft_does(tmp_path: Path) -> None:
         return ended.stdout, ended.stderr
 
     autotune("run", *study, "--quiet")
-    told, shown = autotune("verify", "--micro-steps", "8", "--tolerance", "90", "--json")
+    output, shown = autotune("verify", "--micro-steps", "8", "--tolerance", "90", "--json")
     assert "verifying: step " in shown
-    said = json.loads(told)
-    assert said["file"] == "trl_sft.yaml" and said["probed"] and said["holds"], said
-    assert said["seconds_per_step"] and len(said["peaks_gib"]) == 4 and not (tmp_path / "out" / ".verify").exists()
+    verification = json.loads(output)
+    assert verification["file"] == "trl_sft.yaml" and verification["probed"] and verification["holds"], verification
+    assert (
+        verification["seconds_per_step"]
+        and len(verification["peaks_gib"]) == 4
+        and not (tmp_path / "out" / ".verify").exists()
+    )
     assert "8 micro batches of trl_sft.yaml" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_weights_that_do_not_fit_the_disk_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_larger_than_the_disk_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.export.run.verify.run_exported", lambda *_, **__: pytest.fail("begun"))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 * 2**30))
     with pytest.raises(StorageError, match=r"weights of this model take 13\.6 GiB") as caught:
@@ -229,7 +237,7 @@ def test_weights_that_do_not_fit_the_disk_are_not_begun(tmp_path: Path, monkeypa
     assert "--format train" in (caught.value.remedy or "") and not list(tmp_path.iterdir())
 
 
-def test_an_unknown_study_and_a_wrong_number_are_told(tmp_path: Path) -> None:
+def test_an_unknown_study_format_or_number_is_a_usage_error(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'a.db'}"
     with pytest.raises(UsageError, match="there is no study"):
         command.verify("nobody", storage=url)

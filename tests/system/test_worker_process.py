@@ -1,4 +1,4 @@
-"""`autotune worker` as processes: two on one study, one that is killed, one that is stopped, two that cannot join."""
+"""`autotune worker` in real processes: two share a study, one is killed, one is stopped, two cannot join."""
 
 import json
 import os
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.probe
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A folder with a study in it, that two workers have ended."""
+    """A folder with a study that two workers finished."""
 
     folder: Path
-    told: dict[str, Any]
+    summary: dict[str, Any]
 
     @property
     def url(self) -> str:
@@ -44,48 +44,48 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    empty = Place(folder=tmp_path_factory.mktemp("fleet"), told={})
+    empty = Place(folder=tmp_path_factory.mktemp("fleet"), summary={})
     (empty.folder / "space.yaml").write_text(SPACE)
     ended = empty.start("run", *ARGUMENTS, "--trials", "8", "--workers", "2", "--json")
     _, errors = ended.communicate(timeout=300)
     assert ended.returncode == 0, errors
-    return Place(folder=empty.folder, told=json.loads((empty.folder / "runs" / "one" / "summary.json").read_text()))
+    return Place(folder=empty.folder, summary=json.loads((empty.folder / "runs" / "one" / "summary.json").read_text()))
 
 
 @pytest.fixture
 def open_again(place: Place) -> None:
-    """As if its leader searched on."""
+    """Reopen the study as if its leader still searched."""
     with opened(place.url) as search:
         limits = Limits(**search.remembered("limits"))
         update_record(search, phase=StudyPhase.SEARCHING, limits=replace(limits, trials=None, patience=999))
 
 
-def until(found: Callable[[], Any], process: "subprocess.Popen[str]") -> Any:
-    """What is found once there is something; the process is to live that long."""
+def until(condition: Callable[[], Any], process: "subprocess.Popen[str]") -> Any:
+    """Return the first true value of `condition`. Fails if the process ends before."""
     end = time.monotonic() + 120
     while time.monotonic() < end:
-        if something := found():
-            return something
+        if value := condition():
+            return value
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.1)
-    raise AssertionError("nothing came of it")
+    raise AssertionError("the condition was not met in time")
 
 
 def own_running(place: Place, process: "subprocess.Popen[str]") -> list[FrozenTrial]:
-    """The trials that a worker is at."""
+    """The running trials of a worker."""
     mine = f":{process.pid}:"
     return [one for one in place.trials(TrialState.RUNNING) if mine in one.user_attrs.get("worker", "")]
 
 
 def test_two_workers_share_a_study(place: Place) -> None:
-    told = place.trials(TrialState.COMPLETE, TrialState.PRUNED)
-    assert len(told) == 8 == place.told["trials"]["total"] and place.told["evidence"] == "measured"
-    assert len({one.user_attrs["worker"] for one in told}) == 2
+    finished = place.trials(TrialState.COMPLETE, TrialState.PRUNED)
+    assert len(finished) == 8 == place.summary["trials"]["total"] and place.summary["evidence"] == "measured"
+    assert len({one.user_attrs["worker"] for one in finished}) == 2
     assert not place.trials(TrialState.RUNNING)
 
 
 @pytest.mark.usefixtures("open_again")
-def test_what_a_killed_worker_was_at_is_done_by_the_next_which_can_be_stopped(place: Place) -> None:
+def test_the_trial_of_a_killed_worker_is_repeated_and_a_stop_queues_one_again(place: Place) -> None:
     killed = place.start("worker", "--study", "one")
     (begun, *_) = until(lambda: own_running(place, killed), killed)
     children = psutil.Process(killed.pid).children(recursive=True)
@@ -105,13 +105,13 @@ def test_what_a_killed_worker_was_at_is_done_by_the_next_which_can_be_stopped(pl
     assert "queued again" in errors and "Traceback" not in errors
     assert not psutil.wait_procs(children, timeout=20)[1]
     assert not place.trials(TrialState.RUNNING)
-    ended = place.trials()[asked.number]  # it may have chosen more since it was seen
-    if ended.state is TrialState.FAIL:  # or it was told just before
+    ended = place.trials()[asked.number]  # it may have proposed more since it was read
+    if ended.state is TrialState.FAIL:  # or its result was recorded just before
         chosen = ended.system_attrs.get("fixed_params", {}) | ended.params
         assert chosen in [one.system_attrs["fixed_params"] for one in place.trials(TrialState.WAITING)]
 
 
-def test_who_cannot_join_says_so_by_its_exit_code(place: Place) -> None:
+def test_a_worker_that_cannot_join_fails_with_its_exit_code(place: Place) -> None:
     missing = place.start("worker", "--study", "two")
     assert "there is no study 'two'" in missing.communicate(timeout=60)[1] and missing.returncode == 2
     with opened(place.url) as search:

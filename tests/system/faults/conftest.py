@@ -1,4 +1,4 @@
-"""What is told of each fault, and the table that `pytest tests/system/faults --write-table` makes of it."""
+"""Record the effect of each fault, and write the table of `pytest tests/system/faults --write-table`."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,21 +10,21 @@ TABLE = Path(__file__).parents[3] / "benchmarks" / "results" / "faults.md"
 COLUMNS = ("tries", "survived", "lost", "orphans left")
 HEAD = """# Faults
 
-What was done to a study or its worker, how often, how often it went on or could be continued, how many results were
-lost and how many processes were left. Written by `pytest tests/system/faults --write-table`, on CPU probes
-and both databases.
+Each fault was injected into a study or its worker. The table counts the tries, how often the study continued or could
+be resumed, the lost results and the orphaned processes. Written by `pytest tests/system/faults --write-table`, with CPU
+probes and both databases.
 
 """
-_told: dict[str, Counter[str]] = {}
+_counts: dict[str, Counter[str]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-table", action="store_true", help=f"Write {TABLE.name} of what the faults did.")
+    parser.addoption("--write-table", action="store_true", help=f"Write {TABLE.name} with the effects of the faults.")
 
 
 @pytest.fixture
-def tell(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Note what a fault did, and fail unless it was survived with nothing lost and nobody left."""
+def record_fault(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Record the effect of a fault. Fails unless it was survived without a lost result or an orphaned process."""
 
     def note(fault: str, *, survived: bool, lost: int = 0, orphans: int = 0) -> None:
         record_property("fault", [fault, 1, int(survived), lost, orphans])
@@ -34,17 +34,18 @@ def tell(record_property: Callable[[str, object], None]) -> Callable[..., None]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """In the process that gathers: each worker of pytest-xdist tells its own."""
+    """Add up the recorded faults in the main process, which receives the reports of all pytest-xdist workers."""
     if report.when == "call":
         for name, (fault, *numbers) in report.user_properties:
             if name == "fault":
-                _told.setdefault(fault, Counter()).update(dict(zip(COLUMNS, numbers, strict=True)))
+                _counts.setdefault(fault, Counter()).update(dict(zip(COLUMNS, numbers, strict=True)))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--write-table") and not hasattr(session.config, "workerinput"):
         rows = [
-            f"| {fault} | {' | '.join(str(told[one]) for one in COLUMNS)} |" for fault, told in sorted(_told.items())
+            f"| {fault} | {' | '.join(str(counts[column]) for column in COLUMNS)} |"
+            for fault, counts in sorted(_counts.items())
         ]
         TABLE.write_text(
             HEAD + "\n".join((f"| fault | {' | '.join(COLUMNS)} |", "|---|---|---|---|---|", *rows)) + "\n"

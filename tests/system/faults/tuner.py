@@ -1,6 +1,7 @@
-"""A whole session over recorded answers in a process of its own, to be killed at one of its steps: URL, OUT, STEP, AT.
+"""A whole session with a `ReplayProber` in its own process, which kills itself at one of its steps.
 
-The session's class or module, and what of it is killed when it has returned for the AT-th time.
+The arguments are URL, OUT and STEP. `STEPS` holds for each step the object, the name of its function, and the number of
+the call after which the process is killed.
 """
 
 import json
@@ -21,18 +22,18 @@ from tests.helpers.sessions import BASELINE, by_tokens, starter
 
 TOTAL = 9
 STEPS: dict[str, tuple[Any, str, int]] = {
-    "asked": (Optimizer, "ask", 3),
-    "gated": (Evaluator, "_gate", 4),
-    "probed": (ReplayProber, "probe", 3),
-    "stored": (ProbeStore, "add", 3),
-    "told": (Optimizer, "tell", 3),
-    "confirmed": (Evaluator, "confirm", 1),
-    "exported": (study_directory, "write_atomic", 6),
+    "proposed a trial": (Optimizer, "ask", 3),
+    "checked the memory of a trial": (Evaluator, "_gate", 4),
+    "probed a trial": (ReplayProber, "probe", 3),
+    "stored a result": (ProbeStore, "add", 3),
+    "recorded a trial": (Optimizer, "tell", 3),
+    "confirmed a finalist": (Evaluator, "confirm", 1),
+    "written part of the export": (study_directory, "write_atomic", 6),
 }
 
 
 def arm(holder: Any, name: str, at: int) -> None:
-    """SIGKILL once this has returned for the `at`-th time."""
+    """Send SIGKILL to this process after the `at`-th call of the function."""
     function, calls = getattr(holder, name), [0]
 
     @wraps(function)
@@ -49,7 +50,7 @@ def arm(holder: Any, name: str, at: int) -> None:
 def main(url: str, out: Path, step: str) -> None:
     if step in STEPS:
         arm(*STEPS[step])
-    elif step:  # a limit of the size of files
+    elif step:  # a limit on the size of files
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(step), int(step)))
     opened: list[Any] = []
     session = starter(url, out / "logs", opened)(machine(limit_gib=2.6, rate=by_tokens), begin=[BASELINE], trials=TOTAL)
