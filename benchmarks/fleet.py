@@ -45,6 +45,7 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
 from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer
@@ -163,15 +164,22 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
         log.touch()
         while not (log.parent / "go").exists():
             time.sleep(0.01)
-        study = Study(task, search, evaluator, limits, time.monotonic(), coordinator=coordinator)
-        study.trials.new_rows = lambda: store.new_rows(STUDY)
-        study.resume(store.of_study(STUDY))
+        shared = SharedTrials(
+            task=task,
+            optimizer=search,
+            evaluator=evaluator,
+            limits=limits,
+            started=time.monotonic(),
+            coordinator=coordinator,
+            new_rows=lambda: store.new_rows(STUDY),
+        )
+        shared.resume(store.of_study(STUDY))
         if number:
-            study.work(lambda: False)
+            Study(shared).work(lambda: False)
         else:
-            study.begin([task.baselines()[0]])
-            study.run()
-            study.trials.sync(reap=True)
+            shared.begin([task.baselines()[0]])
+            Study(shared).run()
+            shared.sync(reap=True)
     search.close()
     store.close()
 

@@ -38,6 +38,7 @@ from autotune.probe.supervisor import WorkerProber
 from autotune.problem.constraints import Floors
 from autotune.problem.performance import score
 from autotune.problem.task import Task
+from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
 from autotune.study.loop import Study
 from autotune.study.optimizer import Optimizer, distribution
@@ -114,18 +115,18 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
             if row.outcome is Outcome.OK and (row.tokens_per_second or 0.0) >= goal and not reached:
                 reached.append(prober.seconds)
 
-        study = Study(
-            task,
-            search,
-            evaluator,
-            Limits(budget_s=LONGEST_S, patience=10_000),
-            0.0,
+        trials = SharedTrials(
+            task=task,
+            optimizer=search,
+            evaluator=evaluator,
+            limits=Limits(budget_s=LONGEST_S, patience=10_000),
+            started=0.0,
             should_stop=lambda: bool(reached),
             clock=lambda: prober.seconds,
+            on_trial=on_trial,
         )
-        study.trials.on_trial = on_trial
-        study.begin([task.baselines()[0]])
-        study.run()
+        trials.begin([task.baselines()[0]])
+        Study(trials).run()
         search.close()
         store.close()
     return reached[0] if reached else LONGEST_S
