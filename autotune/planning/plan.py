@@ -247,8 +247,8 @@ def estimate_named_configs(
                 tokens_per_s=None if rows_per_s is None else rows_per_s * config.seq_len,
                 samples_per_s=samples_per_s,
                 step_time_s=None if not rows_per_s else shape.rows_per_step / rows_per_s,
-                peak_gib=estimated.need_gib,
-                whole_gib=estimated.need_gib + CONTEXT_GIB,
+                peak_reserved_gib=estimated.need_gib,
+                with_context_gib=estimated.need_gib + CONTEXT_GIB,
             )
         )
     return results

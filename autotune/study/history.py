@@ -105,5 +105,5 @@ def summarize(
         quality=quality,
         verification=verification,
         explanation=explanation if recipe and explanation and explanation.of(recipe.config) else None,
-        notes=tuple(quality.said(recipe.config)) if quality and recipe else (),
+        notes=tuple(quality.notes(recipe.config)) if quality and recipe else (),
     )

@@ -1,7 +1,7 @@
 """A suite: named configurations that are probed as they are, and compared with published numbers. No search."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import write_atomic
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, GIB, fmt_count
 from autotune.probe.supervisor import WorkerProber
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigResult:
-    """What we say of a case. Speeds count whole rows; `peak_gib` is reserved, `whole_gib` that and the CUDA context."""
+    """The result of a case. Speeds count whole rows; `with_context_gib` is reserved memory and the CUDA context."""
 
     case: NamedConfig
     config: TrainConfig
@@ -35,28 +36,27 @@ class ConfigResult:
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     step_time_s: float | None = None
-    peak_gib: float | None = None
-    whole_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    with_context_gib: float | None = None
 
     def against(self) -> dict[str, tuple[float | str, float | str]]:
-        """(published, ours) by what it is, of what both tell."""
+        """(published, ours) by what it is, for every number that both have; the outcome if one of them is OOM."""
         theirs = self.case.published
-        outcomes = {}
-        pairs: dict[str, tuple[float | None, float | None]] = {
+        whole_gb = None if self.with_context_gib is None else self.with_context_gib * GIB / 1e9
+        pairs: dict[str, tuple[float | str | None, float | str | None]] = {
             "tokens/s": (theirs.tokens_per_s, self.tokens_per_s),
             "samples/s": (theirs.samples_per_s, self.samples_per_s),
             "s/step": (theirs.s_per_step, self.step_time_s),
-            "peak GiB": (theirs.peak_gib, self.peak_gib),
-            "whole GB": (theirs.peak_gb, None if self.whole_gib is None else self.whole_gib * GIB / 1e9),
+            "peak GiB": (theirs.peak_gib, self.peak_reserved_gib),
+            "whole GB": (theirs.peak_gb, whole_gb),
         }
-        numbers: dict[str, tuple[float | str, float | str]] = {
+        if theirs.outcome == "oom" or self.outcome is Outcome.OOM:
+            pairs = {"outcome": (theirs.outcome, self.outcome.value), **pairs}
+        return {
             name: (published, ours)
             for name, (published, ours) in pairs.items()
             if published is not None and ours is not None
         }
-        if theirs.outcome == "oom" or self.outcome is Outcome.OOM:
-            outcomes["outcome"] = (theirs.outcome, self.outcome.value)
-        return outcomes | numbers
 
     def cells(self) -> tuple[str, ...]:
         """As a row: name, configuration, outcome, speed, memory, and what was published."""
@@ -66,24 +66,15 @@ class ConfigResult:
         )
         outcome = self.outcome.value + (f": {self.reason}" if self.reason else "")
         speed = DASH if self.tokens_per_s is None else f"{fmt_count(self.tokens_per_s)} [{self.evidence}]"
-        memory = DASH if self.peak_gib is None else f"{self.peak_gib:.1f}"
+        memory = DASH if self.peak_reserved_gib is None else f"{self.peak_reserved_gib:.1f}"
         return self.case.name, self.config.label(), outcome, speed, memory, published or DASH
 
     def data(self) -> dict[str, Any]:
         """As plain data."""
-        return {
-            "name": self.case.name,
-            "config": self.config.as_dict(),
-            "outcome": self.outcome.value,
-            "evidence": self.evidence.value,
-            "reason": self.reason,
-            "tokens_per_s": self.tokens_per_s,
-            "samples_per_s": self.samples_per_s,
-            "step_time_s": self.step_time_s,
-            "peak_reserved_gib": self.peak_gib,
-            "with_context_gib": self.whole_gib,
-            "published": {name: {"theirs": one, "ours": other} for name, (one, other) in self.against().items()},
-        }
+        data = to_data(self)
+        del data["case"]
+        published = {name: {"theirs": theirs, "ours": ours} for name, (theirs, ours) in self.against().items()}
+        return {"name": self.case.name, **data, "config": self.config.as_dict(), "published": published}
 
 
 COLUMNS = {"case": "left", "configuration": "left", "outcome": "left", "tokens/s": "right", "GiB": "right"} | {
@@ -178,17 +169,16 @@ def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result:
         tokens_per_s=speed.samples_per_second / task.workload.examples_per_row(config) * config.seq_len,
         samples_per_s=speed.samples_per_second,
         step_time_s=speed.step_time_s,
-        peak_gib=found.peak_reserved_gib,
-        whole_gib=None if found.context_gib is None else reserved_gib + found.context_gib,
+        peak_reserved_gib=found.peak_reserved_gib,
+        with_context_gib=None if found.context_gib is None else reserved_gib + found.context_gib,
     )
 
 
-def write_results(told: Iterable[ConfigResult], out: Path) -> None:
-    """suite.json and suite.md."""
-    rows = list(told)
-    write_atomic(out / "suite.json", json.dumps([one.data() for one in rows], indent=1) + "\n")
+def write_results(results: list[ConfigResult], out: Path) -> None:
+    """Write suite.json and suite.md."""
+    write_atomic(out / "suite.json", json.dumps([result.data() for result in results], indent=1) + "\n")
     head = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in one.cells()) + " |" for one in rows]
+    body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in result.cells()) + " |" for result in results]
     write_atomic(out / "suite.md", "\n".join([*head, *body]) + "\n")
 
 

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 from autotune.core.probe_types import Measurement, Outcome, ProbeRequest, Rung
@@ -73,30 +73,22 @@ def differences(own: NodeReading, others: Sequence[NodeReading], *, timed: bool 
     return reasons
 
 
+@dataclass(slots=True)
 class NodeMonitor:
     """Compares this node with the others, now and then. Its readings are stored; they are no results of the study.
 
     `selection` is the study's, after it was resumed; `timed` says whether speeds and temperatures count.
     """
 
-    def __init__(
-        self,
-        prober: Prober,
-        store: ProbeStore,
-        selection: Selection,
-        request: Callable[[TrainConfig], ProbeRequest],
-        *,
-        timed: bool,
-        log: Path,
-    ) -> None:
-        self._prober = prober
-        self._store = store
-        self._selection = selection
-        self._request = request
-        self._timed = timed
-        self._log = log
-        self._next_s = time.monotonic() + CHECK_EVERY_S
-        self._is_warm = False
+    prober: Prober
+    store: ProbeStore
+    selection: Selection
+    request: Callable[[TrainConfig], ProbeRequest]
+    _: KW_ONLY
+    timed: bool
+    log: Path
+    _next_s: float = field(default_factory=lambda: time.monotonic() + CHECK_EVERY_S)
+    _is_warm: bool = False
 
     def is_due(self) -> bool:
         """Whether CHECK_EVERY_S have passed since the last check."""
@@ -105,26 +97,26 @@ class NodeMonitor:
     def check(self) -> list[str]:
         """Measure the baseline and list how this node differs; empty if no baseline was measured yet."""
         self._next_s = time.monotonic() + CHECK_EVERY_S
-        task = self._selection.task
-        baseline = self._selection.baseline()
-        measured = self._selection.record(baseline).measured if baseline else None
+        task = self.selection.task
+        baseline = self.selection.baseline()
+        measured = self.selection.record(baseline).measured if baseline else None
         if baseline is None or measured is None:
             return []
         others = [NodeReading.of(measured)]  # the leader's, or whoever was first
         others += [
             NodeReading.of(row.result.measurement)
-            for row in self._store.of_study(task.study)
+            for row in self.store.of_study(task.study)
             if row.result.rung is Rung.NODE and row.result.measurement is not None and not row.result.notes
         ]
-        result = self._prober.probe(replace(self._request(baseline), rung=Rung.NODE, min_timed_s=2.0), self._log)
+        result = self.prober.probe(replace(self.request(baseline), rung=Rung.NODE, min_timed_s=2.0), self.log)
         if result.outcome is not Outcome.OK or result.measurement is None:
             reasons = [f"the baseline fails here: {result.reason or result.outcome}"]
         else:
             own = NodeReading.of(result.measurement)
             if self._is_warm:  # a card that has worked is warmer than the others were when they were read
                 own = replace(own, temperature_c=None)
-            reasons = differences(own, others, timed=self._timed)
+            reasons = differences(own, others, timed=self.timed)
         self._is_warm = True
         result = replace(result, notes=tuple(reasons))
-        self._store.add(task.study, None, result, self._prober.fingerprint, model=task.model_key)
+        self.store.add(task.study, None, result, self.prober.fingerprint, model=task.model_key)
         return reasons

@@ -107,11 +107,9 @@ class Optimizer:
         with optuna_errors(self._url):
             self._study.set_user_attr(key, value)
 
-    @retried
     def remembered(self, key: str) -> Any:
         """The value under this key; None if there is none."""
-        with optuna_errors(self._url):
-            return self._study.user_attrs.get(key)
+        return self.attributes().get(key)
 
     @retried
     def attributes(self) -> dict[str, Any]:

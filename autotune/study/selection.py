@@ -11,10 +11,10 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
+from autotune.problem.length_distribution import SAYS
 from autotune.problem.performance import AGAIN, step_time_s
 from autotune.problem.run_cost import by_examples, project
 from autotune.problem.task import Task
-from autotune.study.caveats import assumptions
 from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
 from autotune.study.ranking import Scored, choose, to_beat
 from autotune.study.summary import Candidate, Recipe
@@ -296,7 +296,7 @@ class Selection:
             ),
             cells=tuple(self.candidate(scored.config) for scored in _best_of_cells(everything)),
             numerics=self._numerics(winner.config),
-            caveats=(*self.caveats, *assumptions(task, winner.config), *self._doubts(winner, pool)),
+            caveats=(*self.caveats, *_assumptions(task, winner.config), *self._doubts(winner, pool)),
         )
 
     def noise(self, config: TrainConfig) -> float:
@@ -381,3 +381,49 @@ def _best_of_cells(pool: list[Scored]) -> list[Scored]:
         for scored in sorted(pool, key=lambda scored: scored.score)
     }
     return list(best.values())
+
+
+def _assumptions(task: Task, config: TrainConfig) -> list[str]:
+    """What the numbers of a winner assume about data and device, in sentences."""
+    workload, lengths = task.workload, task.workload.lengths
+    caveats = []
+    if lengths.source == "assumed":
+        caveats.append(
+            f"the length of an example was not given: {lengths.longest:,} tokens are assumed "
+            "(--dataset, --lengths or --tokens-per-example)"
+        )
+    if lengths.source in ("characters", "summary"):
+        caveats.append(f"the lengths of the examples are {SAYS[lengths.source]}, not counted")
+    if workload.examples_assumed:
+        caveats.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
+    if task.measured_on is not None and task.carried is not None:
+        low, high = task.carried.interval
+        caveats.append(
+            f"probed on {task.measured_on.name} with its memory capped to what {task.device.name} offers: memory is "
+            f"measured; speeds are projected, {task.carried.ratio:.3g} times those there ({low:.3g} to {high:.3g} in "
+            "80 % of cases); power, clocks and kernels are those of the card that probed"
+        )
+    if task.device.kind == "cpu":
+        caveats.append(
+            "on a CPU, probes give large blocks of memory straight back to the kernel, so that peaks repeat; the "
+            "full run does not, and can be twice as fast"
+        )
+    cut = workload.truncated(config.seq_len)
+    if cut > 0:
+        longer = lengths.longer(config.seq_len)
+        caveats.append(
+            f"{cut:.1%} of the tokens are cut off at seq_len {config.seq_len}, from {longer:.1%} of the examples"
+        )
+    if config.packing:
+        per_step = workload.run_shape(config).examples_per_step
+        caveats.append(
+            f"rows are packed: {workload.examples_per_row(config):.1f} examples each on average, "
+            f"{workload.fill(config):.1%} of them filled; a step has {per_step:.1f} "
+            f"examples on average, {workload.global_batch} were asked for"
+        )
+    elif len(lengths.counts) > 1:
+        caveats.append(
+            f"{1 - workload.fill(config):.0%} of each row of {config.seq_len} tokens is padding, "
+            "which tokens/s leave out"
+        )
+    return caveats

@@ -14,6 +14,10 @@ from autotune.problem.run_shape import RunShape
 from autotune.problem.workload import Workload
 from autotune.study.ablation import Ablation
 
+COST_KEYS = (
+    *("usd_per_hour", "cost_per_1000_samples_usd", "full_run_hours", "full_run_usd"),
+    *("interval_usd", "interval_hours", "startup_s", "kwh"),
+)
 CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: relative, and at least
 
 
@@ -134,18 +138,19 @@ class Quality:
                 front.append(learned)
         return tuple(front)
 
-    def said(self, winner: TrainConfig) -> list[str]:
-        """What a reader of the winner should know of it."""
-        own = next((one for one in self.learned if one.config == winner), None)
+    def notes(self, winner: TrainConfig) -> list[str]:
+        """What a reader should know about the winner: that its loss is not known, or that another learned more."""
+        own = next((learned for learned in self.learned if learned.config == winner), None)
         if own is None:
             return ["what this winner learns is not known: --quality trained others, before it was found"]
-        if (mine := own.loss_after) is None:
+        if own.loss_after is None:
             return [f"what the winner learns is not known, its training failed: {own.reason}"]
-        better = [one for one in self.ranked() if one.loss_after is not None and one.loss_after < mine]
+        best = self.ranked()[0]
+        if best.loss_after is None or best.loss_after >= own.loss_after:
+            return []
         return [
-            f"{one.config.label()} learned more in {self.steps} steps from one seed: "
-            f"loss {one.loss_after:.4f} against the winner's {mine:.4f}"
-            for one in better[:1]
+            f"{best.config.label()} learned more in {self.steps} steps from one seed: "
+            f"loss {best.loss_after:.4f} against the winner's {own.loss_after:.4f}"
         ]
 
 
@@ -253,54 +258,41 @@ class StudySummary:
 
 def candidate_data(candidate: Candidate) -> dict[str, Any]:
     """`winner` and `baseline` in summary.json."""
-    speed, memory, cost = candidate.performance, candidate.measurement, candidate.cost
+    speed, memory = candidate.performance, candidate.measurement
     telemetry = memory.telemetry
     power = telemetry.power_w if telemetry else None
     return {
         "config": candidate.config.as_dict(),
-        "performance": {
-            "samples_per_second": speed.samples_per_second,
-            "tokens_per_second": speed.tokens_per_second,
-            "step_time_s": speed.step_time_s,
-            "mfu": speed.mfu,
-        },
+        "performance": _fields(speed, "samples_per_second", "tokens_per_second", "step_time_s", "mfu"),
         "memory": {
             "model_gib": memory.model_gib,
             "peak_during_training_gib": memory.peak_allocated_gib,
             "peak_reserved_gib": memory.peak_reserved_gib,
             "limit_gib": memory.limit_gib,
         },
-        "cost": {
-            "usd_per_hour": cost.usd_per_hour,
-            "cost_per_1000_samples_usd": cost.cost_per_1000_samples_usd,
-            "full_run_hours": cost.full_run_hours,
-            "full_run_usd": cost.full_run_usd,
-            "interval_usd": None if cost.interval_usd is None else list(cost.interval_usd),
-            "interval_hours": list(cost.interval_hours),
-            "startup_s": cost.startup_s,
-            "kwh": cost.kwh,
-        },
-        "telemetry": to_data(telemetry) if telemetry else None,
+        "cost": _fields(candidate.cost, *COST_KEYS),
+        "telemetry": to_data(telemetry),
         "energy_j_per_token": None if power is None else power / speed.tokens_per_second,
         "evidence": candidate.evidence.value,
         "memory_evidence": candidate.memory_evidence.value,
     }
 
 
+def _fields(value: Any, *names: str) -> dict[str, Any]:
+    """These fields of a dataclass as plain data; each is None if the value is None."""
+    data = to_data(value) or {}
+    return {name: data.get(name) for name in names}
+
+
 def device_estimate_data(card: DeviceEstimate) -> dict[str, Any]:
     """One of `cards` in summary.json."""
-    cost = card.cost
     return {
         "card": card.device.name,
         "state": card.state,
         "need_gib": card.need_gib,
         "limit_gib": card.limit_gib,
         "tokens_per_second": card.tokens_per_s,
-        "full_run_hours": cost and cost.full_run_hours,
-        "interval_hours": cost and list(cost.interval_hours),
-        "full_run_usd": cost and cost.full_run_usd,
-        "spot_usd": cost and cost.spot_usd,
-        "evidence": cost and cost.evidence.value,
+        **_fields(card.cost, "full_run_hours", "interval_hours", "full_run_usd", "spot_usd", "evidence"),
         "measurements_on_this_card": card.num_observations,
     }
 
@@ -326,11 +318,11 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "cells": [candidate_data(cell) for cell in recipe.cells] if recipe else [],
         "numerics": recipe.numerics if recipe else None,
         "caveats": list(recipe.caveats) if recipe else [],
-        "quality": to_data(summary.quality) if summary.quality else None,
+        "quality": to_data(summary.quality),
         "verification": to_data(summary.verification) | {"holds": summary.verification.holds}
         if summary.verification
         else None,
-        "explanation": to_data(summary.explanation) if summary.explanation else None,
+        "explanation": to_data(summary.explanation),
         "fingerprint": to_data(recipe.fingerprint) if recipe else None,
         "out_dir": out_dir,
     }

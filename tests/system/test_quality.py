@@ -58,12 +58,12 @@ def test_the_front_has_finalists_that_none_beats_in_time_and_loss() -> None:
 
 def test_a_finalist_that_learns_more_than_the_winner_is_named() -> None:
     check = quality(learned(CRIPPLED, after=2.0), learned(GOOD, after=1.5))
-    assert check.said(GOOD) == []
-    (message,) = check.said(CRIPPLED)
+    assert check.notes(GOOD) == []
+    (message,) = check.notes(CRIPPLED)
     assert GOOD.label() in message and "1.5000 against the winner's 2.0000" in message
-    (message,) = check.said(replace(GOOD, lora_rank=64))
+    (message,) = check.notes(replace(GOOD, lora_rank=64))
     assert "is not known" in message
-    (message,) = quality(learned(GOOD, after=None, reason="out of memory")).said(GOOD)
+    (message,) = quality(learned(GOOD, after=None, reason="out of memory")).notes(GOOD)
     assert message.endswith("its training failed: out of memory")
 
 
@@ -163,7 +163,7 @@ def test_a_crippled_configuration_ranks_last(weights: Path, dataset: Path, tmp_p
     assert check.ranked()[-1].config == CRIPPLED
     assert after[GOOD] < 0.98 * before[GOOD] and after[PACKED] == pytest.approx(after[GOOD], rel=0.01)
     assert after[CRIPPLED] > 0.99 * before[CRIPPLED]
-    assert len(messages) == 3 and check.said(CRIPPLED)
+    assert len(messages) == 3 and check.notes(CRIPPLED)
 
 
 @pytest.mark.probe
