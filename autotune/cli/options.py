@@ -82,15 +82,16 @@ def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         keyword = inspect.Parameter.KEYWORD_ONLY
-        own = [one for one in inspect.signature(command).parameters.values() if one.kind is not one.VAR_KEYWORD]
+        declared = inspect.signature(command).parameters.values()
+        own = {parameter.name: parameter for parameter in declared if parameter.kind is not parameter.VAR_KEYWORD}
         parameters = [
             inspect.Parameter(name, keyword, default=None, annotation=_annotation(name))
             for name in names
-            if name not in {one.name for one in own}
+            if name not in own
         ]
-        parameters += [one.replace(kind=keyword) for one in own]
+        parameters += [parameter.replace(kind=keyword) for parameter in own.values()]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorate

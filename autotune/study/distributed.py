@@ -21,7 +21,7 @@ from autotune.study.history import restore, to_record
 from autotune.study.neighbours import neighbours
 from autotune.study.optimizer import Optimizer, Proposal
 from autotune.study.selection import Selection
-from autotune.study.storage.coordinator import Coordinator, SingleWorker
+from autotune.study.storage.leases import Coordinator, SingleWorker
 from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.storage.study_record import Limits
 from autotune.study.summary import TrialRecord

@@ -359,16 +359,16 @@ def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
 def await_study(url: str, name: str, wait_s: float, say: Callable[[str], None] = lambda text: None) -> StudyRecord:
     """The record of a study once its search has begun. Raises UsageError if it has not within `wait_s` seconds."""
     until = time.monotonic() + wait_s
-    said = False
+    is_announced = False
     while (record := read_record(url, name)) is None or record.limits is None:
         if time.monotonic() >= until:
             raise UsageError(
                 f"there is no study {name!r} in this database that could be joined",
                 remedy="start it with `autotune run --study NAME` and the same --storage, or --wait for it",
             )
-        if not said:
+        if not is_announced:
             say(f"waiting {fmt_seconds(wait_s)} at most for study {name!r} to begin")
-            said = True
+            is_announced = True
         time.sleep(JOIN_RETRY_S)
     return record
 

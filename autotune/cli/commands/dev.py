@@ -25,6 +25,7 @@ from autotune.core.errors import TooManyFailures, UsageError, did_you_mean
 from autotune.probe.fault_injection import VARIABLE
 
 TRIALS = 4
+FULL = 200_000  # bytes of a file on a disk that is full
 STRUCK = 1  # the number of the trial that has the fault
 SPACE = """\
 version: 1
@@ -118,20 +119,17 @@ def _strike(fault: str, gpu: str, folder: Path) -> Row:
             happened += f", {expected}"
         survived = code == 0 and outcome == OUTCOMES[fault] and expected in reason
     else:
-        first = _full(folder, gpu) if fault == "disk-full" else _gone(folder, gpu)
+        if fault == "disk-full":  # files may not grow much beyond an empty database
+            first = _study(folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (FULL, FULL)))
+        else:
+            first = _without_database(folder, gpu)
         code = _study(folder, gpu)  # the same command, as the error says
         trials = _trials(folder)
         happened, survived = f"exit {first}, then continued: exit {code}", (first, code) == (6, 0)
     return Row(fault=fault, happened=happened, survived=survived, lost=TRIALS - len(trials), orphans=_orphans(folder))
 
 
-def _full(folder: Path, gpu: str) -> int:
-    """Run a study whose files may not grow much beyond an empty database; its exit code."""
-    size = 200_000
-    return _study(folder, gpu, limit=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size)))
-
-
-def _gone(folder: Path, gpu: str) -> int:
+def _without_database(folder: Path, gpu: str) -> int:
     """Run a study whose database a directory replaces after the first trial, until it has ended; its exit code."""
     database, aside = folder / "study.db", folder / "aside.db"
 

@@ -1,12 +1,11 @@
 """`autotune doctor`: what this machine has of what a study needs, and what to do about the rest."""
 
 import importlib.util
-import json
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from autotune.cli.commands.catalogs import print_json
 from autotune.cli.options import Json, Storage
 from autotune.core.errors import AutotuneError, EnvironmentProblem, TooManyFailures
 from autotune.core.nvml import list_gpus
@@ -14,6 +13,8 @@ from autotune.core.units import fmt_gib, gib
 from autotune.probe.supervisor import check_worker
 from autotune.study.storage.location import storage_url
 
+NEEDED = ("transformers", "peft", "accelerate", "optuna")
+OPTIONAL = ("bitsandbytes", "torchao", "trl", "liger-kernel", "optuna-dashboard", "flash-attn")
 BF16_CAPABILITY = 8.0  # computed in hardware from Ampere on
 
 
@@ -31,13 +32,13 @@ def doctor(storage: Storage = None, json_: Json = False) -> None:
     """Print every check. Raises EnvironmentProblem (exit 3) if something that is needed is missing."""
     checks = [*_packages(), *_gpus(), *_torch(), *_disk(), _storage(storage)]
     if json_:
-        sys.stdout.write(json.dumps([asdict(check) for check in checks], indent=2) + "\n")
+        print_json([asdict(check) for check in checks])
     else:
         for check in checks:
             mark = {True: "ok", False: "MISSING", None: "--"}[check.ok]
-            print(
-                f"{mark:>7}  {check.name:<22} {check.found}" + (f"\n{'':>9}-> {check.remedy}" if check.remedy else "")
-            )
+            print(f"{mark:>7}  {check.name:<22} {check.found}")
+            if check.remedy:
+                print(f"{'':>9}-> {check.remedy}")
     missing = [check.name for check in checks if check.ok is False]
     if missing:
         raise EnvironmentProblem(f"this machine lacks: {', '.join(missing)}", remedy="see the lines marked MISSING")
@@ -47,18 +48,8 @@ def _packages() -> list[Check]:
     from importlib import metadata
 
     checks = []
-    for name, needed in (
-        ("transformers", True),
-        ("peft", True),
-        ("accelerate", True),
-        ("optuna", True),
-        ("bitsandbytes", False),
-        ("torchao", False),
-        ("trl", False),
-        ("liger-kernel", False),
-        ("optuna-dashboard", False),
-        ("flash-attn", False),
-    ):
+    for name in (*NEEDED, *OPTIONAL):
+        needed = name in NEEDED
         try:
             checks.append(Check(name=name, ok=True if needed else None, found=metadata.version(name)))
         except metadata.PackageNotFoundError:

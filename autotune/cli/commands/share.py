@@ -56,10 +56,10 @@ def import_(
         StorageError: the directory cannot be written.
     """
     path, known = store_submission(file, evidence)
-    for one in read_submission(path):
-        model = one.model or f"a model of shape {one.model_digest}"
-        speed = f"{fmt_count(one.tokens_per_s)} tokens/s, {fmt_gib(one.peak_reserved_gib)}"
-        print(f"{one.device}  {model}  {one.config.label()}  {speed}  [{one.evidence}]")
+    for row in read_submission(path):
+        model = row.model or f"a model of shape {row.model_digest}"
+        speed = f"{fmt_count(row.tokens_per_s)} tokens/s, {fmt_gib(row.peak_reserved_gib)}"
+        print(f"{row.device}  {model}  {row.config.label()}  {speed}  [{row.evidence}]")
     print(f"{path} is stored already: nothing changed" if known else path)
 
 

@@ -58,9 +58,9 @@ def train(
     # A run that only tries the speed saves nothing, unless a directory is given.
     saves = output is not None or not random_weights
     output = (output or result.out / ("trained" if saves else "tried")).absolute()
-    there = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
-    if there and not resume:
-        raise UsageError(f"{there[0]} is of an earlier run", remedy="add --resume, or name another --output-dir")
+    earlier = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
+    if earlier and not resume:
+        raise UsageError(f"{earlier[0]} is of an earlier run", remedy="add --resume, or name another --output-dir")
     script = output / "export" / "train.py"
     if not (resume and script.is_file()):  # a run is continued with its own script, whichever configuration wins by now
         write_exports(output, recipe, ["train"])
@@ -69,18 +69,21 @@ def train(
     arguments += ["--model", model] if model else []
     arguments += ["--resume"] if resume else []
     arguments += ["--max-steps", str(max_steps)] if max_steps else []
-    run, shown = Run(recipe, script, output, arguments, fresh=not resume), TrainingDisplay()
-    shown.say(f"training {recipe.config.label()}; its log is {run.log}")
-    with stop_on_signals() as stop, shown:
-        code, error = run.train(shown.progress, lambda: stop() and shown.stopping())
+    run = Run(recipe, script, output, arguments, fresh=not resume)
+    display = TrainingDisplay()
+    display.say(f"training {recipe.config.label()}; its log is {run.log}")
+    with stop_on_signals() as stop, display:
+        code, error = run.train(display.progress, lambda: stop() and display.stopping())
     if code == 0:
         saved = f"the weights are in {output}" if saves else "nothing was saved"
-        shown.say(f"done: {shown.line}; {saved}")
+        display.say(f"done: {display.line}; {saved}")
         if json_:
             sys.stdout.write((output / "training.json").read_text())
         return
     if code in STOPPED:
-        steps = [int(one.parent.name[11:]) for one in output.glob("checkpoint-*/trainer_state.json")]
+        steps = [
+            int(path.parent.name.removeprefix("checkpoint-")) for path in output.glob("checkpoint-*/trainer_state.json")
+        ]
         raise Interrupted(
             f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
             remedy=f"continue with `autotune train {result.summary.study} --resume` and the same options",
@@ -96,7 +99,10 @@ class TrainingDisplay:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self.line, self._told, self._warned, self._stopping = "", 0.0, False, False
+        self.line = ""
+        self._printed_at = 0.0
+        self._warned = False
+        self._stopping = False
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=self._console, transient=True)
         self._task = self._bar.add_task("loading", total=None)
@@ -131,8 +137,8 @@ class TrainingDisplay:
         self.line = f"step {now.step:,} of {now.of:,}{loss}, {fmt_seconds(now.trained_s)}{spent}; {left}{projected}"
         if self._console.is_terminal:
             self._bar.update(self._task, total=now.of, completed=now.step, description=self.line)
-        elif time.monotonic() - self._told >= PLAIN_S:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._printed_at >= PLAIN_S:
+            self._printed_at = time.monotonic()
             self.say(self.line)
         if now.slowdown is not None and abs(now.slowdown) > TOLERANCE and not self._warned:
             self._warned = True

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,7 +91,8 @@ class Leases:
         self._clock = clock
         self.name = me.name
         self._seen: dict[str, tuple[int, float]] = {}  # beats, and since when
-        self._beaten, self._was_paused = clock(), False
+        self._beaten = clock()  # when this worker last counted up
+        self._was_paused = False
         self.outages = outages or Outages()
         self._database = Database(url, self.outages, _metadata)
 
@@ -141,9 +142,8 @@ class Leases:
     @retried
     def drop(self, config: str) -> None:
         """Release a configuration that is finished or given back."""
-        mine = sa.and_(_leases.c.study == self._study, _leases.c.config == config, _leases.c.worker == self.name)
         with self._database.begin() as connection:
-            connection.execute(_leases.delete().where(mine))
+            connection.execute(_leases.delete().filter_by(study=self._study, config=config, worker=self.name))
 
     @retried
     def ahead(self, config: str) -> int:
@@ -166,7 +166,8 @@ class Leases:
         query = sa.select(_workers.c.name, _workers.c.beats, _workers.c.about).where(_workers.c.study == self._study)
         with self._database.begin() as connection:
             rows = connection.execute(query).all()
-        now, at_work = self._clock(), {self.name: self._me}
+        now = self._clock()
+        at_work = {self.name: self._me}
         # After a pause of our own (database unreachable, process stopped) our observations are stale: start again.
         if self._was_paused or now - self._beaten > 2 * BEAT_S:
             self._seen.clear()
@@ -215,8 +216,8 @@ class Leases:
     def forget(self, name: str) -> None:
         """Remove a worker that has left or is lost, with its leases."""
         with self._database.begin() as connection:
-            connection.execute(_leases.delete().where(_leases.c.study == self._study, _leases.c.worker == name))
-            connection.execute(_workers.delete().where(_workers.c.study == self._study, _workers.c.name == name))
+            connection.execute(_leases.delete().filter_by(study=self._study, worker=name))
+            connection.execute(_workers.delete().filter_by(study=self._study, name=name))
 
     def _beat(self) -> None:
         """Count up. A worker that is missing joins: it is new, or was taken for lost while it was stopped."""
@@ -227,16 +228,44 @@ class Leases:
             self._was_paused = True
 
     def _count_up(self, connection: sa.Connection) -> None:
-        mine = sa.and_(_workers.c.study == self._study, _workers.c.name == self.name)
-        row = {"study": self._study, "name": self.name, "beats": 0, "about": json.dumps(asdict(self._me))}
-        if not connection.execute(_workers.update().where(mine).values(beats=_workers.c.beats + 1)).rowcount:
-            connection.execute(_workers.insert().values(**row))
+        me = {"study": self._study, "name": self.name}
+        counted = connection.execute(_workers.update().filter_by(**me).values(beats=_workers.c.beats + 1))
+        if not counted.rowcount:
+            connection.execute(_workers.insert().values(**me, beats=0, about=json.dumps(asdict(self._me))))
 
     def _beat_on(self, stop: threading.Event) -> None:
         """Count up until `stop`, whatever the database does meanwhile."""
         while not stop.wait(BEAT_S):
             with suppress(StorageError):
                 self._beat()
+
+
+class SingleWorker:
+    """In place of Leases where a session shares its study with nobody: every configuration is free."""
+
+    name = ""
+
+    def take(self, config: str, trial: int) -> bool:
+        """Nobody else can have it."""
+        return True
+
+    def drop(self, config: str) -> None:
+        """Nothing is held."""
+
+    def ahead(self, config: str) -> int:
+        """Nobody else takes any."""
+        return 0
+
+    def taken(self) -> set[str]:
+        """Nothing is held."""
+        return set()
+
+    def workers(self) -> Collection[str]:
+        """There are no others."""
+        return ()
+
+
+Coordinator = Leases | SingleWorker
 
 
 def began(pid: int) -> int | None:
