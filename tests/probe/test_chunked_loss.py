@@ -147,7 +147,7 @@ def test_a_probe_learns_the_same_in_the_same_precision(prober: WorkerProber, met
 
 
 def test_the_exported_script_learns_the_same(tmp_path: Path) -> None:
-    known, told = summary().recipe, {}
+    known, reported = summary().recipe, {}
     assert known is not None
     for loss in ("full", "chunked"):
         config = TrainConfig(micro_batch_size=8, seq_len=256, precision="fp32", checkpointing="none", loss=loss)
@@ -163,6 +163,6 @@ def test_the_exported_script_learns_the_same(tmp_path: Path) -> None:
             check=False,
         )
         assert ended.returncode == 0, ended.stderr
-        told[loss] = json.loads(ended.stdout.splitlines()[-1])["held_out_loss"]
-    assert len(told["full"]) == 2
-    assert told["chunked"] == pytest.approx(told["full"], rel=1e-5)
+        reported[loss] = json.loads(ended.stdout.splitlines()[-1])["held_out_loss"]
+    assert len(reported["full"]) == 2
+    assert reported["chunked"] == pytest.approx(reported["full"], rel=1e-5)

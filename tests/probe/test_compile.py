@@ -60,8 +60,8 @@ def serve(*requests: ProbeRequest) -> list[tuple[int, list[float]]]:
     asked = json.dumps([to_data(one) for one in requests])
     done = subprocess.run([sys.executable, "-c", SERVE, asked], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    return [(graphs, losses) for graphs, *losses in told]
+    reported = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return [(graphs, losses) for graphs, *losses in reported]
 
 
 def test_layers_are_compiled_once_for_all_depths_and_for_whoever_comes_back() -> None:

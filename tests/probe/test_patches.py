@@ -141,7 +141,7 @@ def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
 
 @pytest.mark.probe
 def test_cudnn_attention_is_a_name_of_its_own_and_falls_back_to_nothing() -> None:
-    """What another kernel computed would be told as cuDNN's speed. There is none on a CPU."""
+    """What another kernel computed would be reported as cuDNN's speed. There is none on a CPU."""
     import torch
 
     from autotune.probe.runtime.patches import CUDNN_ATTENTION, register_cudnn_attention
@@ -208,7 +208,7 @@ def test_offloading_is_the_last_resort_and_the_first_to_be_given_up() -> None:
 
 
 def test_what_offloads_is_not_compiled() -> None:
-    """Dynamo gives a layer up at the hooks that offload: it would run as it is and be told as compiled."""
+    """Dynamo gives a layer up at the hooks that offload: it would run as it is and be reported as compiled."""
     config = TrainConfig(checkpointing="offload", compile="per_layer")
     assert config == TrainConfig(checkpointing="offload")
     pinned = StudySpec(model="mistral-7b", pins={"checkpointing": "offload", "compile": "per_layer"})

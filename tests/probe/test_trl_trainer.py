@@ -52,11 +52,11 @@ def test_a_probe_through_sfttrainer_learns_what_transformers_trainer_does(
 
 
 @pytest.mark.probe
-def test_two_depths_foretell_what_sfttrainer_needs(prober: WorkerProber) -> None:
+def test_two_depths_predict_what_sfttrainer_needs(prober: WorkerProber) -> None:
     asked = request(checkpointing="none", micro_batch_size=8, seq_len=256)
     low, high, whole = (measured(prober, shortened(asked, depth) if depth else asked) for depth in (2, 4, None))
-    foretold = extrapolate([(2, low), (4, high)], 8).measurement
-    assert foretold.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.05)
+    predicted = extrapolate([(2, low), (4, high)], 8).measurement
+    assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.05)
 
 
 def test_a_probe_through_another_trainer_is_another_probe() -> None:

@@ -1,4 +1,4 @@
-"""Real CPU workers on the first layers of tiny models: what they foretell, and that models kept for later are harmless.
+"""Real CPU workers on the first layers of tiny models: what they predict, and that models kept for later are harmless.
 
 Shapes have few tokens and much to keep of each, so that peaks are hundreds of MiB and probes take a second or two: a
 process's memory wanders by a MiB, and at full depth that counts as often as layers were left out.
@@ -145,7 +145,7 @@ def test_a_model_that_nobody_knows_has_no_shape_and_does_no_harm(prober: WorkerP
     assert prober.starts == starts
 
 
-# What two depths foretell.
+# What two depths predict.
 
 WIDE: dict[str, Any] = {
     "hidden_size": 64,
@@ -159,7 +159,7 @@ WIDE: dict[str, Any] = {
 def at_depths(
     prober: WorkerProber, model: dict[str, Any], knobs: dict[str, Any], pair: tuple[int, int] | None = None
 ) -> tuple[list[tuple[int, Measurement]], Measurement, Measurement]:
-    """Two truncated probes, what they foretell of the whole model, and what was measured of it."""
+    """Two truncated probes, what they predict of the whole model, and what was measured of it."""
     shape = prober.describe(model)
     assert shape is not None
     pair = pair or depths(shape, TrainConfig(**({"checkpointing": "none"} | knobs)).checkpoint_every)
@@ -185,20 +185,18 @@ def at_depths(
     ],
     ids=["llama", "gemma2", "qwen2-full", "mixtral"],
 )
-def test_two_depths_foretell_the_whole_model(
-    prober: WorkerProber, model: dict[str, Any], knobs: dict[str, Any]
-) -> None:
+def test_two_depths_predict_the_whole_model(prober: WorkerProber, model: dict[str, Any], knobs: dict[str, Any]) -> None:
     for _ in range(2):
-        probes, foretold, whole = at_depths(prober, model, {"micro_batch_size": 8} | knobs)
-        if foretold.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.02):
+        probes, predicted, whole = at_depths(prober, model, {"micro_batch_size": 8} | knobs)
+        if predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.02):
             break  # else Python's table of interned strings doubled meanwhile: 4 MiB, once in a process's life
     (_, shallow), _ = probes
-    assert whole.peak_allocated_gib > max(1.5 * shallow.peak_allocated_gib, 150 * MIB)  # there was much to foretell
-    assert foretold.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.02)
-    assert foretold.peak_reserved_gib == pytest.approx(whole.peak_reserved_gib, rel=0.02)
+    assert whole.peak_allocated_gib > max(1.5 * shallow.peak_allocated_gib, 150 * MIB)  # there was much to predict
+    assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.02)
+    assert predicted.peak_reserved_gib == pytest.approx(whole.peak_reserved_gib, rel=0.02)
     for exact in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib"):
-        assert getattr(foretold, exact) == pytest.approx(getattr(whole, exact), rel=1e-4), exact
-    assert (foretold.trainable_params, foretold.total_params) == (whole.trainable_params, whole.total_params)
+        assert getattr(predicted, exact) == pytest.approx(getattr(whole, exact), rel=1e-4), exact
+    assert (predicted.trainable_params, predicted.total_params) == (whole.trainable_params, whole.total_params)
 
 
 def test_a_head_that_is_tied_to_the_embedding_counts_once(prober: WorkerProber) -> None:
@@ -217,9 +215,9 @@ def test_the_first_layers_may_be_of_another_kind(prober: WorkerProber) -> None:
     model = TINY | sparse | {"model_type": "deepseek_v3", "num_hidden_layers": 8, "vocab_size": 512}
     model |= {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256}
     knobs = {"micro_batch_size": 16, "seq_len": 128, "checkpointing": "full"}
-    _, foretold, whole = at_depths(prober, model, knobs)
+    _, predicted, whole = at_depths(prober, model, knobs)
     # Without one the forecast is twice the truth; with one it is as good as 90 MiB of a wandering process allow.
-    assert foretold.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.15)
+    assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.15)
 
 
 def test_the_peak_may_move_as_depth_grows(prober: WorkerProber) -> None:
@@ -238,11 +236,11 @@ def test_the_peak_may_move_as_depth_grows(prober: WorkerProber) -> None:
         "tie_word_embeddings": False,
     }
     knobs = {"method": "full", "checkpointing": "full", "micro_batch_size": 1, "seq_len": 440}
-    probes, foretold, whole = at_depths(prober, model, knobs, (2, 8))
+    probes, predicted, whole = at_depths(prober, model, knobs, (2, 8))
     for _, measured in probes:
         assert peak_segment(measured) == Phase.BACKWARD  # its first part: the head's
     assert peak_segment(whole) in ("backward_layers", "backward_inputs", Phase.OPTIMIZER)  # within a MiB of each other
-    assert foretold.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.03)
+    assert predicted.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib, rel=0.03)
 
     (shallow, low), (wide, high) = probes
     slope = (high.peak_allocated_gib - low.peak_allocated_gib) / (wide - shallow)

@@ -109,11 +109,11 @@ def test_the_exporter_can_be_added() -> None:
     assert all(f"\n{knob.upper()}=" in text for knob in KNOBS if knob in recipe.winner.config.as_dict())
 
 
-def test_the_sections_of_the_report_are_all_told() -> None:
-    told = prose(ROOT / "docs" / "reading-the-report.md")
+def test_the_sections_of_the_report_are_all_reported() -> None:
+    reported = prose(ROOT / "docs" / "reading-the-report.md")
     page = (ROOT / "autotune" / "report" / "templates" / "report.html.j2").read_text()
     heads = [head for head in re.findall(r"<h2>(.*?)</h2>", page) if head != "How to read the evidence labels"]
     assert len(heads) > 15 and len(draw(summary())) > 5
     for head in heads:
         known = head.removesuffix(" does to your examples").split(", checked against")[0]
-        assert known in told, head
+        assert known in reported, head

@@ -128,7 +128,7 @@ def test_ones_own_goes_before_all_others(write: Callable[[str], Path]) -> None:
         ('- provider: "\\e[31m"\n  device: a10\n  usd: 1', ":1: 0.provider: a character that cannot be printed"),
     ],
 )
-def test_a_wrong_file_is_told_with_its_line(write: Callable[[str], Path], text: str, said: str) -> None:
+def test_a_wrong_file_is_reported_with_its_line(write: Callable[[str], Path], text: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         load_prices(write(text))
     assert said in str(caught.value) and caught.value.remedy
@@ -241,7 +241,7 @@ def test_what_gpuhunt_and_the_catalogue_both_know_is_recognised() -> None:
         for form in ("x", "pcie", "sxm4")
         if (device := live_prices.offered(gpu.name, gpu.memory, form))
     }
-    # The other editions of the RTX PRO 6000 are told by the instance's name alone.
+    # The other editions of the RTX PRO 6000 are known by the instance's name alone.
     others = {"cpu", "rtx-pro-6000-blackwell-ws", "rtx-pro-6000-blackwell-maxq"}
     assert {device.name for device in list_devices()} - found == others
 

@@ -136,7 +136,7 @@ def test_bad_input(
         assert part in answer.err
 
 
-def test_a_bad_environment_variable_is_told_as_the_option_is(
+def test_a_bad_environment_variable_is_reported_as_the_option_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AUTOTUNE_STORAGE", SERVER)

@@ -1,4 +1,4 @@
-"""`autotune worker`, on recorded answers: who may join a study, what a node apart is told, and when a worker leaves."""
+"""`autotune worker`, on recorded answers: who may join, what a node that differs reports, when a worker leaves."""
 
 from collections.abc import Callable
 from dataclasses import replace

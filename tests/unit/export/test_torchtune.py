@@ -110,7 +110,7 @@ def test_a_model_has_a_builder_or_the_file_says_that_there_is_none(model: Any, m
         assert None not in parts and "INCOMPLETE" not in text and model.config["model_type"] not in unknown
 
 
-def test_a_window_that_is_left_out_is_told() -> None:
+def test_a_window_that_is_left_out_is_reported() -> None:
     model = resolve_model("mistral-7b-v0.1")  # with a window of 4,096
     texts = [exported(recipe(TrainConfig(seq_len=length), model=model))[0] for length in (4096, 8192)]
     assert ["sliding window is left out" in text for text in texts] == [False, True]

@@ -349,8 +349,8 @@ REFUSED |= {
 def test_what_is_refused(tool, line, failure):
     key = line.partition(":")[0].strip("'")
     kept = [old for old in LORA[tool].splitlines() if not old.startswith(f"{key}:")]
-    told = failure("\n".join([*kept, line, ""]))
-    assert told == f"FILE:{len(kept) + 1}: {key}: {REFUSED[tool, line]}"
+    reported = failure("\n".join([*kept, line, ""]))
+    assert reported == f"FILE:{len(kept) + 1}: {key}: {REFUSED[tool, line]}"
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ def task(**changes: Any) -> Task:
 
 def found(task: Task, config: TrainConfig = CONFIG) -> dict[str, DeviceEstimate]:
     speed = task.performance(config, [MEASURED])
-    told = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
-    cost = replace(project(task.workload, config, speed, task.price), evidence=told)
-    winner = Candidate(config=config, performance=speed, measurement=MEASURED, cost=cost, evidence=told)
+    reported = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
+    cost = replace(project(task.workload, config, speed, task.price), evidence=reported)
+    winner = Candidate(config=config, performance=speed, measurement=MEASURED, cost=cost, evidence=reported)
     return {one.device.name: one for one in estimate_other_devices(task, winner, [MEASURED], 0.05)}
 
 

@@ -76,8 +76,8 @@ def test_the_suggested_changes_make_the_run_fit(text: str, gpu: str, answer: Cal
         rows = [run.accumulation * run.config.micro_batch_size for run in (before, after)]
         assert rows[0] == rows[1], "the global batch stays as it is"
     for change, saves in found.fixes:
-        told = change.estimate.need_gib
-        assert saves == pytest.approx(found.checked.estimate.need_gib - told)
+        reported = change.estimate.need_gib
+        assert saves == pytest.approx(found.checked.estimate.need_gib - reported)
         assert saves > 0 or change.state == FITS
 
 

@@ -1,4 +1,4 @@
-"""What a few layers foretell of all: exact where depth is a line, segment by segment, and honest about the rest."""
+"""What a few layers predict of all: exact where depth is a line, segment by segment, and honest about the rest."""
 
 import math
 import statistics
@@ -97,7 +97,7 @@ def test_the_shallow_probe_has_a_layer_that_repeats() -> None:
         assert pair is None or pair[0] > model.prefix, model
 
 
-# What two depths foretell
+# What two depths predict
 
 
 def affine(depth: int, *, segments: Mapping[str, tuple[float, float]] | None = None, **changes: Any) -> Measurement:
@@ -133,7 +133,7 @@ def affine(depth: int, *, segments: Mapping[str, tuple[float, float]] | None = N
     return measurement(**(values | changes))
 
 
-def foretold(low: Measurement, high: Measurement, shallow: int = 2, wide: int = 8) -> Extrapolation:
+def predicted(low: Measurement, high: Measurement, shallow: int = 2, wide: int = 8) -> Extrapolation:
     return extrapolate([(shallow, low), (wide, high)], LAYERS)
 
 
@@ -147,12 +147,12 @@ EXACT = (
 @pytest.mark.parametrize(("shallow", "wide"), [(2, 8), (4, 8), (2, 3), (8, 16)])
 def test_lines_are_recovered_exactly(shallow: int, wide: int) -> None:
     whole = affine(LAYERS)
-    told = foretold(affine(shallow), affine(wide), shallow, wide).measurement
+    reported = predicted(affine(shallow), affine(wide), shallow, wide).measurement
     for name in EXACT:
-        assert getattr(told, name) == pytest.approx(getattr(whole, name)), name
-    assert told.micro_step_s == pytest.approx(whole.micro_step_s[:1])
-    assert told.rest_s == pytest.approx(whole.rest_s[:1])
-    assert told.telemetry is None  # nobody read the card's power with all layers
+        assert getattr(reported, name) == pytest.approx(getattr(whole, name)), name
+    assert reported.micro_step_s == pytest.approx(whole.micro_step_s[:1])
+    assert reported.rest_s == pytest.approx(whole.rest_s[:1])
+    assert reported.telemetry is None  # nobody read the card's power with all layers
 
 
 def test_a_step_of_one_micro_batch_has_no_rest() -> None:
@@ -160,9 +160,9 @@ def test_a_step_of_one_micro_batch_has_no_rest() -> None:
         micro = 0.04 + 0.01 * depth
         return affine(depth, micro_steps=1, micro_step_s=(micro,) * 3, rest_s=(), step_s=(micro,) * 3)
 
-    told = foretold(single(2), single(8)).measurement
-    assert told.rest_s == ()
-    assert told.step_s == pytest.approx(single(LAYERS).step_s)
+    reported = predicted(single(2), single(8)).measurement
+    assert reported.rest_s == ()
+    assert reported.step_s == pytest.approx(single(LAYERS).step_s)
 
 
 # Full fine-tuning, all layers recomputed: the logits are above the rest of few layers, and below the optimizer of many.
@@ -179,11 +179,11 @@ def test_the_peak_moves_from_the_logits_to_the_optimizer_as_depth_grows() -> Non
     low, high, whole = (affine(depth, segments=FULL_FINE_TUNING) for depth in (2, 8, LAYERS))
     for probe in (low, high):
         assert max(probe.segment_peak_gib, key=lambda name: probe.segment_peak_gib[name]) == "backward"
-    told = foretold(low, high).measurement
-    assert told.segment_peak_gib == pytest.approx(whole.segment_peak_gib)
-    assert max(told.segment_peak_gib, key=lambda name: told.segment_peak_gib[name]) == "optimizer"
-    assert told.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib)
-    assert told.peak_reserved_gib == pytest.approx(whole.peak_reserved_gib)
+    reported = predicted(low, high).measurement
+    assert reported.segment_peak_gib == pytest.approx(whole.segment_peak_gib)
+    assert max(reported.segment_peak_gib, key=lambda name: reported.segment_peak_gib[name]) == "optimizer"
+    assert reported.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib)
+    assert reported.peak_reserved_gib == pytest.approx(whole.peak_reserved_gib)
 
     one_line = low.peak_allocated_gib + (high.peak_allocated_gib - low.peak_allocated_gib) * (LAYERS - 2) / (8 - 2)
     assert abs(one_line / whole.peak_allocated_gib - 1) > 0.05
@@ -192,9 +192,9 @@ def test_the_peak_moves_from_the_logits_to_the_optimizer_as_depth_grows() -> Non
 def test_the_peak_may_move_within_the_backward_pass() -> None:
     """The phase's own peak is its highest part, and no line through what was highest at either depth."""
     inside = {"forward": (2.0, 0.5), "backward": (12.0, 0.5), "backward_layers": (1.0, 1.0), "optimizer": (1.0, 0.4)}
-    told = foretold(affine(2, segments=inside), affine(8, segments=inside)).measurement
-    assert told.phase_peak_gib[Phase.BACKWARD] == pytest.approx(1.0 + LAYERS)
-    assert told.peak_allocated_gib == pytest.approx(1.0 + LAYERS)
+    reported = predicted(affine(2, segments=inside), affine(8, segments=inside)).measurement
+    assert reported.phase_peak_gib[Phase.BACKWARD] == pytest.approx(1.0 + LAYERS)
+    assert reported.peak_allocated_gib == pytest.approx(1.0 + LAYERS)
 
 
 def test_what_the_timed_steps_held_beyond_the_first_is_kept() -> None:
@@ -204,14 +204,14 @@ def test_what_the_timed_steps_held_beyond_the_first_is_kept() -> None:
         peak_allocated_gib=plain.peak_allocated_gib + extra,
         peak_reserved_gib=plain.peak_reserved_gib + extra,
     )
-    told = foretold(affine(2), grown).measurement
-    assert told.peak_allocated_gib == pytest.approx(affine(LAYERS).peak_allocated_gib + extra)
+    reported = predicted(affine(2), grown).measurement
+    assert reported.peak_allocated_gib == pytest.approx(affine(LAYERS).peak_allocated_gib + extra)
 
 
 def test_reserved_memory_is_never_below_allocated() -> None:
     shrinking = replace(affine(8), peak_reserved_gib=affine(8).peak_allocated_gib)
-    told = foretold(affine(2), shrinking).measurement
-    assert told.peak_reserved_gib >= told.peak_allocated_gib
+    reported = predicted(affine(2), shrinking).measurement
+    assert reported.peak_reserved_gib >= reported.peak_allocated_gib
 
 
 # Times
@@ -221,49 +221,49 @@ def test_a_host_that_needs_longer_than_the_device_decides() -> None:
     """With few layers it hides behind the head's arithmetic: 30 ms a layer come to light on all of them."""
     low, high = (affine(depth, host_micro_s=0.01 + 0.03 * depth) for depth in (2, 8))
     low, high = replace(low, micro_step_s=(0.3,) * 3), replace(high, micro_step_s=(0.33,) * 3)
-    told = foretold(low, high)
-    assert told.host_bound
-    assert told.measurement.micro_step_s == pytest.approx((0.01 + 0.03 * LAYERS,))
-    step = statistics.median(told.measurement.step_s)
-    assert step == pytest.approx(2 * told.measurement.micro_step_s[0] + told.measurement.rest_s[0])
-    assert told.time_error == pytest.approx(HOST_BOUND)
+    reported = predicted(low, high)
+    assert reported.host_bound
+    assert reported.measurement.micro_step_s == pytest.approx((0.01 + 0.03 * LAYERS,))
+    step = statistics.median(reported.measurement.step_s)
+    assert step == pytest.approx(2 * reported.measurement.micro_step_s[0] + reported.measurement.rest_s[0])
+    assert reported.time_error == pytest.approx(HOST_BOUND)
 
 
 def test_a_host_that_was_the_bottleneck_already_is_one_of_the_whole_model() -> None:
     low, high = (affine(depth, host_micro_s=0.96 * (0.04 + 0.01 * depth)) for depth in (2, 8))
-    told = foretold(low, high)
-    assert told.host_bound
-    assert told.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
+    reported = predicted(low, high)
+    assert reported.host_bound
+    assert reported.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
 
 
 def test_a_host_that_waits_for_a_full_queue_is_not_taken_for_a_slow_one() -> None:
     """Eight layers fill the queue: issuing them takes as long as they do. Two do not, and tell what a layer costs."""
-    told = foretold(affine(2, host_micro_s=0.01), affine(8, host_micro_s=0.118))
-    assert told.measurement.host_micro_s == pytest.approx(0.01 * LAYERS / 2)
-    assert told.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
-    assert not told.host_bound
+    reported = predicted(affine(2, host_micro_s=0.01), affine(8, host_micro_s=0.118))
+    assert reported.measurement.host_micro_s == pytest.approx(0.01 * LAYERS / 2)
+    assert reported.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
+    assert not reported.host_bound
 
 
 def test_a_host_that_is_quick_enough_changes_nothing() -> None:
-    told = foretold(affine(2), affine(8))
-    assert not told.host_bound
-    assert told.time_error == pytest.approx(DEVICE_BOUND)
+    reported = predicted(affine(2), affine(8))
+    assert not reported.host_bound
+    assert reported.time_error == pytest.approx(DEVICE_BOUND)
 
 
 @pytest.mark.parametrize(("share", "unseen"), [(0.3, 0.02), (0.5, 0.02), (0.65, 0.085), (0.81, 0.15), (1.0, 0.15)])
 def test_the_less_the_host_is_hidden_the_more_error_is_allowed(share: float, unseen: float) -> None:
     """Other work on a shared machine's host shows where it is the bottleneck, and nearly is."""
     low, high = (affine(depth, host_micro_s=share * (0.04 + 0.01 * depth)) for depth in (2, 8))
-    told = foretold(low, high)
-    assert told.unseen == pytest.approx(unseen, abs=0.001)
-    assert told.host_bound is (share >= 0.8)
-    assert told.time_error >= told.unseen
+    reported = predicted(low, high)
+    assert reported.unseen == pytest.approx(unseen, abs=0.001)
+    assert reported.host_bound is (share >= 0.8)
+    assert reported.time_error >= reported.unseen
 
 
 def test_nothing_is_known_of_the_host_of_a_cpu() -> None:
-    told = foretold(affine(2, host_micro_s=None), affine(8, host_micro_s=None))
-    assert told.measurement.host_micro_s is None and not told.host_bound
-    assert told.time_error == pytest.approx(ON_CPU)
+    reported = predicted(affine(2, host_micro_s=None), affine(8, host_micro_s=None))
+    assert reported.measurement.host_micro_s is None and not reported.host_bound
+    assert reported.time_error == pytest.approx(ON_CPU)
 
 
 def noisy(depth: int, spread: float) -> Measurement:
@@ -272,7 +272,7 @@ def noisy(depth: int, spread: float) -> Measurement:
 
 
 def test_doubt_grows_with_the_spread() -> None:
-    errors = [foretold(noisy(2, spread), noisy(8, spread)).time_error for spread in (0.0, 0.001, 0.01, 0.1)]
+    errors = [predicted(noisy(2, spread), noisy(8, spread)).time_error for spread in (0.0, 0.001, 0.01, 0.1)]
     assert errors == sorted(errors) and errors[0] == pytest.approx(DEVICE_BOUND)
     assert errors[-1] > 3 * DEVICE_BOUND
 
@@ -281,26 +281,26 @@ def test_doubt_grows_with_the_layers_that_were_left_out() -> None:
     probes = [(2, noisy(2, 0.05)), (8, noisy(8, 0.05))]
     errors = [extrapolate(probes, num_layers).time_error for num_layers in (16, 32, 64)]
     assert errors == sorted(set(errors))
-    near, far = (foretold(noisy(2, 0.05), noisy(wide, 0.05), wide=wide).time_error for wide in (16, 4))
+    near, far = (predicted(noisy(2, 0.05), noisy(wide, 0.05), wide=wide).time_error for wide in (16, 4))
     assert near < far
 
 
 def test_a_single_timed_step_leaves_doubt() -> None:
     single = {depth: replace(affine(depth), micro_step_s=affine(depth).micro_step_s[:1]) for depth in (2, 8)}
-    assert foretold(single[2], single[8]).time_error > 1.5 * DEVICE_BOUND
+    assert predicted(single[2], single[8]).time_error > 1.5 * DEVICE_BOUND
 
 
 def test_the_whole_model_never_takes_less_than_its_part() -> None:
     """A disturbed shallow probe may have been the slower one: a line through the two leads to less than nothing."""
     slow = affine(2, micro_step_s=(0.5,) * 3, rest_s=(0.02,) * 3, host_micro_s=None)
     part = affine(8, micro_step_s=(0.1,) * 3, rest_s=(0.01,) * 3, host_micro_s=None)
-    told = foretold(slow, part)
-    assert told.measurement.micro_step_s[0] >= 0.1
-    assert min(told.measurement.step_s) >= 0.2
+    reported = predicted(slow, part)
+    assert reported.measurement.micro_step_s[0] >= 0.1
+    assert min(reported.measurement.step_s) >= 0.2
 
 
 def test_a_correction_multiplies_times_and_nothing_else() -> None:
-    plain = foretold(affine(2), affine(8))
+    plain = predicted(affine(2), affine(8))
     longer = plain.corrected([1.1])
     for name in ("step_s", "micro_step_s"):
         ratios = [
@@ -315,27 +315,27 @@ def test_a_correction_multiplies_times_and_nothing_else() -> None:
 
 
 def test_beside_a_whole_model_only_what_follows_its_micro_batches_is_in_doubt() -> None:
-    plain = foretold(affine(2), affine(8))
+    plain = predicted(affine(2), affine(8))
     rest, steps = plain.measurement.rest_s[0], (0.5, 0.51, 0.49, 0.5)
-    told = plain.with_micro_batches_of(affine(LAYERS, micro_step_s=steps))
-    assert told.measurement.micro_step_s == (0.5,)
-    assert told.measurement.rest_s == (rest,)
-    assert statistics.median(told.measurement.step_s) == pytest.approx(1.0 + rest)
+    reported = plain.with_micro_batches_of(affine(LAYERS, micro_step_s=steps))
+    assert reported.measurement.micro_step_s == (0.5,)
+    assert reported.measurement.rest_s == (rest,)
+    assert statistics.median(reported.measurement.step_s) == pytest.approx(1.0 + rest)
     sure = plain.with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
     assert sure == pytest.approx(math.hypot(SEEN, DEVICE_BOUND * rest / (1.0 + rest)))
     scattered = affine(8, rest_s=(0.001, 0.019, 0.01))  # what follows is in doubt as much as it was
-    doubt = foretold(affine(2), scattered).with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
+    doubt = predicted(affine(2), scattered).with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,) * 4)).time_error
     assert doubt > sure + 0.02
-    assert sure < told.time_error < plain.with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,))).time_error
-    assert told.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
+    assert sure < reported.time_error < plain.with_micro_batches_of(affine(LAYERS, micro_step_s=(0.5,))).time_error
+    assert reported.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
 
 
 def test_what_whole_models_took_tells_the_error_once_there_are_enough() -> None:
-    plain = foretold(affine(2), affine(8))
+    plain = predicted(affine(2), affine(8))
     assert plain.corrected([1.0, 1.002, 0.998, 1.0]).time_error == plain.time_error
     assert plain.corrected([1.0, 1.002, 0.998, 1.0] * 2).time_error == pytest.approx(SEEN)
     assert plain.corrected([1.0, 1.1, 0.9, 1.2] * 2).time_error == plain.time_error  # never more than is allowed unseen
-    noise = foretold(noisy(2, 0.01), noisy(8, 0.01))
+    noise = predicted(noisy(2, 0.01), noisy(8, 0.01))
     assert SEEN < noise.corrected([1.0] * 8).time_error < noise.time_error
 
 
@@ -345,17 +345,17 @@ def test_the_mean_of_swinging_times_counts() -> None:
         depth: affine(depth, micro_step_s=(0.9 * micro, 1.3 * micro, 0.8 * micro), host_micro_s=0.3 * micro)
         for depth, micro in ((2, 0.06), (8, 0.12))
     }
-    assert foretold(swinging[2], swinging[8]).measurement.micro_step_s == pytest.approx((0.04 + 0.01 * LAYERS,))
+    assert predicted(swinging[2], swinging[8]).measurement.micro_step_s == pytest.approx((0.04 + 0.01 * LAYERS,))
 
 
 def test_a_host_that_stumbled_is_not_extended() -> None:
     """Others on its machine slow it down at any depth alike, which a line through the means would multiply."""
     low = affine(2, host_micro_s=0.057, micro_step_s=(0.06, 0.06, 0.09))
     high = affine(8, host_micro_s=0.114, micro_step_s=(0.18, 0.17, 0.12))
-    told = foretold(low, high)
-    assert told.host_bound
-    assert told.measurement.micro_step_s == pytest.approx((0.04 + 0.01 * LAYERS,))
-    assert told.time_error > HOST_BOUND  # the stumbling itself is told
+    reported = predicted(low, high)
+    assert reported.host_bound
+    assert reported.measurement.micro_step_s == pytest.approx((0.04 + 0.01 * LAYERS,))
+    assert reported.time_error > HOST_BOUND  # the stumbling itself is reported
 
 
 @pytest.mark.parametrize("disturbed", [2, 8])
@@ -367,7 +367,7 @@ def test_a_step_whose_micro_batches_stood_apart_does_not_shorten_the_rest(distur
         )
         for depth in (2, 8)
     }
-    assert foretold(depths[2], depths[8]).measurement.rest_s == pytest.approx((0.02,))
+    assert predicted(depths[2], depths[8]).measurement.rest_s == pytest.approx((0.02,))
 
 
 @pytest.mark.parametrize("found", [(), (2,), (8, 8), (8, 2), (2, 4, 8)], ids=str)

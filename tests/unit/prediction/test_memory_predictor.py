@@ -87,7 +87,7 @@ def learned(
     return model
 
 
-def told(model: MemoryPredictor, config: TrainConfig, micro_steps: int = 2) -> MemoryEstimate:
+def reported(model: MemoryPredictor, config: TrainConfig, micro_steps: int = 2) -> MemoryEstimate:
     estimate = model.predict(config, micro_steps, OFFERED)
     assert estimate is not None
     return estimate
@@ -108,17 +108,17 @@ def alike(config: TrainConfig, **changes: int | str) -> list[TrainConfig]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_need_is_always_between_the_bounds(seed: int) -> None:
-    """After each of 30 configurations in any order, for every one of the grid that anything can be told of."""
-    model, told_of = MemoryPredictor(), 0
+    """After each of 30 configurations in any order, for every one of the grid that anything can be reported of."""
+    model, reported_of = MemoryPredictor(), 0
     for config in random.Random(seed).sample(GRID, 30):
         model.learn(config, machine(config))
         for other in GRID:
             estimate = model.predict(other, 2, OFFERED)
             if estimate is not None:
-                told_of += 1
+                reported_of += 1
                 assert estimate.low_gib * 0.999 <= need(other) <= estimate.high_gib * 1.001, (config, other)
                 assert estimate.low_gib <= estimate.gib <= estimate.high_gib
-    assert told_of > len(GRID) * 20
+    assert reported_of > len(GRID) * 20
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -132,8 +132,8 @@ def test_from_two_numbers_of_tokens_on_it_is_exact(seed: int) -> None:
                 basis = shuffled.sample(grid, 2)
             model = learned(basis)
             for config in grid:
-                assert told(model, config).gib == pytest.approx(need(config), rel=0.01), (basis, config)
-                assert told(model, config).basis == 2
+                assert reported(model, config).gib == pytest.approx(need(config), rel=0.01), (basis, config)
+                assert reported(model, config).basis == 2
 
 
 @pytest.mark.parametrize("known", [512, 4096, 32768])
@@ -141,14 +141,14 @@ def test_one_number_of_tokens_bounds_the_need_on_either_side(known: int) -> None
     """By what all of it would be if it were a line through nothing, and if it were always there."""
     for config in GRID:
         basis = replace(config, micro_batch_size=known // 512, seq_len=512)
-        estimate = told(learned([basis]), config)
+        estimate = reported(learned([basis]), config)
         assert estimate.low_gib * 0.999 <= need(config) <= estimate.high_gib * 1.001
         largest = max(need(basis), need(config))
         assert estimate.high_gib <= largest * max(1.0, config.tokens / known) * 1.001  # no bound by saying nothing
         assert estimate.basis == 1
 
 
-def test_nothing_that_fits_is_told_to_be_too_large() -> None:
+def test_nothing_that_fits_is_reported_to_be_too_large() -> None:
     """Whatever is learned first and last, of whichever way to compute."""
     for first, last in itertools.product(GRID[::5], GRID[::7]):
         model = learned([first, last])
@@ -184,7 +184,7 @@ def test_noise_in_what_was_measured_hardly_moves_it(seed: int) -> None:
 
     model = learned(drawn.sample(GRID, 40), of=unsteady)
     for config in GRID:
-        estimate = told(model, config)
+        estimate = reported(model, config)
         assert estimate.gib == pytest.approx(need(config), rel=0.02)
         assert estimate.low_gib <= 1.02 * need(config)
 
@@ -194,8 +194,8 @@ def test_noise_in_what_was_measured_hardly_moves_it(seed: int) -> None:
 ONE = TrainConfig(micro_batch_size=4, seq_len=1024, lora_rank=16, checkpointing="none")
 
 
-def test_what_was_measured_is_told_as_it_was() -> None:
-    estimate = told(learned([ONE]), ONE)
+def test_what_was_measured_is_reported_as_it_was() -> None:
+    estimate = reported(learned([ONE]), ONE)
     assert (estimate.low_gib, estimate.gib, estimate.high_gib) == pytest.approx((need(ONE),) * 3)
 
 
@@ -203,7 +203,7 @@ def test_the_rank_is_known_from_another_rank() -> None:
     model = learned([ONE])
     for rank in (1, 8, 64, 256):
         config = replace(ONE, lora_rank=rank)
-        assert told(model, config).gib == pytest.approx(need(config), rel=1e-6)
+        assert reported(model, config).gib == pytest.approx(need(config), rel=1e-6)
 
 
 def test_an_optimizer_is_known_from_any_way_to_compute() -> None:
@@ -211,7 +211,7 @@ def test_an_optimizer_is_known_from_any_way_to_compute() -> None:
     other = replace(ONE, optimizer="adamw_8bit", checkpointing="full", micro_batch_size=1)
     wanted = replace(ONE, optimizer="adamw_8bit")
     assert learned([ONE]).predict(wanted, 2, OFFERED) is None
-    assert told(learned([ONE, other]), wanted).gib == pytest.approx(need(wanted), rel=1e-6)
+    assert reported(learned([ONE, other]), wanted).gib == pytest.approx(need(wanted), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -230,22 +230,22 @@ def test_an_optimizer_is_known_from_any_way_to_compute() -> None:
     ],
     ids=str,
 )
-def test_what_nothing_was_learned_of_is_not_told(unknown: dict[str, str]) -> None:
+def test_what_nothing_was_learned_of_is_not_reported(unknown: dict[str, str]) -> None:
     model = learned([ONE, replace(ONE, micro_batch_size=8)])
     assert model.predict(replace(ONE, **unknown), 2, OFFERED) is None
 
 
-def test_nothing_is_told_before_anything_is_learned() -> None:
+def test_nothing_is_reported_before_anything_is_learned() -> None:
     assert MemoryPredictor().predict(ONE, 2, OFFERED) is None
 
 
-def test_a_single_micro_batch_is_told_from_two_where_only_adapters_are_trained() -> None:
+def test_a_single_micro_batch_is_reported_from_two_where_only_adapters_are_trained() -> None:
     whole = TrainConfig(method="full", micro_batch_size=1, checkpointing="full")
     assert learned([whole]).predict(whole, 1, OFFERED) is None  # its gradients are as large as its weights
-    estimate, truth = told(learned([ONE]), ONE, 1), need(ONE, 1)
+    estimate, truth = reported(learned([ONE]), ONE, 1), need(ONE, 1)
     assert truth - 0.5 < estimate.low_gib <= truth and not estimate.bounded
     assert learned([ONE], micro_steps=1).predict(ONE, 2, OFFERED) is None
-    assert told(learned([ONE], micro_steps=4), ONE, 2).gib == pytest.approx(need(ONE))
+    assert reported(learned([ONE], micro_steps=4), ONE, 2).gib == pytest.approx(need(ONE))
 
 
 @pytest.mark.parametrize("rank", [16, 64])
@@ -258,21 +258,21 @@ def test_points_of_both_kinds_are_not_put_on_one_line(rank: int, tokens: tuple[i
         model.learn(config, machine(config, steps))
     for steps in (1, 2):
         large = replace(few, micro_batch_size=4, seq_len=8192)
-        assert told(model, large, steps).low_gib <= need(large, steps)
+        assert reported(model, large, steps).low_gib <= need(large, steps)
 
 
 def test_the_optimizer_of_full_fine_tuning_is_its_own_way() -> None:
     whole = TrainConfig(method="full", micro_batch_size=1, checkpointing="full")
     model = learned([whole])
     assert model.predict(replace(whole, optimizer="adamw_8bit"), 2, OFFERED) is None
-    assert told(model, replace(whole, micro_batch_size=2)).low_gib <= need(replace(whole, micro_batch_size=2))
+    assert reported(model, replace(whole, micro_batch_size=2)).low_gib <= need(replace(whole, micro_batch_size=2))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flex_attention"])
 def test_tokens_count_and_not_how_rows_part_them(attention: str) -> None:
     basis = replace(ONE, attention=attention)
     other = replace(basis, micro_batch_size=2, seq_len=2048)
-    assert told(learned([basis]), other).gib == pytest.approx(need(other), rel=1e-6)
+    assert reported(learned([basis]), other).gib == pytest.approx(need(other), rel=1e-6)
 
 
 def test_eager_attention_is_known_at_its_own_length_alone() -> None:
@@ -281,7 +281,7 @@ def test_eager_attention_is_known_at_its_own_length_alone() -> None:
     model = learned(basis)
     assert model.predict(replace(basis[0], seq_len=2048), 2, OFFERED) is None
     larger = replace(basis[0], micro_batch_size=16)
-    assert told(model, larger).gib == pytest.approx(need(larger), rel=0.01)
+    assert reported(model, larger).gib == pytest.approx(need(larger), rel=0.01)
 
 
 def test_what_was_learned_last_of_a_configuration_counts() -> None:
@@ -289,20 +289,20 @@ def test_what_was_learned_last_of_a_configuration_counts() -> None:
     grown = machine(ONE)
     segments = {name: peak + 1.0 for name, peak in grown.segment_peak_gib.items()}
     model.learn(ONE, replace(grown, segment_peak_gib=segments))
-    estimate = told(model, ONE)
+    estimate = reported(model, ONE)
     assert estimate.basis == 1 and estimate.gib > need(ONE) + 0.9
 
 
 def test_phases_do_where_there_are_no_segments() -> None:
     model = learned([ONE], of=lambda config, steps: replace(machine(config, steps), segment_peak_gib={}))
-    assert told(model, ONE).gib == pytest.approx(need(ONE))
+    assert reported(model, ONE).gib == pytest.approx(need(ONE))
 
 
 # What it must fit into
 
 
 def test_the_limit_is_what_is_offered_less_the_context() -> None:
-    estimate = told(learned([ONE]), ONE)
+    estimate = reported(learned([ONE]), ONE)
     assert estimate.limit_gib == pytest.approx(OFFERED - CONTEXT)
     assert estimate.margin == pytest.approx(need(ONE) / (OFFERED - CONTEXT) - 1)
     small = learned([ONE]).predict(ONE, 2, 20.0)
@@ -316,8 +316,8 @@ def test_managed_memory_is_taken_off_the_limit_by_rank() -> None:
     model = learned([ONE, paged])
     for rank in (16, 64):
         config = replace(paged, lora_rank=rank)
-        assert told(model, config).limit_gib == pytest.approx(machine(config).limit_gib)
-    assert told(model, ONE).limit_gib == pytest.approx(OFFERED - CONTEXT)
+        assert reported(model, config).limit_gib == pytest.approx(machine(config).limit_gib)
+    assert reported(model, ONE).limit_gib == pytest.approx(OFFERED - CONTEXT)
 
 
 def test_the_smallest_context_is_believed() -> None:
@@ -325,7 +325,7 @@ def test_the_smallest_context_is_believed() -> None:
     model = learned([ONE])
     large = replace(ONE, micro_batch_size=8)
     model.learn(large, replace(machine(large), context_gib=2.0))
-    assert told(model, ONE).limit_gib == pytest.approx(OFFERED - CONTEXT)
+    assert reported(model, ONE).limit_gib == pytest.approx(OFFERED - CONTEXT)
 
 
 def test_the_head_of_a_loss_in_chunks_grows_no_further() -> None:

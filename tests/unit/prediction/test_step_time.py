@@ -12,7 +12,7 @@ LARGE = {"micro_batch_size": 4, "seq_len": 2048}
 TOGETHER = LARGE | {"precision": "bf16_pure", "checkpointing": "none", "compile": "per_layer", "loss": "chunked"}
 
 
-def told(model: str = "mistral-7b", **knobs: Any) -> StepTimeEstimate:
+def reported(model: str = "mistral-7b", **knobs: Any) -> StepTimeEstimate:
     found = estimate_step_time(resolve_model(model), TrainConfig(**knobs))
     assert found is not None
     return found
@@ -32,14 +32,14 @@ def told(model: str = "mistral-7b", **knobs: Any) -> StepTimeEstimate:
     ids=str,
 )
 def test_speeds_that_were_measured_lie_in_the_range(model: str, knobs: dict[str, Any], tokens_per_s: float) -> None:
-    found = told(model, **knobs)
+    found = reported(model, **knobs)
     low, high = found.interval
     assert low <= TrainConfig(**knobs).tokens / tokens_per_s <= high
 
 
 def test_small_micro_batches_wait_for_the_host() -> None:
-    assert told(micro_batch_size=1, seq_len=128).host_bound and not told(**LARGE).host_bound
-    assert told(micro_batch_size=1, seq_len=128).error > told(**LARGE).error
+    assert reported(micro_batch_size=1, seq_len=128).host_bound and not reported(**LARGE).host_bound
+    assert reported(micro_batch_size=1, seq_len=128).error > reported(**LARGE).error
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_small_micro_batches_wait_for_the_host() -> None:
     ids=str,
 )
 def test_what_takes_longer(slow: dict[str, Any], fast: dict[str, Any]) -> None:
-    assert told(**LARGE | slow).micro_s > told(**LARGE | fast).micro_s
+    assert reported(**LARGE | slow).micro_s > reported(**LARGE | fast).micro_s
 
 
 def test_an_optimizer_step_takes_longer_where_all_is_trained() -> None:
-    assert told(method="full").rest_s > 20 * told().rest_s
+    assert reported(method="full").rest_s > 20 * reported().rest_s
 
 
 @pytest.mark.parametrize("knobs", [{"quantization": "int8"}, {"quantization": "fp8"}, {"dora": True}], ids=str)

@@ -33,10 +33,10 @@ def test_measurements_there_tighten_the_interval_and_draw_the_ratio() -> None:
     assert prior is not None
     ratio, errors, ratios = prior.ratio * 1.3, [prior.error], [prior.ratio]
     for count in (1, 2, 8, 100):
-        told = speed_transfer(A100, H100, [ratio] * count)
-        assert told is not None and told.basis == count
-        errors.append(told.error)
-        ratios.append(told.ratio)
+        reported = speed_transfer(A100, H100, [ratio] * count)
+        assert reported is not None and reported.basis == count
+        errors.append(reported.error)
+        ratios.append(reported.ratio)
     assert errors == sorted(errors, reverse=True) and errors[-1] == pytest.approx(WITHIN, rel=0.02)
     assert ratios == sorted(ratios) and ratios[-1] == pytest.approx(ratio, rel=0.01)
 

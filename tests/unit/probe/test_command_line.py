@@ -39,7 +39,7 @@ def test_files_must_exist(capsys: pytest.CaptureFixture[str], option: str) -> No
     assert "there is no file nowhere" in refused(capsys, *arguments, option, "nowhere")
 
 
-def test_a_random_run_saves_only_where_it_is_told_to(tmp_path: Path) -> None:
+def test_a_random_run_saves_only_where_it_is_reported_to(tmp_path: Path) -> None:
     assert not parsed("--random-weights").saves
     assert not parsed("--random-weights", "--output-dir", "").saves
     assert parsed("--random-weights", "--output-dir", str(tmp_path)).saves

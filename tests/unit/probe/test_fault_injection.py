@@ -30,16 +30,16 @@ def test_every_fault_of_a_probe_is_one_that_it_knows() -> None:
     assert set(command.OUTCOMES) <= set(FAULTS)
 
 
-def test_what_came_of_each_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_came_of_each_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "_study", study())
     command.inject(["oom", "db-gone", "disk-full"], "cpu", json_=True)
-    told = json.loads(capsys.readouterr().out)
-    assert [(row["fault"], row["survived"], row["lost"], row["orphans"]) for row in told] == [
+    reported = json.loads(capsys.readouterr().out)
+    assert [(row["fault"], row["survived"], row["lost"], row["orphans"]) for row in reported] == [
         ("oom", True, 0, 0),
         ("db-gone", True, 0, 0),
         ("disk-full", True, 0, 0),
     ]
-    assert told[0]["happened"] == "trial 1: oom" and told[1]["happened"] == "exit 6, then continued: exit 0"
+    assert reported[0]["happened"] == "trial 1: oom" and reported[1]["happened"] == "exit 6, then continued: exit 0"
 
 
 @pytest.mark.parametrize("wrong", [{"outcome": "ok"}, {"code": 1}, {"trials": 3}], ids=str)

@@ -119,4 +119,4 @@ def test_steps_that_disagree_are_followed_by_more() -> None:
     swinging = [0.45, 0.45, 0.55, 0.55]
     assert len(recorded(swinging, min_timed_s=1.8).times().steps) == 4
     assert len(recorded(swinging, min_timed_s=1.8, max_timed_steps=3).times().steps) == 3
-    assert len(recorded(swinging, min_timed_s=1.8, depth=2).times().steps) == 2  # its error is foretold with it
+    assert len(recorded(swinging, min_timed_s=1.8, depth=2).times().steps) == 2  # its error is predicted with it

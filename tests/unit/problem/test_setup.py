@@ -179,10 +179,10 @@ def test_examples_that_are_too_long_are_a_warning(installed):
 
 
 def test_a_pin_without_effect_is_a_warning(installed):
-    told = set_up(StudySpec(model="mistral-7b", space="lora", pins={"method": "full", "dora": True}), H200).warnings
-    assert told == ("dora has no effect: it needs method lora",)
-    told = set_up(StudySpec(model="mistral-7b", space="lora", pins={"double_quant": True}), H200).warnings
-    assert told == ("double_quant has no effect: it needs quantization nf4",)
+    reported = set_up(StudySpec(model="mistral-7b", space="lora", pins={"method": "full", "dora": True}), H200).warnings
+    assert reported == ("dora has no effect: it needs method lora",)
+    reported = set_up(StudySpec(model="mistral-7b", space="lora", pins={"double_quant": True}), H200).warnings
+    assert reported == ("double_quant has no effect: it needs quantization nf4",)
     assert set_up(StudySpec(model="mistral-7b", space="default", pins={"double_quant": True}), H200).warnings == ()
 
 
@@ -280,7 +280,7 @@ def test_a_loss_in_chunks_is_for_plain_heads(installed, space, shape, losses):
 
 
 @pytest.mark.parametrize(
-    ("spec", "shape", "told"),
+    ("spec", "shape", "reported"),
     [
         ({}, MIXTURE, []),
         ({}, replace(MIXTURE, untrained=0.9), ["do not train them"]),
@@ -288,11 +288,11 @@ def test_a_loss_in_chunks_is_for_plain_heads(installed, space, shape, losses):
         ({"space": "full", "allow_pure_bf16": True}, replace(MIXTURE, untrained=0.9), []),
     ],
 )
-def test_parameters_that_adapters_and_quantisation_do_not_reach_are_a_warning(installed, spec, shape, told):
+def test_parameters_that_adapters_and_quantisation_do_not_reach_are_a_warning(installed, spec, shape, reported):
     setup = set_up(StudySpec(model="mixtral-8x7b", gpu="h200", **spec), H200)
     warnings = [text for text in adapt_to_layers(setup, shape).warnings if text not in setup.warnings]
-    assert len(warnings) == len(told)
-    assert all(part in text for part, text in zip(told, warnings, strict=True))
+    assert len(warnings) == len(reported)
+    assert all(part in text for part, text in zip(reported, warnings, strict=True))
     if spec.get("space") == "full":
         assert adapt_to_layers(setup, shape) == setup
 

@@ -72,7 +72,7 @@ def one(knob: str, config: TrainConfig, **changes: Any) -> AblatedKnob:
     )
 
 
-def told(**changes: Any) -> Ablation:
+def reported(**changes: Any) -> Ablation:
     winner = one("", WINNER, tokens_per_s=1000.0, error=0.01, peak_gib=20.0)
     undone = one("checkpointing", replace(WINNER, checkpointing="full"), **changes)
     return Ablation(winner=winner, baseline=BASELINE, undone=(undone,))
@@ -88,7 +88,7 @@ def test_what_did_not_fit_says_what_it_needed(start: Start) -> None:
 
 
 def test_what_failed_by_chance_helped_nobody() -> None:
-    made = told(tokens_per_s=500.0)
+    made = reported(tokens_per_s=500.0)
     crashed = one("compile", replace(WINNER, compile="per_layer"), outcome=Outcome.CRASH)
     too_large = one("micro_batch_size", replace(WINNER, micro_batch_size=4), outcome=Outcome.OOM, peak_gib=30.0)
     ranked = replace(made, undone=(crashed, *made.undone, too_large)).ranked()
@@ -98,7 +98,7 @@ def test_what_failed_by_chance_helped_nobody() -> None:
 def test_it_is_kept_with_the_study_and_shown() -> None:
     made = summary()
     assert made.recipe is not None
-    mine = told(tokens_per_s=500.0)
+    mine = reported(tokens_per_s=500.0)
     mine = replace(mine, winner=replace(mine.winner, config=made.recipe.winner.config))
     assert from_data(Ablation, to_data(mine)) == mine
     shown = replace(made, explanation=mine)

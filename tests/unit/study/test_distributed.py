@@ -122,8 +122,8 @@ def states(database: str) -> Counter[TrialState]:
 def test_together_they_try_as_many_as_one_would_and_nothing_twice(join: Join, database: str) -> None:
     coordinator = [join(trials=24) for _ in range(4)]
     together(coordinator)
-    told = states(database)
-    assert told[TrialState.COMPLETE] + told[TrialState.PRUNED] == 24 and not told[TrialState.RUNNING]
+    reported = states(database)
+    assert reported[TrialState.COMPLETE] + reported[TrialState.PRUNED] == 24 and not reported[TrialState.RUNNING]
     probed = Counter(config.digest for one in coordinator for config in one.prober.configs)
     assert set(probed.values()) == {1} and sum(bool(one.prober.num_probes) for one in coordinator) > 1
     assert coordinator[0].coordinator.taken() == set()
@@ -158,9 +158,9 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
 ) -> None:
     first, second = join(trials=6), join(trials=6)
     asked = second.study.trials.ask()
-    told = second.study.trials.ask()
-    assert asked is not None and told is not None
-    second.study.trials.evaluator.evaluate(told.config, told.number)  # stored, and not told
+    reported = second.study.trials.ask()
+    assert asked is not None and reported is not None
+    second.study.trials.evaluator.evaluate(reported.config, reported.number)  # stored, and not reported
     first.coordinator.forget(second.coordinator.name)
     monkeypatch.setattr(first.coordinator, "workers", lambda: {first.coordinator.name})
     first.study.trials.sync(reap=True)
@@ -168,9 +168,9 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     assert after[TrialState.RUNNING] == 0 and after[TrialState.FAIL] == 1
     assert after[TrialState.COMPLETE] == 1  # what it had stored counts, and is not probed again
     first.study.run()
-    assert {asked.config.digest, told.config.digest} <= {row.config.digest for row in first.study.trials.rows}
-    assert told.config.digest not in {config.digest for config in first.prober.configs}
-    # It had only been stopped: what it found out late is kept, and its trial is not told twice.
+    assert {asked.config.digest, reported.config.digest} <= {row.config.digest for row in first.study.trials.rows}
+    assert reported.config.digest not in {config.digest for config in first.prober.configs}
+    # It had only been stopped: what it found out late is kept, and its trial is not reported twice.
     second.study.trials.record(asked, second.study.trials.evaluator.evaluate(asked.config, asked.number))
     assert states(database)[TrialState.RUNNING] == 0
     assert asked.number not in {row.number for row in second.study.trials.rows}  # another has done it since

@@ -50,7 +50,7 @@ def of_rank(rank: int) -> TrainConfig:
     return replace(BASE, lora_rank=rank)
 
 
-def never(config: TrainConfig, foretold: Any) -> str:
+def never(config: TrainConfig, predicted: Any) -> str:
     return "it cannot win"
 
 
@@ -75,14 +75,14 @@ def test_probes_that_are_fine_while_truncated_do_not_hide_that_whole_models_fail
 
     evaluator, _ = session(answer)
     for rank in (1, 2):
-        evaluator.evaluate(of_rank(rank), rank, lambda config, foretold: None)
+        evaluator.evaluate(of_rank(rank), rank, lambda config, predicted: None)
     with pytest.raises(TooManyFailures):
-        evaluator.evaluate(of_rank(3), 3, lambda config, foretold: None)
+        evaluator.evaluate(of_rank(3), 3, lambda config, predicted: None)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_rows_of_other_data_tell_nothing_of_time(session: Session, packed: bool) -> None:
-    """They took half as long for as many tokens: everything like them would be foretold that much faster."""
+    """They took half as long for as many tokens: everything like them would be predicted that much faster."""
     asked = replace(BASE, packing=packed)
     others, _ = session(layered(lambda config: 2000.0), lambda config: ((256,),))
     others.evaluate(asked, 0)
@@ -166,7 +166,7 @@ def test_probes_of_another_global_batch_are_no_question_of_this_study(tmp_path: 
     store.close()
 
 
-def test_the_climb_begins_once_anything_came_through(start: Start) -> None:
+def test_the_climb_begins_once_anything_succeeded(start: Start) -> None:
     session = start(flaky(5), begin=[BASELINE], trials=12)
     session.study.run()
     assert session.study.trials.exempt

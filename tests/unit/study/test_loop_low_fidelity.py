@@ -1,4 +1,4 @@
-"""Whole studies with the shallow rung: the same winner for less, what Optuna is told, what the judge makes of it."""
+"""Whole studies with shallow probes: the same winner for less, what Optuna receives, and what selection makes of it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -186,7 +186,7 @@ def test_only_what_was_known_before_is_said_to_be_reused(
 
 
 @pytest.mark.parametrize("depth", [8, None])
-def test_a_session_that_was_killed_between_depths_told_nothing_wrong(
+def test_a_session_that_was_killed_between_depths_reported_nothing_wrong(
     open_study: Open, tmp_path: Path, depth: int | None
 ) -> None:
     class Killed(BaseException):
@@ -227,7 +227,7 @@ def test_the_budget_is_kept_to_within_one_configuration(open_study: Open, budget
 
 
 def test_a_cell_just_behind_the_best_is_measured_in_the_end(open_study: Open) -> None:
-    """The lesser rank is foretold to be 4 % slower: it cannot win, but readers will want to know what it costs."""
+    """The lesser rank is predicted to be 4 % slower: it cannot win, but readers will want to know what it costs."""
     two = subject_of(space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16, 32), checkpointing=("full",)))
     answers = layered(lambda config: 1000.0 if config.lora_rank == 32 else 960.0)
     first = open_study(answers, task=two)
@@ -238,7 +238,7 @@ def test_a_cell_just_behind_the_best_is_measured_in_the_end(open_study: Open) ->
     assert {cell.config.lora_rank: cell.evidence for cell in recipe.cells} == dict.fromkeys((16, 32), Evidence.MEASURED)
 
 
-def test_where_nothing_was_measured_what_was_foretold_wins_and_says_so(open_study: Open) -> None:
+def test_where_nothing_was_measured_what_was_predicted_wins_and_says_so(open_study: Open) -> None:
     session = open_study(layered(by_tokens), shallow_only=True, trials=10, limit_gib=100.0)
     session.study.run()
     assert full_depth(session) == 0
@@ -249,19 +249,19 @@ def test_where_nothing_was_measured_what_was_foretold_wins_and_says_so(open_stud
     assert recipe.winner.config == replace(BASELINE, checkpointing="none")
 
 
-def told(selection: Selection, config: TrainConfig, micro_s: float, evidence: Evidence) -> None:
+def reported(selection: Selection, config: TrainConfig, micro_s: float, evidence: Evidence) -> None:
     outcome = Outcome.SLOW if evidence is Evidence.EXTRAPOLATED else Outcome.OK
     selection.add_result(result(config, outcome, evidence=evidence, measurement=measurement(micro_s)))
 
 
-def test_what_was_measured_outranks_what_was_foretold() -> None:
+def test_what_was_measured_outranks_what_was_predicted() -> None:
     selection, slower = Selection(subject_of(SPACE)), replace(BASELINE, lora_rank=32)
-    told(selection, BASELINE, 1.0, Evidence.MEASURED)
-    told(selection, slower, 0.5, Evidence.EXTRAPOLATED)
+    reported(selection, BASELINE, 1.0, Evidence.MEASURED)
+    reported(selection, slower, 0.5, Evidence.EXTRAPOLATED)
     assert selection.finalists(5) == [BASELINE]  # only a measurement wins
     assert selection.close_calls() == [slower]
     assert selection.candidate(slower).evidence is Evidence.EXTRAPOLATED
-    told(selection, slower, 1.5, Evidence.MEASURED)
+    reported(selection, slower, 1.5, Evidence.MEASURED)
     assert selection.candidate(slower).evidence is Evidence.MEASURED
     assert selection.candidate(slower).measurement.micro_step_s[0] == 1.5
     assert selection.close_calls() == []
@@ -270,19 +270,21 @@ def test_what_was_measured_outranks_what_was_foretold() -> None:
 def test_only_the_best_of_a_cell_within_the_slack_is_a_close_call() -> None:
     selection = Selection(subject_of(SPACE, floors=Floors(slack=0.05)))
     assert selection.close_calls() == []
-    told(selection, BASELINE, 1.0, Evidence.MEASURED)
+    reported(selection, BASELINE, 1.0, Evidence.MEASURED)
     near, far = (replace(BASELINE, lora_rank=32, checkpointing=checkpointing) for checkpointing in ("none", "full"))
-    told(selection, near, 1.04, Evidence.EXTRAPOLATED)
-    told(selection, far, 1.2, Evidence.EXTRAPOLATED)
-    told(selection, replace(BASELINE, checkpointing="none"), 1.01, Evidence.EXTRAPOLATED)  # its cell has a better one
+    reported(selection, near, 1.04, Evidence.EXTRAPOLATED)
+    reported(selection, far, 1.2, Evidence.EXTRAPOLATED)
+    reported(
+        selection, replace(BASELINE, checkpointing="none"), 1.01, Evidence.EXTRAPOLATED
+    )  # its cell has a better one
     assert selection.close_calls() == [near]
     assert Selection(subject_of(SPACE)).close_calls() == []
 
 
-def test_who_failed_to_confirm_does_not_come_back_as_foretold() -> None:
+def test_who_failed_to_confirm_does_not_come_back_as_predicted() -> None:
     selection, failed = Selection(subject_of(SPACE)), replace(BASELINE, lora_rank=32)
-    told(selection, BASELINE, 1.0, Evidence.MEASURED)
-    told(selection, failed, 1.01, Evidence.EXTRAPOLATED)
+    reported(selection, BASELINE, 1.0, Evidence.MEASURED)
+    reported(selection, failed, 1.01, Evidence.EXTRAPOLATED)
     add_measured(selection, failed, measurement(1.01))
     selection.reject(failed, "out of memory")
     assert failed not in selection.close_calls()
@@ -294,12 +296,12 @@ def test_what_was_stopped_and_can_win_by_now_is_a_close_call() -> None:
     """What it had to beat was more capable, and has fallen out of the slack since: only the fastest is left."""
     selection = Selection(subject_of(SPACE))
     able, lean = replace(BASELINE, lora_rank=32), replace(BASELINE, optimizer="adamw_8bit")
-    told(selection, replace(lean, micro_batch_size=4), 0.5, Evidence.MEASURED)
-    told(selection, able, 1.04, Evidence.MEASURED)
-    told(selection, BASELINE, 1.01, Evidence.EXTRAPOLATED)
+    reported(selection, replace(lean, micro_batch_size=4), 0.5, Evidence.MEASURED)
+    reported(selection, able, 1.04, Evidence.MEASURED)
+    reported(selection, BASELINE, 1.01, Evidence.EXTRAPOLATED)
     assert selection.finalists(1) == [able]  # 4 % dearer than the fastest
     assert selection.close_calls() == []
-    told(selection, replace(lean, micro_batch_size=2), 0.24, Evidence.MEASURED)
+    reported(selection, replace(lean, micro_batch_size=2), 0.24, Evidence.MEASURED)
     assert selection.finalists(1) == [replace(lean, micro_batch_size=2)]
-    told(selection, replace(BASELINE, micro_batch_size=1), 0.122, Evidence.EXTRAPOLATED)
+    reported(selection, replace(BASELINE, micro_batch_size=1), 0.122, Evidence.EXTRAPOLATED)
     assert selection.close_calls() == [replace(BASELINE, micro_batch_size=1)]

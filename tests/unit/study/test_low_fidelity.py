@@ -70,19 +70,19 @@ def session(store: ProbeStore, tmp_path: Path) -> Start:
     return start
 
 
-def never(config: TrainConfig, foretold: Extrapolation) -> str:
+def never(config: TrainConfig, predicted: Extrapolation) -> str:
     return "it cannot win"
 
 
-def hopeful(config: TrainConfig, foretold: Extrapolation) -> None:
-    """Whatever is foretold may win."""
+def hopeful(config: TrainConfig, predicted: Extrapolation) -> None:
+    """Whatever is predicted may win."""
 
 
 def how(verdict: Evaluation) -> tuple[Outcome, Rung, Evidence]:
     return verdict.result.outcome, verdict.result.rung, verdict.result.evidence
 
 
-def foretold_of(evaluator: Evaluator, config: TrainConfig) -> Measurement:
+def predicted_of(evaluator: Evaluator, config: TrainConfig) -> Measurement:
     looked = evaluator.evaluate_low_fidelity(config, 99)
     assert isinstance(looked, Extrapolation)
     return looked.measurement
@@ -144,7 +144,7 @@ def test_what_a_few_layers_run_out_of_is_not_enough(
     assert asked(prober) == depths
 
 
-def test_what_is_foretold_to_need_more_is_not_tried(session: Start, store: ProbeStore) -> None:
+def test_what_is_predicted_to_need_more_is_not_tried(session: Start, store: ProbeStore) -> None:
     evaluator, prober = session(limit_gib=2.9)
     verdict = evaluator.evaluate(MIDDLE, 3)
     assert asked(prober) == [2, 8]
@@ -184,7 +184,7 @@ def test_close_to_the_limit_truncated_depths_decide(session: Start, need: float,
         (0.96, Outcome.OK, [None]),  # surely fits, and there is no promise to hold it to
     ],
 )
-def test_the_gate_refuses_what_is_foretold_to_be_far_beyond_the_limit(
+def test_the_gate_refuses_what_is_predicted_to_be_far_beyond_the_limit(
     session: Start, need: float, outcome: Outcome, depths: list[int | None]
 ) -> None:
     for config in (HALF, TWICE):
@@ -206,7 +206,7 @@ def test_the_gate_learns_from_truncated_depths_too(session: Start) -> None:
     assert None not in asked(prober)
 
 
-def test_what_was_foretold_to_need_more_than_another_limit_is_not_refused_under_this_one(session: Start) -> None:
+def test_what_was_predicted_to_need_more_than_another_limit_is_not_refused_under_this_one(session: Start) -> None:
     assert session(study="small", limit_gib=2.0)[0].evaluate(MIDDLE, 0).result.outcome is Outcome.OOM
     evaluator, _ = session(limit_gib=100.0)
     evaluator.learn_from_others()
@@ -230,8 +230,8 @@ def test_what_cannot_win_is_slow(session: Start, store: ProbeStore) -> None:
     evaluator, prober = session()
     heard: list[tuple[TrainConfig, float]] = []
 
-    def promise(config: TrainConfig, foretold: Extrapolation) -> str | None:
-        heard.append((config, foretold.measurement.micro_step_s[0]))
+    def promise(config: TrainConfig, predicted: Extrapolation) -> str | None:
+        heard.append((config, predicted.measurement.micro_step_s[0]))
         return "too slow" if config == MIDDLE else None
 
     verdict = evaluator.evaluate(MIDDLE, 5, promise)
@@ -245,24 +245,24 @@ def test_what_cannot_win_is_slow(session: Start, store: ProbeStore) -> None:
     assert [micro for _, micro in heard] == pytest.approx([2.048, 1.024])
 
 
-def test_what_takes_longer_than_foretold_corrects_what_is_foretold_next(session: Start) -> None:
+def test_what_takes_longer_than_predicted_corrects_what_is_predicted_next(session: Start) -> None:
     evaluator, _ = session(layered(slower=1.1))
-    assert foretold_of(evaluator, HALF).micro_step_s == pytest.approx((1.024,))
+    assert predicted_of(evaluator, HALF).micro_step_s == pytest.approx((1.024,))
     evaluator.evaluate(MIDDLE, 0, hopeful)
-    assert foretold_of(evaluator, HALF).micro_step_s == pytest.approx((1.1 * 1.024,))
-    assert foretold_of(evaluator, HALF).step_s == pytest.approx((1.1 * 2.048,) * 3)
+    assert predicted_of(evaluator, HALF).micro_step_s == pytest.approx((1.1 * 1.024,))
+    assert predicted_of(evaluator, HALF).step_s == pytest.approx((1.1 * 2.048,) * 3)
     another_kind = replace(HALF, checkpointing="full")
-    assert foretold_of(evaluator, another_kind).micro_step_s == pytest.approx((1.024,))
+    assert predicted_of(evaluator, another_kind).micro_step_s == pytest.approx((1.024,))
 
 
-def test_another_optimizer_is_foretold_the_micro_batches_that_were_measured(session: Start) -> None:
+def test_another_optimizer_is_predicted_the_micro_batches_that_were_measured(session: Start) -> None:
     evaluator, _ = session(layered(slower=1.1))
     evaluator.evaluate(MIDDLE, 0)
-    told = foretold_of(evaluator, replace(MIDDLE, optimizer="adamw_8bit"))
-    assert told.micro_step_s == pytest.approx((1.1 * 2.048,))
-    assert told.step_s == pytest.approx((1.1 * 4.096,) * 3)
-    assert told.time_error == pytest.approx(SEEN)
-    assert foretold_of(evaluator, replace(MIDDLE, lora_rank=64)).time_error > 0.015
+    reported = predicted_of(evaluator, replace(MIDDLE, optimizer="adamw_8bit"))
+    assert reported.micro_step_s == pytest.approx((1.1 * 2.048,))
+    assert reported.step_s == pytest.approx((1.1 * 4.096,) * 3)
+    assert reported.time_error == pytest.approx(SEEN)
+    assert predicted_of(evaluator, replace(MIDDLE, lora_rank=64)).time_error > 0.015
 
 
 def test_where_a_step_has_a_single_micro_batch_it_is_not_timed_apart_from_the_optimizer(session: Start) -> None:
@@ -273,7 +273,7 @@ def test_where_a_step_has_a_single_micro_batch_it_is_not_timed_apart_from_the_op
 
     evaluator, _ = session(answer, micro_steps=lambda config: 1)
     evaluator.evaluate(MIDDLE, 0)
-    assert foretold_of(evaluator, replace(MIDDLE, optimizer="adamw_8bit")).time_error > 0.015
+    assert predicted_of(evaluator, replace(MIDDLE, optimizer="adamw_8bit")).time_error > 0.015
 
 
 def test_a_disturbed_shallow_probe_does_not_end_the_session(session: Start) -> None:

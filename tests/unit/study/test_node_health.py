@@ -1,4 +1,4 @@
-"""Is a node like the others: what of a reading counts, against the median of the fleet, and what is told of it."""
+"""Is a node like the others: what of a reading counts, against the median of the fleet, and what is reported of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ LIKE = NodeReading(micro_s=0.5, reserved_gib=20.0, temperature_c=55.0, about="19
 
 
 def test_a_reading_is_of_the_median_micro_batch_with_what_the_driver_tells() -> None:
-    told = Telemetry(
+    reported = Telemetry(
         utilization=1.0,
         power_w=312.4,
         energy_j=None,
@@ -27,7 +27,7 @@ def test_a_reading_is_of_the_median_micro_batch_with_what_the_driver_tells() -> 
         throttle_reasons=("software thermal",),
         num_samples=9,
     )
-    reading = NodeReading.of(measurement(0.5, 20.0, micro_step_s=(0.5, 0.51, 3.0), telemetry=told))
+    reading = NodeReading.of(measurement(0.5, 20.0, micro_step_s=(0.5, 0.51, 3.0), telemetry=reported))
     assert (reading.micro_s, reading.reserved_gib, reading.temperature_c) == (0.51, pytest.approx(20.4), 81.0)
     assert reading.about == "1005 MHz, 312 W, 81 C, slowed down by software thermal"
     silent = NodeReading.of(measurement(telemetry=None))
@@ -90,7 +90,7 @@ def readings(session: Session) -> list[ProbeResult]:
     return [row.result for row in session.store.of_study("one") if row.result.rung is Rung.NODE]
 
 
-def test_a_node_like_the_others_is_told_nothing(start: Start, tmp_path: Path) -> None:
+def test_a_node_like_the_others_is_reported_nothing(start: Start, tmp_path: Path) -> None:
     session = begun(start)
     assert node(session, tmp_path).check() == []
     assert [one.notes for one in readings(session)] == [()]
@@ -98,7 +98,7 @@ def test_a_node_like_the_others_is_told_nothing(start: Start, tmp_path: Path) ->
     assert len(session.study.trials.rows) == 1  # a reading is no trial
 
 
-def test_a_node_apart_is_told_in_what_and_is_no_measure_of_the_next(start: Start, tmp_path: Path) -> None:
+def test_a_node_apart_is_reported_in_what_and_is_no_measure_of_the_next(start: Start, tmp_path: Path) -> None:
     session = begun(start)
     slow = node(session, tmp_path, altered(micro_step_s=1.2))
     (reason,) = slow.check()

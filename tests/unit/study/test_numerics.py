@@ -114,7 +114,7 @@ def test_losses_that_are_far_off_are_an_outcome_and_no_winner(start: Start) -> N
 
 
 @pytest.mark.parametrize("choices", [SMALLER, ALL_8BIT], ids=["searched too", "measured apart"])
-def test_losses_that_agree_are_told(start: Start, choices: SearchSpace) -> None:
+def test_losses_that_agree_are_reported(start: Start, choices: SearchSpace) -> None:
     session = session_of(start, BOUND / 4, choices)
     recipe = session.summary().recipe
     assert recipe is not None and recipe.winner.config.optimizer == "adamw_8bit"

@@ -200,7 +200,7 @@ def test_a_search_that_was_off(again_s, caveats):
     assert confirmed(again_s).recipe(FINGERPRINT).caveats == caveats
 
 
-def test_what_is_within_the_noise_is_not_told_apart():
+def test_what_is_within_the_noise_is_not_reported_apart():
     made = selection()
     rival = replace(FAST, compile="per_layer")
     noisy = steady(0.5, step_s=(0.9, 1.0, 1.1))
@@ -220,7 +220,7 @@ def test_noise_of_what_was_never_measured():
     assert single.noise(FAST) == 0.0
 
 
-def test_assumptions_are_told():
+def test_assumptions_are_reported():
     workload = Workload(examples=12_345, lengths=Lengths.constant(2048, "assumed"))
     made = selection(workload)
     made.confirm(FAST, steady(0.5))
@@ -271,7 +271,7 @@ def test_what_a_confirmation_needed_to_start_counts_as_well() -> None:
     assert selection.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
 
 
-def test_a_start_that_was_not_seen_or_was_another_cards_is_not_told() -> None:
+def test_a_start_that_was_not_seen_or_was_another_cards_is_not_reported() -> None:
     selection = Selection(SUBJECT)
     selection.add_result(begun(PLAIN, load=6.0, first_step=4.04))
     assert selection.startup_s(PLAIN) is None
