@@ -149,8 +149,12 @@ def test_an_interrupted_study_keeps_its_results_and_writes_its_files(
             signal.raise_signal(signal.SIGINT)
 
     space = SearchSpace.of(micro_batch_size=[1, 2, 4], seq_len=64, lora_rank=16, checkpointing="none")
-    with pytest.raises(Interrupted, match="results so far are stored") as caught:
-        tune("demo-3m", gpu="cpu", space=space, examples=200, study="mine", progress=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's own worker processes ignore Ctrl-C
+    try:
+        with pytest.raises(Interrupted, match="results so far are stored") as caught:
+            tune("demo-3m", gpu="cpu", space=space, examples=200, study="mine", progress=interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert caught.value.exit_code == 130
     written = json.loads((tmp_path / "runs" / "mine" / "summary.json").read_text())
     assert written["trials"]["total"] == 2 == len(load_study("mine").trials)
