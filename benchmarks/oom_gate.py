@@ -117,6 +117,7 @@ def evaluate_under_cap(
         result = evaluator.evaluate(config, number).result
         assert result.outcome in (Outcome.OK, Outcome.OOM, Outcome.REFUSED), result.reason
         reference = references[config.label()]
+        assert reference["context_gib"] is not None, "this machine does not report the size of the CUDA context"
         limit = cap * 0.95 - reference["context_gib"]
         over = None if reference["reserved_gib"] is None else reference["reserved_gib"] / limit - 1
         fits = over is not None and over <= 0

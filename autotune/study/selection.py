@@ -21,7 +21,7 @@ from autotune.study.summary import Candidate, Recipe
 
 # Measurements of one configuration that differ by more than this were disturbed: one more is taken, the median counts.
 DISAGREEMENT = 0.05
-MAX_STEP_TIME_GAP = 0.03  # relative, between search and confirmation, from which on a reader is told
+MAX_STEP_TIME_GAP = 0.03  # relative, between search and confirmation; a larger gap is reported
 
 
 @dataclass(slots=True, kw_only=True)

@@ -81,15 +81,20 @@ def train(
             sys.stdout.write((output / "training.json").read_text())
         return
     if code in STOPPED:
-        steps = [
-            int(path.parent.name.removeprefix("checkpoint-")) for path in output.glob("checkpoint-*/trainer_state.json")
-        ]
-        raise Interrupted(
-            f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
-            remedy=f"continue with `autotune train {result.summary.study} --resume` and the same options",
-            exit_code=128 + stop.signal if stop.signal else PREEMPTED,
-        )
+        raise interruption(output, result.summary.study, 128 + stop.signal if stop.signal else PREEMPTED)
     raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
+
+
+def interruption(output: Path, study: str, exit_code: int) -> Interrupted:
+    """The error for a run that a signal stopped; it names the last whole checkpoint in `output`."""
+    steps = [
+        int(path.parent.name.removeprefix("checkpoint-")) for path in output.glob("checkpoint-*/trainer_state.json")
+    ]
+    return Interrupted(
+        f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
+        remedy=f"continue with `autotune train {study} --resume` and the same options",
+        exit_code=exit_code,
+    )
 
 
 class TrainingDisplay:
