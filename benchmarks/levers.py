@@ -23,7 +23,7 @@ MODELS = ("mistral-7b", "llama-3.1-8b")
 # The reference recomputes every layer and uses autocast over a bf16 base, with rank 16 on all linear layers.
 LORA = TrainConfig(micro_batch_size=4, seq_len=2048)
 FULL = TrainConfig(method="full", micro_batch_size=4, seq_len=2048, precision="bf16_pure")
-TOGETHER = {"checkpointing": "none", "precision": "bf16_pure", "compile": "per_layer", "loss": "chunked"}
+TOGETHER = {"checkpointing": "none", "compile": "per_layer", "loss": "chunked"}  # no other number format
 LEVERS: dict[str, dict[str, Any]] = {
     "reference": {},
     "no checkpointing": {"checkpointing": "none"},
@@ -37,6 +37,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "8-bit AdamW": {"optimizer": "adamw_8bit"},
     "micro batch of 1": {"micro_batch_size": 1},
     "together": TOGETHER,
+    "together, bf16 adapters": TOGETHER | {"precision": "bf16_pure"},
     "together, cuDNN's attention": TOGETHER | {"attention": "sdpa_cudnn"},
     "together, fp8 base": TOGETHER | {"quantization": "fp8"},
     "together, Liger's kernels, not compiled": TOGETHER | {"kernels": "liger", "compile": "none"},

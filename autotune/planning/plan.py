@@ -45,7 +45,7 @@ class Plan:
 
     `best` is None where nothing surely fits; `baseline` is the configuration that guides give. `num_estimated` of the
     `space_size` configurations were estimated. `observations` were made on this card and corrected the speeds.
-    `from_reserve`: only a quantised base or leaner optimizer state fits.
+    `from_reserve`: only what the floors keep for this case fits.
     """
 
     task: Task
@@ -79,8 +79,8 @@ def plan(
 ) -> Plan:
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
-    The reserve of quantised bases and leaner state is opened where nothing else fits. `say` gets warnings,
-    progress, and what is left out of the space and why.
+    The reserve of the space is opened where nothing else fits. `say` gets warnings, progress, and what is left out of
+    the space and why.
 
     Raises:
         UsageError: a part of the spec is unknown or impossible, or no formula covers the model or the card.
@@ -108,7 +108,7 @@ def plan_setup(setup: Setup, limit_gib: float, observations: Sequence[Observatio
     reserve = plan_task(open_reserve(setup).task, limit_gib, observations)
     if reserve.best is None:
         return made
-    reason = f"nothing fits without a quantised base or leaner state; {reserve.reason}"
+    reason = f"nothing fits without one of these: {setup.reserved}; {reserve.reason}"
     return replace(reserve, from_reserve=True, reason=reason)
 
 

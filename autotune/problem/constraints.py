@@ -25,6 +25,12 @@ ATTENTIONS = ("sdpa", "eager")
 OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
 WORTH_PACKING = 1.05  # examples in a row from which on packing is worth a trial
 MOST_LENGTHS = 16  # each is packed once
+# For a knob: the floor that lets all its values win, which of them may win anyway, and what is said of the others.
+UNASKED: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "quantization": ("allow_quantized", lambda value: value == "none", "a quantised base learns differently"),
+    "optimizer": ("allow_any_optimizer", lambda value: value in ADAMW, "not AdamW"),
+    "precision": ("allow_pure_bf16", lambda value: value != "bf16_pure", "no fp32 master weights"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +40,7 @@ class Floors:
     min_rank: int = 16
     max_truncated: float = 0.01
     allow_quantized: bool = False
-    allow_pure_bf16: bool = False  # full fine-tuning without fp32 master weights
+    allow_pure_bf16: bool = False
     allow_any_optimizer: bool = False
     slack: float = 0.05
 
@@ -178,18 +184,15 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
     _apply_floor_of_length(narrowing, workload, floors.max_truncated)
     reason = f"below the rank floor of {floors.min_rank} (--min-rank)"
     narrowing.prefer("lora_rank", lambda rank: rank >= floors.min_rank, reason, reserve=True)
-    if not floors.allow_quantized:
-        reason = "a quantised base learns differently: used only where nothing else fits (--allow-quantized)"
-        narrowing.prefer("quantization", lambda value: value == "none", reason)
-        bases = narrowing.reserve.knob("quantization")
-        if bases and "none" in bases.choices():  # fp8 saves no memory
-            narrowing.reserve, _ = narrowing.reserve.narrow("quantization", lambda value: value != "fp8", "")
-    if not floors.allow_any_optimizer:
-        reason = "not AdamW: used only where nothing else fits (--allow-any-optimizer)"
-        narrowing.prefer("optimizer", lambda value: value in ADAMW, reason)
-    if not floors.allow_pure_bf16 and "full" in narrowing.space.choices("method"):
-        reason = "no fp32 master weights: used only where nothing else fits (--allow-pure-bf16)"
-        narrowing.prefer("precision", lambda value: value != "bf16_pure", reason)
+    for name, (floor, may_win, what) in UNASKED.items():
+        if not getattr(floors, floor):
+            in_reserve = name != "precision" or "full" in narrowing.space.choices("method")  # adapters are small
+            when = "where nothing else fits" if in_reserve else "where it is asked for"
+            reason = f"{what}: used only {when} (--{floor.replace('_', '-')})"
+            narrowing.prefer(name, may_win, reason, reserve=not in_reserve)
+    bases = narrowing.reserve.knob("quantization")
+    if not floors.allow_quantized and bases and "none" in bases.choices():  # fp8 saves no memory
+        narrowing.reserve, _ = narrowing.reserve.narrow("quantization", lambda value: value != "fp8", "")
 
 
 def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncated: float) -> None:

@@ -42,6 +42,16 @@ class Setup:
     removals: tuple[Removal, ...]
     warnings: tuple[str, ...] = ()
 
+    @property
+    def reserved(self) -> str:
+        """The values that only the reserve has, in words; empty if there are none."""
+        space = self.task.space
+        return "; ".join(
+            f"{knob.name} {' or '.join(map(str, values))}"
+            for knob in self.reserve.knobs
+            if (values := [value for value in knob.choices() if value not in space.choices(knob.name)])
+        )
+
 
 def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Setup:
     """Resolve the names of a spec and narrow its space. `say` gets progress messages while examples are read.
@@ -114,7 +124,7 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
 
 
 def open_reserve(setup: Setup) -> Setup:
-    """The same study with quantised bases and other optimizers allowed."""
+    """The same study with what only its reserve has: quantised bases, other optimizers, full training in pure bf16."""
     return replace(setup, task=replace(setup.task, space=setup.reserve))
 
 

@@ -157,7 +157,7 @@ class StudySpec:
     min_rank: int = _count(16, "Smallest LoRA rank.")
     max_truncated: float = _share(0.01, "Largest share of tokens that may be cut off.")
     allow_quantized: bool = _option(False, "Let quantised bases win.")
-    allow_pure_bf16: bool = _option(False, "Allow full fine-tuning without fp32 master weights.")
+    allow_pure_bf16: bool = _option(False, "Let pure bf16 win, without fp32 master weights.")
     allow_any_optimizer: bool = _option(False, "Let optimizers other than AdamW win.")
     slack: float = _share(0.05, "Extra cost that a more capable configuration may have, as a share.")
     shallow_only: bool = _option(

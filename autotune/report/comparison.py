@@ -160,7 +160,7 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
     of_all, of_these = (card.name if card else "none" for card in (group.smallest, group.smallest_compared))
     sentences.append(f"smallest card that holds it: {of_all} of all known, {of_these} of these")
     if reserve := [card.device.name for card in group.cards if card.plan and card.plan.from_reserve]:
-        sentences.append(f"nothing fits on {' and '.join(reserve)} but a quantised base or leaner state")
+        sentences.append(f"nothing fits on {' and '.join(reserve)} but what learns differently")
     for difference, names in group.training_differences().items():
         sentences.append(f"not the same training on {' and '.join(names)} as on the fastest: {difference}")
     if (advice := comparison.advice(group)) is not None:

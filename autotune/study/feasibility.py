@@ -20,8 +20,8 @@ def find_feasible(
 ) -> tuple[bool, list[TrainConfig]]:
     """Find a configuration that fits: the baseline at some micro batch size, or at least the leanest configuration.
 
-    Returns whether the reserve of the space (quantised bases, other optimizers) must be opened because nothing else
-    fits, and the configurations that were tried. Once it `is_late`, smaller baselines are left out.
+    Returns whether the reserve of the space must be opened because nothing else fits, and the configurations that were
+    tried. Once it `is_late`, smaller baselines are left out.
 
     Raises:
         NothingFits: not even the leanest configuration of the reserve fits.

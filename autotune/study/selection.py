@@ -11,6 +11,7 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
+from autotune.problem.constraints import UNASKED
 from autotune.problem.length_distribution import SAYS
 from autotune.problem.performance import AGAIN, step_time_s
 from autotune.problem.run_cost import by_examples, project
@@ -386,7 +387,12 @@ def _best_of_cells(pool: list[Scored]) -> list[Scored]:
 def _assumptions(task: Task, config: TrainConfig) -> list[str]:
     """What the numbers of a winner assume about data and device, in sentences."""
     workload, lengths = task.workload, task.workload.lengths
-    caveats = []
+    caveats = [
+        f"{name} {getattr(config, name)}: {what}; searched because nothing else fits (--{floor.replace('_', '-')})"
+        for name, (floor, may_win, what) in UNASKED.items()
+        if not (getattr(task.floors, floor) or may_win(getattr(config, name)))
+        and any(map(may_win, task.space.choices(name)))
+    ]
     if lengths.source == "assumed":
         caveats.append(
             f"the length of an example was not given: {lengths.longest:,} tokens are assumed "

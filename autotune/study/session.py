@@ -191,7 +191,7 @@ class Leader:
                 lambda: time.monotonic() - plan.started >= plan.budget_s,
             )
         if opened:
-            session.progress.note("nothing else fits: quantised bases and other optimizers are searched too", "yellow")
+            session.progress.note(f"nothing else fits, so these are searched too: {setup.reserved}", "yellow")
             setup = open_reserve(setup)
         self._optimizer = session.optimizer(plan.study, setup.task, spec.seed)
         record = StudyRecord(

@@ -305,7 +305,7 @@ def test_the_reserve_is_opened_if_nothing_else_fits() -> None:
     assert closed.state == OOM and closed.plan and not closed.plan.from_reserve
     held = compare_card(case, limit_gib)
     assert held.state == FITS and held.plan and held.plan.from_reserve
-    assert "nothing fits on a10 but a quantised base or leaner state" in said(held)
+    assert "nothing fits on a10 but what learns differently" in said(held)
 
 
 # The command

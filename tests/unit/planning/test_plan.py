@@ -195,7 +195,7 @@ def test_an_unknown_price_is_reported(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_quantised_base_is_planned_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
     command.plan(StudySpec(model="llama-2-13b", gpu="a10"), evidence=HERE)
-    assert "nothing fits without a quantised base" in capsys.readouterr().out
+    assert "nothing fits without one of these: quantization int8 or nf4" in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_fit_has_its_own_exit_code() -> None:

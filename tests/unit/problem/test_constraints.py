@@ -40,7 +40,7 @@ def test_the_default_floors():
         "double_quant": (True, False),
         "seq_len": (1024,),
         "lora_rank": (16, 32, 64),
-        "precision": ("bf16_mixed", "bf16_pure", "fp16_mixed"),
+        "precision": ("bf16_mixed", "fp16_mixed"),
         "optimizer": ("adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"),
     }
     assert [str(removal) for removal in narrowing.removals] == [
@@ -49,6 +49,7 @@ def test_the_default_floors():
         "lora_rank 8: below the rank floor of 16 (--min-rank)",
         "quantization fp8, int8, nf4: a quantised base learns differently: used only where nothing else fits "
         "(--allow-quantized)",
+        "precision bf16_pure: no fp32 master weights: used only where it is asked for (--allow-pure-bf16)",
     ]
 
 
@@ -88,7 +89,9 @@ def test_a_floor_of_length_on_a_range():
         ({"seq_len": (64,)}, {}, (64,)),
         ({"optimizer": ("adafactor", "adamw_torch", "lion_8bit")}, {}, ("adamw_torch",)),
         ({"optimizer": ("adafactor", "adamw_torch")}, {"allow_any_optimizer": True}, ("adafactor", "adamw_torch")),
-        ({"precision": ("bf16_pure", "bf16_mixed")}, {}, ("bf16_pure", "bf16_mixed")),
+        ({"precision": ("bf16_pure", "bf16_mixed")}, {}, ("bf16_mixed",)),
+        ({"precision": ("bf16_pure", "bf16_mixed")}, {"allow_pure_bf16": True}, ("bf16_pure", "bf16_mixed")),
+        ({"precision": ("bf16_pure",)}, {}, ("bf16_pure",)),
         ({"precision": ("bf16_pure", "bf16_mixed"), "method": ("full",)}, {}, ("bf16_mixed",)),
         ({"precision": ("bf16_pure", "fp32"), "method": ("full",)}, {"allow_pure_bf16": True}, ("bf16_pure", "fp32")),
         ({"precision": ("bf16_pure",), "method": ("full",)}, {}, ("bf16_pure",)),
@@ -97,6 +100,15 @@ def test_a_floor_of_length_on_a_range():
 )
 def test_floors(knobs, floors, kept):
     assert next(iter(narrowed(space(**knobs), **floors).values())) == kept
+
+
+@pytest.mark.parametrize(("shipped", "opened"), [("lora", False), ("qlora", False), ("full", True)])
+def test_only_full_fine_tuning_has_pure_bf16_in_reserve(shipped: str, opened: bool) -> None:
+    """With LoRA it would save a few hundred MiB, and would be searched whenever a quantised base is."""
+    setup = set_up(StudySpec(model="mistral-7b", space=shipped), resolve_device("h200"))
+    assert setup.task.space.choices("precision") == ("bf16_mixed",)
+    assert ("bf16_pure" in setup.reserve.choices("precision")) is opened
+    assert setup.reserved == ("precision bf16_pure; optimizer adafactor or lion_8bit" if opened else "")
 
 
 # --- packing

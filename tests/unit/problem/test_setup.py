@@ -109,7 +109,9 @@ def test_an_estimate_for_another_machine_does_not_depend_on_the_packages_of_this
 def test_bf16(installed):
     t4, spec = resolve_device("t4"), StudySpec(model="mistral-7b", space="lora")
     assert set_up(spec, t4).task.space.knob("precision").values == ("fp16_mixed",)
-    assert set_up(spec, H200).task.space.knob("precision").values == ("bf16_mixed", "bf16_pure")
+    assert set_up(spec, H200).task.space.knob("precision").values == ("bf16_mixed",)
+    allowed = replace(spec, allow_pure_bf16=True)
+    assert set_up(allowed, H200).task.space.knob("precision").values == ("bf16_mixed", "bf16_pure")
     with pytest.raises(UsageError, match=r"no value of precision is left in the space 'full': .*: t4 has no bf16"):
         set_up(replace(spec, space="full"), t4)
 

@@ -220,6 +220,24 @@ def test_noise_of_what_was_never_measured():
     assert single.noise(FAST) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("precisions", "floors", "said"),
+    [
+        (("bf16_mixed", "bf16_pure"), Floors(), True),  # a floor, and the reserve was opened
+        (("bf16_mixed", "bf16_pure"), Floors(allow_pure_bf16=True), False),
+        (("bf16_pure",), Floors(), False),  # the user's choice
+    ],
+)
+def test_a_winner_that_the_floors_forbid_unless_nothing_else_fits(precisions, floors, said):
+    space = SearchSpace.of(method="full", seq_len=1024, micro_batch_size=[1, 2], precision=list(precisions))
+    made = Selection(replace(SUBJECT, space=space, floors=floors))
+    pure = TrainConfig(method="full", lora_rank=None, precision="bf16_pure", micro_batch_size=2)
+    add_measured(made, pure, steady(0.5))
+    made.confirm(pure, steady(0.5))
+    caveat = "precision bf16_pure: no fp32 master weights; searched because nothing else fits (--allow-pure-bf16)"
+    assert (caveat in made.recipe(FINGERPRINT).caveats) is said
+
+
 def test_assumptions_are_reported():
     workload = Workload(examples=12_345, lengths=Lengths.constant(2048, "assumed"))
     made = selection(workload)
