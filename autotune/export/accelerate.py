@@ -3,13 +3,11 @@
 import json
 
 from autotune.core.files import load_data
-from autotune.export.header import ENVIRONMENT, sectioned, summary_lines
+from autotune.export.header import environment, on_cpu, sectioned, summary_lines
 from autotune.study.summary import Recipe
 
 MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # of accelerate; anything else is "no"
 BLOCK_WISE = ("adafactor",)  # their state has the shape of a parameter, and ZeRO flattens parameters
-
-COMMAND = f"{ENVIRONMENT} accelerate launch --config_file accelerate.yaml your_script.py"
 
 
 def export(recipe: Recipe) -> dict[str, str]:
@@ -17,7 +15,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     data = load_data("autotune.export", "accelerate")
     config = recipe.config
     mixed = MIXED.get(config.precision, "no")
-    values = data["accelerate"] | {"mixed_precision": mixed, "use_cpu": recipe.device.kind == "cpu"}
+    values = data["accelerate"] | {"mixed_precision": mixed, "use_cpu": on_cpu(recipe)}
     if config.compile == "per_layer":
         values |= data["compiled"]
     deepspeed = data["deepspeed"] | {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}
@@ -25,6 +23,11 @@ def export(recipe: Recipe) -> dict[str, str]:
         "accelerate.yaml": sectioned(_head(recipe), [("", values)]),
         "deepspeed.json": json.dumps(deepspeed, indent=2) + "\n",
     }
+
+
+def command(recipe: Recipe) -> str:
+    """The command line that runs a script of the user's own."""
+    return f"{environment(recipe)} accelerate launch --config_file accelerate.yaml your_script.py"
 
 
 def launch_arguments(recipe: Recipe) -> list[str]:
@@ -39,8 +42,8 @@ def _head(recipe: Recipe) -> list[str]:
     return [
         *summary_lines(recipe),
         "",
-        "For a script of your own, on one GPU:",
-        f"  {COMMAND}",
+        f"For a script of your own, on {'the processor' if on_cpu(recipe) else 'one GPU'}:",
+        f"  {command(recipe)}",
         f"{own}, which compiles its layers itself." if recipe.config.compile == "per_layer" else f"{own}.",
         f"The speed was probed with {recipe.trainer}, and is valid for that loop only.",
         "",

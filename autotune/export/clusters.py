@@ -1,8 +1,8 @@
 """Files that start a job on Kubernetes, SkyPilot or Slurm: the full training run, or the workers of a study.
 
 A JobSpec says what runs, and a renderer for each system writes it. Image and data are the user's. Names that other
-people chose reach no shell: they stand in comments, in YAML strings, in quotes, or sanitised. The URL of a study's
-database is in no file: it comes from a secret or the environment.
+people chose are data: they stand in YAML, sanitised, or as one quoted argument, and not in a shell's code or comments.
+The URL of a study's database is in no file: it comes from a secret or the environment.
 """
 
 import math
@@ -18,6 +18,7 @@ from autotune.core.files import load_data
 from autotune.core.probe_types import Fingerprint
 from autotune.core.text import dashed
 from autotune.export.header import comment, has_published_weights, sectioned, summary_lines
+from autotune.export.script import runtime_files
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
 
@@ -35,9 +36,10 @@ _FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")  # 
 class JobSpec:
     """A job on one GPU, or `count` such jobs side by side.
 
-    `clusters.yaml` has the files of each `use`. The head of a file is `about`, the steps that start it on the system,
-    and `notes`. No attempt follows an exit code of `hopeless`. `command`, `env` and `volumes` are those of a Kubernetes
-    container, `task` are further keys of SkyPilot, which runs `run` in a shell; Slurm runs `srun` after `before`.
+    `clusters.yaml` has the files of each `use`. The head of a YAML file is `about`, which has names, the steps that
+    start it on the system, and `notes`; the head of a script leaves `about` out. No attempt follows an exit code of
+    `hopeless`. `command`, `env` and `volumes` are those of a Kubernetes container, `task` are further keys of SkyPilot,
+    which runs `run` in a shell; Slurm runs `srun` after `before`.
     """
 
     use: str  # of clusters.yaml
@@ -68,7 +70,8 @@ class JobSpec:
         """The lines of the comment that begins the file."""
         steps = load_data("autotune.export", "clusters")[self.use][system]["steps"]
         filled = steps.format(name=self.name, count=self.count, version=__version__, url=URL)
-        return [*self.about, "", *filled.splitlines(), *self.notes]
+        about = () if system == "slurm" else (*self.about, "")
+        return [*about, *filled.splitlines(), *self.notes]
 
 
 def export(recipe: Recipe, system: str) -> dict[str, str]:
@@ -88,7 +91,7 @@ def training_job(recipe: Recipe) -> JobSpec:
     limit = f"{hours} h, the upper end of the projection and {60 * UNPROJECTED_H:.0f} min, rounded up"
     notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
     if recipe.model.weights:
-        notes.append(f"The weights are a local directory, which that machine needs too: {recipe.model.weights}")
+        notes.append("The weights are a local directory, which that machine needs too: model in train_config.json.")
     elif not has_published_weights(recipe):
         notes.append("There are no published weights of this shape: add --model.")
     return JobSpec(
@@ -109,7 +112,7 @@ def training_job(recipe: Recipe) -> JobSpec:
         command=["bash", "/export/launch.sh", "--dataset", "/data/train.jsonl", "--output-dir", "/output", "--resume"],
         env=[{"name": ALLOCATOR_VARIABLE, "value": ALLOCATOR}],
         volumes=[
-            {"name": "export", "configMap": {"name": name}},
+            {"name": "export", "projected": {"sources": _config_maps(name)}},
             {"name": "data", "persistentVolumeClaim": {"claimName": "your-data"}},
             {"name": "output", "persistentVolumeClaim": {"claimName": "your-output"}},
         ],
@@ -266,6 +269,13 @@ def sky_gpu(device: DeviceSpec) -> str:
 def slurm_gpu(device: DeviceSpec) -> str:
     """A type as clusters like to name it: a100, h200, rtx_4090."""
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"-\d+gb(?=-|$)", "", _MAKER.sub("", _FORM.sub("", device.name))))
+
+
+def _config_maps(name: str) -> list[dict[str, Any]]:
+    """The exported folder from two config maps, each of which can hold the files of one folder alone."""
+    files = [path.rpartition("/")[2] for path in runtime_files()]
+    runtime = [{"key": file, "path": f"runtime/{file}"} for file in files]
+    return [{"configMap": {"name": name}}, {"configMap": {"name": f"{name}-runtime", "items": runtime}}]
 
 
 def _packages(fingerprint: Fingerprint) -> list[str]:

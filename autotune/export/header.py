@@ -8,11 +8,24 @@ from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
 
-# One GPU, counted as nvidia-smi does: of several that they see Trainer splits each batch, and TRL refuses to run.
-ENVIRONMENT = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
-
 WARMUP_SHARE = 0.03
 SAVE_EVERY_S = 1800.0
+
+
+def on_cpu(recipe: Recipe) -> bool:
+    """Whether the study is of a CPU, on which its exports then run too."""
+    return recipe.device.kind == "cpu"
+
+
+def environment(recipe: Recipe) -> str:
+    """Variables that stand before a command.
+
+    A study of a GPU gets one, counted as nvidia-smi does: of several that they see Trainer splits each batch, and TRL
+    refuses to run.
+    """
+    if on_cpu(recipe):
+        return "CUDA_VISIBLE_DEVICES="
+    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
 
 
 def one_line(text: str) -> str:

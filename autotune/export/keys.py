@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.core.files import load_data
 from autotune.core.train_config import TrainConfig, checkpoints_some
-from autotune.export.header import model_source, save_steps, warmup_steps
+from autotune.export.header import model_source, on_cpu, save_steps, warmup_steps
 from autotune.study.summary import Recipe
 
 TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "torchtune": "torchtune"}
@@ -71,6 +71,7 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     scale = None if alpha is None else alpha / (rank**0.5 if config.rslora else rank)
     return config.as_dict() | {
         "model": model_source(recipe),
+        "on_cpu": on_cpu(recipe),
         "base_dtype": config.base_dtype,
         "lora_alpha": alpha,
         "lora_alpha_of_rank": None if scale is None else scale * rank,  # for torchtune, which divides by the rank

@@ -5,12 +5,13 @@ import math
 from functools import cache
 from importlib import resources
 
-from autotune.export.header import has_published_weights, model_source, save_steps, summary_lines, warmup_steps
+from autotune.export.header import has_published_weights, model_source, on_cpu, save_steps, summary_lines, warmup_steps
 from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, RunSettings
 from autotune.study.summary import Recipe
 
 SAMPLED = 16  # lengths that stand for all of them
+ENCODING = "# -*- coding: utf-8 -*-\n"  # in the first line: the second is then no place for another one
 SCRIPT = '''\
 """Fine-tune with exactly the configuration that was measured. For its options: python train.py --help
 
@@ -39,7 +40,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     Names that users gave, or a model has, are in the JSON files only.
     """
     return {
-        "train.py": SCRIPT,
+        "train.py": ENCODING + SCRIPT,
         "train_config.json": settings(recipe).to_json(),
         "launch.sh": LAUNCHER,
         "model_config.json": json.dumps(recipe.model.config, indent=2) + "\n",
@@ -51,7 +52,8 @@ def export(recipe: Recipe) -> dict[str, str]:
 def runtime_files() -> dict[str, str]:
     """The modules of `probe.runtime` by their names in the exported folder."""
     files = sorted(resources.files("autotune.probe.runtime").iterdir(), key=lambda file: file.name)
-    return {f"runtime/{file.name}": file.read_text(encoding="utf-8") for file in files if file.name.endswith(".py")}
+    python = [file for file in files if file.name.endswith(".py")]
+    return {f"runtime/{file.name}": ENCODING + file.read_text(encoding="utf-8") for file in python}
 
 
 def settings(recipe: Recipe) -> RunSettings:
@@ -67,6 +69,7 @@ def settings(recipe: Recipe) -> RunSettings:
         versions={"python": recipe.fingerprint.python, **recipe.fingerprint.packages},
         model=model_source(recipe),
         has_published_weights=has_published_weights(recipe),
+        use_cpu=on_cpu(recipe),
         model_settings=model_settings(config),
         method=config.method,
         precision=config.precision,

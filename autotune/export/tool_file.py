@@ -11,7 +11,7 @@ from typing import Any
 from autotune.core.files import load_data
 from autotune.export import keys
 from autotune.export.accelerate import launch_arguments
-from autotune.export.header import ENVIRONMENT, has_published_weights, sectioned, summary_lines
+from autotune.export.header import environment, has_published_weights, on_cpu, sectioned, summary_lines
 from autotune.study.summary import Recipe
 
 SECTIONS = ("model", "data", "adapters", "batch", "memory", "schedule")
@@ -35,7 +35,7 @@ def export(
         "",
         *warnings,
         *([""] if warnings else []),
-        about["run"],
+        about["run"].format_map(values),
         *(f"  {line}" for line in _texts(about["commands"], values)),
         "",
         about["known"],
@@ -70,7 +70,8 @@ def _settings(recipe: Recipe, tool: str) -> dict[str, Any]:
         "quoted_name": shlex.quote(recipe.model.name),
         "has_published_weights": is_published,
         "downloads": is_published and recipe.model.weights is None,
-        "environment": ENVIRONMENT,
+        "environment": environment(recipe),
+        "place": "on the processor" if on_cpu(recipe) else "on one GPU",
         "launch_arguments": " ".join(launch_arguments(recipe)),
     }
 

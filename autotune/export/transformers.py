@@ -6,9 +6,9 @@ JSON has no comments, so `transformers_notes.md` says how to load the files, and
 import json
 from typing import Any
 
-from autotune.export import keys
-from autotune.export.accelerate import COMMAND
-from autotune.export.header import has_published_weights, model_source, one_line, summary_lines
+from autotune.export import keys, script
+from autotune.export.accelerate import command
+from autotune.export.header import has_published_weights, model_source, on_cpu, one_line, summary_lines
 from autotune.probe.model_settings import model_settings
 from autotune.study.summary import Recipe
 
@@ -18,7 +18,7 @@ _OWN_WORDS = ("checkpointing", "compile")  # knobs that TRL passes to TrainingAr
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """The arguments and the notes; with LoRA the adapter's file, and for a base in 4 or 8 bits its file."""
+    """The arguments, the notes and train_config.json; with LoRA the adapter's file, of a quantized base its file."""
     config = recipe.config
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
     built = model_settings(config)
@@ -29,6 +29,7 @@ def export(recipe: Recipe) -> dict[str, str]:
         compute = {"bnb_4bit_compute_dtype": config.base_dtype}
         values["quantization_config.json"] = {"quant_method": "bitsandbytes", **bitsandbytes, **compute}
     files = {name: json.dumps(value, indent=2) + "\n" for name, value in values.items()}
+    files["train_config.json"] = script.settings(recipe).to_json()
     return files | {"transformers_notes.md": _notes(recipe, files)}
 
 
@@ -84,7 +85,7 @@ def _notes(recipe: Recipe, files: dict[str, str]) -> str:
         "",
         "Start it, with accelerate.yaml beside it:",
         "",
-        f"    {COMMAND}",
+        f"    {command(recipe)}",
         "",
     ]
     if not has_published_weights(recipe):
@@ -94,15 +95,18 @@ def _notes(recipe: Recipe, files: dict[str, str]) -> str:
 
 
 def _snippet(recipe: Recipe, files: dict[str, str]) -> str:
-    """Python that loads model and arguments; names are ASCII literals."""
+    """Python that loads model and arguments. The name of the model is in train_config.json: it is never in code."""
     config = recipe.config
     adapters, quantized = "adapter_config.json" in files, "quantization_config.json" in files
     names = ["AutoModelForCausalLM", "HfArgumentParser", "TrainingArguments"]
     names += ["BitsAndBytesConfig"] if quantized else []
     kwargs = [f'dtype="{config.base_dtype}"', f'attn_implementation="{config.attention}"', "use_safetensors=True"]
     if quantized:
-        kwargs += ["quantization_config=BitsAndBytesConfig.from_dict(quantization)", 'device_map={"": 0}']
-    lines = ["import json"] if quantized else []
+        kwargs += [
+            "quantization_config=BitsAndBytesConfig.from_dict(quantization)",
+            'device_map={"": "cpu"}' if on_cpu(recipe) else 'device_map={"": 0}',
+        ]
+    lines = ["import json"]
     lines += ["from peft import LoraConfig, get_peft_model"] if adapters else []
     lines += [
         f"from transformers import {', '.join(sorted(names))}",
@@ -111,7 +115,7 @@ def _snippet(recipe: Recipe, files: dict[str, str]) -> str:
     ]
     lines += ['quantization = json.load(open("quantization_config.json"))'] if quantized else []
     lines += [
-        f"name = {model_source(recipe)!a}",
+        'name = json.load(open("train_config.json"))["model"]',
         f"model = AutoModelForCausalLM.from_pretrained(name, {', '.join(kwargs)})",
         "model.config.use_cache = False",
     ]

@@ -51,6 +51,25 @@ SNIPPETS = (
     *("!!timestamp x", "!!binary ==", "!!omap [a]", "!!null x", "!x y", "\t", "'", '"', "|", ">", "@", "`", "\ufeff"),
     *("9" * 5000, "2026-11-22T25:00:00Z", "0001-01-01", "\x00", "\x85", "𝟙"),
 )  # fmt: skip
+# Names with a canary command in every syntax that an exported file is read as: bash, Python, YAML, Markdown. In a
+# comment of the first two lines, those with `coding` would choose how Python decodes a file.
+NAMES = (
+    "a'; touch CANARY; echo '\n\"\"\"; open('CANARY', 'w')\n$(touch CANARY) `touch CANARY` \"$(touch CANARY)\""
+    "\r\n- !!python/object/apply:os.system ['touch CANARY']\n{x} %s %(prog)s \\N{BELL} \u2028"
+    "open('CANARY', 'w')\x85touch CANARY\x00 \u202e é #: 'b' \\",
+    "my-coding",
+    "my-coding: latin-1, not utf-8 é",
+    "m coding:unicode_escape \"'});__import__('os').system('touch CANARY')#",
+    "m coding:unicode_escape \\x0aopen('CANARY','w')\\x0a#",
+    "m coding:utf-7 +AAo-open('CANARY','w')+AAo-#",
+    "-rf $(touch CANARY)",
+    "--wrap='touch CANARY'",
+    "模型 é\n#SBATCH --wrap=touch",
+    "a\n```\nb <script>[x](y)",
+    "${oc.env:HOME} {0} %(x)s &a *a !!python/name:os.system",
+    "7B",
+    "null",
+)
 DEEP = tuple(part * 400 for part in ("[", "{a: ", "- ", "? ", "&a [*a, "))
 
 scalars = st.one_of(

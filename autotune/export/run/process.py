@@ -76,7 +76,6 @@ def run_exported(
     *,
     limit_s: float,
     should_stop: Callable[[], bool],
-    on_cpu: bool,
     script: str = "train.py",
     environment: Mapping[str, str] | None = None,
     while_running: Callable[[], None] = lambda: None,
@@ -93,8 +92,6 @@ def run_exported(
     stdout = folder / "stdout"
     # As for a probe on CUDA: the settings that make a CPU's memory peaks repeat would cost time.
     variables = child_environment(os.environ, "cuda") | dict(environment or {})
-    if on_cpu:
-        variables["CUDA_VISIBLE_DEVICES"] = ""
     with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(
             command(script, arguments),

@@ -79,7 +79,7 @@ def compare(
             folder = scratch / candidate.config.digest
             write_files(folder, script.export(replace(recipe, winner=short)))
             log = out / "logs" / f"quality-{candidate.config.digest}.log"
-            learned.append(_train(candidate, quality, folder, log, should_stop, on_cpu=recipe.device.kind == "cpu"))
+            learned.append(_train(candidate, quality, folder, log, should_stop))
     return replace(quality, learned=tuple(learned))
 
 
@@ -105,15 +105,13 @@ def _sample(dataset: Path, number: int, quality: Quality) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _train(
-    candidate: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool], *, on_cpu: bool
-) -> Learned:
+def _train(candidate: Candidate, quality: Quality, folder: Path, log: Path, should_stop: Callable[[], bool]) -> Learned:
     """One finalist's training by the script in `folder`. Raises Cancelled."""
     arguments = ["--dataset", "../examples.jsonl", "--max-steps", str(quality.steps), "--output-dir", ""]
     arguments += ["--held-out", str(quality.held_out), str(quality.tokens)]
     limit_s = time_limit_s(quality.steps, candidate.performance.step_time_s)
     started = time.monotonic()
-    result = run_exported(folder, arguments, log, limit_s=limit_s, should_stop=should_stop, on_cpu=on_cpu)
+    result = run_exported(folder, arguments, log, limit_s=limit_s, should_stop=should_stop)
     return Learned(
         config=candidate.config,
         full_run_hours=candidate.cost.full_run_hours,

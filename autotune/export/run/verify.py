@@ -17,6 +17,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds, gib
 from autotune.export import script, tool_file
 from autotune.export.accelerate import launch_arguments
+from autotune.export.header import on_cpu
 from autotune.export.run.process import AddedLines, run_exported, scratch_folder, time_limit_s, write_files
 from autotune.probe.trl_entry import STEPS
 from autotune.study.summary import Recipe, Verification
@@ -76,7 +77,6 @@ def verify(
             log=out / "logs" / "verify.log",
             limit_s=time_limit_s(steps, step_s),
             should_stop=should_stop,
-            on_cpu=recipe.device.kind == "cpu",
             while_running=_StepReporter(folder / STEPS, steps, step_s, say).report,
         )
         lengths = straining_lengths(winner.config) if soak else None
@@ -146,6 +146,7 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
     # The script runs in `folder`, where the package might not be found.
     environment = {
         "HF_DATASETS_CACHE": str(folder / "cache"),
+        **({"CUDA_VISIBLE_DEVICES": ""} if on_cpu(recipe) else {}),
         "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),
     }
     made = run(["made.json"], script="autotune.probe.synthetic_model", environment=environment)
@@ -178,7 +179,7 @@ def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict
     batch = round(recipe.shape.examples_per_step)
     return {
         "model": recipe.model.config,
-        "device": "cpu" if recipe.device.kind == "cpu" else "cuda",
+        "device": "cpu" if on_cpu(recipe) else "cuda",
         "rows": batch * min(steps, math.ceil(ROWS / batch)),  # whole steps: the last of a pass would be shorter
         "lengths": lengths or recipe.workload.lengths.sample(script.SAMPLED, config.seq_len),
         "held_out": [config.seq_len] * config.micro_batch_size,

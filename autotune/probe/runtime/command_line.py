@@ -12,7 +12,7 @@ def start(folder: Path) -> None:
     """Run the command: train as train_config.json in `folder` says."""
     settings = RunSettings.read(folder / "train_config.json")
     options = parse_options(settings)
-    prepare_environment()
+    prepare_environment(use_cpu=settings.use_cpu)
     from .train import main
 
     main(settings, options, folder / "model_config.json")

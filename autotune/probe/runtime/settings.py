@@ -68,15 +68,16 @@ class RunSettings:
     """All that train_config.json says.
 
     `about` and `versions` only inform: what was measured, where, and with which packages. `model` is a Hub name or a
-    directory of weights. A micro batch has `micro_batch_size` rows of `seq_len` tokens, an optimizer step
-    `accumulation` micro batches. `examples` and `lengths` (in tokens, repeated in turn) describe the random rows of a
-    run that only measures the speed. The learning rate is a common default: it was not tuned.
+    directory of weights. `use_cpu` leaves GPUs alone. A micro batch has `micro_batch_size` rows of `seq_len` tokens, an
+    optimizer step `accumulation` micro batches. `examples` and `lengths` (in tokens, repeated in turn) describe the
+    random rows of a run that only measures the speed. The learning rate is a common default: it was not tuned.
     """
 
     about: list[str]
     versions: dict[str, str]
     model: str
     has_published_weights: bool
+    use_cpu: bool
     model_settings: ModelSettings
     method: str
     precision: str
@@ -138,7 +139,7 @@ def one_gpu(visible: str) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible.split(",")[0].strip()}
 
 
-def prepare_environment() -> None:
-    """Set what torch reads when it is imported: one GPU, and an allocator that wastes little."""
+def prepare_environment(*, use_cpu: bool) -> None:
+    """Set what torch reads when it is imported: one GPU, or none, and an allocator that wastes little."""
     os.environ.setdefault(ALLOCATOR_VARIABLE, ALLOCATOR)
-    os.environ.update(one_gpu(os.environ.get("CUDA_VISIBLE_DEVICES", "0")))
+    os.environ.update(one_gpu("" if use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0")))

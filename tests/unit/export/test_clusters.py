@@ -20,9 +20,9 @@ from autotune.catalog import list_devices, resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.export import clusters, script
 from tests.helpers.factories import FINGERPRINT
-from tests.unit.export.test_script import HOSTILE, demo, recipe, write
+from tests.helpers.hostile import NAMES
+from tests.unit.export.test_script import HOSTILE, demo, recipe, run, write
 
-NAMES = [HOSTILE, "-rf $(touch CANARY)", "--wrap='touch CANARY'", "模型 é\n#SBATCH --wrap=touch", "7B"]
 each_name = pytest.mark.parametrize("name", NAMES)
 
 # Accelerators in the docs of SkyPilot (compute/show-gpus-all.txt) and in the catalogue fetchers of 0.14.1.
@@ -128,7 +128,7 @@ def test_missing_weights_are_reported() -> None:
         assert "# There are no published weights of this shape" in text
         with_weights = replace(local, model=replace(local.model, weights=f"/w\n{HOSTILE}"))
         (text,) = clusters.export(with_weights, system).values()
-        assert "# The weights are a local directory, which that machine needs too: /w a'; touch CANARY" in text
+        assert "# The weights are a local directory, which that machine needs too: model in train_config.json" in text
 
 
 @each_name
@@ -143,10 +143,6 @@ def test_names_are_sanitised_in_labels_and_whole_in_annotations(name: str) -> No
     assert f"\n#SBATCH --job-name={label}\n" in clusters.export(made, "slurm")["train.sbatch"]
     assert job["metadata"]["annotations"]["autotune-study"] == name
     assert job["metadata"]["annotations"]["autotune-model"] == name
-    (plain,) = clusters.export(base, "slurm").values()
-    (script,) = clusters.export(made, "slurm").values()
-    body = [[line for line in text.splitlines() if not line.startswith("# ")] for text in (script, plain)]
-    assert [line for line in body[0] if "job-name" not in line] == [line for line in body[1] if "job-name" not in line]
 
 
 def stub(directory: Path, name: str, body: str) -> None:
@@ -165,8 +161,13 @@ def shell(tmp_path: Path, script: str, *arguments: str, **environment: str) -> t
     return done.returncode, log.read_bytes().decode().split("\n")[:-1]
 
 
-@pytest.mark.parametrize(("code", "restarts", "requeued"), [(0, 0, 0), (2, 0, 0), (4, 0, 0), (75, 0, 1), (75, 3, 0)])
-@each_name
+@pytest.mark.parametrize(
+    ("name", "code", "restarts", "requeued"),
+    [
+        *((name, 0, 0, 0) for name in NAMES),
+        *((HOSTILE, *end) for end in ((2, 0, 0), (4, 0, 0), (75, 0, 1), (75, 3, 0))),
+    ],
+)
 def test_scripts_run_launch_sh_and_nothing_else(
     name: str, code: int, restarts: int, requeued: bool, tmp_path: Path
 ) -> None:
@@ -204,6 +205,34 @@ def test_scripts_run_launch_sh_and_nothing_else(
         == loaded(clusters.export(base, "kubernetes")["job.yaml"])["spec"]["template"]["spec"]["containers"]
     )
     assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
+
+
+def test_the_pod_has_the_exported_folder(tmp_path: Path) -> None:
+    """Of a folder, `kubectl create configmap --from-file` takes the files alone. The kubelet writes them as links."""
+    made = recipe(TrainConfig())
+    text = clusters.export(made, "kubernetes")["job.yaml"]
+    folder = write(script.export(made), tmp_path / "export")
+    commands = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   kubectl create")]
+    (tmp_path / "bin").mkdir()
+    stub(tmp_path / "bin", "kubectl", "")
+    _, called = shell(tmp_path, "\n".join(["cd export", *commands]))
+    created = " ".join(called).split("kubectl create configmap ")[1:]
+    maps = {
+        name: {path.name: path.read_text() for path in (folder / source).iterdir() if path.is_file()}
+        for name, source in (one.split()[:2] for one in (command.replace("--from-file=", "") for command in created))
+    }
+    (volume,) = (one for one in loaded(text)["spec"]["template"]["spec"]["volumes"] if one["name"] == "export")
+    pod = tmp_path / "pod"
+    for source in volume["projected"]["sources"]:
+        files = maps[source["configMap"]["name"]]
+        items = source["configMap"].get("items", [{"key": name, "path": name} for name in files])
+        (pod / "..data" / "runtime").mkdir(parents=True, exist_ok=True)
+        for item in items:
+            (pod / "..data" / item["path"]).write_text(files[item["key"]])
+    for path in (pod / "..data").iterdir():
+        (pod / path.name).symlink_to(f"..data/{path.name}")
+    done = run(pod, "--help")
+    assert done.returncode == 0 and "--random-weights" in done.stdout, done.stderr
 
 
 def test_a_missing_dataset_is_reported(tmp_path: Path) -> None:
@@ -271,8 +300,10 @@ def test_workers_on_a_cpu_ask_for_no_gpu() -> None:
     assert "--gres" not in workers_file("slurm", device="cpu")
 
 
-@pytest.mark.parametrize(("code", "restarts", "requeued"), [(0, 0, 0), (3, 0, 0), (75, 0, 1), (75, 3, 0)])
-@each_name
+@pytest.mark.parametrize(
+    ("name", "code", "restarts", "requeued"),
+    [*((name, 0, 0, 0) for name in NAMES), *((HOSTILE, *end) for end in ((3, 0, 0), (75, 0, 1), (75, 3, 0)))],
+)
 def test_scripts_run_the_worker_and_nothing_else(
     name: str, code: int, restarts: int, requeued: bool, tmp_path: Path
 ) -> None:

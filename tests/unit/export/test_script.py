@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.catalog import resolve_model
+from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.export import FORMATS, USUAL, export_all, keys, script
@@ -21,6 +21,7 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
+from tests.helpers.hostile import NAMES
 
 CONFIGS = [
     TrainConfig(),
@@ -35,12 +36,7 @@ CONFIGS = [
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 
-# Canary commands in every syntax that an exported file is read as: bash, Python and YAML.
-HOSTILE = (
-    "a'; touch CANARY; echo '\n\"\"\"; open('CANARY', 'w')\n$(touch CANARY) `touch CANARY` \"$(touch CANARY)\""
-    "\r\n- !!python/object/apply:os.system ['touch CANARY']\n{x} %s %(prog)s \\N{BELL} \u2028"
-    "open('CANARY', 'w')\x85touch CANARY\x00 \u202e é #: 'b' \\"
-)
+HOSTILE = NAMES[0]
 
 
 def recipe(config: TrainConfig, *, transformers: str = "5.23.0", **changes: Any) -> Recipe:
@@ -65,7 +61,7 @@ def write(files: dict[str, str], directory: Path) -> Path:
     return directory
 
 
-def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """launch.sh with this interpreter, from another directory, without network."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
@@ -73,7 +69,7 @@ def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(directory / "launch.sh"), *arguments],
         cwd=directory.parent,
-        env=environment,
+        env=environment | variables,
         capture_output=True,
         text=True,
         timeout=300,
@@ -158,6 +154,15 @@ def test_trl_accepts_the_yaml(config: TrainConfig, tmp_path: Path) -> None:
     assert (trl.get_quantization_config(model) is None) is (config.quantization in ("none", "fp8"))
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trl_takes_the_file_of_a_cpu_study_as_it_is(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    write(export_all(recipe(TrainConfig(), device=resolve_device("cpu")), ["trl"]), tmp_path)
+    parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig))
+    _, training, _ = parser.parse_args_and_config(["--config", str(tmp_path / "trl_sft.yaml")])
+    assert training.use_cpu and training.bf16 and training.device.type == "cpu"
+
+
 @each_config
 def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> None:
     made = recipe(config)
@@ -186,7 +191,7 @@ def test_the_script_is_the_code_that_the_probe_runs() -> None:
     files = export_all(recipe(TrainConfig()), ["train"])
     runtime = Path(script.__file__).parents[1] / "probe" / "runtime"
     copied = {name.removeprefix("runtime/"): text for name, text in files.items() if name.startswith("runtime/")}
-    assert copied == {path.name: path.read_text() for path in runtime.glob("*.py")}
+    assert copied == {path.name: script.ENCODING + path.read_text() for path in runtime.glob("*.py")}
     assert not any("autotune." in text for text in copied.values())
 
 
@@ -203,28 +208,6 @@ def test_formats_are_chosen_by_name() -> None:
         export_all(made, ["unsloth"])
 
 
-def test_hostile_names_execute_nothing(tmp_path: Path) -> None:
-    model = replace(resolve_model("demo-3m"), name=HOSTILE)
-    made = recipe(TrainConfig(), study=HOSTILE, model=model, reason=HOSTILE, trainer=HOSTILE, caveats=(HOSTILE,))
-    files = export_all(made, FORMATS)
-    directory = write(files, tmp_path / "out; touch CANARY $(touch CANARY)")
-    for name in ("recipe.yaml", "trl_sft.yaml"):
-        comments = [line for line in files[name].splitlines() if "touch CANARY" in line and line.startswith("#")]
-        assert comments, f"{name} does not show the name in its head"
-    for name, text in export_all(made, ["train"]).items():  # a name is data, and never in code or its comments
-        assert name.endswith(".json") or "CANARY" not in text
-    assert yaml.safe_load(files["recipe.yaml"])["study"] == HOSTILE
-    assert yaml.safe_load(files["recipe.yaml"])["caveats"] == [HOSTILE]
-    assert yaml.safe_load(files["trl_sft.yaml"])["model_name_or_path"] == HOSTILE
-    assert RunSettings.read(directory / "train_config.json").model == HOSTILE
-    subprocess.run(["bash", "-n", str(directory / "launch.sh")], check=True)
-    done = run(directory, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--random-weights" in done.stdout
-    assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
-    assert not Path("CANARY").exists()
-
-
 def test_a_published_model_needs_data_or_random_weights(tmp_path: Path) -> None:
     directory = write(export_all(recipe(TrainConfig()), ["train"]), tmp_path / "out")
     for arguments in ([], ["--dataset", "rows.jsonl", "--random-weights"]):
@@ -235,6 +218,14 @@ def test_a_published_model_needs_data_or_random_weights(tmp_path: Path) -> None:
     done = run(directory, "--dataset", "rows.jsonl")
     assert done.returncode == 2
     assert "no published weights" in done.stderr
+
+
+@pytest.mark.parametrize(("device", "visible"), [("cpu", ""), ("h200", "7")])
+def test_the_script_of_a_cpu_study_sees_no_gpu(device: str, visible: str, tmp_path: Path) -> None:
+    told = "import os\n\ndef main(*_):\n    print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    files = export_all(recipe(TrainConfig(), device=resolve_device(device)), ["train"]) | {"runtime/train.py": told}
+    done = run(write(files, tmp_path / "out"), "--random-weights", CUDA_VISIBLE_DEVICES="7,1")
+    assert (done.returncode, done.stdout) == (0, f"{visible}\n"), done.stderr
 
 
 def test_exporters_need_no_torch() -> None:

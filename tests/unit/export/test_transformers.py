@@ -1,6 +1,5 @@
 """The JSON files load by the libraries' own parsers, every knob is in them or named, and the notes' code runs."""
 
-import ast
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autotune.catalog import resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.export import header
 from autotune.export import transformers as exporter
@@ -118,26 +118,13 @@ def test_another_trainer_has_another_speed() -> None:
     assert "name your model" in exporter.export(demo(TrainConfig()))["transformers_notes.md"]
 
 
-@pytest.mark.parametrize("name", [HOSTILE, "-rf $(touch CANARY)", "模型 é", "a\n```\nb"])
-def test_hostile_names_are_the_same_string_again(name: str) -> None:
-    base = recipe(TrainConfig(quantization="nf4"))
-    made = replace(base, study=name, trainer=name, model=replace(base.model, name=name))
-    files = exporter.export(made)
-    assert data(files, "adapter_config.json")["base_model_name_or_path"] == name
-    notes = files["transformers_notes.md"]
-    assert notes.count("\n```") == 2
-    assert not [line for line in notes.splitlines() if "touch CANARY" in line and line[:4] not in ("    ", "name")]
-    assigned = [node for node in ast.parse(code_of(notes)).body if isinstance(node, ast.Assign)]
-    assert any(isinstance(node.value, ast.Constant) and node.value.value == name for node in assigned)
-
-
 @pytest.mark.probe
 def test_the_code_of_the_notes_trains(tmp_path: Path) -> None:
     config = TrainConfig(micro_batch_size=2, seq_len=16, precision="fp32", optimizer="adamw_torch", dora=True)
-    made = demo(config)
-    made = replace(made, model=replace(made.model, weights=str(_save_demo(tmp_path / "weights"))))
-    files = exporter.export(made)
-    files["training_args.json"] = json.dumps(data(files, "training_args.json") | {"use_cpu": True, "max_steps": 1})
+    made = replace(demo(config), device=resolve_device("cpu"))
+    weights = _save_demo(tmp_path / HOSTILE.replace("/", "").replace("\0", ""))
+    files = exporter.export(replace(made, model=replace(made.model, weights=str(weights))))
+    files["training_args.json"] = json.dumps(data(files, "training_args.json") | {"max_steps": 1})
     script = code_of(files["transformers_notes.md"]) + (
         "\nfrom transformers import Trainer\n"
         "rows = [{'input_ids': [1] * 16, 'labels': [1] * 16}] * 8\n"
