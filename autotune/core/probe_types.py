@@ -209,6 +209,10 @@ class Telemetry:
         return tuple(reason for reason in self.throttle_reasons if reason != "power cap")
 
 
+# The host sets the pace if issuing a micro batch takes it at least this share of the time of a micro batch.
+HOST_SHARE = 0.8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """Raw times and peaks of one probe on one rank.
@@ -217,8 +221,10 @@ class Measurement:
     step where there is a single one); `rest_s` what each step takes beyond its micro batches: clipping, optimizer,
     logging. `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is
     finer: it divides the backward pass where its peak may move as depth grows. `host_micro_s`
-    is what the host alone takes to issue a micro batch: where it is as long as the device takes, the host is the
-    bottleneck. `time_error` is the relative error that extrapolated times may have, 0 where they were measured.
+    is what the host takes to issue a micro batch; with many layers the device's queue fills, and it includes waiting.
+    So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models; None
+    where there are none. `time_error` is the relative error that extrapolated times may have, 0 where they were
+    measured.
     """
 
     step_s: tuple[float, ...]
@@ -229,6 +235,7 @@ class Measurement:
     phase_peak_gib: dict[Phase, float]
     segment_peak_gib: dict[str, float] = field(default_factory=dict)
     host_micro_s: float | None = None
+    host_share: float | None = None
     time_error: float = 0.0
     model_gib: float  # resident base weights
     adapters_gib: float
@@ -246,6 +253,11 @@ class Measurement:
     trainable_params: int
     total_params: int
     telemetry: Telemetry | None = None
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host is known to set the pace: speed then depends on what else runs on it."""
+        return (self.host_share or 0.0) >= HOST_SHARE
 
     def terms_gib(self, peak_gib: float) -> dict[str, float]:
         """What a peak consists of: weights, adapters, gradients, optimizer state; activations are the rest."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.core.probe_types import Measurement, ModelShape, Phase
+from autotune.core.probe_types import HOST_SHARE, Measurement, ModelShape, Phase
 
 # Relative error of an extrapolated step time that is assumed even where the timed steps agree perfectly, about two
 # standard deviations. From 2 and 8 layers to 32 on an H200 (`benchmarks/depth_extrapolation.py`): 1 to 4 % where the
@@ -21,22 +21,18 @@ DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.15, 0.15
 # With this many whole models for comparison, their spread replaces the assumed error, but it counts at least as SEEN.
 ENOUGH_RATIOS, SEEN = 8, 0.01
 MIN_APART = 4  # layers between the two depths, where the model has so many
-# The host is the bottleneck if issuing a micro batch takes it at least this share of the shortest micro batch.
-HOST_SHARE = 0.8
-FREE_SHARE = 0.5  # below this share a disturbed host goes unnoticed; the assumed error grows between the two shares
+FREE_SHARE = 0.5  # below this share a disturbed host goes unnoticed; the assumed error grows up to HOST_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extrapolation:
     """The predicted measurement of a whole model. Errors are relative, about two standard deviations.
 
-    `host_bound` says that the host is the bottleneck, `shortest` that the line goes through the shortest steps instead
-    of their means. `noise` is the error that the timed steps show, `rest_noise` that of the time after the micro
-    batches, `unseen` what is assumed in addition.
+    `shortest` says that the line goes through the shortest steps instead of their means. `noise` is the error that the
+    timed steps show, `rest_noise` that of the time after the micro batches, `unseen` what is assumed in addition.
     """
 
     measurement: Measurement
-    host_bound: bool
     shortest: bool = False
     unseen: float = DEVICE_BOUND
     noise: float = 0.0
@@ -156,9 +152,9 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
             rest_s=(rest,) if high.rest_s else (),
             phase_s=_lines(low.phase_s, high.phase_s, reach),
             host_micro_s=host,
+            host_share=None if host is None else share,
             time_error=math.hypot(unseen, noise),
         ),
-        host_bound=share >= HOST_SHARE,
         shortest=middle is min,
         unseen=unseen,
         noise=noise,

@@ -56,7 +56,7 @@ class DepthPredictor:
 def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
     """What steps have in common whose extrapolated time is off by the same ratio."""
     values = [getattr(config, name) for name in affecting("depth_error")]
-    return (*values, predicted.host_bound, predicted.shortest)
+    return (*values, predicted.measurement.host_bound, predicted.shortest)
 
 
 def _micro_batch_signature(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:

@@ -363,6 +363,12 @@ class Selection:
             difference = self.disagreement(config)
             if difference > DISAGREEMENT:
                 doubts.append(f"measurements of {config.label()} differ by {difference:.0%}: something disturbed them")
+            shares = [found.host_share or 0.0 for found in self.record(config).best_known if found.host_bound]
+            if shares:
+                doubts.append(
+                    f"the host sets the pace of {config.label()}: issuing takes it {min(max(shares), 1.0):.0%} of the "
+                    "time of a micro batch, so the speed changes with whatever else runs on the host"
+                )
         rivals = [
             scored.config.label()
             for scored in pool

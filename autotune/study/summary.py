@@ -271,6 +271,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
             "limit_gib": memory.limit_gib,
         },
         "cost": _fields(candidate.cost, *COST_KEYS),
+        "host_share": memory.host_share,
         "telemetry": to_data(telemetry),
         "energy_j_per_token": None if power is None else power / speed.tokens_per_second,
         "evidence": candidate.evidence.value,

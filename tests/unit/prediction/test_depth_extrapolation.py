@@ -222,7 +222,7 @@ def test_a_host_that_needs_longer_than_the_device_decides() -> None:
     low, high = (affine(depth, host_micro_s=0.01 + 0.03 * depth) for depth in (2, 8))
     low, high = replace(low, micro_step_s=(0.3,) * 3), replace(high, micro_step_s=(0.33,) * 3)
     reported = predicted(low, high)
-    assert reported.host_bound
+    assert reported.measurement.host_bound
     assert reported.measurement.micro_step_s == pytest.approx((0.01 + 0.03 * LAYERS,))
     step = statistics.median(reported.measurement.step_s)
     assert step == pytest.approx(2 * reported.measurement.micro_step_s[0] + reported.measurement.rest_s[0])
@@ -232,7 +232,7 @@ def test_a_host_that_needs_longer_than_the_device_decides() -> None:
 def test_a_host_that_was_the_bottleneck_already_is_one_of_the_whole_model() -> None:
     low, high = (affine(depth, host_micro_s=0.96 * (0.04 + 0.01 * depth)) for depth in (2, 8))
     reported = predicted(low, high)
-    assert reported.host_bound
+    assert reported.measurement.host_bound
     assert reported.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
 
 
@@ -241,12 +241,12 @@ def test_a_host_that_waits_for_a_full_queue_is_not_taken_for_a_slow_one() -> Non
     reported = predicted(affine(2, host_micro_s=0.01), affine(8, host_micro_s=0.118))
     assert reported.measurement.host_micro_s == pytest.approx(0.01 * LAYERS / 2)
     assert reported.measurement.micro_step_s == pytest.approx(affine(LAYERS).micro_step_s[:1])
-    assert not reported.host_bound
+    assert not reported.measurement.host_bound
 
 
 def test_a_host_that_is_quick_enough_changes_nothing() -> None:
     reported = predicted(affine(2), affine(8))
-    assert not reported.host_bound
+    assert not reported.measurement.host_bound
     assert reported.time_error == pytest.approx(DEVICE_BOUND)
 
 
@@ -256,13 +256,13 @@ def test_the_less_the_host_is_hidden_the_more_error_is_allowed(share: float, uns
     low, high = (affine(depth, host_micro_s=share * (0.04 + 0.01 * depth)) for depth in (2, 8))
     reported = predicted(low, high)
     assert reported.unseen == pytest.approx(unseen, abs=0.001)
-    assert reported.host_bound is (share >= 0.8)
+    assert reported.measurement.host_bound is (share >= 0.8)
     assert reported.time_error >= reported.unseen
 
 
 def test_nothing_is_known_of_the_host_of_a_cpu() -> None:
     reported = predicted(affine(2, host_micro_s=None), affine(8, host_micro_s=None))
-    assert reported.measurement.host_micro_s is None and not reported.host_bound
+    assert reported.measurement.host_micro_s is None and not reported.measurement.host_bound
     assert reported.time_error == pytest.approx(ON_CPU)
 
 
@@ -309,7 +309,7 @@ def test_a_correction_multiplies_times_and_nothing_else() -> None:
         ]
         assert ratios == pytest.approx([1.1] * len(ratios)), name
     assert longer.measurement.phase_s[Phase.BACKWARD] == pytest.approx(1.1 * plain.measurement.phase_s[Phase.BACKWARD])
-    assert (longer.time_error, longer.host_bound) == (plain.time_error, plain.host_bound)
+    assert (longer.time_error, longer.measurement.host_bound) == (plain.time_error, plain.measurement.host_bound)
     assert longer.measurement.peak_reserved_gib == plain.measurement.peak_reserved_gib
     assert longer.measurement.segment_peak_gib == plain.measurement.segment_peak_gib
 
@@ -353,7 +353,7 @@ def test_a_host_that_stumbled_is_not_extended() -> None:
     low = affine(2, host_micro_s=0.057, micro_step_s=(0.06, 0.06, 0.09))
     high = affine(8, host_micro_s=0.114, micro_step_s=(0.18, 0.17, 0.12))
     reported = predicted(low, high)
-    assert reported.host_bound
+    assert reported.measurement.host_bound
     assert reported.measurement.micro_step_s == pytest.approx((0.04 + 0.01 * LAYERS,))
     assert reported.time_error > HOST_BOUND  # the stumbling itself is reported
 

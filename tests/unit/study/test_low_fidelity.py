@@ -276,6 +276,25 @@ def test_where_a_step_has_a_single_micro_batch_it_is_not_timed_apart_from_the_op
     assert predicted_of(evaluator, replace(MIDDLE, optimizer="adamw_8bit")).time_error > 0.015
 
 
+@pytest.mark.parametrize(("shape", "share", "known"), [(SHAPE, 0.3, 0.3), (SHAPE, 0.9, 0.9), (None, 0.9, None)])
+def test_truncated_models_tell_whether_the_host_sets_the_pace(
+    session: Start, shape: ModelShape | None, share: float, known: float | None
+) -> None:
+    """With all layers the device's queue is full, and the host waits: issuing takes it as long as the device."""
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        found = layered()(request)
+        assert found.measurement is not None
+        host_s = (share if request.depth else 0.97) * min(found.measurement.micro_step_s)
+        return replace(found, measurement=replace(found.measurement, host_micro_s=host_s))
+
+    evaluator, _ = session(answer, shape=shape)
+    for reported in (evaluator.evaluate(MIDDLE, 0).result, evaluator.confirm(MIDDLE, 4, 1)):
+        assert reported.measurement is not None
+        assert reported.measurement.host_share == (None if known is None else pytest.approx(known))
+        assert reported.measurement.host_bound is (known == 0.9)
+
+
 def test_a_disturbed_shallow_probe_does_not_end_the_session(session: Start) -> None:
     """On a CPU the first probe may take longer than a wider one: the line through both leads below nothing."""
     plain = layered()

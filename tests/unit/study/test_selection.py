@@ -200,6 +200,15 @@ def test_a_search_that_was_off(again_s, caveats):
     assert confirmed(again_s).recipe(FINGERPRINT).caveats == caveats
 
 
+@pytest.mark.parametrize(("share", "percent"), [(None, None), (0.79, None), (0.8, "80%"), (1.3, "100%")])
+def test_a_host_that_sets_the_pace_is_reported(share, percent):
+    made = confirmed()
+    made.confirm(FAST, steady(0.5, host_share=share))
+    recipe = made.recipe(FINGERPRINT)
+    assert [percent in one and FAST.label() in one for one in recipe.caveats] == [True] * (percent is not None)
+    assert all("the host sets the pace" in one for one in recipe.caveats)
+
+
 def test_what_is_within_the_noise_is_not_reported_apart():
     made = selection()
     rival = replace(FAST, compile="per_layer")
