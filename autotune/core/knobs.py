@@ -1,4 +1,4 @@
-"""The knob registry: one row for each knob, with everything that the program knows about it as a knob.
+"""The knob registry: a row of `knobs.yaml` for each knob, with everything that the program knows about it as a knob.
 
 Checks, canonical form, search moves, preferences, memory comparison, labels and reports are derived from these rows.
 What a knob does to a training run is in `probe`, how another tool spells it in `export`.
@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autotune.core.files import load_data
+
 Kind = Literal["system", "learning"]
 Form = Literal["choice", "boolean", "integer", "checkpointing"]
 Effect = Literal["memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"]
 
 MAX_INTEGER = 2**24
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
-MEMORY: frozenset[Effect] = frozenset({"memory"})
-MEMORY_AND_TIME: frozenset[Effect] = frozenset({"memory", "micro_time"})
-LEARNING: frozenset[Effect] = frozenset({"learning"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,223 +170,14 @@ def _group_of(value: Any, groups: tuple[tuple[Any, ...], ...]) -> int | None:
     return next((place for place, group in enumerate(groups) if value in group), None)
 
 
-_ROWS = (
-    KnobSpec(
-        name="method",
-        description="Trains adapters on every linear layer but the head (lora), or every parameter (full).",
-        choices=("full", "lora"),
-        default="lora",
-        affects=frozenset({"memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"}),
-        leanest_first=("lora", "full"),
-        separates_results=True,
-        distance_weight=4.0,
-    ),
-    KnobSpec(
-        name="micro_batch_size",
-        description="Rows in one forward pass on one GPU; the global batch stays, by gradient accumulation.",
-        form="integer",
-        default=8,
-        affects=MEMORY_AND_TIME,
-        distance_weight=1.0,
-    ),
-    KnobSpec(
-        name="seq_len",
-        label="sequence length",
-        description="Tokens in a row: longer examples are cut off, shorter ones are padded or packed.",
-        form="integer",
-        default=1024,
-        affects=MEMORY_AND_TIME | LEARNING,
-        capability_priority=5,
-        separates_results=True,
-        distance_weight=2.0,
-    ),
-    KnobSpec(
-        name="lora_rank",
-        label="LoRA rank",
-        description="The rank of the adapters.",
-        form="integer",
-        default=16,
-        affects=frozenset({"memory", "micro_time", "rest_of_step", "learning"}),
-        active_when={"method": "lora"},
-        required="lora_rank is needed with method lora",
-        capability_priority=2,
-        separates_results=True,
-        distance_weight=1.5,
-    ),
-    KnobSpec(
-        name="optimizer",
-        description="The optimizer, and with it the bytes of its state.",
-        choices=("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor", "lion_8bit"),
-        affects=frozenset({"memory", "rest_of_step", "learning"}),
-        leanest_first=("lion_8bit", "adafactor", "paged_adamw_8bit", "adamw_8bit", "adamw_torch_fused", "adamw_torch"),
-        capability_priority=7,
-        least_capable_first=(
-            ("adafactor", "lion_8bit"),
-            ("adamw_8bit", "paged_adamw_8bit"),
-            ("adamw_torch_fused", "adamw_torch"),
-        ),
-        # Bytes of state for a parameter. Adafactor's depend on the form of each matrix.
-        surely_leanest_first=(
-            ("paged_adamw_8bit",),
-            ("lion_8bit",),
-            ("adamw_8bit",),
-            ("adamw_torch", "adamw_torch_fused"),
-        ),
-        distance_weight=1.0,
-        phrases={
-            "adamw_torch_fused": "fused AdamW",
-            "adamw_torch": "AdamW",
-            "adamw_8bit": "8-bit AdamW",
-            "paged_adamw_8bit": "paged 8-bit AdamW",
-            "adafactor": "Adafactor",
-            "lion_8bit": "8-bit Lion",
-        },
-    ),
-    KnobSpec(
-        name="precision",
-        description="Keeps trained parameters in fp32 under autocast (mixed), or everything in one type.",
-        choices=("bf16_mixed", "bf16_pure", "fp16_mixed", "fp32"),
-        affects=frozenset({"memory", "weights", "micro_time", "rest_of_step", "learning"}),
-        fastest_first=("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
-        leanest_first=("bf16_pure", "bf16_mixed", "fp16_mixed", "fp32"),
-        capability_priority=6,
-        least_capable_first=(("bf16_pure",), ("fp16_mixed",), ("bf16_mixed", "fp32")),
-        distance_weight=2.0,
-        phrases={
-            "bf16_mixed": "bf16 mixed precision, trained parameters kept in fp32",
-            "bf16_pure": "everything in bf16, without fp32 master weights",
-            "fp16_mixed": "fp16 mixed precision",
-            "fp32": "fp32 throughout",
-        },
-    ),
-    KnobSpec(
-        name="quantization",
-        label="quantisation",
-        description="Stores the frozen base in fewer bits (int8, nf4), or multiplies it in 8-bit floats (fp8).",
-        choices=("none", "fp8", "int8", "nf4"),
-        affects=frozenset({"memory", "weights", "micro_time", "depth_error", "learning"}),
-        active_when={"method": "lora"},
-        fastest_first=("fp8", "none", "int8", "nf4"),
-        leanest_first=("nf4", "int8", "none", "fp8"),
-        capability_priority=1,
-        least_capable_first=(("nf4",), ("int8",), ("fp8",), ("none",)),
-        separates_results=True,
-        distance_weight=3.0,
-    ),
-    KnobSpec(
-        name="double_quant",
-        label="double quantisation",
-        description="Quantises the constants of an nf4 base too.",
-        form="boolean",
-        affects=frozenset({"memory", "weights", "micro_time", "learning"}),
-        active_when={"quantization": "nf4"},
-        leanest_first=(True, False),
-    ),
-    KnobSpec(
-        name="checkpointing",
-        label="activation checkpointing",
-        description="Recomputes no layer, every layer, or each K-th; offload keeps the inputs of all in host memory.",
-        form="checkpointing",
-        default="full",
-        affects=frozenset({"memory", "micro_time", "depth_error"}),
-        distance_weight=1.0,
-    ),
-    KnobSpec(
-        name="attention",
-        description="The attention kernel: sdpa leaves the choice to torch, sdpa_cudnn is cuDNN's.",
-        choices=("sdpa", "sdpa_cudnn", "eager", "flash_attention_2", "flex_attention"),
-        affects=MEMORY_AND_TIME,
-        fastest_first=("flash_attention_2", "sdpa_cudnn", "sdpa", "flex_attention", "eager"),
-        leanest_first=("flash_attention_2", "sdpa", "sdpa_cudnn", "flex_attention", "eager"),
-        tag="{}",
-        tag_order=2,
-        phrases={
-            "sdpa": "PyTorch's fused attention (SDPA)",
-            "sdpa_cudnn": "cuDNN's fused attention (SDPA)",
-            "eager": "unfused (eager) attention",
-            "flash_attention_2": "FlashAttention 2",
-            "flex_attention": "FlexAttention",
-        },
-    ),
-    KnobSpec(
-        name="compile",
-        label="compilation",
-        description="Compiles each decoder layer by itself with torch.compile.",
-        choices=("none", "per_layer"),
-        affects=frozenset({"memory", "micro_time", "depth_error"}),
-        # Dynamo does not follow the hooks that offload, and would leave the whole layer as it is.
-        never_with={"checkpointing": "offload"},
-        listed_when_inactive=True,
-        fastest_first=("per_layer", "none"),
-        leanest_first=("none", "per_layer"),
-        tag="compiled",
-        tag_order=1,
-        phrases={"none": "not compiled", "per_layer": "compiled layer by layer (torch.compile)"},
-    ),
-    KnobSpec(
-        name="loss",
-        description="Holds the logits of a whole micro batch (full), or computes head and loss in chunks of tokens.",
-        choices=("full", "chunked"),
-        affects=MEMORY_AND_TIME,
-        fastest_first=("chunked", "full"),
-        leanest_first=("chunked", "full"),
-        tag="chunked-loss",
-        tag_order=4,
-        phrases={"chunked": "head and cross-entropy in chunks of tokens"},
-    ),
-    KnobSpec(
-        name="kernels",
-        description="The kernels of norms, rotary positions and MLPs in layers that are not compiled.",
-        choices=("torch", "liger"),
-        affects=frozenset({"memory", "micro_time", "depth_error"}),
-        active_when={"compile": "none"},
-        listed_when_inactive=True,
-        fastest_first=("liger", "torch"),
-        leanest_first=("torch", "liger"),
-        tag="{}",
-        tag_order=3,
-        phrases={"liger": "Liger's kernels for norms, rotary positions and MLPs"},
-    ),
-    KnobSpec(
-        name="packing",
-        description="Puts as many whole examples into a row as it holds, each attending to itself alone.",
-        form="boolean",
-        affects=frozenset({"memory", "micro_time", "depth_error"}),
-        fastest_first=(True, False),
-        tag="packed",
-        tag_order=5,
-    ),
-    KnobSpec(
-        name="dora",
-        label="DoRA",
-        description="Trains a magnitude for each output of a layer in addition to its adapters.",
-        form="boolean",
-        affects=frozenset({"memory", "weights", "micro_time", "depth_error", "learning"}),
-        active_when={"method": "lora"},
-        capability_priority=3,
-        separates_results=True,
-        distance_weight=1.5,
-    ),
-    KnobSpec(
-        name="rslora",
-        label="rank-stabilised LoRA",
-        description="Scales adapters by the root of the rank instead of the rank.",
-        form="boolean",
-        affects=LEARNING,
-        active_when={"method": "lora"},
-        capability_priority=4,
-        least_capable_first=((True, False),),  # neither is more capable, but they learn differently
-        separates_results=True,
-    ),
-    KnobSpec(
-        name="loader_workers",
-        description="Processes that prepare batches; with 0 the training process prepares them itself.",
-        choices=(0, 2, 4, 8),
-        affects=frozenset({"micro_time"}),
-        distance_weight=0.25,
-        tag="loader-{}",
-        tag_order=6,
-        phrases={count: f"batches made by {count} other processes" for count in (2, 4, 8)},
-    ),
-)
-KNOBS: dict[str, KnobSpec] = {row.name: row for row in _ROWS}
+def _tuples(value: Any) -> Any:
+    """YAML's lists as tuples, at every depth."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+KNOBS = {
+    row["name"]: KnobSpec(
+        **{key: _tuples(value) for key, value in row.items()} | {"affects": frozenset(row["affects"])}
+    )
+    for row in load_data("autotune.core", "knobs")
+}

@@ -89,17 +89,16 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "autotune", folder / "autotune", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "search_spaces", folder / "search_spaces")
     for name, example, anchor in (
-        ("core/knobs.py", "knob", ",\n)\nKNOBS: dict"),
+        ("core/knobs.yaml", "knob", "\n\n- name: loader_workers\n"),
         ("core/train_config.py", "field", "\n\n    def __post_init__"),
         ("export/keys.yaml", "keys", "\n\n  schedule:\n"),
     ):
         path = folder / "autotune" / name
         source = path.read_text()
         assert source.count(anchor) == 1
-        end = ",\n" if example == "knob" else "\n"
-        indent = "  " if example == "keys" else "    "
+        indent = {"knob": "", "field": "    ", "keys": "  "}[example]
         text = textwrap.indent(documented(example).rstrip("\n"), indent)
-        path.write_text(source.replace(anchor, end + text + anchor))
+        path.write_text(source.replace(anchor, f"\n{text}{anchor}"))
     return folder
 
 
