@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.core.errors import (
     AutotuneError,
+    BudgetTooShort,
     Interrupted,
     NothingFits,
     TooManyFailures,
@@ -307,6 +308,9 @@ def run_study(plan: SessionPlan, *, progress: Progress | None = None, stop: Stop
         stop.ending(),
     ):
         outcome = _probe_configs(session, plan) if plan.spec.configs else _search(session, plan)
+    if stop.signal is None and outcome.data is None:
+        missed = "the start of the worker and a first probe: nothing was measured"
+        return replace(outcome, error=_too_short(plan, missed))
     if outcome.error is not None or stop.signal is None:
         return outcome
     interrupted = Interrupted(
@@ -315,6 +319,11 @@ def run_study(plan: SessionPlan, *, progress: Progress | None = None, stop: Stop
         exit_code=128 + stop.signal,
     )
     return replace(outcome, error=interrupted)
+
+
+def _too_short(plan: SessionPlan, missed: str) -> BudgetTooShort:
+    remedy = "give a longer --budget or a smaller model; what was probed is stored and not probed again"
+    return BudgetTooShort(f"--budget {plan.spec.budget} was too short for {missed}", remedy=remedy)
 
 
 def _probe_configs(session: "Session", plan: SessionPlan) -> RunOutcome:
@@ -331,10 +340,13 @@ def _probe_configs(session: "Session", plan: SessionPlan) -> RunOutcome:
         plan.out,
         memory_gib=leader.memory_gib,
         say=session.progress.say,
-        should_stop=session.stop,
+        should_stop=session.is_over,
     )
-    session.progress.configs(results, _short(plan.out))
-    return RunOutcome(data=[result.data() for result in results], configs=tuple(results))
+    if results:
+        session.progress.configs(results, _short(plan.out))
+    missed = [case.name for case in plan.spec.configs[len(results) :]]
+    error = _too_short(plan, ", ".join(missed)) if missed and not session.stop() else None
+    return RunOutcome(data=[result.data() for result in results], configs=tuple(results), error=error)
 
 
 def _search(session: "Session", plan: SessionPlan) -> RunOutcome:

@@ -1,7 +1,7 @@
 """The command line: names the commands and loads a command's file on use. The only place that prints errors and exits.
 
 Exit codes: 0 done, 1 unexpected, 2 usage or config, 3 environment, 4 nothing fits, 5 too many failures, 6 storage,
-75 preempted, 130 and 143 stopped by a signal.
+7 budget too short, 75 preempted, 130 and 143 stopped by a signal.
 """
 
 import sys

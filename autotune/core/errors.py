@@ -66,6 +66,13 @@ class StorageError(AutotuneError):
     lost = False  # the connection broke: whether the operation happened is unknown
 
 
+class BudgetTooShort(AutotuneError):
+    """The budget was over before there was anything to report."""
+
+    exit_code = 7
+    explained = "budget-too-short"
+
+
 class Interrupted(AutotuneError):
     """Stopped by a signal; the study can be continued."""
 
@@ -75,4 +82,4 @@ class Interrupted(AutotuneError):
 
 
 class Cancelled(Exception):
-    """The user asked to stop while a probe was running; the probe was ended and has no result."""
+    """The user asked to stop, or the budget was over, during a probe; the probe was ended and has no result."""

@@ -202,6 +202,8 @@ class WorkerProber:
     def _ready_process(self) -> WorkerProcess:
         """The worker, started and ready. Raises EnvironmentProblem, TooManyFailures and Cancelled."""
         if self._process is None:
+            if self._should_stop():
+                raise Cancelled
             self.launch()
         assert self._process is not None
         if not self._ready:

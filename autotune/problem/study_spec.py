@@ -141,7 +141,7 @@ class StudySpec:
     global_batch_tokens: int | None = _count(
         None, "Tokens in each optimizer step, instead of --global-batch; met approximately."
     )
-    budget: str = _option("15m", "Wall time of everything but --quality: 90s, 15m, 1h.")
+    budget: str = _option("15m", "Wall time from the start of the worker to the last confirmation: 90s, 15m, 1h.")
     trials: int | None = _count(None, "Largest number of trials, refused ones included.")
     patience: int = _count(40, "Stop after so many trials without an improvement.")
     memory_gib: float | None = _option(

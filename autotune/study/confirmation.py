@@ -76,16 +76,15 @@ def _confirm(trials: SharedTrials, config: TrainConfig, why: str, round_: int, *
     selection = trials.selection
     micro_steps = trials.task.workload.run_shape(config).confirmation_micro_steps
     try:
-        if trials.has_ended():
-            return None
-        if not selection.record(config).confirmed and not _is_sound(trials, config):
+        if not (trials.has_ended() or selection.record(config).confirmed or _is_sound(trials, config)):
             return False
-        if trials.has_ended():
-            return None
-        trials.say(f"confirming, {why}: {config.label()}")
-        return selection.add_confirmation(trials.evaluator.confirm(config, micro_steps, round_, whole=whole))
+        if not trials.has_ended():
+            trials.say(f"confirming, {why}: {config.label()}")
+            return selection.add_confirmation(trials.evaluator.confirm(config, micro_steps, round_, whole=whole))
     except Cancelled:
-        return None
+        pass
+    trials.cut("measuring the finalists again")
+    return None
 
 
 def _is_sound(trials: SharedTrials, config: TrainConfig) -> bool:

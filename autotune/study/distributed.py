@@ -37,9 +37,10 @@ class SharedTrials:
 
     The budget counts from `started`, in seconds of `clock`; the number of trials is limited over all workers and
     sessions. `rows` has the finished trials of all workers, and `selection` what was measured of each configuration.
-    If `rank` is set, untried configurations of this LoRA rank are proposed before all others. `new_rows` returns what
-    others stored since the last call; `on_trial` is called with every trial that this worker finished,
-    `on_trial_of_others` with every other. Trials of coordinate search, in `exempt`, do not count as patience.
+    `too_short_for` says what the budget was too short for. If `rank` is set, untried configurations of this LoRA rank
+    are proposed before all others. `new_rows` returns what others stored since the last call; `on_trial` is called with
+    every trial that this worker finished, `on_trial_of_others` with every other. Trials of coordinate search, in
+    `exempt`, do not count as patience.
     """
 
     task: Task
@@ -56,6 +57,7 @@ class SharedTrials:
     on_trial_of_others: Callable[[TrialRecord], None] = lambda row: None
     rows: list[TrialRecord] = field(default_factory=list)
     selection: Selection = field(init=False)
+    too_short_for: list[str] = field(default_factory=list)
     rank: int | None = None
     exempt: set[int] = field(default_factory=set)
     _whole_probes: list[tuple[float, bool]] = field(default_factory=list)  # seconds, and whether the probe compiled
@@ -144,7 +146,7 @@ class SharedTrials:
 
     @contextmanager
     def giving_back(self) -> Iterator[None]:
-        """Put unfinished trials back into the queue if the block fails. A stop by the user ends the block only."""
+        """Put unfinished trials back into the queue if the block fails. Cancelled ends the block only."""
         try:
             yield
         except BaseException as error:
@@ -152,6 +154,7 @@ class SharedTrials:
                 self.give_back(number)
             if not isinstance(error, Cancelled):
                 raise
+            self.cut("the whole search")
 
     def best(self) -> TrialRecord | None:
         """The fastest trial so far that was measured, or else extrapolated."""
@@ -228,6 +231,11 @@ class SharedTrials:
             reused=evaluation.reused,
             reason=result.reason,
         )
+
+    def cut(self, what: str) -> None:
+        """Keep in mind what the budget was too short for."""
+        if what not in self.too_short_for:
+            self.too_short_for.append(what)
 
     def has_ended(self) -> bool:
         """Whether the budget is over, or the user asked to stop."""

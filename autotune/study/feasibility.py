@@ -16,21 +16,18 @@ def find_feasible(
     reserve: SearchSpace,
     evaluator: Evaluator,
     say: Callable[[str], None],
-    is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[bool, list[TrainConfig]]:
     """Find a configuration that fits: the baseline at some micro batch size, or at least the leanest configuration.
 
     Returns whether the reserve of the space must be opened because nothing else fits, and the configurations that were
-    tried. Once it `is_late`, smaller baselines are left out.
+    tried.
 
     Raises:
         NothingFits: not even the leanest configuration of the reserve fits.
-        Cancelled: the user asked to stop.
+        Cancelled: the user asked to stop, or the budget is over.
     """
     tried: list[TrainConfig] = []
     for config in task.baselines():
-        if tried and is_late():
-            break
         say(f"baseline: {config.label()}")
         tried.append(config)
         outcome = evaluator.evaluate(config, None).result.outcome

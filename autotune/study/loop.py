@@ -37,6 +37,8 @@ class Study:
                 if trials.run_one(trials.selection.prune_reason) is None:
                     break
             CoordinateSearch(trials).run()
+            if trials.is_spent():
+                trials.cut("the whole search")
             self._raise_capability()
             self._sample()
             self._raise_capability()

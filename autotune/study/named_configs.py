@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import resolve_model
-from autotune.core.errors import UsageError, did_you_mean
+from autotune.core.errors import Cancelled, UsageError, did_you_mean
 from autotune.core.files import write_atomic
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
@@ -121,8 +121,7 @@ def probe_configs(
 ) -> list[ConfigResult]:
     """Probe each case in turn with full rows, or take its stored result; write suite.json and suite.md after each.
 
-    Raises:
-        Cancelled: the user asked to stop during a probe.
+    The cases from which on `should_stop` returned True, or a probe was cancelled, have no result.
     """
     from autotune.study.evaluator import Evaluator  # it loads SQLAlchemy, which estimates do not need
 
@@ -148,7 +147,11 @@ def probe_configs(
 
         study, logs = case_task.study, out / "logs"
         evaluator = Evaluator(prober, store, study=study, logs=logs, request=request, model=case_task.model_key)
-        results.append(to_config_result(case, config, case_task, evaluator.evaluate(config, None).result))
+        try:
+            found = evaluator.evaluate(config, None).result
+        except Cancelled:
+            break
+        results.append(to_config_result(case, config, case_task, found))
         write_results(results, out)
     return results
 

@@ -4,6 +4,7 @@
 process loads torch while the rest is set up, so a session starts it first.
 """
 
+import math
 import os
 import socket
 import time
@@ -62,7 +63,8 @@ Cards = Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]]
 class Session:
     """The prober and the database of one process; a context manager that closes all it opened.
 
-    `folder` takes logs and results that wait for the database. With `reached` the database is waited for from the
+    `folder` takes logs and results that wait for the database. Probes end at `until`, in seconds of time.monotonic(),
+    as they do when the user asks to stop. With `reached` the database is waited for from the
     first connection on, since this process has read from it before.
     """
 
@@ -83,7 +85,8 @@ class Session:
         note = partial(self.progress.note, style="yellow")
         self.outages = Outages(note, self.stop, seconds=waiting_s(), reached=reached)
         self.logs = folder / "logs"
-        self.prober = WorkerProber(device, self.logs, should_stop=self.stop)
+        self.until = math.inf
+        self.prober = WorkerProber(device, self.logs, should_stop=self.is_over)
         self._opened = ExitStack()
 
     def __enter__(self) -> Self:
@@ -99,6 +102,10 @@ class Session:
     def __exit__(self, *_: object) -> None:
         """Close everything."""
         self._opened.close()
+
+    def is_over(self) -> bool:
+        """Whether the user asked to stop, or the budget is over."""
+        return self.stop() or time.monotonic() >= self.until
 
     def start_prober(self) -> Fingerprint:
         """Wait until the prober has started; what it runs on."""
@@ -149,6 +156,7 @@ class Leader:
         self.failure: TooManyFailures | EnvironmentProblem | None = None
         self._before = read_record(plan.url, plan.study)  # of earlier sessions
         self._earlier_seconds = self._before.wall_seconds if self._before else 0.0
+        session.until = plan.started + plan.budget_s
         self._fingerprint = session.start_prober()
         target, note = plan.target, session.progress.note
         if target.held_by_others_gib:
@@ -171,7 +179,7 @@ class Leader:
         Raises:
             NothingFits: no configuration of the space fits.
             UsageError: another process leads the study, or its options differ from before.
-            Cancelled: the user asked to stop before the search began.
+            Cancelled: the user asked to stop, or the budget was over, before the search began.
         """
         session, plan, spec = self.session, self.plan, self.plan.spec
         terms = ProbeTerms(memory_gib=self.memory_gib, headroom=spec.headroom, seed=spec.seed)
@@ -188,7 +196,6 @@ class Leader:
                 setup.reserve,
                 evaluator,
                 session.progress.say,
-                lambda: time.monotonic() - plan.started >= plan.budget_s,
             )
         if opened:
             session.progress.note(f"nothing else fits, so these are searched too: {setup.reserved}", "yellow")
@@ -253,14 +260,17 @@ class Leader:
             self.update(limits=limits, earlier_seconds=self._earlier_seconds, phase=StudyPhase.SEARCHING)
             try:
                 with (
-                    local_workers(plan.cards, plan.study, plan.url, plan.out, progress, stop),
-                    ray_workers(spec.ray, plan.study, plan.url, task.device, progress, stop),
+                    local_workers(plan.cards, plan.study, plan.url, plan.out, progress, session.is_over),
+                    ray_workers(spec.ray, plan.study, plan.url, task.device, progress, session.is_over),
                 ):
                     study.run()
                     self.update(phase=StudyPhase.CONFIRMING)  # upon which the workers leave
                 self.trials.sync(reap=True)
                 if not stop() and not spec.shallow_only:
                     study.confirm()
+                if self.trials.too_short_for and not stop():
+                    missed = " and ".join(self.trials.too_short_for)
+                    progress.note(f"--budget {spec.budget} was too short for {missed}", "yellow")
             except (TooManyFailures, EnvironmentProblem) as error:
                 self.failure = error
             except KeyboardInterrupt:  # of a caller that does not handle signals, such as a notebook
@@ -404,6 +414,8 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
     me = Worker.here(session.prober.fingerprint.device)
     optimizer = session.optimizer(name, task, record.terms.seed + crc32(me.name.encode()))
     begun = time.monotonic()
+    started = begun - record.wall_seconds + record.earlier_seconds
+    session.until = started + record.limits.budget_s
     num_done = 0
 
     def on_trial(row: TrialRecord) -> None:
@@ -418,7 +430,7 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
             optimizer=optimizer,
             evaluator=evaluator,
             limits=record.limits,
-            started=begun - record.wall_seconds + record.earlier_seconds,
+            started=started,
             say=progress.say,
             should_stop=session.stop,
             coordinator=leases,

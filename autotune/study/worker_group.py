@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 from autotune.catalog import DeviceSpec
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
-from autotune.core.process import StopToken
 from autotune.study.progress import Progress
 from autotune.study.storage.location import make_writable
 
@@ -70,11 +69,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def local_workers(
-    cards: Sequence[int | str | None], study: str, url: str, out: Path, progress: Progress, should_stop: StopToken
+    cards: Sequence[int | str | None], study: str, url: str, out: Path, progress: Progress, is_over: Callable[[], bool]
 ) -> Iterator[None]:
     """Run a worker process on each of these GPUs (None: the CPU) of this machine while the block runs.
 
-    At its end the workers have LEAVE_S seconds to finish, none after an error or a stop. A failed one is reported.
+    At its end the workers have LEAVE_S seconds to finish, none after an error or once all `is_over`. A failed
+    one is reported.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -84,7 +84,7 @@ def local_workers(
         if any(process.poll() is None for process in processes):
             progress.say(WAITING)
         until = time.monotonic() + LEAVE_S
-        while any(process.poll() is None for process in processes) and time.monotonic() < until and not should_stop():
+        while any(process.poll() is None for process in processes) and time.monotonic() < until and not is_over():
             time.sleep(0.1)
     finally:
         for number, process in enumerate(processes, 2):
@@ -114,7 +114,7 @@ def _start(study: str, url: str, folder: Path, card: int | str | None) -> subpro
 
 @contextmanager
 def ray_workers(
-    address: str | None, study: str, url: str, device: DeviceSpec, progress: Progress, should_stop: StopToken
+    address: str | None, study: str, url: str, device: DeviceSpec, progress: Progress, is_over: Callable[[], bool]
 ) -> Iterator[None]:
     """Run a worker on each GPU of a Ray cluster that is like this one, except the leader's own, while the block runs.
 
@@ -147,7 +147,7 @@ def ray_workers(
         patience = 0.0
         try:
             yield
-            if not should_stop():
+            if not is_over():
                 progress.say(WAITING)
                 patience = LEAVE_S
         finally:

@@ -14,6 +14,7 @@ import autotune
 from autotune import SearchSpace, StudyResult, load_study, tune
 from autotune.cli.commands.run import resume
 from autotune.core.errors import Interrupted, NothingFits, UsageError
+from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from tests.helpers.factories import summary
 from tests.helpers.sessions import record_of
@@ -126,7 +127,7 @@ def test_a_space_from_python_survives_resume_and_nothing_is_printed_or_left_open
     monkeypatch.setattr("sqlalchemy.engine.create_engine", remember)  # Optuna's
     space = SearchSpace.of(micro_batch_size=[1, 2], seq_len=64, lora_rank=16, checkpointing="none")
     for trials in (1, 2):
-        result = tune("demo-3m", gpu="cpu", space=space, examples=200, budget="60s", trials=trials, study="mine")
+        result = tune("demo-3m", gpu="cpu", space=space, examples=200, budget="5m", trials=trials, study="mine")
         assert len(result.trials) == trials
     assert capfd.readouterr() == ("", "")
     pools = [engine.pool for engine in engines if isinstance(engine.pool, sqlalchemy.QueuePool)]
@@ -134,6 +135,17 @@ def test_a_space_from_python_survives_resume_and_nothing_is_printed_or_left_open
     assert result.record.spec.space == space
     resume("mine", trials=2, quiet=True)
     assert load_study("mine").winner == result.winner
+
+
+@pytest.mark.probe
+def test_the_budget_ends_a_probe_that_would_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUTOTUNE_INJECT", "hang")
+    monkeypatch.setattr("autotune.probe.monitor.DEADLINES", dict.fromkeys(Phase, 100.0))
+    space = SearchSpace.of(micro_batch_size=1, seq_len=64)
+    with pytest.raises(autotune.AutotuneError, match="--budget 20s was too short for the start") as caught:
+        tune("demo-3m", gpu="cpu", space=space, examples=200, budget="20s", study="mine")
+    assert caught.value.remedy and caught.value.exit_code == 7
 
 
 @pytest.mark.probe

@@ -91,6 +91,26 @@ def test_with_a_spent_budget_one_trial_is_measured_and_none_confirmed(start: Sta
     recipe = session.summary().recipe
     assert recipe is not None
     assert any("was not measured a second time" in caveat for caveat in recipe.caveats)
+    assert session.study.trials.too_short_for == ["the whole search", "measuring the finalists again"]
+
+
+@pytest.mark.parametrize("rung", [Rung.FULL, Rung.CONFIRM])
+def test_what_the_budget_was_too_short_for_is_kept(start: Start, rung: Rung) -> None:
+    """The prober raises Cancelled when the budget ends during a probe."""
+    answers = machine(rate=by_tokens)
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        if request.rung is rung and request.config != BASELINE:
+            raise Cancelled
+        return answers(request)
+
+    trials = whole(start, answer, trials=6).study.trials
+    missed = "the whole search" if rung is Rung.FULL else "measuring the finalists again"
+    assert trials.too_short_for == [missed]
+
+
+def test_a_budget_that_sufficed_was_not_too_short(start: Start) -> None:
+    assert whole(start, trials=6).study.trials.too_short_for == []
 
 
 @pytest.mark.parametrize(("probe_s", "trials"), [(1000.0, 1), (1.0, 4)])

@@ -209,7 +209,7 @@ def test_the_run_command_trains_finalists_at_the_end(weights: Path, dataset: Pat
         return done.stdout
 
     asked = ("--gpu", "cpu", "--model", str(weights), "--dataset", str(dataset), "--space", "space.yaml")
-    printed = json.loads(autotune("run", *asked, "--quality", "--global-batch", "8", "--budget", "10s", "--json"))
+    printed = json.loads(autotune("run", *asked, "--quality", "--global-batch", "8", "--budget", "5m", "--json"))
     (learned,) = printed["quality"]["learned"]
     assert TrainConfig(**learned["config"]) == TrainConfig(**printed["winner"]["config"])
     assert 0 < learned["loss_after"] < learned["loss_before"]

@@ -172,13 +172,6 @@ def test_the_climb_begins_once_anything_succeeded(start: Start) -> None:
     assert session.study.trials.exempt
 
 
-def test_smaller_baselines_are_left_out_once_time_is_up(start: Start) -> None:
-    session = start(machine(limit_gib=1.3, rate=by_tokens))
-    find_feasible(subject_of(), SPACE, session.evaluator, session.said.append, lambda: True)
-    sizes = [config.micro_batch_size for config in session.prober.configs]
-    assert sizes == [8, 1]  # the first baseline, and the leanest there is
-
-
 def test_what_was_climbed_does_not_count_as_patience_when_continued(start: Start) -> None:
     first = start(machine(rate=by_tokens, limit_gib=100.0), begin=[BASELINE], trials=6)
     first.study.run()
