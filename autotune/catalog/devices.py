@@ -89,8 +89,7 @@ def list_devices() -> tuple[DeviceSpec, ...]:
 def resolve_device(name: str) -> DeviceSpec:
     """The product that a user's `name` means: catalogue name, alias or NVML name, in any case, with - or _ or space.
 
-    Raises:
-        UsageError: no such product.
+    Raises UsageError for an unknown one.
     """
     known = _by_name()
     found = known.get(_normal(name))

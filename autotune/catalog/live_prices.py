@@ -27,8 +27,7 @@ RENTED = {"rtx-pro-6000": "rtx-pro-6000-server"}
 def live_prices(device: DeviceSpec, *, today: date | None = None) -> tuple[Price, ...]:
     """What clouds ask for `device` today, the best first: the cheapest region of each provider and size of instance.
 
-    Raises:
-        EnvironmentProblem: gpuhunt is not installed, or its catalogues could not be fetched.
+    Raises EnvironmentProblem if gpuhunt is not installed, or its catalogues could not be fetched.
     """
     return tuple(best_first(device.name, _all(today or date.today())))
 

@@ -113,8 +113,7 @@ def list_models() -> tuple[ModelSpec, ...]:
 def resolve_model(name: str) -> ModelSpec:
     """A catalogue name or alias in any case; else a local directory with a config.json; else a Hub id.
 
-    Raises:
-        UsageError: none of these, or a config that cannot be used.
+    Raises UsageError for none of these, and for a config that cannot be used.
     """
     known = {key.lower(): spec for spec in list_models() for key in (spec.name, *spec.aliases)}
     if name.lower() in known:

@@ -45,10 +45,7 @@ def load_prices(path: Path) -> tuple[Price, ...]:
     """The user's own prices, a YAML list of rows like those of `data/prices.yaml`.
 
     One is `- {provider: mine, device: a10, usd: 0.55, spot_usd: 0.2, count: 1, as_of: 2026-11-01}`; provider, device
-    (any name that `resolve_device` knows) and usd are needed.
-
-    Raises:
-        UsageError: unreadable, or not of that form; the line is named.
+    (any name that `resolve_device` knows) and usd are needed. Raises UsageError for another form; the line is named.
     """
     rows: Any = read_user_yaml(path, _file_model()).model_dump()
     return tuple(_of_one_gpu(row | {"source": row["source"] or path.name}) for row in rows)

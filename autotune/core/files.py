@@ -42,8 +42,7 @@ def load_data(package: str, name: str) -> Any:
 def read_user_yaml(path: Path, model: type[M]) -> M:
     """Read a YAML file that a person wrote and validate it.
 
-    Raises:
-        UsageError: unreadable, not YAML, or not of the model's form; the line is named.
+    Raises UsageError if it is unreadable, not YAML, or not of the model's form; the line is named.
     """
     import yaml
     from pydantic import ValidationError

@@ -26,8 +26,7 @@ USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study wr
 def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
     """File name to text, for all `formats`. Names that end in .sh are to be made executable.
 
-    Raises:
-        UsageError: a format that is not in FORMATS.
+    Raises UsageError for any other.
     """
     files: dict[str, str] = {}
     for name in formats:

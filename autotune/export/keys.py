@@ -150,11 +150,7 @@ def meets(values: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
 
 
 def key_of(tool: str, what: str) -> str:
-    """The key by which a tool knows a knob or a setting, the first of several.
-
-    Raises:
-        KeyError: the tool has no key for it.
-    """
+    """The key by which a tool knows a knob or a setting, the first of several. Raises KeyError if it has none."""
     for row in _rows(what):
         if cell := getattr(row, tool):
             key = cell if isinstance(cell, str) else next(iter(cell))

@@ -316,10 +316,8 @@ def compare(
     """Compare cards for the run of each spec, a spec a model; with each of `methods`, which are search spaces.
 
     A name of `gpus` or `methods` may be several with commas between. The own card is compared too. `say` gets warnings
-    and progress.
-
-    Raises:
-        UsageError: a part of a spec is unknown or impossible, or no formula covers any model on any card.
+    and progress. Raises UsageError if a part of a spec is unknown or impossible, or no formula covers any model on any
+    card.
     """
     cards = _named_cards([*gpus, owned.device.name] if owned else gpus)
     studies = _studies(specs, methods)

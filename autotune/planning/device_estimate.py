@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from autotune.catalog import DeviceSpec, list_devices, resolve_device, resolve_model
 from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.observations import Observation
@@ -21,7 +22,7 @@ from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
 from autotune.problem.run_shape import RunShape
 from autotune.problem.study_spec import StudySpec
-from autotune.problem.target import device_budget, find_target
+from autotune.problem.target import device_cap_gib, find_target
 from autotune.problem.task import Task
 
 ACCURACY = (
@@ -32,11 +33,7 @@ MAX_DEVIATIONS = 6.0  # an observation further from the expected speed than so m
 
 
 def planned_device(name: str) -> DeviceSpec:
-    """The catalogue's device of this name; `auto` means the GPU of this machine.
-
-    Raises:
-        UsageError: no such device, or `auto` on a machine without a GPU.
-    """
+    """The catalogue's device of this name; `auto` means the GPU of this machine. Raises UsageError if there is none."""
     if name.strip().lower() != "auto":
         return resolve_device(name)
     try:
@@ -48,13 +45,9 @@ def planned_device(name: str) -> DeviceSpec:
 def device_limit_gib(device: DeviceSpec, headroom: float, memory_gib: float | None = None) -> float:
     """GiB that tensors may take on the device: its memory without the reserved share and without a CUDA context.
 
-    `memory_gib` can only lower the memory of the device.
-
-    Raises:
-        UsageError: the memory of the device is not known.
+    `memory_gib` can only lower the memory of the device. Raises UsageError if that is not known.
     """
-    budget = device_budget(device, reserve_fraction=headroom, asked_gib=memory_gib)
-    return max(budget.limit_gib(taken_gib=CONTEXT_GIB), 0.01)
+    return max(memory_limit_gib(device_cap_gib(device, memory_gib), headroom, taken_gib=CONTEXT_GIB), 0.01)
 
 
 def limit_of(spec: StudySpec, device: DeviceSpec) -> float:

@@ -64,8 +64,7 @@ def with_supported_attention(run: ForeignConfig, model: ModelSpec) -> ForeignCon
 def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
     """The run that the values of a file describe to `tool`, one of TOOLS.
 
-    Raises:
-        UsageError: an impossible value, or a kind of run that is not supported.
+    Raises UsageError for an impossible value, and for a kind of run that is not supported.
     """
     return replace(_read(_File(values=values, notes=[]), tool), values=values)
 
@@ -73,8 +72,7 @@ def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
 def read_file(path: Path) -> ForeignConfig:
     """The run that a file of TRL, Axolotl or LLaMA-Factory describes.
 
-    Raises:
-        UsageError: no such file or of no such tool, an impossible value, or a kind of run that is not supported.
+    Raises UsageError if there is none, and as `parse`.
     """
     values = _load(path)
     tool = _tool_of(path, values)

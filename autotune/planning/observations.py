@@ -67,8 +67,7 @@ def known_observations(directory: Path = EVIDENCE, say: Callable[[str], None] = 
 def read_submission(path: Path) -> tuple[Observation, ...]:
     """The observations of a submission that somebody else wrote.
 
-    Raises:
-        UsageError: unreadable, too large, or with anything that a submission does not have.
+    Raises UsageError if it is unreadable, too large, or has anything that a submission does not have.
     """
     return _observations(_load(path))
 

@@ -80,10 +80,8 @@ def plan(
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
     The reserve of the space is opened where nothing else fits. `say` gets warnings, progress, and what is left out of
-    the space and why.
-
-    Raises:
-        UsageError: a part of the spec is unknown or impossible, or no formula covers the model or the card.
+    the space and why. Raises UsageError if a part of the spec is unknown or impossible, or no formula covers model and
+    card.
     """
     device = device or planned_device(spec.gpu)
     setup = planned_setup(spec, device, say)
@@ -115,10 +113,7 @@ def plan_setup(setup: Setup, limit_gib: float, observations: Sequence[Observatio
 def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] = ()) -> Plan:
     """Find the best configuration of the task's space by formula, under the rule that chooses a winner.
 
-    `limit_gib` is what tensors may take.
-
-    Raises:
-        UsageError: no formula covers the model or the card.
+    `limit_gib` is what tensors may take. Raises UsageError if no formula covers the model or the card.
     """
     baseline = _baseline(task, limit_gib, observations)
     space = _distinguishable(task.space, baseline.config)

@@ -70,9 +70,7 @@ def check(
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
     `options` are fields of StudySpec about the card, the model, the examples, the memory and the price; None is absent.
-
-    Raises:
-        UsageError: the file, the model or the card cannot be read or is unknown, or no formula covers the model.
+    Raises UsageError if file, model or card cannot be read or are unknown, or no formula covers the model.
     """
     options = dict(options or {})
     run = read_file(file)

@@ -142,8 +142,7 @@ class Submission(_Checked):
 def submission_of(recipe: Recipe, measured_on: str) -> Submission:
     """The submission of a study. `measured_on` is a day, like 2026-11-22.
 
-    Raises:
-        UsageError: the GPU is not in the catalogue, or a number is impossible.
+    Raises UsageError if the GPU is not in the catalogue, or a number is impossible.
     """
     spec, fingerprint, measurement = recipe.model, recipe.fingerprint, recipe.winner.measurement
     if recipe.device.name not in {device.name for device in list_devices()}:

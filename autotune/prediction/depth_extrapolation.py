@@ -106,8 +106,7 @@ def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] |
 def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> Extrapolation:
     """Predict the measurement of the whole model from probes of one configuration at two depths, the smaller first.
 
-    Raises:
-        ValueError: the depths are not two different ones in that order.
+    Raises ValueError unless they are two different ones in that order.
     """
     (shallow, low), (wide, high) = probes
     if shallow >= wide:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from autotune.catalog import DeviceSpec, match_device, resolve_device
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
-from autotune.core.memory_budget import MemoryBudget
 from autotune.core.text import dashed
 from autotune.core.units import fmt_gib
 from autotune.prediction.transfer import SpeedTransfer, speed_transfer
@@ -50,9 +49,7 @@ class Target:
         ]
         return ", ".join(listed) or "no process is named"
 
-    def memory_budget(
-        self, total_gib: float, *, reserve_fraction: float, asked_gib: float | None = None, may_exceed: bool = False
-    ) -> MemoryBudget:
+    def memory_cap_gib(self, total_gib: float, *, asked_gib: float | None = None, may_exceed: bool = False) -> float:
         """What a run may use of the device of this machine, which has `total_gib`. `asked_gib` is what the user allows.
 
         Raises EnvironmentProblem where less is available than the device that is tuned for has, and UsageError where
@@ -71,28 +68,17 @@ class Target:
                 f"--memory-gib {asked_gib:g} is more than the {fmt_gib(cap)} there are",
                 remedy="give less, leave it out, or judge from a few layers of the model alone (--shallow-only)",
             )
-        return MemoryBudget(
-            total_gib=total_gib,
-            available_gib=available,
-            cap_gib=cap if asked_gib is None else asked_gib,
-            reserve_fraction=reserve_fraction,
-        )
+        return cap if asked_gib is None else asked_gib
 
 
-def device_budget(device: DeviceSpec, *, reserve_fraction: float, asked_gib: float | None = None) -> MemoryBudget:
-    """The memory budget of an idle device by its data sheet; `asked_gib` can only lessen it. Raises UsageError."""
+def device_cap_gib(device: DeviceSpec, asked_gib: float | None = None) -> float:
+    """What a run may use of an idle device by its data sheet; `asked_gib` can only lessen it. Raises UsageError."""
     known = [size for size in (asked_gib, device.usable_gib) if size is not None]
     if not known or device.kind == "cpu":
         raise UsageError(
             f"no plan can be made for {device.name}: its memory is not known", remedy="name a GPU, or give --memory-gib"
         )
-    available = known[-1]
-    return MemoryBudget(
-        total_gib=device.memory_gib or available,
-        available_gib=available,
-        cap_gib=min(known),
-        reserve_fraction=reserve_fraction,
-    )
+    return min(known)
 
 
 def find_target(name: str) -> Target:

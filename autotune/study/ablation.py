@@ -84,10 +84,8 @@ def ablate(
 ) -> Ablation:
     """Probe the winner without each of its knobs; stored results are used again.
 
-    If `should_stop` returns True, the remaining knobs are left out.
-
-    Raises:
-        EnvironmentProblem: the winner itself failed this time.
+    If `should_stop` returns True, the remaining knobs are left out. Raises EnvironmentProblem if the winner itself
+    failed this time.
     """
     found = evaluator.evaluate(winner, None).result
     measured_winner = to_ablated_knob(task, "", found)

@@ -129,9 +129,7 @@ class Evaluator:
         """Pass the stages until one decides.
 
         Without a pruner the whole model is wanted, however fast it is predicted to be: at once if it surely fits.
-
-        Raises:
-            TooManyFailures: probes keep failing for reasons other than memory.
+        Raises TooManyFailures if probes keep failing for reasons other than memory.
         """
         skip_if_fits = pruner is None and not self.shallow_only
         predicted = self.evaluate_low_fidelity(config, trial, skip_if_fits=skip_if_fits)

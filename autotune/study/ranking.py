@@ -28,10 +28,8 @@ class Scored:
 def choose(candidates: Sequence[Scored], slack: float) -> tuple[Scored, str]:
     """The winner and the reason in words.
 
-    The winner is the cheapest candidate, or a more capable one that costs at most the share `slack` more.
-
-    Raises:
-        ValueError: there is no candidate.
+    The winner is the cheapest candidate, or a more capable one that costs at most the share `slack` more. Raises
+    ValueError without candidates.
     """
     cheapest = max(candidates, key=lambda candidate: candidate.score)
     close = [candidate for candidate in candidates if candidate.score >= cheapest.score / (1.0 + slack)]
@@ -49,8 +47,7 @@ def choose(candidates: Sequence[Scored], slack: float) -> tuple[Scored, str]:
 def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
     """The score from which on the candidate would be the cheapest, or `choose` would prefer it to the others.
 
-    Raises:
-        ValueError: there are no others.
+    Raises ValueError without others.
     """
     cheapest = max(other.score for other in others)
     least_close = cheapest / (1.0 + slack)

@@ -162,13 +162,9 @@ class Leader:
         if target.held_by_others_gib:
             held = fmt_gib(target.held_by_others_gib)
             note(f"others hold {held} of this GPU: {target.other_processes()}", "yellow")
-        budget = target.memory_budget(
-            session.prober.memory_gib,
-            reserve_fraction=plan.spec.headroom,
-            asked_gib=plan.spec.memory_gib,
-            may_exceed=plan.spec.shallow_only,
+        self.memory_gib = target.memory_cap_gib(
+            session.prober.memory_gib, asked_gib=plan.spec.memory_gib, may_exceed=plan.spec.shallow_only
         )
-        self.memory_gib = budget.cap_gib
         if plan.spec.dataset is not None:
             taken = fmt_seconds(plan.preparation_s)
             note(f"preparing the dataset took {taken}, which does not count against the budget")

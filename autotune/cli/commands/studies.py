@@ -96,8 +96,8 @@ def delete(
 ) -> None:
     """Delete a study: its trials and its probes, which no other study can use then. Its files stay.
 
-    Raises:
-        UsageError: no such study, somebody is working on it, or it is not confirmed by `yes` and nobody can be asked.
+    Raises UsageError if there is no such study, if somebody works on it, or if `yes` is missing and nobody can be
+    asked.
     """
     from contextlib import closing
 

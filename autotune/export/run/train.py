@@ -74,10 +74,8 @@ class Run:
     def train(self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]) -> tuple[int, str]:
         """Run the script to its end, and return its exit code and the last error that it printed.
 
-        A stop is passed on to the script once, and waited for until its checkpoint is saved.
-
-        Raises:
-            UsageError: another run trains in this directory.
+        A stop is passed on to the script once, and waited for until its checkpoint is saved. Raises UsageError if
+        another run trains in this directory.
         """
         process = self._start()
         started = time.monotonic()

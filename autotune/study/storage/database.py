@@ -245,8 +245,7 @@ def network_drive(url: str) -> str | None:
 def read_only(url: str) -> str:
     """A URL of the same database with which SQLite and PostgreSQL themselves refuse to write.
 
-    Raises:
-        UsageError: there is no such SQLite file, which opening would create.
+    Raises UsageError if there is no such SQLite file, which opening would create.
     """
     with storage_errors(url):
         parsed = _parsed(url)

@@ -158,8 +158,7 @@ class Attributes(Protocol):
 def start_record(study: Attributes, record: StudyRecord) -> None:
     """Write the record of a study that begins or continues.
 
-    Raises:
-        UsageError: the study exists, and what must not change differs.
+    Raises UsageError if the study exists and what must not change differs.
     """
     existing = StudyRecord.from_attributes(record.task.study, study.attributes())
     if existing is not None:

@@ -2,15 +2,10 @@
 
 import pytest
 
-from autotune.core.memory_budget import MemoryBudget, memory_limit_gib
+from autotune.core.memory_budget import memory_limit_gib
 
 
 def test_the_limit_is_the_cap_less_the_reserve_and_what_is_taken() -> None:
     assert memory_limit_gib(20.0, 0.1) == pytest.approx(18.0)
     assert memory_limit_gib(20.0, 0.1, taken_gib=1.5) == pytest.approx(16.5)
     assert memory_limit_gib(1.0, 0.1, taken_gib=1.5) < 0
-
-
-def test_the_limit_of_a_budget_starts_from_its_cap() -> None:
-    budget = MemoryBudget(total_gib=80.0, available_gib=60.0, cap_gib=20.0, reserve_fraction=0.1)
-    assert budget.limit_gib(taken_gib=1.5) == pytest.approx(16.5)

@@ -15,7 +15,7 @@ from autotune.planning.observations import published_observations
 from autotune.prediction.transfer import speed_transfer
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
-from autotune.problem.target import Target, device_budget, find_target
+from autotune.problem.target import Target, device_cap_gib, find_target
 from autotune.problem.task import BASELINE
 from autotune.study.selection import Selection
 from tests.helpers.factories import FINGERPRINT, add_measured, measurement
@@ -214,23 +214,21 @@ def test_measurements_on_the_target_tighten_the_projection():
     ],
 )
 def test_the_budget_is_what_is_available_or_less(target, memory_gib, offered):
-    budget = target.memory_budget(139.8, reserve_fraction=0.05, asked_gib=memory_gib)
-    assert (budget.total_gib, budget.available_gib) == (139.8, 139.8)
-    assert budget.cap_gib == pytest.approx(offered, abs=0.01)
+    assert target.memory_cap_gib(139.8, asked_gib=memory_gib) == pytest.approx(offered, abs=0.01)
 
 
 def test_a_host_keeps_memory_for_its_other_work():
-    assert Target(device=CPU).memory_budget(10.0, reserve_fraction=0.05).cap_gib == 8.0
+    assert Target(device=CPU).memory_cap_gib(10.0) == 8.0
 
 
 def test_a_budget_above_what_is_available_is_an_error():
     busy = replace(emulated(), card=replace(card(), used_gib=130.0))
     with pytest.raises(EnvironmentProblem, match=r"a10 offers 22.0 GiB, and 9.80 GiB are free here"):
-        busy.memory_budget(139.8, reserve_fraction=0.05)
+        busy.memory_cap_gib(139.8)
     with pytest.raises(UsageError, match=r"--memory-gib 30 is more than the 22.0 GiB"):
-        emulated().memory_budget(139.8, reserve_fraction=0.05, asked_gib=30.0)
-    shallow = emulated().memory_budget(139.8, reserve_fraction=0.05, asked_gib=30.0, may_exceed=True)
-    assert shallow.cap_gib == 30.0
+        emulated().memory_cap_gib(139.8, asked_gib=30.0)
+    shallow = emulated().memory_cap_gib(139.8, asked_gib=30.0, may_exceed=True)
+    assert shallow == 30.0
 
 
 def test_other_processes_are_named():
@@ -238,22 +236,18 @@ def test_other_processes_are_named():
     busy = Target(device=H200, card=replace(card(), used_gib=3.1, processes=others))
     assert busy.held_by_others_gib == 3.1
     assert busy.other_processes() == "python (pid 7, 3.00 GiB)"
-    assert busy.memory_budget(139.8, reserve_fraction=0.05).cap_gib == pytest.approx(136.7)
+    assert busy.memory_cap_gib(139.8) == pytest.approx(136.7)
     assert Target(device=H200, card=card()).held_by_others_gib == 0.0
 
 
-def test_a_data_sheet_gives_a_budget_that_the_user_can_only_lessen() -> None:
-    own = device_budget(A10, reserve_fraction=0.05)
-    assert own.total_gib == A10.memory_gib
-    assert own.cap_gib == own.available_gib == A10.usable_gib
-    assert device_budget(A10, reserve_fraction=0.05, asked_gib=8.0).cap_gib == 8.0
-    assert device_budget(A10, reserve_fraction=0.05, asked_gib=80.0) == own
-    assert own.limit_gib(taken_gib=1.0) == pytest.approx(0.95 * own.cap_gib - 1.0)
+def test_a_data_sheet_gives_a_cap_that_the_user_can_only_lessen() -> None:
+    assert device_cap_gib(A10) == device_cap_gib(A10, 80.0) == A10.usable_gib
+    assert device_cap_gib(A10, 8.0) == 8.0
 
 
 def test_a_device_of_unknown_memory_needs_a_size() -> None:
     unknown = replace(A10, memory_gib=None)
-    assert device_budget(unknown, reserve_fraction=0.05, asked_gib=8.0).total_gib == 8.0
+    assert device_cap_gib(unknown, 8.0) == 8.0
     for device in (unknown, resolve_device("cpu")):
         with pytest.raises(UsageError, match=f"no plan can be made for {device.name}"):
-            device_budget(device, reserve_fraction=0.05)
+            device_cap_gib(device)
