@@ -51,19 +51,23 @@ def main() -> None:
         for model, knobs, published in cases:
             rows.append(probe_config(prober, logs, args, cap_gib, model, TrainConfig(**knobs), published))
             table(rows[-1:], ["model", "config", "needs_over_limit", "fits", "under_cap", "published"])
-    beyond_band = [row for row in rows if row["needs_over_limit"] is None or abs(row["needs_over_limit"]) > BAND]
-    summary = {
-        "configs": len(rows),
-        "disagreements": sum((row["under_cap"] == "ok") is not row["fits"] for row in beyond_band),
-        "within_the_band": len(rows) - len(beyond_band),
-        "cap_gib": cap_gib,
-        "published": sum(row["published"] is not None for row in rows),
-        "published_disagreements": sum(
-            row["under_cap"] != row["published"] for row in rows if row["published"] is not None
-        ),
-    }
+    summary = summarize(rows) | {"cap_gib": cap_gib}
     save("cap", fingerprint, summary, rows, args.out)
     print(summary)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count the verdicts. Within the band the need without a cap implies none, so that such a row proves nothing."""
+    beyond_band = [row for row in rows if row["needs_over_limit"] is None or abs(row["needs_over_limit"]) > BAND]
+    published = [row for row in rows if row["published"] is not None]
+    return {
+        "configs": len(rows),
+        "verdicts": len(beyond_band),
+        "disagreements": sum((row["under_cap"] == "ok") is not row["fits"] for row in beyond_band),
+        "within_the_band": len(rows) - len(beyond_band),
+        "published": len(published),
+        "published_disagreements": sum(row["under_cap"] != row["published"] for row in published),
+    }
 
 
 def probe_config(

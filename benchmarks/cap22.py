@@ -9,6 +9,7 @@ import argparse
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common import run_study, save, speed, table
 
@@ -44,16 +45,20 @@ def main() -> None:
             {"who": name, **speed(prober, model, device, config, args.memory_gib)} for name, config in configs.items()
         ]
     table(rows, ["who", "config", "outcome", "tokens_per_s", "peak_reserved_gib"])
+    study_tokens_per_s = study["winner"]["performance"]["tokens_per_second"]
+    summary = summarize(rows) | {"study_tokens_per_s": study_tokens_per_s}
+    save("cap22", fingerprint, summary, rows, args.out)
+    print(summary)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     advice, best = rows[0].get("tokens_per_s"), rows[-1].get("tokens_per_s")
-    summary = {
+    return {
         "winner_tokens_per_s": best,
         "advice_tokens_per_s": advice,
         "ratio": best / advice if best and advice else None,
-        "study_tokens_per_s": study["winner"]["performance"]["tokens_per_second"],
-        "winner": winner.label(),
+        "winner": rows[-1]["config"],
     }
-    save("cap22", fingerprint, summary, rows, args.out)
-    print(summary)
 
 
 if __name__ == "__main__":

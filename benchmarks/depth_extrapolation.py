@@ -95,6 +95,17 @@ def main() -> None:
                     table([compared(stored.all[-1])], ["model", "config", "peak_error", "reserved_error", "time_error"])
     latest = {key(row): row for row in stored.all}.values()  # a row measured again comes later
     shown = [compared(row) | {"disturbed": not finished(row)} for row in latest]
+    summary = summarize(shown)
+    fingerprint = from_data(Fingerprint, stored.all[0]["fingerprint"])
+    save("depth_extrapolation", fingerprint, summary, shown, args.out)
+    print(summary)
+
+
+def summarize(shown: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize the undisturbed rows; of the disturbed ones, what a study would have seen is summarised too.
+
+    A study probes each depth once: `first_` errors are those of the first turn, over all rows with `_of_all`.
+    """
     succeeded = [row for row in shown if "failed" not in row]
     rows, disturbed = ([row for row in succeeded if row["disturbed"] is side] for side in (False, True))
 
@@ -102,8 +113,11 @@ def main() -> None:
         values = [abs(row[name]) for row in rows if row["host_bound"] in host_bound] or [0.0]
         return statistics.median(values), max(values)
 
+    def kept(counted: list[dict[str, Any]]) -> list[bool]:
+        return [abs(row["first_error"]) <= row["claimed_error"] for row in counted]
+
     peak, reserved, step = errors("peak_error"), errors("reserved_error"), errors("time_error")
-    summary = {
+    return {
         "configs": len(rows),
         "families": len({row["model"] for row in rows}),
         "failed": len(shown) - len(succeeded),
@@ -119,13 +133,23 @@ def main() -> None:
         "time_error_max_host_bound": errors("time_error", (True,))[1],
         "first_error_median": errors("first_error")[0],
         "first_error_max": errors("first_error")[1],
-        "first_within_its_interval": statistics.fmean(abs(row["first_error"]) <= row["claimed_error"] for row in rows),
+        "first_error_max_of_all": max(abs(row["first_error"]) for row in succeeded),
+        "first_within_its_interval": statistics.fmean(kept(rows)),
+        "first_within_its_interval_of_all": statistics.fmean(kept(succeeded)),
+        "first_beyond_its_interval": {
+            f"{row['model']} {row['config']}": [row["first_error"], row["claimed_error"]]
+            for row, inside in zip(succeeded, kept(succeeded), strict=True)
+            if not inside
+        },
         "whole_differs_median": errors("whole_differs", (True,))[0],
         "whole_differs_max": errors("whole_differs", (True,))[1],
+        **{
+            f"whole_differs_max_{bound}_of_all": max(
+                row["whole_differs"] for row in succeeded if row["host_bound"] is side
+            )
+            for bound, side in (("host_bound", True), ("device_bound", False))
+        },
     }
-    fingerprint = from_data(Fingerprint, stored.all[0]["fingerprint"])
-    save("depth_extrapolation", fingerprint, summary, shown, args.out)
-    print(summary)
 
 
 def probe_depths(
@@ -225,7 +249,7 @@ def compared(row: dict[str, Any]) -> dict[str, Any]:
         "first_error": step_time_s(first, MICROS) / medians[0] - 1,
         "claimed_error": first.time_error,
         "whole_differs": max(medians) / min(medians) - 1,
-        "host_bound": extrapolation.host_bound,
+        "host_bound": predicted.host_bound,
         "micro_s": [[round(micro_s, 6) for micro_s in pool.micro_step_s] for pool in pools],
         "host_s": [pool.host_micro_s for pool in pools],
     }

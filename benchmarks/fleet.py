@@ -78,9 +78,15 @@ def main() -> None:
         ):
             rows.append({"run": name, "workers": workers, **run_study(create(), workers, trials, killed)})
             table(rows[-1:], list(rows[-1]))
+    summary = summarize(rows)
+    save("fleet", None, summary, rows, args.out)
+    print(summary)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     together, disturbed, alone = rows
-    summary = {
-        "workers": args.workers,
+    return {
+        "workers": together["workers"],
         "trials": together["trials"],
         **{name: together[name] + disturbed[name] for name in ("duplicates", "lost", "stuck")},
         "trials_per_s": together["trials_per_s"],
@@ -89,8 +95,6 @@ def main() -> None:
         "trials_with_killed": disturbed["trials"],
         "trials_per_s_with_killed": disturbed["trials_per_s"],
     }
-    save("fleet", None, summary, rows, args.out)
-    print(summary)
 
 
 def run_study(url: str, workers: int, trials: int, killed: int) -> dict[str, Any]:

@@ -73,14 +73,22 @@ def main() -> None:
             table(rows.all[-1:], COLUMNS)
     levers(rows, args, others, until)
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
-    by_lever = {row["lever"]: row for row in reversed(shown)}  # the first row of a lever: LoRA of the first model
+    summary = summarize(shown)
+    save("levers", from_data(Fingerprint, rows.all[0]["fingerprint"]), summary, shown, args.out)
+    print(summary)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    by_lever = {row["lever"]: row for row in reversed(rows)}  # the first row of a lever: LoRA of the first model
     winner, reference = by_lever.get("the study's winner", {}), by_lever["reference"]
-    in_fp8 = by_lever.get("the study's winner, fp8 allowed", {})
+    # Rows of an earlier version allowed pure bf16 too, which `fp8_winner` shows.
+    allowed = (f"the study's winner, {names} allowed" for names in ("fp8", "fp8 and pure bf16"))
+    in_fp8: dict[str, Any] = next((by_lever[name] for name in allowed if name in by_lever), {})
 
     def ratio(row: dict[str, Any]) -> float | None:
         return row["tokens_per_s"] / reference["tokens_per_s"] if row and reference.get("tokens_per_s") else None
 
-    summary = {
+    return {
         "winner_tokens_per_s": winner.get("tokens_per_s"),
         "reference_tokens_per_s": reference.get("tokens_per_s"),
         "ratio": ratio(winner),
@@ -90,8 +98,6 @@ def main() -> None:
         "fp8_ratio": ratio(in_fp8),
         "fp8_winner": in_fp8.get("config"),
     }
-    save("levers", from_data(Fingerprint, rows.all[0]["fingerprint"]), summary, shown, args.out)
-    print(summary)
 
 
 def levers(rows: Rows, args: argparse.Namespace, cases: list[tuple[str, TrainConfig]], until: float) -> None:

@@ -58,7 +58,13 @@ def main() -> None:
                     stored.add(row)
                     table([row], ["cap_gib", "config", "needs_over_limit", "fits", "rung", "outcome"])
     rows = [row for row in stored.all if "cap_gib" in row]
-    summary = {
+    summary = summarize(rows)
+    save("oom_gate", fingerprint, summary, rows, args.out)
+    print(summary)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
         "configs": len(rows),
         # Stopped although it fits by more than the uncertainty band.
         "false_refusals": sum(row["stopped"] and row["fits"] and not row["in_band"] for row in rows),
@@ -69,8 +75,6 @@ def main() -> None:
         "do_not_fit": sum(not row["fits"] for row in rows),
         "by_rung_and_outcome": dict(Counter(f"{row['rung']} {row['outcome']}" for row in rows)),
     }
-    save("oom_gate", fingerprint, summary, rows, args.out)
-    print(summary)
 
 
 def configs() -> list[TrainConfig]:

@@ -45,13 +45,18 @@ def main() -> None:
             rows.add(run_case(case, args))
         fingerprint = next(row for row in rows.all if row["case"] == case)["fingerprint"]
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows.all]
-    by_case = {row["case"]: row["tokens_per_s"] for row in rows.all}
-    summary: dict[str, Any] = {"error_max": max(abs(row["error"]) for row in rows.all), "cases": len(rows.all)}
-    if {"packed", "padded"} <= by_case.keys():
-        summary["packed_over_padded"] = by_case["packed"] / by_case["padded"]
+    summary = summarize(shown)
     save("packing", from_data(Fingerprint, fingerprint), summary, shown, args.out)
     table(shown, ["case", "predicted", "tokens_per_s", "error", "predicted_reserved_gib", "reserved_gib"])
     print(json.dumps(summary, indent=1))
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    by_case = {row["case"]: row["tokens_per_s"] for row in rows}
+    summary = {"error_max": max(abs(row["error"]) for row in rows), "cases": len(rows)}
+    if {"packed", "padded"} <= by_case.keys():
+        summary["packed_over_padded"] = by_case["packed"] / by_case["padded"]
+    return summary
 
 
 def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:

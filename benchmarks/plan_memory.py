@@ -18,6 +18,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,27 +92,47 @@ def main() -> None:
     tables = [row for card in ("h100", "a100") for row in compare_published(card)]
     stored, fingerprint = stored_measurements()
     rows = [row for measured in (*stored, *new) if (row := compare(measured)) is not None]
-    calibration = [row for row in rows if not row["held_out"]]
-    held_out = [row for row in rows if row["held_out"]]
-    summary: dict[str, Any] = {"configs": len(rows), "heldout_configs": len(held_out)}
-    summary["models"] = len({row["model"] for row in rows})
-    for name, group in (("", calibration), ("heldout_", held_out)):
-        for key, column in (("error", "error"), ("reserved_error", "reserved_error"), ("pace_error", "pace_error")):
-            errors = [abs(row[column]) for row in group if row[column] is not None]
-            summary[f"{name}{key}_median"] = statistics.median(errors)
-            summary[f"{name}{key}_max"] = max(errors)
-    paced = [row for row in rows if row["pace_error"] is not None]
-    summary["pace_within_80"] = statistics.fmean(row["pace_inside"] for row in paced)
+    table(sorted(rows, key=lambda row: -abs(row["error"]))[:12], ["model", "config", "peak_gib", "error"])
+    table(tables, ["card", "model", "config", "published_gib", "error", "error_as_they_ran", "same_verdict"])
+    summary = summarize([*rows, *tables])
+    save("plan_memory", fingerprint, summary, [*rows, *tables], args.out)
+    print(summary)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize rows of models that fitted constants, of held-out models (`heldout_`) and of tables (`published_`)."""
+    measured, tables = [row for row in rows if "card" not in row], [row for row in rows if "card" in row]
+    fitted, held_out = ([row for row in measured if row["held_out"] is side] for side in (False, True))
+    by_model = Counter(row["model"] for row in measured)
+    summary: dict[str, Any] = {
+        "configs": len(measured),
+        "fitted_configs": len(fitted),
+        "heldout_configs": len(held_out),
+        "models": len(by_model),
+        "fitted_models": len({row["model"] for row in fitted}),
+        "heldout_models": len({row["model"] for row in held_out}),
+        "configs_of_the_most_frequent_model": max(by_model.values()),
+    }
+    for name, group in (("", fitted), ("heldout_", held_out)):
+        for key in ("error", "reserved_error", "pace_error"):
+            errors = [row[key] for row in group if row[key] is not None]
+            summary[f"{name}{key}_median"] = statistics.median(map(abs, errors))
+            summary[f"{name}{key}_max"] = max(map(abs, errors))
+        summary[f"{name}pace_bias"] = statistics.fmean(
+            row["pace_error"] for row in group if row["pace_error"] is not None
+        )
+    for name, group in (("", measured), ("heldout_", held_out)):
+        insides = [row["pace_inside"] for row in group if row["pace_inside"] is not None]
+        summary[f"{name}pace_within_80"] = statistics.fmean(insides)
     compared = [row for row in tables if row["error"] is not None]
     summary["published_configs"] = len(compared)
     summary["published_error_max"] = max(abs(row["error"]) for row in compared)
     summary["published_error_max_as_they_ran"] = max(abs(row["error_as_they_ran"]) for row in compared)
+    summary["published_verdicts"] = len(tables)
+    summary["published_verdicts_wrong"] = sum(not row["same_verdict"] for row in tables)
     summary["published_nf4_verdicts"] = sum("nf4" in row["config"] for row in tables)
     summary["published_nf4_verdicts_wrong"] = sum("nf4" in row["config"] and not row["same_verdict"] for row in tables)
-    table(sorted(rows, key=lambda row: -abs(row["error"]))[:12], ["model", "config", "peak_gib", "error"])
-    table(tables, ["card", "model", "config", "published_gib", "error", "error_as_they_ran", "same_verdict"])
-    save("plan_memory", fingerprint, summary, [*rows, *tables], args.out)
-    print(summary)
+    return summary
 
 
 def compare(measured: Measured) -> dict[str, Any] | None:

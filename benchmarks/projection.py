@@ -20,7 +20,7 @@ from common import save, table
 
 from autotune.catalog import resolve_device
 from autotune.core.files import load_yaml
-from autotune.prediction.transfer import speed_transfer
+from autotune.prediction.transfer import interval, speed_transfer
 
 PAIRS = Path(__file__).with_name("data") / "published_pairs.yaml"
 
@@ -42,33 +42,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pairs = read()
-    rows = [compare(pair, pairs) for pair in pairs]
-    errors = [abs(row["error"]) for row in rows]
-    calibrated = [error for row in rows for error in row["calibrated_errors"]]
-    widths = [row["half_width"] for row in rows]
-    by_set = {name: [row for row in rows if row["set"] == name] for name in dict.fromkeys(row["set"] for row in rows)}
-    summary = {
-        "pairs": len(rows),
-        "sets": len(by_set),
-        "error_mean_uncalibrated": statistics.fmean(errors),
-        "error_mean_of_sets_uncalibrated": statistics.fmean(
-            statistics.fmean(abs(row["error"]) for row in members) for members in by_set.values()
-        ),
-        "error_mean_of_unseen_sets": statistics.fmean(
-            error for name in by_set for error in errors_of_unseen_set(name, pairs)
-        ),
-        "exponents_of_all_sets": [round(float(exponent), 3) for exponent in fit_exponents(pairs)],
-        "error_median_uncalibrated": statistics.median(errors),
-        "error_max_uncalibrated": max(errors),
-        "error_mean_calibrated": statistics.fmean(calibrated),
-        "calibrations": len(calibrated),
-        "coverage_80": statistics.fmean(row["inside"] for row in rows),
-        "coverage_80_calibrated": statistics.fmean(inside for row in rows for inside in row["calibrated_inside"]),
-        "half_width_median": statistics.median(widths),
-        "half_width_median_calibrated": statistics.median(row["half_width_calibrated"] for row in rows),
-        "error_mean_by_geometric_mean": statistics.fmean(abs(row["geometric_mean_error"]) for row in rows),
-        "error_mean_by_flops": statistics.fmean(abs(row["flops_error"]) for row in rows),
-    }
+    exponents = {name: fit_exponents([pair for pair in pairs if pair.set != name]) for name in {p.set for p in pairs}}
+    rows = [compare(pair, pairs, exponents[pair.set]) for pair in pairs]
     table(
         [
             {
@@ -81,12 +56,59 @@ def main() -> None:
                     [error for row in members for error in row["calibrated_errors"]] or [math.nan]
                 ),
             }
-            for name, members in by_set.items()
+            for name, members in by_set(rows).items()
         ],
         ["set", "pairs", "error", "bias", "inside", "calibrated"],
     )
+    summary = summarize(rows) | {"exponents_of_all_sets": [round(float(value), 3) for value in fit_exponents(pairs)]}
     save("projection", None, summary, rows, args.out)
     print(summary)
+
+
+def by_set(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [row for row in rows if row["set"] == name] for name in dict.fromkeys(row["set"] for row in rows)}
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize all pairs, where large sets count most; `_of_sets` is the mean over sets, each of which counts once.
+
+    The next user's method is a set of its own, unlike the pairs of a set: `_of_unseen_sets` also takes the exponents
+    from the other sets.
+    """
+    errors = [abs(row["error"]) for row in rows]
+    calibrated = [error for row in rows for error in row["calibrated_errors"]]
+    inside = [inside for row in rows for inside in row["calibrated_inside"]]
+
+    def of_sets(name: str) -> float:
+        """The mean over sets of a column, whose cells are numbers or lists of numbers."""
+        cells = [[row[name] for row in members] for members in by_set(rows).values()]
+        flat = [
+            [value for cell in of_set for value in (cell if isinstance(cell, list) else [cell])] for of_set in cells
+        ]
+        return statistics.fmean(statistics.fmean(map(abs, values)) for values in flat if values)
+
+    return {
+        "pairs": len(rows),
+        "sets": len(by_set(rows)),
+        "error_mean_uncalibrated": statistics.fmean(errors),
+        "error_mean_of_sets_uncalibrated": of_sets("error"),
+        "error_mean_of_unseen_sets": statistics.fmean(abs(row["unseen_error"]) for row in rows),
+        "error_mean_of_sets_of_unseen_sets": of_sets("unseen_error"),
+        "error_median_uncalibrated": statistics.median(errors),
+        "error_max_uncalibrated": max(errors),
+        "error_mean_calibrated": statistics.fmean(calibrated),
+        "error_mean_of_sets_calibrated": of_sets("calibrated_errors"),
+        "calibrations": len(calibrated),
+        "coverage_80": statistics.fmean(row["inside"] for row in rows),
+        "coverage_80_of_sets": of_sets("inside"),
+        "coverage_80_of_unseen_sets": of_sets("unseen_inside"),
+        "coverage_80_calibrated": statistics.fmean(inside),
+        "coverage_80_of_sets_calibrated": of_sets("calibrated_inside"),
+        "half_width_median": statistics.median(row["half_width"] for row in rows),
+        "half_width_median_calibrated": statistics.median(row["half_width_calibrated"] for row in rows),
+        "error_mean_by_geometric_mean": statistics.fmean(abs(row["geometric_mean_error"]) for row in rows),
+        "error_mean_by_flops": statistics.fmean(abs(row["flops_error"]) for row in rows),
+    }
 
 
 def read() -> list[Pair]:
@@ -140,14 +162,11 @@ def fit_exponents(pairs: list[Pair]) -> Any:
     return fit
 
 
-def errors_of_unseen_set(name: str, pairs: list[Pair]) -> list[float]:
-    """Relative errors on one set of exponents that were fitted without it."""
-    fit = fit_exponents([pair for pair in pairs if pair.set != name])
-    return [abs(math.exp(float(fit @ np.array(logs(pair)))) / pair.ratio - 1) for pair in pairs if pair.set == name]
+def compare(pair: Pair, pairs: list[Pair], exponents: Any) -> dict[str, Any]:
+    """Compare projections with a published ratio: from data sheets, and calibrated by each similar row.
 
-
-def compare(pair: Pair, pairs: list[Pair]) -> dict[str, Any]:
-    """Compare projections with a published ratio: from data sheets, and calibrated by each similar row."""
+    `exponents` were fitted without the set of this pair (`unseen_`).
+    """
     source, target = resolve_device(pair.source), resolve_device(pair.target)
     alike = [
         other
@@ -163,6 +182,8 @@ def compare(pair: Pair, pairs: list[Pair]) -> dict[str, Any]:
     bandwidth = (target.bandwidth_gb_s or math.nan) / (source.bandwidth_gb_s or math.nan)
     low, high = uncalibrated.interval
     narrow = example.interval
+    unseen = math.exp(float(exponents @ np.array(logs(pair))))
+    low_unseen, high_unseen = interval(unseen, uncalibrated.error)
     return {
         "set": pair.set,
         "workload": pair.workload,
@@ -172,6 +193,8 @@ def compare(pair: Pair, pairs: list[Pair]) -> dict[str, Any]:
         "projected": uncalibrated.ratio,
         "error": uncalibrated.ratio / pair.ratio - 1,
         "inside": low <= pair.ratio <= high,
+        "unseen_error": unseen / pair.ratio - 1,
+        "unseen_inside": low_unseen <= pair.ratio <= high_unseen,
         "half_width": (high - low) / 2 / uncalibrated.ratio,
         "calibrated_errors": [abs(transfer.ratio / pair.ratio - 1) for transfer in calibrated],
         "calibrated_inside": [transfer.interval[0] <= pair.ratio <= transfer.interval[1] for transfer in calibrated],

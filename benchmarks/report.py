@@ -7,6 +7,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common import save
 
@@ -34,14 +35,17 @@ def main() -> None:
         started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, WorkerProber("cpu", Path(folder)) as prober:
         fingerprint = prober.fingerprint
-    summary = {
-        "seconds": rows[0]["seconds"],
-        "bytes": rows[0]["bytes"],
-        "trials": len(study.trials),
-        "seconds_again": statistics.median(row["seconds"] for row in rows[1:]),
-    }
+    summary = summarize(rows) | {"trials": len(study.trials)}
     save("report", fingerprint, summary, rows, args.out)
     print(summary)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "seconds": rows[0]["seconds"],
+        "bytes": rows[0]["bytes"],
+        "seconds_again": statistics.median(row["seconds"] for row in rows[1:]),
+    }
 
 
 if __name__ == "__main__":

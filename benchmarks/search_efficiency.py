@@ -6,7 +6,8 @@ measured for it:
 - ours: the product's own study, with one start of the worker, shallow and full probes;
 - ours_climbing: the same without proposals from the formulas, whose constants were partly fitted on this table;
 - optuna_cold: TPE with its defaults; each trial in its own process; out of memory counts as FAIL;
-- random: the same with random proposals;
+- optuna_warm: the same TPE with one warm worker and a cache of its own results, which leaves the search itself;
+- random: as optuna_cold, with random proposals;
 - doubling: the defaults of a guide, with the batch size doubled until it no longer fits.
 
 A search that does not reach the goal counts with the longest budget. `live` runs ours and optuna_cold on a real GPU,
@@ -48,6 +49,7 @@ from autotune.study.summary import TrialRecord
 
 WITHIN = 0.02
 LONGEST_S = 3600.0
+MAX_TRIALS = 1000  # a known configuration costs a warm search nothing, so that time alone would not end it
 LIVE_RUN = TABLE.with_name("search_live_h200.json")
 GUIDE = TrainConfig(micro_batch_size=1, seq_len=512, checkpointing="full")  # also bf16, rank 16, AdamW, not compiled
 
@@ -139,20 +141,39 @@ def ours_climbing(table: Table, seed: int, goal: float) -> float:
 
 def optuna_cold(table: Table, seed: int, goal: float) -> float:
     """Run Optuna as in its tutorial: default settings, one process for each trial, out of memory is a failure."""
-    return _search_cold(table, goal, optuna.samplers.TPESampler(seed=seed))
+    return _search(table, goal, optuna.samplers.TPESampler(seed=seed), Charges(table).cold)
+
+
+def optuna_warm(table: Table, seed: int, goal: float) -> float:
+    """Run the same in one warm worker that measures nothing twice: only the search differs from ours."""
+    prober, model, known = TableProber(table), resolve_model("mistral-7b").config, set[TrainConfig]()
+
+    def charge(config: TrainConfig) -> float:
+        before = prober.seconds
+        if config not in known:
+            prober.probe(request_of(config, model, table.about["memory_gib"]), Path())
+        known.add(config)
+        return prober.seconds - before
+
+    return _search(table, goal, optuna.samplers.TPESampler(seed=seed), charge, prober.seconds)
 
 
 def random_cold(table: Table, seed: int, goal: float) -> float:
-    return _search_cold(table, goal, optuna.samplers.RandomSampler(seed=seed))
+    return _search(table, goal, optuna.samplers.RandomSampler(seed=seed), Charges(table).cold)
 
 
-def _search_cold(table: Table, goal: float, sampler: optuna.samplers.BaseSampler) -> float:
+def _search(
+    table: Table,
+    goal: float,
+    sampler: optuna.samplers.BaseSampler,
+    charge: Callable[[TrainConfig], float],
+    seconds: float = 0.0,
+) -> float:
     study = optuna.create_study(direction="maximize", sampler=sampler)
-    charges, seconds = Charges(table), 0.0
-    while seconds < LONGEST_S:
+    while seconds < LONGEST_S and len(study.trials) < MAX_TRIALS:
         trial = study.ask({knob.name: distribution(knob) for knob in SPACE.knobs})
         config = SPACE.config(trial.params)
-        seconds += charges.cold(config)
+        seconds += charge(config)
         value = table.value(config)
         if value is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -181,6 +202,7 @@ SEARCHES: dict[str, Callable[[Table, int, float], float]] = {
     "ours": ours,
     "ours_climbing": ours_climbing,
     "optuna_cold": optuna_cold,
+    "optuna_warm": optuna_warm,
     "random": random_cold,
     "doubling": doubling,
 }
@@ -199,23 +221,39 @@ def replay(args: argparse.Namespace) -> None:
         row = {"seed": seed} | {name: search(table, seed, goal) for name, search in SEARCHES.items()}
         rows.append(row)
         print(row, flush=True)
-    median = {name: statistics.median(row[name] for row in rows) for name in SEARCHES}
     cold = [(Charges(table).cold(config), seconds) for config, seconds in table.cold.items()]
     summary = {
-        **{f"{name}_seconds": seconds for name, seconds in median.items()},
-        "ratio_to_optuna": median["optuna_cold"] / median["ours"],
-        "seeds": args.seeds,
+        **summarize(rows),
         "configs": len(table.configs),
         "configs_within_goal": len(good),
         "best": max(good, key=lambda config: table.value(config) or 0.0).label(),
         "best_tokens_per_second": table.best(),
         "censored_at_s": LONGEST_S,
-        "censored": {name: sum(row[name] >= LONGEST_S for row in rows) for name in SEARCHES},
         "live": json.loads(LIVE_RUN.read_text()) if LIVE_RUN.exists() else None,
         "cold_charge_over_measured": statistics.median(charged / real for charged, real in cold) if cold else None,
     }
     save("search_efficiency", table.fingerprint, summary, rows, args.out)
     print(json.dumps(summary, indent=1))
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over seeds, and their ratios to ours.
+
+    `ratio_to_optuna` includes what a process for each trial costs; `ratio_to_warm_tpe` compares the searches alone.
+    `ours_distinct` counts the different results of ours: it is deterministic, so that all seeds are a single sample.
+    """
+    median = {name: statistics.median(row[name] for row in rows) for name in SEARCHES}
+    quartiles = statistics.quantiles([row["optuna_warm"] for row in rows], n=4) if len(rows) > 1 else []
+    return {
+        **{f"{name}_seconds": seconds for name, seconds in median.items()},
+        "ratio_to_optuna": median["optuna_cold"] / median["ours"],
+        "ratio_to_warm_tpe": median["optuna_warm"] / median["ours"],
+        "ratio_to_warm_tpe_climbing": median["optuna_warm"] / median["ours_climbing"],
+        "optuna_warm_quartiles": quartiles[::2],
+        "seeds": len(rows),
+        "ours_distinct": len({row["ours"] for row in rows}),
+        "censored": {name: sum(row[name] >= LONGEST_S for row in rows) for name in SEARCHES},
+    }
 
 
 def live(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from common import save, table
 
@@ -42,9 +43,12 @@ def main() -> None:
             rows.append({"command": name, "median_ms": statistics.median(times), "max_ms": max(times)})
         with WorkerProber("cpu", Path(folder)) as prober:
             fingerprint = prober.fingerprint
-    summary = {"help_ms": rows[1]["median_ms"], "slowest_ms": max(row["median_ms"] for row in rows)}
-    save("startup", fingerprint, summary, rows, args.out)
+    save("startup", fingerprint, summarize(rows), rows, args.out)
     table(rows, ["command", "median_ms", "max_ms"])
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"help_ms": rows[1]["median_ms"], "slowest_ms": max(row["median_ms"] for row in rows)}
 
 
 if __name__ == "__main__":

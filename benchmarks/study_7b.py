@@ -53,7 +53,7 @@ def main() -> None:
             {"rung": kind[0], "depth": kind[1], "compiled": kind[2], "probes": len(of_kind)}
             | {phase: seconds.get(phase, 0.0) for phase in PHASES}
         )
-    probing = sum(probe.seconds.get("total", 0.0) for probe in launched)
+    probing = summarize(rows)["probing_seconds"]
     summary = {
         "wall_seconds": wall,
         "configs_judged": result["trials"]["judged"],
@@ -63,7 +63,7 @@ def main() -> None:
         ),
         "speedup": result["speedup"],
         "trials": result["trials"],
-        "probing_seconds": probing,
+        **summarize(rows),
         "seconds_beside_probes": wall - probing,
         "tokens_per_second": result["winner"]["performance"]["tokens_per_second"],
         "exported": sorted(path.name for path in (folder / name / "export").iterdir()),
@@ -71,6 +71,10 @@ def main() -> None:
     save("study_7b", study.record.fingerprint, summary, rows, args.out)
     table(rows, ["rung", "depth", "compiled", "probes", *PHASES])
     print(json.dumps(summary, indent=1))
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"probing_seconds": sum(row["probes"] * row["total"] for row in rows)}
 
 
 def kind_of(probe: ProbeResult) -> tuple[str, int | None, bool]:

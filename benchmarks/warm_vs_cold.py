@@ -125,25 +125,28 @@ def main() -> None:
         )
         table(rows[-1:], COLUMNS)
 
-    def wall_ratio(compiled: bool, extra_s: float = 0.0) -> float:
-        counted = [row for row in rows if row["config"].endswith("compiled") is compiled]
-        warm_s = sum(row["warm_wall_s"] for row in counted) + extra_s
-        return warm_s / sum(row["cold_wall_s"] for row in counted)
+    summary = summarize(rows) | {"workers_replaced": replaced}
+    cold_s = sum(row["cold_wall_s"] for row in rows if not row["config"].endswith("compiled"))
+    summary["wall_ratio_with_the_first_start"] = summary["wall_ratio"] + first_start / cold_s
+    save("warm_vs_cold", fingerprint, summary, rows, args.out)
+    table(rows, COLUMNS)
+    print(summary)
 
-    summary = {
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def wall_ratio(compiled: bool) -> float:
+        counted = [row for row in rows if row["config"].endswith("compiled") is compiled]
+        return sum(row["warm_wall_s"] for row in counted) / sum(row["cold_wall_s"] for row in counted)
+
+    return {
         "configs": len(rows),
         "time_error_max": max(abs(row["time_error"]) for row in rows),
         "time_error_median": statistics.median(abs(row["time_error"]) for row in rows),
         "peak_error_max": max(abs(row["peak_error"]) for row in rows),
         "reserved_error_max": max(abs(row["reserved_error"]) for row in rows),
         "wall_ratio": wall_ratio(False),
-        "wall_ratio_with_the_first_start": wall_ratio(False, first_start),
         "wall_ratio_compiled": wall_ratio(True),
-        "workers_replaced": replaced,
     }
-    save("warm_vs_cold", fingerprint, summary, rows, args.out)
-    table(rows, COLUMNS)
-    print(summary)
 
 
 if __name__ == "__main__":

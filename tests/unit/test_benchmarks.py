@@ -1,0 +1,143 @@
+"""The benchmarks: summaries follow from rows, rows from what was measured, and the documents say what they say."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((BENCHMARKS / "results").glob("*.json"))}
+# What a summary holds that no row tells.
+BESIDE_ROWS = {
+    "cap": {"cap_gib"},
+    "cap22": {"study_tokens_per_s"},
+    "disturbed": {"trials_lost"},
+    "projection": {"exponents_of_all_sets"},
+    "report": {"trials"},
+    "search_efficiency": {"configs", "configs_within_goal", "best", "best_tokens_per_second", "censored_at_s", "live"}
+    | {"cold_charge_over_measured"},
+    "study_7b": {"wall_seconds", "configs_judged", "full_depth_ooms", "speedup", "trials", "seconds_beside_probes"}
+    | {"tokens_per_second", "exported"},
+    "warm_vs_cold": {"wall_ratio_with_the_first_start", "workers_replaced"},
+}
+# What `docs/evidence.md` says of a result.
+SAID = [
+    (
+        "verify",
+        "the exported run of {winners} winners | speed {tokens_error_median:.1%} median, {tokens_error_max:.0%}",
+    ),
+    ("verify", "({winners_within_3_percent} of {winners} within 3%); memory {peak_error_max:.2%} worst"),
+    ("depth_extrapolation", "memory {reserved_error_median:.2%} median, {reserved_error_max:.1%} worst; time"),
+    ("depth_extrapolation", "time {time_error_median:.1%} median and {time_error_max:.1%} worst undisturbed,"),
+    ("depth_extrapolation", "undisturbed, {first_error_max_of_all:.0%} worst as a study sees it"),
+    ("depth_extrapolation", "differed by up to {whole_differs_max_host_bound_of_all:.0%}, elsewhere by up to"),
+    ("depth_extrapolation", "elsewhere by up to {whole_differs_max_device_bound_of_all:.0%} ("),
+    ("projection", "{pairs} published pairs of cards in {sets} sets | {error_mean_of_unseen_sets:.0%} mean,"),
+    ("projection", "mean, {error_mean_of_sets_uncalibrated:.0%} where each set counts once; with one measurement on"),
+    ("projection", "target card {error_mean_calibrated:.0%} and {error_mean_of_sets_calibrated:.0%} |"),
+    ("projection", "{coverage_80:.0%} of the cases lay in the printed range"),
+    ("projection", "the range holds {coverage_80_of_sets:.0%}, and one measurement"),
+    (
+        "plan_memory",
+        "| {heldout_configs} configurations of {heldout_models} models that the formula was not fitted on |",
+    ),
+    (
+        "plan_memory",
+        "memory {heldout_error_max:.1%} worst; step time {heldout_pace_error_median:.0%} median, on average",
+    ),
+    ("plan_memory", "on average {heldout_pace_bias:.0%} too long |"),
+    ("plan_memory", "for {fitted_configs} configurations of the {fitted_models} models that the formula was fitted on"),
+    ("plan_memory", "({configs_of_the_most_frequent_model} of them of Mistral-7B)"),
+    ("plan_memory", "Of the {published_verdicts} published verdicts"),
+    ("plan_memory", "{published_verdicts_wrong} were predicted wrongly, none of the {published_nf4_verdicts} with nf4"),
+    ("plan_memory", "Step time** is {pace_error_median:.1%} off in the median"),
+    ("plan_memory", "and {heldout_pace_error_median:.1%} for the {heldout_models} others"),
+    ("plan_memory", "which should hold 80%, held {heldout_pace_within_80:.0%} of these"),
+    ("cap", "Of {configs} configurations around the memory of an A10, {verdicts} need over 2%"),
+    ("cap", "The {published} whose verdicts were published got those."),
+    ("search_efficiency", "| {ours_seconds:.0f} s ({ours_climbing_seconds:.0f} s without the formulas"),
+    ("search_efficiency", "| {optuna_warm_seconds:.0f} s, median of {seeds} seeds (half between"),
+    ("search_efficiency", "autotune was {ratio_to_optuna:.1f} times as quick as Optuna used as in its tutorial"),
+    (
+        "search_efficiency",
+        "the search itself was {ratio_to_warm_tpe:.1f} times as quick ({ratio_to_warm_tpe_climbing:.1f}",
+    ),
+]
+
+
+def program(name: str, patch: pytest.MonkeyPatch) -> Any:
+    """The module of a benchmark."""
+    patch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+def rounded(value: Any) -> Any:
+    """As it is stored, to seven digits: sums depend on the machine in the last ones."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.7g}"))
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, beside = RESULTS[name]["summary"], BESIDE_ROWS.get(name, set())
+    computed = program(name, monkeypatch).summarize(RESULTS[name]["rows"])
+    assert beside <= stored.keys()
+    assert rounded(computed) == rounded({key: value for key, value in stored.items() if key not in beside})
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [
+        ("verify", "verify_h200.jsonl"),
+        ("depth_extrapolation", "depth_h200.jsonl"),
+        ("plan_memory", "heldout_h200.jsonl"),
+        ("projection", None),
+    ],
+)
+def test_rows_follow_from_what_was_measured(
+    name: str, measured: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where formulas of the package are part of a row, a change of these shows here."""
+    options = ["--rows", str(BENCHMARKS / "data" / measured), "--seconds", "0"] if measured else []
+    monkeypatch.setattr(sys, "argv", [name, *options, "--out", str(tmp_path)])
+    program(name, monkeypatch).main()
+    made = json.loads((tmp_path / f"{name}.json").read_text())
+    for key in ("fingerprint", "summary", "rows"):
+        assert rounded(made[key]) == rounded(RESULTS[name][key]), key
+
+
+def test_searches_take_as_long_as_the_result_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one seed, which ours does not depend on. A change of how the product searches shows here."""
+    search = program("search_efficiency", monkeypatch)
+    table, row = search.Table(search.TABLE), RESULTS["search_efficiency"]["rows"][0]
+    goal = table.best() * (1 - search.WITHIN)
+    assert {name: run(table, row["seed"], goal) for name, run in search.SEARCHES.items()} == pytest.approx(
+        {name: row[name] for name in search.SEARCHES}
+    )
+
+
+@pytest.mark.parametrize(("name", "text"), SAID)
+def test_the_documents_say_what_was_measured(name: str, text: str) -> None:
+    evidence = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split()).replace(" %", "%")
+    assert text.format(**RESULTS[name]["summary"]) in evidence
+
+
+def test_the_documents_say_which_versions_were_measured() -> None:
+    """Those of the GPU, and those of the tests, which no GPU ran."""
+    studies = [json.loads(path.read_text()) for path in (ROOT / "studies").glob("*/summary.json")]
+    fingerprints = [found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]]
+    on_gpus = [found["packages"] for found in fingerprints if found["device"].startswith("NVIDIA")]
+    assert len(on_gpus) > 15
+    ((torch, transformers),) = {(packages["torch"], packages["transformers"]) for packages in on_gpus}
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("t")
+    )
+    for name in ("README.md", "docs/evidence.md"):
+        text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        assert f"torch {torch} and transformers {transformers}" in text
+        assert f"torch {pins['torch']} and transformers {pins['transformers']}" in text
+    told = " ".join((ROOT / "studies" / "README.md").read_text(encoding="utf-8").split())
+    assert f"torch {torch}, transformers {transformers}" in told
