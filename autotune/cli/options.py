@@ -112,7 +112,11 @@ def pins_of(settings: list[str], **named: Any) -> dict[str, Any]:
         if not equals or not name or not text:
             raise UsageError(f"--set {setting!r} is not KNOB=VALUE", remedy="for example --set checkpointing=none")
         try:
-            pins[name.strip()] = load_yaml(text)
+            value = load_yaml(text)
         except Exception:
             raise UsageError(f"--set {setting!r}: the value cannot be read", remedy="quote it") from None
+        if pins.setdefault(name.strip(), value) != value:
+            raise UsageError(
+                f"{name.strip()} is pinned to {pins[name.strip()]} and to {value}", remedy="give one value"
+            )
     return pins

@@ -25,6 +25,7 @@ ATTENTIONS = ("sdpa", "eager")
 OFF_BATCH = 0.25  # how far a step of packed rows may be off the global batch
 WORTH_PACKING = 1.05  # examples in a row from which on packing is worth a trial
 MOST_LENGTHS = 16  # each is packed once
+MIN_RANK, MAX_TRUNCATED = 16, 0.01
 # For a knob: the floor that lets all its values win, which of them may win anyway, and what is said of the others.
 UNASKED: dict[str, tuple[str, Callable[[Any], bool], str]] = {
     "quantization": ("allow_quantized", lambda value: value == "none", "a quantised base learns differently"),
@@ -35,10 +36,13 @@ UNASKED: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """What may not be given up for speed unless it is asked for, or nothing else fits."""
+    """What may not be given up for speed unless it is asked for, or nothing else fits.
 
-    min_rank: int = 16
-    max_truncated: float = 0.01
+    Where `min_rank` or `max_truncated` is None, MIN_RANK or MAX_TRUNCATED holds as far as the space allows.
+    """
+
+    min_rank: int | None = None
+    max_truncated: float | None = None
     allow_quantized: bool = False
     allow_pure_bf16: bool = False
     allow_any_optimizer: bool = False
@@ -180,10 +184,18 @@ def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | Non
 
 
 def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> None:
-    """Remove what is below the floors. A knob with one value is the user's choice and stays."""
+    """Remove what is below the floors. A knob with one value is the user's choice and stays.
+
+    Raises UsageError if the user asked for a rank or a length that the space does not have.
+    """
     _apply_floor_of_length(narrowing, workload, floors.max_truncated)
-    reason = f"below the rank floor of {floors.min_rank} (--min-rank)"
-    narrowing.prefer("lora_rank", lambda rank: rank >= floors.min_rank, reason, reserve=True)
+    largest = max(narrowing.space.choices("lora_rank"))
+    if floors.min_rank is not None and floors.min_rank > largest and "lora" in narrowing.space.choices("method"):
+        remedy = f"give {largest} at most, or pin a rank with --rank"
+        raise UsageError(f"--min-rank {floors.min_rank}: the largest rank of the space is {largest}", remedy=remedy)
+    min_rank = floors.min_rank or MIN_RANK
+    reason = f"below the rank floor of {min_rank} (--min-rank)"
+    narrowing.prefer("lora_rank", lambda rank: rank >= min_rank, reason, reserve=True)
     for name, (floor, may_win, what) in UNASKED.items():
         if not getattr(floors, floor):
             in_reserve = name != "precision" or "full" in narrowing.space.choices("method")  # adapters are small
@@ -195,9 +207,16 @@ def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> No
         narrowing.reserve, _ = narrowing.reserve.narrow("quantization", lambda value: value != "fp8", "")
 
 
-def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncated: float) -> None:
+def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncated: float | None) -> None:
     """Remove lengths that cut off too many tokens, and lengths beyond the shortest that holds every example."""
-    limit = max(max_truncated, workload.truncated(max(narrowing.space.choices("seq_len"))))
+    largest = max(narrowing.space.choices("seq_len"))
+    least = workload.truncated(largest)
+    if max_truncated is not None and least > max_truncated + 1e-9:
+        raise UsageError(
+            f"--max-truncated {max_truncated}: the longest rows of the space, {largest}, cut off {least:.2%} of them",
+            remedy=f"give {math.ceil(least * 1000) / 1000} or more, or pin a longer seq_len with --seq-len",
+        )
+    limit = max(MAX_TRUNCATED if max_truncated is None else max_truncated, least)
     reason = f"would cut off more than {limit:.0%} of the tokens (--max-truncated)"
     narrowing.prefer("seq_len", lambda length: workload.truncated(length) <= limit + 1e-9, reason, reserve=True)
     longest = workload.lengths.longest

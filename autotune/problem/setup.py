@@ -82,7 +82,6 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     if spec.trainer == "trl":
         constraints.narrow_to_trl(narrowing, installed=probes_run_here)
     workload = _workload(spec, lengths, global_batch)
-    warnings = _warnings(spec, narrowing.space, workload)
     floors = Floors(
         min_rank=spec.min_rank,
         max_truncated=spec.max_truncated,
@@ -93,6 +92,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     )
     constraints.apply_floors(narrowing, workload, floors)
     constraints.narrow_packing(narrowing, workload, model.config["model_type"])
+    warnings = _warnings(spec, narrowing, workload)
     proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(
         study=spec.study or f"{target.device.name}{proxy}-{model.short}-{space.name}".lower(),
@@ -169,9 +169,18 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
     )
 
 
-def _warnings(spec: StudySpec, space: SearchSpace, workload: Workload) -> tuple[str, ...]:
-    """What is odd about the examples and the pinned knobs."""
-    warnings = [f"{name} has no effect: it needs {need}" for name in spec.pins if (need := space.idle(name))]
+def _warnings(spec: StudySpec, narrowing: Narrowing, workload: Workload) -> tuple[str, ...]:
+    """What is odd about the examples, and which pinned knobs and floors have no effect."""
+    space, warnings = narrowing.space, []
+    for name in spec.pins:
+        if need := space.idle(name):
+            unless = "" if narrowing.reserve.idle(name) else " unless nothing else fits"
+            warnings.append(f"{name} has no effect{unless}: it needs {need}")
+    if spec.min_rank is not None and "lora" not in space.choices("method"):
+        warnings.append("--min-rank has no effect: it needs method lora")
+    for name, (floor, may_win, _) in constraints.UNASKED.items():
+        if getattr(spec, floor) and all(map(may_win, space.choices(name))):
+            warnings.append(f"--{floor.replace('_', '-')} has no effect: the space has no such {name}")
     longest = max(space.choices("seq_len"))
     cut = workload.truncated(longest)
     if cut >= WORTH_A_WARNING:

@@ -57,9 +57,9 @@ def _count(default: int | None, help: str, **details: Any) -> Any:
     return _option(default, help, allows=lambda value: 1 <= value <= MAX_COUNT, **details)
 
 
-def _share(default: float, help: str) -> Any:
+def _share(default: float | None, help: str, **details: Any) -> Any:
     """A field for a number from 0 to 1."""
-    return _option(default, help, allows=lambda value: 0 <= value <= 1)
+    return _option(default, help, allows=lambda value: 0 <= value <= 1, **details)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +154,8 @@ class StudySpec:
     prices: str | None = _option(
         None, "File with your own prices (`autotune prices` shows the format).", metavar="FILE"
     )
-    min_rank: int = _count(16, "Smallest LoRA rank.")
-    max_truncated: float = _share(0.01, "Largest share of tokens that may be cut off.")
+    min_rank: int | None = _count(None, "Smallest LoRA rank.", shown_default="16")
+    max_truncated: float | None = _share(None, "Largest share of tokens that may be cut off.", shown_default="0.01")
     allow_quantized: bool = _option(False, "Let quantised bases win.")
     allow_pure_bf16: bool = _option(False, "Let pure bf16 win, without fp32 master weights.")
     allow_any_optimizer: bool = _option(False, "Let optimizers other than AdamW win.")

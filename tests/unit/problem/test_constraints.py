@@ -61,15 +61,35 @@ def test_the_default_floors():
         (1034, 0.01, (1024, 2048)),  # 0.97 % cut off
         (1035, 0.01, (2048,)),  # 1.06 %
         (300, 0.01, (512,)),
-        (8192, 0.01, (4096,)),  # longer than everything: as little as can be
+        (8192, None, (4096,)),  # longer than everything: as little as can be
         (8192, 0.8, (2048, 4096)),
-        (4097, 0.0, (4096,)),
+        (4097, None, (4096,)),
     ],
 )
 def test_the_floor_of_length(length, max_truncated, kept):
     lengths = space(seq_len=(512, 1024, 2048, 4096))
     workload = Workload(lengths=Lengths.constant(length))
     assert narrowed(lengths, workload, max_truncated=max_truncated)["seq_len"] == kept
+
+
+@pytest.mark.parametrize(
+    ("knobs", "floors", "message"),
+    [
+        ({"lora_rank": (8, 64)}, {"min_rank": 65}, "--min-rank 65: the largest rank of the space is 64"),
+        ({"lora_rank": (8,)}, {"min_rank": 16}, "the largest rank of the space is 8"),  # pinned, and asked for more
+        ({"seq_len": (512,)}, {}, None),
+        ({"seq_len": (512,)}, {"max_truncated": 0.1}, "the longest rows of the space, 512, cut off 50.00%"),
+        ({"method": ("full",)}, {"min_rank": 65}, None),  # a warning
+    ],
+)
+def test_a_floor_that_the_space_cannot_hold_is_refused(knobs, floors, message):
+    searched = space(**{"seq_len": (1024,)} | knobs)
+    if message is None:
+        assert floored(searched, **floors).space == searched
+        return
+    with pytest.raises(UsageError, match=message) as caught:
+        floored(searched, **floors)
+    assert caught.value.remedy
 
 
 def test_a_floor_of_length_on_a_range():

@@ -185,7 +185,26 @@ def test_a_pin_without_effect_is_a_warning(installed):
     assert reported == ("dora has no effect: it needs method lora",)
     reported = set_up(StudySpec(model="mistral-7b", space="lora", pins={"double_quant": True}), H200).warnings
     assert reported == ("double_quant has no effect: it needs quantization nf4",)
-    assert set_up(StudySpec(model="mistral-7b", space="default", pins={"double_quant": True}), H200).warnings == ()
+    reported = set_up(StudySpec(model="mistral-7b", space="default", pins={"double_quant": True}), H200).warnings
+    assert reported == ("double_quant has no effect unless nothing else fits: it needs quantization nf4",)
+    pins = {"double_quant": True, "quantization": "nf4"}
+    assert set_up(StudySpec(model="mistral-7b", space="default", pins=pins), H200).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "reported"),
+    [
+        ({"space": "full", "min_rank": 32}, ("--min-rank has no effect: it needs method lora",)),
+        (
+            {"space": "full", "allow_quantized": True},
+            ("--allow-quantized has no effect: the space has no such quantization",),
+        ),
+        ({"space": "default", "allow_quantized": True, "min_rank": 32, "allow_pure_bf16": True}, ()),
+    ],
+)
+def test_a_floor_without_effect_is_a_warning(installed, asked, reported):
+    installed("bitsandbytes")
+    assert set_up(StudySpec(model="mistral-7b", **asked), H200).warnings == reported
 
 
 def test_a_price_given_by_the_user(installed):

@@ -32,7 +32,7 @@ def failure(path: Path | None, flags: dict) -> str:
 def test_flags_alone():
     spec = make_spec(None, {"model": "demo-3m", "epochs": 2, "price": None, "pins": None})
     assert spec == StudySpec(model="demo-3m", epochs=2)
-    assert (spec.gpu, spec.budget, spec.global_batch, spec.min_rank, spec.pins) == ("auto", "15m", None, 16, {})
+    assert (spec.gpu, spec.budget, spec.global_batch, spec.min_rank, spec.pins) == ("auto", "15m", None, None, {})
 
 
 def test_flags_go_before_the_file(tmp_path):
