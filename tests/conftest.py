@@ -30,19 +30,23 @@ def _do_not_wait_for_the_disk(connection: Any, record: Any) -> None:
 
 # These start real probes and real training, and take minutes.
 LONGEST = (
+    "system/faults/test_struck_worker",
     "system/test_end_to_end",
     "probe/test_supervisor",
+    "system/test_canary",
+    "system/test_studies_command",
+    "system/test_api",
     "system/test_quality",
     "probe/test_truncation",
-    "probe/test_train_script",
-    "probe/test_trl_trainer",
-    "probe/test_patches",
-    "probe/test_chunked_loss",
-    "system/test_verify",
-    "probe/test_compile",
     "system/test_worker_process",
-    "system/faults/test_struck_worker",
-    "system/test_canary",
+    "probe/test_train_script",
+    "system/test_verify",
+    "probe/test_patches",
+    "probe/test_trl_trainer",
+    "unit/study/test_distributed",
+    "probe/test_compile",
+    "system/test_train",
+    "probe/test_chunked_loss",
     "system/faults/test_sessions",
     "system/test_fuzz",
     "system/test_named_configs",
@@ -51,6 +55,12 @@ LONGEST = (
     "system/test_loop",
     "system/test_resume",
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: much of the time a test waits for its study's processes to start or end."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

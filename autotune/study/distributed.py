@@ -173,8 +173,8 @@ class SharedTrials:
         return self._random.choice(nearest) if nearest else None
 
     def await_others(self) -> bool:
-        """Wait a moment, and return whether others are running trials or have given some back."""
-        if not self.coordinator.taken() and not self.optimizer.is_waiting():
+        """Wait a moment, and return whether others are running or beginning trials, or have given some back."""
+        if not self.coordinator.taken() and not self.optimizer.has_unfinished():
             return False
         time.sleep(AWAIT_S)
         return True
@@ -186,6 +186,8 @@ class SharedTrials:
             if row.trial is not None and row.result.depth is None:
                 self._stored_by_others[row.trial] = row.result
                 self._not_finished.add(row.trial)
+        if reap or self.clock() >= self._reap_at:
+            self.reap()
         finished = self._not_finished & self.optimizer.finished_numbers() if self._not_finished else set[int]()
         for number in sorted(finished):  # a trial that was given back does not count, even if its result came later
             self._not_finished.remove(number)
@@ -194,8 +196,6 @@ class SharedTrials:
             result = self._stored_by_others[number]
             evaluation = Evaluation(result=result, seconds=result.seconds.get("total", 0.0))
             self.on_trial_of_others(self._add(number, evaluation))
-        if reap or self.clock() >= self._reap_at:
-            self.reap()
 
     def reap(self) -> None:
         """Settle the trials of workers that died."""

@@ -158,6 +158,10 @@ class Optimizer:
         """Whether the queue holds something."""
         return bool(self._in_state(TrialState.WAITING))
 
+    def has_unfinished(self) -> bool:
+        """Whether any trial is queued or running."""
+        return bool(self._in_state(TrialState.WAITING, TrialState.RUNNING))
+
     @retried
     def ask(self, wanted: dict[str, Any] | None = None, *, worker: str = "") -> Proposal:
         """Begin a trial: of the `wanted` choice, else of what is queued, else of what the sampler proposes."""

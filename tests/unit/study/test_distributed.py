@@ -4,6 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,7 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
             return ProbeRequest(config=config, model=task.model.config, memory_gib=100.0)
 
         evaluator = Evaluator(prober, store, study="one", logs=tmp_path, request=request)
-        coordinator = Leases(database, "one", me)
-        coordinator._beat()
+        coordinator = opened.enter_context(Leases(database, "one", me).joined())
         trials = SharedTrials(
             task=task,
             optimizer=search,
@@ -83,11 +83,11 @@ def join(database: str, tmp_path: Path) -> Iterator[Join]:
         members.append(Member(Study(trials), prober, search, store, coordinator))
         return members[-1]
 
-    yield start
+    with ExitStack() as opened:
+        yield start
     for one in members:
         one.search.close()
         one.store.close()
-        one.coordinator.close()
 
 
 def together(members: list[Member]) -> None:
@@ -144,6 +144,14 @@ def test_what_one_ran_out_with_is_refused_to_the_other(join: Join) -> None:
     assert row is not None and row.outcome is Outcome.REFUSED and second.prober.num_probes == 0
 
 
+def test_the_trial_that_another_is_just_beginning_is_waited_for(join: Join) -> None:
+    first, second = join(), join()
+    first.study.trials.run_one(None)
+    assert not first.study.trials.await_others()
+    second.search.ask(worker=second.coordinator.name)  # it has no lease yet
+    assert first.coordinator.taken() == set() and first.study.trials.await_others()
+
+
 def test_what_another_is_at_is_left_to_it(join: Join) -> None:
     first, second = join(), join()
     wanted = WIDE.clip(BASELINE)
@@ -167,6 +175,7 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
     after = states(database)
     assert after[TrialState.RUNNING] == 0 and after[TrialState.FAIL] == 1
     assert after[TrialState.COMPLETE] == 1  # what it had stored counts, and is not probed again
+    assert [row.number for row in first.study.trials.rows] == [reported.number]
     first.study.run()
     assert {asked.config.digest, reported.config.digest} <= {row.config.digest for row in first.study.trials.rows}
     assert reported.config.digest not in {config.digest for config in first.prober.configs}
@@ -178,11 +187,14 @@ def test_what_a_worker_that_is_gone_had_begun_is_done_by_another(
 
 
 def test_who_helps_ends_once_everything_was_tried(join: Join, database: str) -> None:
-    leader, helper = join(), join()
+    small = space(
+        micro_batch_size=(1, 2, 4), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "every_2", "full")
+    )
+    leader, helper = join(space=small), join(space=small)
     leader.study.trials.run_one(None)
-    helper.study.work(lambda: states(database)[TrialState.COMPLETE] > 150)
+    helper.study.work(lambda: states(database)[TrialState.COMPLETE] > 50)
     tried = states(database)[TrialState.COMPLETE]
-    assert tried < 100 and len({row.config.digest for row in helper.study.trials.rows}) == 48
+    assert tried < 40 and len({row.config.digest for row in helper.study.trials.rows}) == 9
 
 
 def test_who_helps_keeps_to_the_rank_that_the_leader_holds(join: Join, database: str) -> None:
