@@ -31,20 +31,20 @@ class DeviceSpec:
 
     name: str
     vendor: str
-    arch: str
+    arch: str = "unknown"
     compute_capability: str | None
     memory_gib: float | None = None
     memory_source: str | None = None
-    bandwidth_gb_s: float | None
-    bf16_tflops: float | None
-    fp16_tflops: float | None
-    fp8_tflops: float | None
-    fp32_tflops: float | None
-    tdp_w: float | None
+    bandwidth_gb_s: float | None = None
+    bf16_tflops: float | None = None
+    fp16_tflops: float | None = None
+    fp8_tflops: float | None = None
+    fp32_tflops: float | None = None
+    tdp_w: float | None = None
     nvml_names: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     source: str
-    as_of: str | None
+    as_of: str | None = None
 
     @property
     def kind(self) -> str:

@@ -20,10 +20,10 @@ from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, estimate_
 from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, interval, log_ratio, speed_transfer
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
-from autotune.problem.run_shape import RunShape
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import device_cap_gib, find_target
 from autotune.problem.task import Task
+from autotune.problem.workload import RunShape
 
 ACCURACY = (
     "memory by a formula that was within 0.3 % of the models on an H200 that it was made with, and 5.1 % of ten others "
@@ -107,7 +107,7 @@ def with_speed(
     transfer = speed_transfer(resolve_device(REFERENCE), device, ratios, precision=precision)
     if step_time is None or transfer is None:
         return estimated
-    step_s = shape.step_time_s(step_time.micro_s, step_time.rest_s) / transfer.ratio
+    step_s = (shape.accumulation * step_time.micro_s + step_time.rest_s) / transfer.ratio
     error = math.hypot(step_time.error, transfer.error)
     low, high = interval(1.0, error)
     speed = Performance.of_steps(shape, step_s, spread=(low - 1, high - 1))

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from autotune.core.probe_types import Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.transfer import SpeedTransfer
-from autotune.problem.run_shape import RunShape
-from autotune.problem.workload import Workload
+from autotune.problem.workload import RunShape, Workload
 
 # Times differ from one probe to the next by this share, however well the steps of each agree: on an H200 two
 # confirmations by 0.1 %, the shorter probes of the search from them by 0.4 to 1 %, since a GPU grows warm.

@@ -7,8 +7,7 @@ from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.problem.performance import Performance
-from autotune.problem.run_shape import RunShape
-from autotune.problem.workload import Workload
+from autotune.problem.workload import RunShape, Workload
 
 FITS, TIGHT, OOM = "fits", "tight", "out of memory"
 TABLE_EXAMPLES = (10_000, 50_000, 100_000)

@@ -132,16 +132,8 @@ def _uncatalogued(card: nvml.GpuInfo) -> DeviceSpec:
     return DeviceSpec(
         name=dashed(card.name),
         vendor="nvidia",
-        arch="unknown",
         compute_capability=card.compute_capability,
         memory_gib=card.memory_gib,
         memory_source="NVML",
-        bandwidth_gb_s=None,
-        bf16_tflops=None,
-        fp16_tflops=None,
-        fp8_tflops=None,
-        fp32_tflops=None,
-        tdp_w=None,
         source="NVML",
-        as_of=None,
     )

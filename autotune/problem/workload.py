@@ -1,18 +1,78 @@
-"""Workload: the examples of the full run. They are cut at seq_len, and padded or packed to rows."""
+"""Workload: the examples of the full run. They are cut at seq_len, and padded or packed to rows.
+
+RunShape has all rules about steps: size of the global batch, number of steps, micro batches of a probe.
+"""
 
 import bisect
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.packing import Rows, packed_rows
-from autotune.problem.run_shape import RunShape
 
 PROBED_ROWS = 8  # different rows that a probe trains on in turn
 GRAIN = 16  # padded rows are as long as a multiple of 1/16 of seq_len, so that other data can reuse the probe
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # an order of rows sorted by length in which any few neighbours differ much
+PROBED_MICRO_BATCHES = 2  # the second one peaks higher, since the gradients of the first are still allocated
+CONFIRMED_MICRO_BATCHES = 4  # a confirmation times longer steps, nearer to those of the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """How one run of `epochs` passes over `examples` examples processes them.
+
+    A row is one sequence of `seq_len` tokens with `examples_per_row` examples on average; `useful_tokens_per_row` are
+    neither padding nor cut off. A forward pass of one device takes `micro_batch_size` rows, an optimizer step
+    `accumulation` such micro batches on each of `world_size` devices.
+    """
+
+    micro_batch_size: int
+    accumulation: int
+    world_size: int = 1
+    seq_len: int
+    examples_per_row: float
+    useful_tokens_per_row: float
+    examples: int
+    epochs: float
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of one optimizer step: the global batch, counted in rows."""
+        return self.micro_batch_size * self.accumulation * self.world_size
+
+    @property
+    def examples_per_step(self) -> float:
+        """Examples of one optimizer step, on average: the global batch, counted in examples."""
+        return self.rows_per_step * self.examples_per_row
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, padding included."""
+        return self.rows_per_step * self.seq_len
+
+    @property
+    def useful_tokens_per_step(self) -> float:
+        """Tokens of one optimizer step that are neither padding nor cut off."""
+        return self.rows_per_step * self.useful_tokens_per_row
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the run. The last batch of an epoch may be smaller and counts as a step."""
+        steps_per_epoch = math.ceil(round(self.examples / self.examples_per_step, 6))
+        return math.ceil(steps_per_epoch * self.epochs)
+
+    @property
+    def probe_micro_steps(self) -> int:
+        """Micro batches in each step of a probe."""
+        return min(self.accumulation, PROBED_MICRO_BATCHES)
+
+    @property
+    def confirmation_micro_steps(self) -> int:
+        """Micro batches in each step of a confirmation."""
+        return min(self.accumulation, CONFIRMED_MICRO_BATCHES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from typing import Any
 
 from autotune.catalog import NO_PRICE, describe_price
@@ -231,11 +232,6 @@ def _group_data(comparison: Comparison, group: Group) -> Data:
     }
 
 
-def as_json(comparison: Comparison, today: date) -> str:
-    """One JSON object."""
-    return json.dumps(comparison_data(comparison), indent=2) + "\n"
-
-
 def as_csv(comparison: Comparison, today: date) -> str:
     """A line for each card. Text that a spreadsheet would take for a formula begins with an apostrophe."""
     rows = [card_data(group, card) for group in comparison.groups for card in group.cards]
@@ -250,22 +246,12 @@ def _no_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.lstrip()[:1] in tuple("=+-@") else value
 
 
-def as_markdown(comparison: Comparison, today: date) -> str:
-    """A document with a table for each group."""
-    return _render("comparison.md.j2", comparison, today)
-
-
 def _escaped(text: str) -> str:
     """Text for Markdown without markup, without an end of the cell, and without a formula between dollars."""
     return re.sub(r"([\\|`*~$\[\]])", r"\\\1", html.escape(text, quote=False))
 
 
-def as_html(comparison: Comparison, today: date) -> str:
-    """One page that needs no other file."""
-    return _render("comparison.html.j2", comparison, today)
-
-
-def _render(template: str, comparison: Comparison, today: date) -> str:
+def _render(comparison: Comparison, today: date, template: str) -> str:
     functions = {"heading": heading, "workload": workload_text, "verdicts": verdicts, "cells": cells}
     pages = environment()
     pages.filters["markdown"] = _escaped
@@ -275,8 +261,8 @@ def _render(template: str, comparison: Comparison, today: date) -> str:
 
 
 FORMATS: dict[str, Callable[[Comparison, date], str]] = {
-    "markdown": as_markdown,
+    "markdown": partial(_render, template="comparison.md.j2"),
     "csv": as_csv,
-    "html": as_html,
-    "json": as_json,
+    "html": partial(_render, template="comparison.html.j2"),
+    "json": lambda comparison, today: json.dumps(comparison_data(comparison), indent=2) + "\n",
 }

@@ -13,8 +13,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.step_time import REFERENCE, estimate_step_time
 from autotune.prediction.transfer import speed_transfer
-from autotune.problem.run_shape import RunShape
 from autotune.problem.task import Task
+from autotune.problem.workload import RunShape
 from autotune.study.neighbours import by_distance
 
 VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "packing")
@@ -45,7 +45,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
             if time is None:
                 return 0.0, 0.0
             shape, need_gib = fitting[config]
-            return shape.useful_tokens_per_step / shape.step_time_s(time.micro_s, time.rest_s), -need_gib
+            return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s), -need_gib
 
         best = max(fitting, key=predicted, default=current)
         if best not in yielded:

@@ -10,8 +10,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import CostProjection, DeviceEstimate
-from autotune.problem.run_shape import RunShape
-from autotune.problem.workload import Workload
+from autotune.problem.workload import RunShape, Workload
 from autotune.study.ablation import Ablation
 
 COST_KEYS = (

@@ -6,8 +6,7 @@ import pytest
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.run_shape import RunShape
-from autotune.problem.workload import Workload
+from autotune.problem.workload import RunShape, Workload
 
 SHAPE = RunShape(
     micro_batch_size=4,
@@ -37,10 +36,6 @@ def test_the_last_step_of_an_epoch_may_be_smaller() -> None:
 def test_probes_accumulate_only_if_the_run_does(accumulation: int, probed: int, confirmed: int) -> None:
     shape = replace(SHAPE, accumulation=accumulation)
     assert (shape.probe_micro_steps, shape.confirmation_micro_steps) == (probed, confirmed)
-
-
-def test_the_time_of_a_step_is_that_of_its_micro_batches_and_the_rest() -> None:
-    assert SHAPE.step_time_s(0.5, 0.1) == pytest.approx(1.6)
 
 
 def test_several_devices_share_the_global_batch() -> None:

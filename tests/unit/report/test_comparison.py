@@ -9,7 +9,7 @@ from dataclasses import replace
 from autotune.catalog import Price
 from autotune.planning.compare import Budget, Comparison, Owned
 from autotune.problem.run_cost import FITS, OOM
-from autotune.report.comparison import COLUMNS, FORMATS, as_csv, as_html, as_markdown
+from autotune.report.comparison import COLUMNS, FORMATS, as_csv
 from tests.unit.planning.test_compare import RTX, TODAY, comparison, entry, group, too_large
 
 HOSTILE = "<script>|=cmd`*[x](y)$1$"
@@ -21,14 +21,14 @@ def hostile() -> Comparison:
 
 
 def test_a_hostile_name_is_text_on_a_page() -> None:
-    page = as_html(hostile(), TODAY)
+    page = FORMATS["html"](hostile(), TODAY)
     assert "<script" not in page and "<b>" not in page
     assert HOSTILE in html.unescape(page) and "=1+1|<b>" in html.unescape(page)
     assert "http" not in page.replace("http-equiv", "")  # nothing is fetched
 
 
 def test_a_hostile_name_is_text_in_a_document() -> None:
-    text = as_markdown(hostile(), TODAY)
+    text = FORMATS["markdown"](hostile(), TODAY)
     assert "<script>" not in text and "<b>" not in text
     assert "## &lt;script&gt;\\|=cmd\\`\\*\\[x\\](y)\\$1\\$: lora" in text
     rows = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
