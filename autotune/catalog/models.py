@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.catalog.flops import flops_per_token
 from autotune.core.errors import UsageError, did_you_mean
-from autotune.core.files import load_data
+from autotune.core.files import load_data, read_regular, refuse_special_files
 from autotune.core.train_config import digest_of
 
 # The same size under the names that model families gave it.
@@ -131,6 +131,7 @@ def resolve_model(name: str) -> ModelSpec:
 
 
 def _from_directory(path: Path) -> ModelSpec:
+    refuse_special_files(path)
     # model*.safetensors is what transformers loads; other checkpoints there (adapters, consolidated) are not the model.
     has_weights = any(path.glob("model*.safetensors"))
     return ModelSpec(
@@ -146,7 +147,9 @@ def _from_hub(name: str, hint: str) -> ModelSpec:
     """Fetch config.json alone."""
     try:
         import huggingface_hub as hub
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
+        disable_progress_bars()
         if not isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
             # One try, which fails at once: hf_hub_download alone retries for 23 s when the Hub cannot be reached.
             hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"))
@@ -164,7 +167,7 @@ def _read_config(path: Path, shown: str | None = None) -> dict[str, Any]:
     """The shape in a config.json that somebody else wrote. `shown` is what messages call it."""
     shown = shown or str(path)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_regular(path))
     except OSError as error:
         raise UsageError(
             f"cannot read {shown}: {error.strerror or error}", remedy="pass a directory with a config.json"

@@ -2,7 +2,8 @@
 
 import functools
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="BaseModel")
 
+MAX_BYTES = 2**20  # of a configuration
 MAX_VALUES = 10_000  # of a user's file, its aliases written out; the shipped ones have fewer than a hundred
 
 
@@ -39,6 +41,35 @@ def load_data(package: str, name: str) -> Any:
     return load_yaml(files(package).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
+def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a regular file. Raises OSError for any other, without waiting for the writer of a pipe."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is not a regular file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(f"it has more than {max_bytes >> 20} MiB")
+    return data
+
+
+def read_user_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """The text of a file that a person named. Raises UsageError if it is no regular file of UTF-8 text."""
+    try:
+        return read_regular(path, max_bytes).decode()
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+    except (OSError, ValueError) as error:  # a path with a zero in it is a ValueError
+        reason = getattr(error, "strerror", None) or str(error)
+    raise UsageError(f"cannot read {path}: {reason}", remedy="check the path")
+
+
+def refuse_special_files(directory: Path) -> None:
+    """Raises UsageError if a directory holds a pipe, a socket or a device, on which a library may wait for ever."""
+    for path in directory.glob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UsageError(f"{path} is not a regular file", remedy="remove it, or name another directory")
+
+
 def read_user_yaml(path: Path, model: type[M]) -> M:
     """Read a YAML file that a person wrote and validate it.
 
@@ -47,11 +78,7 @@ def read_user_yaml(path: Path, model: type[M]) -> M:
     import yaml
     from pydantic import ValidationError
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read {path}: {reason}", remedy="check the path") from None
+    text = read_user_text(path)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None and _num_values(node, {}) > MAX_VALUES:
@@ -129,20 +156,32 @@ def write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"cannot write {path}: {error.strerror or error}",
-            remedy="choose another directory with --out, or free some space",
+            remedy="choose a place that can be written, with --out or --storage, or free some space",
         ) from None
 
 
 def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
-    """Write `text` to `path` by rename, so that a reader or a crash never sees half a file."""
+    """Write `text` to `path` by rename, so that a reader, a crash or a power cut never leaves half a file."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    mode = 0o777 if executable else 0o666  # less the umask
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            with open(temporary, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(text)
-            os.chmod(temporary, 0o755 if executable else 0o644)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
+        sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names of a directory's files are on disk."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -10,6 +10,11 @@ def printable(text: str, replacement: str = "?") -> str:
     return "".join(char if char.isprintable() else replacement for char in text)
 
 
+def printable_lines(text: str) -> str:
+    """The same with the ends of its lines, and tabs, kept."""
+    return re.sub(r"[^\n\t -~]", lambda found: printable(found[0]), text)
+
+
 def dashed(text: str) -> str:
     """The lower-case letters and digits of the text, with one dash for each run of other characters between them."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

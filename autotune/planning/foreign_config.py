@@ -13,13 +13,12 @@ from typing import Any
 
 from autotune.catalog import ModelSpec
 from autotune.core.errors import UsageError
-from autotune.core.files import load_data, read_user_yaml
+from autotune.core.files import load_data, read_user_text, read_user_yaml
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.problem.constraints import NO_SDPA
 
-MAX_BYTES = 2**20
 MAX_KNOB = 2**24  # the most that TrainConfig takes
 MAX_COUNT = 10**15  # some write "all examples" as a large number
 
@@ -79,7 +78,7 @@ def read_file(path: Path) -> ForeignConfig:
     try:
         return parse(values, tool)
     except _Refused as refusal:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_user_text(path).splitlines()
         of_key = re.compile(rf"\s*['\"]?{re.escape(refusal.key)}['\"]?\s*:")
         line = next((f":{number}" for number, text in enumerate(lines, 1) if of_key.match(text)), "")
         raise UsageError(f"{path}{line}: {refusal}", remedy=refusal.remedy) from None
@@ -88,13 +87,6 @@ def read_file(path: Path) -> ForeignConfig:
 def _load(path: Path) -> dict[str, Any]:
     from pydantic import RootModel
 
-    try:
-        size = path.stat().st_size if path.is_file() else -1
-    except (OSError, ValueError):  # a directory that may not be entered, or no path at all
-        size = -1
-    if not 0 <= size <= MAX_BYTES:
-        problem = "is not a file that can be read" if size < 0 else f"has {size:,} bytes, which no configuration has"
-        raise UsageError(f"{str(path)!r} {problem}", remedy="check the path: it is the YAML that you train with")
     values = read_user_yaml(path, RootModel[Any]).root
     if not isinstance(values, dict) or not values:
         raise UsageError(f"{path} holds no keys with values", remedy="pass the YAML that you train with")

@@ -5,14 +5,13 @@
 
 import functools
 import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.core.errors import UsageError
-from autotune.core.files import load_data, write_atomic
+from autotune.core.files import load_data, read_regular, write_atomic
 from autotune.core.probe_types import Evidence
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from autotune.planning.submission import Submission
 
 EVIDENCE = Path("runs/evidence")  # where `autotune import` stores submissions, in the current directory
-MAX_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +138,7 @@ def _load(path: Path) -> "Submission":
 
     name = _short(str(path))
     try:
-        return Submission.model_validate_json(_read(path))
+        return Submission.model_validate_json(read_regular(path))
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror or error}", remedy="check the path") from None
     except ValidationError as error:
@@ -151,17 +149,6 @@ def _load(path: Path) -> "Submission":
         raise UsageError(
             "\n".join(problems), remedy="ask for a file that `autotune submit` of this version wrote"
         ) from None
-
-
-def _read(path: Path) -> bytes:
-    """The content of a regular file of at most MAX_BYTES. Raises OSError; does not wait for the writer of a pipe."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("not a regular file")
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise OSError(f"more than {MAX_BYTES >> 20} MiB, which no submission has")
-    return data
 
 
 def _short(text: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.files import refuse_special_files
 from autotune.problem.length_distribution import Lengths
 
 LOADERS = {".jsonl": "lines", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -114,6 +115,7 @@ def _loaded(path: Path, loader: str) -> Iterator[dict[str, Any]]:
 def _counting(directory: str) -> tuple[Render, Count]:
     from transformers import AutoTokenizer
 
+    refuse_special_files(Path(directory))
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # errors of many kinds, depending on the files

@@ -14,9 +14,11 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from autotune.core.errors import UsageError
+from autotune.core.files import read_user_text
 
 Source = Literal["assumed", "given", "counted", "characters", "summary"]
 P99 = NormalDist().inv_cdf(0.99)
+MAX_BYTES = 2**30  # of a file of lengths; those of a hundred million examples
 BINS = 1000  # equally likely parts in which a described distribution is sampled
 
 SAYS: dict[Source, str] = {
@@ -139,10 +141,7 @@ class Lengths:
 
 def read_lengths(path: Path) -> Lengths:
     """The lengths in a file with one length per line. Raises UsageError, which names a wrong line."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}", remedy="name a text file with one length a line") from None
+    lines = [line.strip() for line in read_user_text(path, MAX_BYTES).splitlines()]
     remedy = "write the length of one example on each line, 1 or more"
     for number, line in enumerate(lines, 1):
         if line and (not re.fullmatch("[0-9]{1,9}", line) or int(line) < 1):

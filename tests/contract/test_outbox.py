@@ -29,6 +29,13 @@ def trials(store: ProbeStore) -> list[int | None]:
     return [row.trial for row in store.of_study("one")]
 
 
+def test_a_row_and_the_name_of_its_file_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("os.fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()))
+    Outbox(path=tmp_path / "outbox.jsonl").add({"a": 1})
+    assert synced == [tmp_path / "outbox.jsonl", tmp_path]
+
+
 def test_results_measured_during_an_outage_are_stored_afterwards(
     store: ProbeStore, database: str, tmp_path: Path, messages: list[str]
 ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from autotune.core.files import write_errors
+from autotune.core.files import sync_directory, write_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class Outbox:
             file.write("\n" + json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
+            sync_directory(self.path.parent)  # the file may be new
 
     @contextmanager
     def drained(self) -> Iterator[list[dict[str, Any]]]:

@@ -1,6 +1,7 @@
 """Models by catalogue name, directory or Hub id; a config that somebody else wrote cannot hurt."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,19 @@ def test_directory_without_a_readable_config(tmp_path):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(UsageError, match="not valid JSON"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(UsageError, match="Is a directory"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer_config.json"])
+def test_a_pipe_in_a_model_is_refused_and_not_waited_for(tmp_path, name):
+    write_config(tmp_path, LLAMA)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UsageError, match="not a regular file"):
         resolve_model(str(tmp_path))
 
 

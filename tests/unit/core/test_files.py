@@ -1,6 +1,7 @@
 """Users' YAML fails with its line, hostile YAML fails at once, and files are written whole or not at all."""
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -8,7 +9,15 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 
 from autotune.core.errors import StorageError, UsageError
-from autotune.core.files import MAX_VALUES, load_yaml, read_user_yaml, write_atomic, write_errors
+from autotune.core.files import (
+    MAX_BYTES,
+    MAX_VALUES,
+    load_yaml,
+    read_user_yaml,
+    refuse_special_files,
+    write_atomic,
+    write_errors,
+)
 
 
 class Inner(BaseModel):
@@ -133,10 +142,31 @@ def test_a_huge_number_is_refused(tmp_path):
 
 
 def test_what_cannot_be_read(tmp_path):
-    with pytest.raises(UsageError, match=r"nothing\.yaml: No such file or directory"):
-        read_user_yaml(tmp_path / "nothing.yaml", Form)
-    with pytest.raises(UsageError, match=": Is a directory"):
-        read_user_yaml(tmp_path, Form)
+    """A pipe without a writer, and a device without an end, are refused at once."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"#" * (MAX_BYTES + 1))
+    reasons = {
+        tmp_path / "nothing": "No such file or directory",
+        tmp_path: "Is a directory",
+        tmp_path / "pipe": "it is not a regular file",
+        Path("/dev/zero"): "it is not a regular file",
+        tmp_path / "large": "it has more than 1 MiB",
+        Path("a\0b"): "embedded null byte",
+    }
+    for path, reason in reasons.items():
+        with pytest.raises(UsageError, match=f"^cannot read {re.escape(str(path))}: {reason}$") as caught:
+            read_user_yaml(path, Form)
+        assert caught.value.remedy
+
+
+def test_a_directory_with_a_pipe_is_refused(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link to nothing").symlink_to("nowhere")
+    refuse_special_files(tmp_path)
+    (tmp_path / "tokenizer_config.json").symlink_to("/dev/null")
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json is not a regular file"):
+        refuse_special_files(tmp_path)
 
 
 # --- writing
@@ -145,12 +175,37 @@ def test_what_cannot_be_read(tmp_path):
 def test_write_atomic_replaces_whole_files_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "new" / "a'; echo foo" / "file.txt"
     write_atomic(path, "one\n")
-    write_atomic(path, "zwei ä\n", executable=True)
+    write_atomic(path, "zwei ä\n")
     assert path.read_text(encoding="utf-8") == "zwei ä\n"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o755
-    write_atomic(path, "three")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert [entry.name for entry in path.parent.iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_a_written_file_has_the_mode_that_the_umask_leaves(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        for executable in (False, True):
+            write_atomic(tmp_path / "file", "text", executable=executable)
+            expected = 0o777 & ~mask if executable else mode
+            assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == expected
+    finally:
+        os.umask(before)
+
+
+def test_a_file_is_on_disk_before_it_has_its_name_and_its_name_before_we_go_on(tmp_path, monkeypatch):
+    """Otherwise a power cut could leave an empty file in the place of the old one."""
+    path, events = tmp_path / "file", []
+    sync, rename = os.fsync, os.replace
+
+    def synced(handle):
+        sync(handle)
+        target = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        events.append("directory" if target == tmp_path else target.read_text())
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda source, target: events.append("rename") or rename(source, target))
+    write_atomic(path, "whole\n")
+    assert events == ["whole\n", "rename", "directory"]
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):

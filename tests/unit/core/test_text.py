@@ -2,13 +2,14 @@
 
 import pytest
 
-from autotune.core.text import code_span, dashed, printable
+from autotune.core.text import code_span, dashed, printable, printable_lines
 
 
 def test_printable_text_stays_on_one_line_and_steers_no_terminal() -> None:
     assert printable("a\x1b[31m\nb\u202e") == "a?[31m?b?"
     assert printable("a\nb", " ") == "a b"
     assert printable("übung") == "übung"
+    assert printable_lines("a\x1b]0;b\x07\n\tc\r\x9bd\udcff\n") == "a?]0;b?\n\tc??d?\n"
 
 
 @pytest.mark.parametrize(
