@@ -50,13 +50,17 @@ def is_loopback(host: str | None) -> bool:
 
 
 def gate(app: WSGIApplication) -> WSGIApplication:
-    """Let only GET and HEAD through (else 405), and only requests for a loopback host (else 403).
+    """Let only GET and HEAD through (else 405), and only requests for a loopback host (else 403, or 400).
 
     The check of the host stops DNS rebinding: a foreign page whose name resolves to 127.0.0.1 sends that name.
     """
 
     def gated(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if not is_loopback(urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname):
+        try:
+            host = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname
+        except ValueError:  # such as "["
+            return _refuse(start_response, "400 Bad Request", "the Host header names no host")
+        if not is_loopback(host):
             return _refuse(start_response, "403 Forbidden", "this view answers to 127.0.0.1 and localhost only")
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return _refuse(start_response, "405 Method Not Allowed", "this view is read-only")

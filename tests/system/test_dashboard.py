@@ -182,7 +182,16 @@ def test_nothing_can_be_written(
 
 
 @pytest.mark.parametrize(
-    ("host", "status"), [("localhost:9", 200), ("[::1]:9", 200), ("example.com", 403), ("127.0.0.1.example.com", 403)]
+    ("host", "status"),
+    [
+        ("localhost:9", 200),
+        ("[::1]:9", 200),
+        ("example.com", 403),
+        ("127.0.0.1.example.com", 403),
+        ("", 403),
+        ("[", 400),
+        ("[::1", 400),
+    ],
 )
 def test_a_foreign_host_name_is_refused(served: Served, host: str, status: int) -> None:
     assert served.ask("/api/studies", Host=host)[0] == status
