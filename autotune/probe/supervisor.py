@@ -4,7 +4,6 @@ No torch here. One process is `worker_process`; this decides what an answer, a s
 """
 
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import Fingerprint, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.scratch import scratch_directory
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.fault_injection import throttles
@@ -241,7 +241,7 @@ def check_worker(device: str) -> tuple[Fingerprint, str | None]:
     Returns the fingerprint, and why 4-bit weights of bitsandbytes do not train (None where they do, or were not tried).
     Raises EnvironmentProblem and TooManyFailures where no worker can probe on this machine.
     """
-    with tempfile.TemporaryDirectory(prefix="autotune-") as logs, WorkerProber(device, Path(logs)) as prober:
+    with scratch_directory() as logs, WorkerProber(device, Path(logs)) as prober:
         fingerprint = prober.fingerprint
         if device != "cuda":
             return fingerprint, None

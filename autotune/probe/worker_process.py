@@ -12,12 +12,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import Cancelled
+from autotune.core.scratch import scratch_directory
 from autotune.probe.monitor import Monitor
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, one_gpu
 
@@ -67,8 +67,9 @@ class WorkerProcess:
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
         # What a killed worker leaves behind lies in here.
-        self._scratch = tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True)
-        arguments = [str(theirs.fileno()), device, str(os.getpid()), self._scratch.name]
+        self._scratch = contextlib.ExitStack()
+        scratch = self._scratch.enter_context(scratch_directory())
+        arguments = [str(theirs.fileno()), device, str(os.getpid()), scratch]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "autotune.probe.worker", *arguments],
@@ -134,7 +135,7 @@ class WorkerProcess:
                 break
         self._signal_group(signal.SIGKILL)  # grandchildren that outlived it
         self._process.wait()
-        self._scratch.cleanup()
+        self._scratch.close()
 
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

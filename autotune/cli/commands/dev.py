@@ -9,7 +9,6 @@ import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import typer
 from autotune.cli.commands.catalogs import print_json, print_table
 from autotune.cli.options import Json
 from autotune.core.errors import TooManyFailures, UsageError, did_you_mean
+from autotune.core.scratch import scratch_directory
 from autotune.probe.fault_injection import VARIABLE
 
 TRIALS = 4
@@ -94,7 +94,7 @@ def inject(
     rows: list[Row] = []
     for name in fault or USUAL:
         print(f"injecting {name}", file=sys.stderr)
-        with tempfile.TemporaryDirectory(prefix="autotune-inject-") as folder:
+        with scratch_directory() as folder:
             rows.append(_strike(name, gpu, Path(folder)))
     if json_:
         print_json([asdict(row) for row in rows])

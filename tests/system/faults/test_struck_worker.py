@@ -22,7 +22,8 @@ from autotune.core.probe_types import Outcome, Phase, ProbeRequest, Rung
 from autotune.probe import monitor
 from autotune.probe.fault_injection import VARIABLE
 from autotune.probe.supervisor import HOST_OOM, WorkerProber
-from tests.helpers.probing import LARGE, WIDE, members, pid_of, request, until
+from autotune.probe.worker_process import WorkerProcess
+from tests.helpers.probing import LARGE, WIDE, alive, members, pid_of, request, until
 
 pytestmark = pytest.mark.probe
 RecordFault = Callable[..., None]
@@ -228,6 +229,31 @@ def test_a_killed_tuner_leaves_no_process_and_no_file(
     until(lambda: members(group) == [], "the group to end")
     assert not list(files.glob("autotune-*"))
     record_fault(f"{number.name} to the tuner", survived=tuner.returncode == -number, orphans=len(members(group)))
+
+
+def test_what_a_tuner_killed_with_its_watchdog_leaves_is_removed_at_the_next_start(
+    faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / "tmp"
+    files.mkdir()
+    command, environment = [sys.executable, "-c", TUNER, str(tmp_path)], os.environ | {"TMPDIR": str(files)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tuner:
+        assert tuner.stdout is not None
+        worker = psutil.Process(int(tuner.stdout.readline()))
+        (watchdog,) = (child for child in worker.children() if "autotune.probe.worker" in child.cmdline())
+        watchdog.suspend()  # so that it does nothing between the two deaths
+        tuner.kill()
+        until(lambda: not alive(worker.pid), "the worker to end with the tuner")
+        watchdog.kill()
+    os.killpg(worker.pid, signal.SIGKILL)  # its child, which the watchdog would have ended
+    (left,) = files.glob("autotune-*")
+    monkeypatch.setattr("tempfile.tempdir", str(files))
+    started = WorkerProcess("cpu", tmp_path / "worker.log")
+    try:
+        assert not left.exists() and len(list(files.glob("autotune-*"))) == 1
+    finally:
+        started.close()
+    assert not list(files.glob("autotune-*"))
 
 
 # For each injected fault: the outcome of its probe, and whether the same worker continues
