@@ -13,7 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from autotune import __version__
-from autotune.core.errors import AutotuneError
+from autotune.cli.terminal import guard
+from autotune.core.errors import AutotuneError, StorageError
 
 # Of each command: its function as module:name in autotune.cli.commands, and its help.
 COMMANDS = {
@@ -117,6 +118,7 @@ def _main(
 
 def main() -> None:
     """Entry point: one clear error, a remedy and a documented exit code; a traceback only with --debug."""
+    guard()
     debug = "--debug" in sys.argv[1:]
     if debug:
         sys.argv = [sys.argv[0], "--debug", *(arg for arg in sys.argv[1:] if arg != "--debug")]
@@ -129,7 +131,10 @@ def main() -> None:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        if not isinstance(error, AutotuneError):
+        if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
+            place = "" if error.filename is None else f"{error.filename}: "
+            error = StorageError(f"{place}{error.strerror}", remedy="check that it exists, and can be read and written")
+        elif not isinstance(error, AutotuneError):
             error = AutotuneError(
                 f"unexpected {type(error).__name__}: {error}", remedy="run again with --debug and report the traceback"
             )

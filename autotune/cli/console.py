@@ -14,6 +14,7 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import describe_price
+from autotune.cli.terminal import console
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.serialization import to_data
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
@@ -44,10 +45,8 @@ class Display(AbstractContextManager["Display"]):
     """One run's output. `quiet` prints nothing on stderr, `events` prints a JSON line on stdout for each event."""
 
     def __init__(self, *, budget_s: float, quiet: bool = False, events: bool = False) -> None:
-        from rich.console import Console
-
         tty = sys.stderr.isatty()
-        self._console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
+        self._console = console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not tty)
         self._status: Any = self._console.status("") if tty and not quiet else None
         self._budget_s = budget_s
         self._events = events
@@ -127,12 +126,23 @@ class Display(AbstractContextManager["Display"]):
         self._fields("left out", left_out, "dim")
         self._fields("warning", setup.warnings, "yellow")
 
-    def trial(self, row: TrialRecord) -> None:
-        """Print one line for a finished trial: its numbers and outcome, its configuration, details."""
-        self._event("trial", **to_data(row))
+    def resumed(self, rows: list[TrialRecord]) -> None:
+        """Find the best trial of earlier sessions, with which new ones are compared."""
+        for row in rows:
+            self._compare(row)
+        if best := self._best:
+            speed = fmt_count(best.tokens_per_second)
+            self.note(f"the best of them: trial {best.number}, {speed} tokens/s, {best.config.label()}")
+
+    def _compare(self, row: TrialRecord) -> None:
         best = self._best.tokens_per_second if self._best else None
         if row.outcome is Outcome.OK and (row.tokens_per_second or 0.0) > (best or 0.0):
             self._best = row
+
+    def trial(self, row: TrialRecord) -> None:
+        """Print one line for a finished trial: its numbers and outcome, its configuration, details."""
+        self._event("trial", **to_data(row))
+        self._compare(row)
         if not self._has_heading:
             self._has_heading = True
             self._print(f"\n{'trial':>5}  {'tok/s':>7}  {'GiB':>5}  outcome  configuration", "dim")

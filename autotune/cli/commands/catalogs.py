@@ -12,6 +12,7 @@ import typer
 from autotune.catalog import age, find_price, list_devices, list_models, resolve_device
 from autotune.catalog.prices import Price, best_first, list_prices, load_prices
 from autotune.cli.options import Json
+from autotune.cli.terminal import console
 from autotune.core.units import DASH, fmt_count, fmt_usd
 
 # Wide enough for any row: a pipe or a file must get whole cells.
@@ -78,19 +79,18 @@ def print_json(rows: Any) -> None:
 
 def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str, ...]]) -> None:
     """Print a table on stdout; `columns` maps each heading to the justification of its cells."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH)
+    screen = console()
+    if not screen.is_terminal:
+        screen = console(width=_PIPE_WIDTH)
     table = Table(title=title, title_justify="left")
     for heading, justify in columns.items():
         table.add_column(heading, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))  # no markup: names may hold brackets
-    console.print(table)
+    screen.print(table)
 
 
 def prices(

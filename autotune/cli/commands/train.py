@@ -11,6 +11,7 @@ import typer
 from autotune.api import load_study
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
+from autotune.cli.terminal import console
 from autotune.core.errors import AutotuneError, Interrupted, UsageError
 from autotune.core.units import fmt_seconds, fmt_usd
 from autotune.export.clusters import PREEMPTED
@@ -101,14 +102,13 @@ class TrainingDisplay:
     """The run's progress on stderr: a bar on a terminal, a line every half minute elsewhere."""
 
     def __init__(self) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.line = ""
         self._printed_at = 0.0
         self._warned = False
         self._stopping = False
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = console(stderr=True, highlight=False, soft_wrap=True)
         self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=self._console, transient=True)
         self._task = self._bar.add_task("loading", total=None)
 

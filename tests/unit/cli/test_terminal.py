@@ -1,0 +1,67 @@
+"""No text of anybody's acts on the terminal: neither printed, nor styled by rich, nor in an error."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.cli.commands.catalogs import print_table
+from autotune.cli.console import Display
+from autotune.cli.terminal import guard
+from tests.unit.catalog.test_models import LLAMA
+from tests.unit.cli.test_console import Terminal, terminal
+
+HOSTILE = "evil\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e"
+STYLES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")  # what rich itself writes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "--gpu", "a10", "--model", HOSTILE),
+        ("plan", "--gpu", "a10", "--model", f"no{HOSTILE}"),
+        ("compare", "--gpus", "a10", "--model", HOSTILE),
+        ("check", f"{HOSTILE}.yaml", "--gpu", "a10"),
+        ("run", "--gpu", HOSTILE, "--model", "demo-3m"),
+        ("prices", "--prices", f"{HOSTILE}.yaml"),
+        ("--debug", "run", "--space", f"{HOSTILE}.yaml", "--gpu", "cpu", "--model", HOSTILE),
+        (HOSTILE,),
+    ],
+    ids=lambda arguments: arguments[0].partition("\x1b")[0],
+)
+def test_a_hostile_name_is_shown_and_not_obeyed(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / HOSTILE).mkdir()
+    (tmp_path / HOSTILE / "config.json").write_text(json.dumps(LLAMA | {"model_type": HOSTILE}))
+    (tmp_path / f"{HOSTILE}.yaml").write_text(json.dumps({"model_name_or_path": HOSTILE, HOSTILE: [HOSTILE]}))
+    ended = subprocess.run(
+        [sys.executable, "-m", "autotune", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    shown = ended.stdout + ended.stderr
+    assert "evil" in shown and not set(shown) & set("\x1b\x07\x9b\r\u202e")
+
+
+def test_rich_styles_clean_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = terminal(monkeypatch)
+    monkeypatch.setattr(sys, "stdout", got)
+    guard()
+    with Display(budget_s=600.0) as one:
+        one.say(HOSTILE)
+        one.note(HOSTILE, "bold")
+    print_table(HOSTILE, {HOSTILE: "left"}, [(HOSTILE,)])
+    print(HOSTILE)
+    assert STYLES.search(got.getvalue())
+    lines = [line.rpartition("\r")[2] for line in STYLES.sub("", got.getvalue()).splitlines()]
+    assert sum("evil" in line for line in lines) >= 5
+    assert not set("".join(lines)) & set("\x1b\x07\x9b\u202e")
+
+
+def test_line_ends_and_tabs_pass_and_bytes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    guard()
+    print("a\tb\nc", end="")
+    assert sys.stdout.isatty() and sys.stdout.getvalue() == "a\tb\nc"  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):  # by which click tells a text stream
+        sys.stdout.write(b"")  # type: ignore[arg-type]
