@@ -2,7 +2,7 @@
 
 import html
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from autotune.report import describe
 from autotune.report.study_directory import TrialLog, write_exports, write_study
 from autotune.study.preparation import SessionPlan, prepare_session
 from autotune.study.progress import Progress, TextProgress
-from autotune.study.storage.location import locked, storage_url
+from autotune.study.storage.location import locked, opened_out, storage_url
 from autotune.study.storage.study_record import StudyRecord
 from autotune.study.summary import Quality, Recipe, StudySummary, Verification, summary_data
 
@@ -149,13 +149,13 @@ def check(file: str | Path, **options: Any) -> "CheckReport":
     return planning.check(Path(file), options, observations=known_observations(say=silent))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StudyResult:
-    """What a study found. Shows itself as a table in a notebook."""
+    """What a study found. Shows itself in a few words, and as a table in a notebook."""
 
     summary: StudySummary
     record: StudyRecord
-    url: str = field(default="", repr=False)  # of the database; it may hold a password
+    url: str = ""  # of the database; it may hold a password
 
     @property
     def task(self) -> Task:
@@ -165,7 +165,7 @@ class StudyResult:
     @property
     def out(self) -> Path:
         """The study's directory."""
-        return Path(self.record.out)
+        return opened_out(self.record.out, self.url, self.summary.study)
 
     @property
     def recipe(self) -> Recipe:
@@ -234,19 +234,23 @@ class StudyResult:
         """The same study as its database holds it now."""
         return load_study(self.summary.study, self.url)
 
-    def _repr_html_(self) -> str:
-        rows = [("study", self.summary.study)]
+    def _facts(self) -> dict[str, str]:
+        facts = {"study": self.summary.study}
         recipe = self.summary.recipe
         if recipe is None:
-            rows.append(("winner", "no configuration succeeded"))
-        else:
-            rows += [("model", recipe.model.name), ("device", recipe.device.name)]
-            candidates = {"winner": recipe.winner, "baseline": recipe.baseline}
-            for name, candidate in candidates.items():
-                if candidate is not None:
-                    rows.append((name, f"{candidate.config.label()}; {describe.candidate_line(candidate)}"))
-        cells = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in rows)
-        return f"<table>{cells}</table>"
+            return facts | {"winner": "no configuration succeeded"}
+        facts |= {"model": recipe.model.name, "device": recipe.device.name}
+        for name, candidate in {"winner": recipe.winner, "baseline": recipe.baseline}.items():
+            if candidate is not None:
+                facts[name] = f"{candidate.config.label()}; {describe.candidate_line(candidate)}"
+        return facts
+
+    def __repr__(self) -> str:
+        return f"StudyResult({', '.join(f'{name}={text!r}' for name, text in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><th>{name}</th><td>{html.escape(text)}</td></tr>" for name, text in self._facts().items())
+        return f"<table>{''.join(rows)}</table>"
 
 
 # --- what `autotune run` does, with its progress and its error as values

@@ -22,6 +22,9 @@ class Progress(Protocol):
     def plan(self, setup: Setup, *, fits_gib: float, trials: int | None, workers: int = 1) -> None:
         """The search is about to begin; the device offers `fits_gib` GiB."""
 
+    def resumed(self, rows: list[TrialRecord]) -> None:
+        """The trials of earlier sessions; none in a new study."""
+
     def trial(self, row: TrialRecord) -> None:
         """A trial has ended."""
 
@@ -50,6 +53,9 @@ class TextProgress:
         """Pass on the warnings of the setup."""
         for warning in setup.warnings:
             self._write(f"warning: {warning}")
+
+    def resumed(self, rows: list[TrialRecord]) -> None:
+        """No line: how many there are is said anyway."""
 
     def trial(self, row: TrialRecord) -> None:
         """One line for a trial."""

@@ -41,7 +41,7 @@ from autotune.study.progress import Progress, TextProgress
 from autotune.study.selection import Selection
 from autotune.study.storage.database import Outages, waiting_s
 from autotune.study.storage.leases import Leases, Worker
-from autotune.study.storage.location import study_directory
+from autotune.study.storage.location import opened_out, stored_out
 from autotune.study.storage.optuna_storage import read_record, study_names
 from autotune.study.storage.probe_store import ProbeStore, StoredProbe
 from autotune.study.storage.study_record import (
@@ -202,7 +202,7 @@ class Leader:
             fingerprint=self._fingerprint,
             terms=terms,
             spec=replace(spec, storage=None),  # it may hold a password
-            out=str(plan.out),
+            out=stored_out(plan.out, plan.url),
             reserve_opened=opened,
             shallow_only=spec.shallow_only,
         )
@@ -252,6 +252,7 @@ class Leader:
             study = Study(self.trials)
             self.trials.resume(session.store.of_study(plan.study))
             self.on_resumed(self.trials.rows)
+            progress.resumed(self.trials.rows)
             self.trials.begin(tried)
             self.update(limits=limits, earlier_seconds=self._earlier_seconds, phase=StudyPhase.SEARCHING)
             try:
@@ -379,14 +380,11 @@ def await_study(url: str, name: str, wait_s: float, say: Callable[[str], None] =
     return record
 
 
-def worker_folder(record: StudyRecord, out: Path | None) -> Path:
+def worker_folder(record: StudyRecord, url: str, out: Path | None) -> Path:
     """The directory of this worker's logs: `out`, or one of its own in the study's directory."""
     if out is not None:
         return out
-    home = Path(record.out)  # the leader's, which other hosts may not have
-    if not home.is_dir():
-        home = study_directory(None, record.task.study)
-    return home / f"worker-{socket.gethostname()}-{os.getpid()}"
+    return opened_out(record.out, url, record.task.study) / f"worker-{socket.gethostname()}-{os.getpid()}"
 
 
 def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) -> int:
@@ -433,6 +431,7 @@ def work(session: Session, record: StudyRecord, *, allow_mixed: bool = False) ->
             on_trial=on_trial,
         )
         trials.resume(session.store.of_study(name))
+        progress.resumed(trials.rows)
         trials.new_rows = _watched_rows(session, record, trials.selection, allow_mixed=allow_mixed)
         Study(trials).work(lambda: optimizer.remembered("phase") != StudyPhase.SEARCHING)
         add_worker_seconds(optimizer, me.name, time.monotonic() - begun)

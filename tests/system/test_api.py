@@ -49,6 +49,16 @@ def test_a_notebook_escapes_text() -> None:
     assert "winner" in shown and "tokens/s" in shown and "[measured]" in shown
 
 
+def test_a_result_prints_itself_in_a_few_words() -> None:
+    whole = summary()
+    result = StudyResult(summary=whole, record=record_of(), url="postgresql+psycopg://me:s3cr3t@host/db")
+    assert whole.recipe is not None
+    for word in ("study='", "winner='", "baseline='", whole.recipe.config.label()):
+        assert word in str(result)
+    assert len(str(result)) < 600 and "s3cr3t" not in str(result)
+    assert "no configuration succeeded" in repr(study_result(recipe=None))
+
+
 def test_a_study_without_a_winner_raises_nothing_fits() -> None:
     nothing = study_result(recipe=None)
     assert "no configuration succeeded" in nothing._repr_html_()

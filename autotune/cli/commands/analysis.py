@@ -18,6 +18,7 @@ from autotune.export.run.verify import verify as run_and_compare
 from autotune.report import describe
 from autotune.study import session
 from autotune.study.progress import TextProgress
+from autotune.study.storage.location import make_writable
 from autotune.study.summary import Recipe
 
 
@@ -37,7 +38,7 @@ def explain(study: StudyName = None, storage: Storage = None, json_: Json = Fals
             f"study {result.summary.study!r} has no baseline that succeeded", remedy="continue it with `autotune run`"
         )
     device = session.require_device(result.task.measured_on or result.task.device, "explain it there")
-    (result.out / "logs").mkdir(parents=True, exist_ok=True)
+    make_writable(result.out)
     with stop_on_signals() as stop:
         try:
             progress = TextProgress(print_note)
@@ -83,7 +84,7 @@ def verify(
     result = load_study(study, storage)
     recipe = result.recipe
     require_measured_here(recipe, format_)
-    (result.out / "logs").mkdir(parents=True, exist_ok=True)
+    make_writable(result.out)
     with stop_on_signals() as stop:
         try:
             verification = run_and_compare(

@@ -20,7 +20,7 @@ BF16_CAPABILITY = 8.0  # computed in hardware from Ampere on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing looked at. `ok` None: not needed here, or only good to know."""
+    """One thing looked at. `ok` None: missing, but not needed."""
 
     name: str
     ok: bool | None
@@ -51,7 +51,7 @@ def _packages() -> list[Check]:
     for name in (*NEEDED, *OPTIONAL):
         needed = name in NEEDED
         try:
-            checks.append(Check(name=name, ok=True if needed else None, found=metadata.version(name)))
+            checks.append(Check(name=name, ok=True, found=metadata.version(name)))
         except metadata.PackageNotFoundError:
             remedy = f"pip install {name}" if needed else None
             checks.append(Check(name=name, ok=False if needed else None, found="not installed", remedy=remedy))
@@ -87,10 +87,10 @@ def _torch() -> list[Check]:
         bf16 = float(fingerprint.compute_capability or 0) >= BF16_CAPABILITY
         checks += [
             Check(name="torch sees the GPU", ok=True, found="yes, a tiny model was trained"),
-            Check(name="bf16", ok=None, found="yes" if bf16 else "no: fp16 will be used"),
+            Check(name="bf16", ok=bf16 or None, found="yes" if bf16 else "no: fp16 will be used"),
             Check(
                 name="bitsandbytes on GPU",
-                ok=None,
+                ok=None if nf4_problem else True,
                 found=nf4_problem or "a tiny model with nf4 weights was trained",
             ),
         ]
@@ -106,9 +106,9 @@ def _storage(storage: str | None) -> Check:
     from autotune.study.storage.database import public_url
     from autotune.study.storage.probe_store import ProbeStore
 
-    url = storage_url(storage)
     try:
+        url = storage_url(storage)
         ProbeStore(url).close()
     except AutotuneError as error:
         return Check(name="storage", ok=False, found=str(error), remedy=error.remedy)
-    return Check(name="storage", ok=True, found=f"{public_url(url)} can be written")
+    return Check(name="storage", ok=True, found=f"{public_url(url)} can be opened")

@@ -14,7 +14,7 @@ from autotune.cli.options import ALL, Json, Quiet, Storage, StudyName, spec_of, 
 from autotune.cli.stop import stop_on_signals
 from autotune.core.errors import UsageError
 from autotune.problem.study_spec import StudySpec
-from autotune.study.storage.location import storage_url
+from autotune.study.storage.location import opened_out, storage_url
 
 
 @with_study_options(*ALL)
@@ -44,10 +44,12 @@ def resume(
     """Continue a study with the options it was begun with, except those that are given anew."""
     from autotune.study.session import find_record
 
-    record = find_record(study, storage_url(storage))
+    url = storage_url(storage)
+    record = find_record(study, url)
     changes: dict[str, Any] = {"budget": budget, "trials": trials, "workers": workers}
     given = {key: value for key, value in changes.items() if value is not None}
-    spec = replace(record.spec, **given, study=record.task.study, storage=storage, out=record.out)
+    name = record.task.study
+    spec = replace(record.spec, **given, study=name, storage=storage, out=str(opened_out(record.out, url, name)))
     run_spec(spec, as_json=json_, quiet=quiet)
 
 

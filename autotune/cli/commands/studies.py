@@ -9,6 +9,7 @@ import typer
 from autotune.api import StudyResult, load_study, require_formats, result_of
 from autotune.cli.commands.catalogs import print_json, print_table
 from autotune.cli.options import Directory, Json, Storage, StudyName
+from autotune.cli.terminal import console
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_count, fmt_seconds
@@ -68,11 +69,12 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
     if not rows:
         print("there is no study in this database: start one with `autotune run`, or name --storage")
         return
-    columns = {"study": "left", "model": "left", "device": "left", "trials": "right", "tokens/s": "right", "": "left"}
+    columns = {"study": "left", "model": "left", "device": "left", "trials": "right", "tokens/s": "right"}
+    columns |= {"running": "left"}
     cells = []
     for row in rows:
         known = tuple(str(row[key]) for key in ("study", "model", "device", "trials"))
-        cells.append((*known, fmt_count(row["tokens_per_s"]), "running" if row["running"] else ""))
+        cells.append((*known, fmt_count(row["tokens_per_s"]), "yes" if row["running"] else "no"))
     print_table(None, columns, cells)
 
 
@@ -126,14 +128,18 @@ def delete(
 
 
 def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
-    """Print every OOM and refusal of a study, with what to change."""
+    """Print every OOM and refusal of a study, with what to change: as Markdown, which a terminal shows laid out."""
     from autotune.report import oom_report
 
     report = oom_report(load_study(study, storage).summary)
     if json_:
         print_json(report.data())
+    elif (screen := console()).is_terminal:
+        from rich.markdown import Markdown
+
+        screen.print(Markdown(report.markdown()))
     else:
-        print(report.markdown())
+        print(report.markdown(), end="")
 
 
 def export(study: StudyName = None, format_: Formats = None, out: Directory = None, storage: Storage = None) -> None:
@@ -184,7 +190,6 @@ def fleet(
         count=workers,
     )
     folder = out or result.out
-    folder.mkdir(parents=True, exist_ok=True)
     for wanted in format_ or SYSTEMS:
         for file, text in render(job, wanted).items():
             write_atomic(folder / file, text)

@@ -47,7 +47,7 @@ def worker(
         raise UsageError(f"--wait: {error}", remedy="for example --wait 15m") from None
     record = session.await_study(url, study, wait_s, (lambda text: None) if quiet else partial(print, file=sys.stderr))
     device = session.worker_device(record)
-    folder = session.worker_folder(record, out)
+    folder = session.worker_folder(record, url, out)
     make_writable(folder)
     assert record.limits is not None
     with (

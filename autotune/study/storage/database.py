@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import psutil
 import sqlalchemy as sa
@@ -240,6 +240,14 @@ def network_drive(url: str) -> str | None:
     mounts = {Path(disk.mountpoint): disk.fstype for disk in psutil.disk_partitions(all=True)}
     kind = next((mounts[folder] for folder in path.parents if folder in mounts), "")
     return kind if kind.removeprefix("fuse.") in NETWORK_FILE_SYSTEMS else None
+
+
+def sqlite_folder(url: str) -> Path | None:
+    """The directory of the SQLite file of a URL; None for a server."""
+    path = _parsed(url).database if url.startswith("sqlite") else None
+    if not path:
+        return None
+    return Path(unquote(path.removeprefix("file:")) if path.startswith("file:") else path).parent.resolve()
 
 
 def read_only(url: str) -> str:

@@ -20,7 +20,8 @@ def storage_url(storage: str | None) -> str:
     if storage is None:
         storage = os.environ.get("AUTOTUNE_STORAGE")
     if storage is None:
-        DEFAULT_ROOT.mkdir(parents=True, exist_ok=True)
+        with write_errors(DEFAULT_ROOT.absolute()):
+            DEFAULT_ROOT.mkdir(parents=True, exist_ok=True)
         return f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
     return storage
 
@@ -41,6 +42,28 @@ def shared_url(storage: str | None) -> str:
 def study_directory(out: str | None, study: str) -> Path:
     """The directory of a study's files: `out`, or one under runs/ that is named after the study."""
     return Path(out) if out else DEFAULT_ROOT / slug(study)
+
+
+def stored_out(out: Path, url: str) -> str:
+    """How a record names a study's directory: by its path from the SQLite file's, if it is inside that, else in full.
+
+    Both can then be moved or copied together.
+    """
+    from autotune.study.storage.database import sqlite_folder
+
+    folder = sqlite_folder(url)
+    inside = folder is not None and out.resolve().is_relative_to(folder)
+    return str(out.resolve().relative_to(folder) if folder and inside else out)
+
+
+def opened_out(stored: str, url: str, study: str) -> Path:
+    """The directory that `stored_out` named, where the database is now; one under runs/ if this host has no such."""
+    from autotune.study.storage.database import sqlite_folder
+
+    out = Path(stored)
+    if not out.is_absolute():
+        return (sqlite_folder(url) or Path.cwd()) / out
+    return out if out.is_dir() else study_directory(None, study).absolute()
 
 
 def make_writable(directory: Path) -> None:

@@ -57,7 +57,7 @@ class ProbeTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRecord:
-    """One study as its database knows it. `out` is the study's directory on the leader's host.
+    """One study as its database knows it. `out` is the study's directory, as `location.opened_out` reads it.
 
     `wall_seconds` counts all sessions, `earlier_seconds` those before the current one, `worker_seconds` what each
     further worker worked. `limits` and `phase` are None until the search begins.

@@ -139,6 +139,28 @@ def test_bad_input(
         assert part in answer.err
 
 
+@pytest.mark.parametrize("arguments", [("list",), ("status",), RUN], ids=lambda arguments: arguments[0])
+def test_a_directory_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir("/proc")  # where not even root can make a directory
+    answer = said(monkeypatch, capsys, *arguments)
+    assert answer.code == 6 and answer.is_one_error(), answer.err
+    assert "error: cannot write /proc/runs: " in answer.err and answer.out == ""
+
+
+def test_an_error_of_the_file_system_is_no_riddle(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise PermissionError(13, "Permission denied", "/the/file")
+
+    monkeypatch.setattr("autotune.cli.commands.catalogs.list_devices", fail)
+    answer = said(monkeypatch, capsys, "gpus")
+    assert answer.code == 6 and answer.is_one_error()
+    assert answer.err.startswith("error: /the/file: Permission denied\n")
+
+
 def test_a_bad_environment_variable_is_reported_as_the_option_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
