@@ -165,10 +165,8 @@ class Display(AbstractContextManager["Display"]):
         self._field("winner", winner.config.label(), "bold green")
         self._field("", recipe.reason)
         self._print("\n".join(["", *_side_by_side(candidates(summary)), ""]))
-        if recipe.baseline is None:
-            self._field("baseline", "none was measured: it did not fit, or it failed")
-        if recipe.speedup is not None:
-            self._field("speed-up", f"{recipe.speedup:.2f} times the baseline", "bold")
+        lead = ", ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
+        self._field("speed-up", lead, "bold" if recipe.differs else None)
         self._field("evidence", describe.evidence(winner))
         self._field("full run", describe.full_run(winner.cost))
         self._field("numerics", recipe.numerics)

@@ -47,6 +47,7 @@ def _data(recipe: Recipe) -> dict[str, Any]:
         "price": None if recipe.price is None else to_data(recipe.price),
         "baseline": None if recipe.baseline is None else candidate_data(recipe.baseline),
         "speedup": recipe.speedup,
+        "speedup_interval": recipe.speedup_interval,
         "reason": recipe.reason,
         "numerics": recipe.numerics,
         "caveats": list(recipe.caveats),

@@ -25,7 +25,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import BASELINE, Task
 from autotune.problem.workload import Workload
 from autotune.study.named_configs import ConfigResult, cases
-from autotune.study.ranking import Scored, choose
+from autotune.study.ranking import Scored, choose, why
 
 MAX_CONFIGS = 10_000  # estimated in about two seconds
 MAX_STRIDE = 300  # between two configurations of a large space: a longer walk takes longer than the estimates
@@ -131,8 +131,9 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
             Scored(config=config, score=one.tokens_per_s or 0.0, free_fraction=-one.margin)
             for config, one in estimates.items()
         ]
-        winner, reason = choose(scored, task.floors.slack)
+        winner = choose(scored, task.floors.slack)
         best = estimates[winner.config]
+        reason = why(winner, scored, task.floors.slack, task.space, configs)
     return Plan(
         task=task,
         limit_gib=limit_gib,

@@ -23,7 +23,8 @@ UNSEEN = 0.02  # relative spread of a single time: an assumption, about twice th
 class Performance:
     """The performance of the full run, with its global batch, in useful tokens.
 
-    `spread` is the range of step times, relative to `step_time_s`. `mfu` is None where the device's peak is not known.
+    `spread` is the range of step times, relative to `step_time_s`. `own_spread` is that of the probes alone where the
+    speed was converted from another card, by one ratio for all. `mfu` is None where the device's peak is not known.
     """
 
     samples_per_second: float
@@ -31,6 +32,7 @@ class Performance:
     step_time_s: float
     spread: tuple[float, float]
     mfu: float | None
+    own_spread: tuple[float, float] | None = None
 
     @classmethod
     def of_steps(
@@ -55,7 +57,14 @@ class Performance:
             step_time_s=self.step_time_s / transfer.ratio,
             spread=(-math.hypot(low, transfer.ratio / faster - 1), math.hypot(high, transfer.ratio / slower - 1)),
             mfu=None,
+            own_spread=self.spread,
         )
+
+    def times(self, other: "Performance") -> tuple[float, float]:
+        """The interval of this speed over another on the same device. If it holds 1, their own intervals overlap."""
+        ratio = self.tokens_per_second / other.tokens_per_second
+        (fastest, slowest), (low, high) = (one.own_spread or one.spread for one in (self, other))
+        return ratio * (1 + low) / (1 + slowest), ratio * (1 + high) / (1 + fastest)
 
 
 def step_time_s(measurement: Measurement, accumulation: int) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import describe_price
 from autotune.core.probe_types import Evidence, Outcome
-from autotune.core.units import DASH, fmt_count, fmt_seconds, fmt_usd
+from autotune.core.units import DASH, fmt_seconds, fmt_usd
 from autotune.report import describe, figures, infos
 from autotune.report.oom import missed, oom_report
 from autotune.report.style import environment, plotly_js
@@ -86,9 +86,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     """The numbers of the first screen."""
     winner, baseline, cost = recipe.winner, recipe.baseline, recipe.winner.cost
     text = {name: number.text for name, number in describe.numbers(winner).items()}
-    speedup = "no baseline measured"
-    if baseline is not None:
-        speedup = f"from {fmt_count(baseline.performance.tokens_per_second)} tokens/s of the baseline"
+    speedup = ": ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
     rank = list(Evidence)
     weakest = max((candidate.evidence for candidate in (winner, baseline) if candidate), key=rank.index)
     usd = describe.usd_range(cost) if cost.interval_usd else "no price is known"
@@ -101,7 +99,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     free = f"{text['free below the limit']} free of a limit of {text['limit']}"
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
     rows = (
-        ("Speed-up", DASH if recipe.speedup is None else f"{recipe.speedup:.2f}×", speedup, weakest),
+        ("Speed-up", f"{recipe.speedup:.2f}×" if recipe.differs else "none" if baseline else DASH, speedup, weakest),
         ("Cost of the full run", text["USD"], f"{usd}; {describe.workload(recipe.workload)}", cost.evidence),
         ("Time of the full run", text["time"], time, cost.evidence),
         ("Useful tokens/s", text["useful tokens/s"], f"without padding and cut-off tokens{mfu}", winner.evidence),
@@ -182,11 +180,8 @@ def _headline(summary: StudySummary) -> str:
     if recipe is None:
         memory = counts["oom"] + counts["refused"] or not summary.trials
         return "Nothing fits" if memory else "No trial succeeded"
-    if recipe.baseline is None or recipe.speedup is None:
-        return "The best configuration; no baseline measured"
-    if recipe.config == recipe.baseline.config:
-        return "The baseline is the best configuration"
-    return f"{recipe.speedup:.1f}× the speed of the baseline"
+    text = describe.speed_up(recipe)
+    return text[0].upper() + text[1:]
 
 
 def _price(recipe: Recipe) -> str:

@@ -37,7 +37,10 @@ class MapCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareRow:
-    """One line of winner against baseline, ready to print. `ratio` is winner / baseline where it means something."""
+    """One line of winner against baseline, ready to print.
+
+    `ratio` is winner / baseline where it means something and, for speed and what follows from it, can be measured.
+    """
 
     group: str
     name: str
@@ -70,8 +73,9 @@ class ParallelInfo:
 class CellRow:
     """The best candidate of one learning cell.
 
-    `extra` is its cost per useful token over the winner's, minus 1, with `interval` from the measured spread. `changes`
-    names the learning knobs that differ. `cut` is the share of all tokens cut off, `padding` that of its rows.
+    `extra` is its cost per useful token over the winner's, minus 1, with `interval` from both spreads; `is_clear` if
+    that leaves out 0. `changes` names the learning knobs that differ, and `learns_more` says in which direction. `cut`
+    is the share of all tokens cut off, `padding` that of its rows.
     """
 
     candidate: Candidate
@@ -81,6 +85,17 @@ class CellRow:
     cut: float
     padding: float
     is_winner: bool
+    learns_more: bool
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether its cost can be told from the winner's."""
+        return not self.interval[0] <= 0.0 <= self.interval[1]
+
+    @property
+    def cost(self) -> str:
+        """The difference in cost, in words where it cannot be measured."""
+        return f"{self.extra:+.1%} cost" if self.is_clear else "no measurable difference in cost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +184,9 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
     others = describe.numbers(baseline) if baseline else {}
     for name, number in describe.numbers(winner).items():
         other = others.get(name)
-        ratio = number.value / other.value if number.value is not None and other and other.value else None
+        ratio = None
+        if number.value is not None and other and other.value and (recipe.differs or number.group == describe.MEMORY):
+            ratio = number.value / other.value
         text = other.text if other else DASH
         rows.append(CompareRow(group=number.group, name=name, winner=number.text, baseline=text, ratio=ratio))
     return tuple(rows)
@@ -212,18 +229,19 @@ def parallel(summary: StudySummary) -> ParallelInfo:
 def learning_cells(recipe: Recipe) -> tuple[CellRow, ...]:
     """The best of each learning cell, the winner first and then the cheapest."""
     rows = []
+    winner = recipe.winner.performance
     for candidate in recipe.cells:
-        extra = recipe.winner.performance.tokens_per_second / candidate.performance.tokens_per_second - 1.0
-        low, high = candidate.performance.spread
+        low, high = winner.times(candidate.performance)
         rows.append(
             CellRow(
                 candidate=candidate,
                 changes=learning_differences(candidate.config, recipe.config),
-                extra=extra,
-                interval=((1 + extra) * (1 + low) - 1, (1 + extra) * (1 + high) - 1),
+                extra=winner.tokens_per_second / candidate.performance.tokens_per_second - 1,
+                interval=(low - 1, high - 1),
                 cut=recipe.workload.truncated(candidate.config.seq_len),
                 padding=1.0 - recipe.workload.fill(candidate.config),
                 is_winner=candidate.config == recipe.config,
+                learns_more=candidate.config.capability > recipe.config.capability,
             )
         )
     return tuple(sorted(rows, key=lambda row: (not row.is_winner, row.extra)))
@@ -236,7 +254,7 @@ def trade_offs(recipe: Recipe) -> list[str]:
     for row in learning_cells(recipe):
         if row.changes:
             cut = f", {row.cut:.1%} instead of {winner_cut:.1%} of the tokens cut off" if row.cut != winner_cut else ""
-            lines.append(f"{row.changes}: {row.extra:+.1%} cost{cut} [{row.candidate.evidence}]")
+            lines.append(f"{row.changes}: {row.cost}{cut} [{row.candidate.evidence}]")
     return lines
 
 

@@ -3,7 +3,7 @@
 The score of a configuration is its useful tokens per second (`performance.score`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,37 +11,37 @@ from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.problem.search_space import SearchSpace
 
-# A configuration that leaves less than this share of the memory limit free is tight. Beyond it, more room is not worth
-# any speed, and it must not decide: which of several equally fast configurations comes out fastest is chance.
+# A configuration that leaves less than this share of the memory limit free is tight. Beyond it, more room is worth no
+# speed that can be measured; among equals in speed it decides, since which of them comes out fastest is chance.
 ROOMY = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A configuration that fits, with its score and the share of the memory limit it leaves free."""
+    """A configuration that fits, with its score and the share of the memory limit it leaves free.
+
+    `noise` is by which share the score would differ if it were measured again.
+    """
 
     config: TrainConfig
     score: float
     free_fraction: float
+    noise: float = 0.0
+
+    def ties(self, other: "Scored") -> bool:
+        """Whether the two scores cannot be told apart."""
+        ratio = max(self.score, other.score) / min(self.score, other.score)
+        return ratio - 1 <= max(self.noise, other.noise)
 
 
-def choose(candidates: Sequence[Scored], slack: float) -> tuple[Scored, str]:
-    """The winner and the reason in words.
+def choose(candidates: Sequence[Scored], slack: float) -> Scored:
+    """The winner: the cheapest candidate, or a more capable one that costs at most the share `slack` more.
 
-    The winner is the cheapest candidate, or a more capable one that costs at most the share `slack` more. Raises
-    ValueError without candidates.
+    Of those as capable whose speeds cannot be told apart, it is the one that needs the least memory. Raises ValueError
+    without candidates.
     """
-    cheapest = max(candidates, key=lambda candidate: candidate.score)
-    close = [candidate for candidate in candidates if candidate.score >= cheapest.score / (1.0 + slack)]
-    winner = max(close, key=_preference)
-    if winner is cheapest:
-        return winner, "the cheapest above the floors; nothing more capable is within the slack"
-    if winner.config.capability == cheapest.config.capability:
-        advantage = "it leaves more memory free"
-    else:
-        advantage = "it is more capable: " + learning_differences(winner.config, cheapest.config)
-    extra = cheapest.score / winner.score - 1.0
-    return winner, f"{advantage}, for {extra:.1%} more cost than the cheapest (slack {slack:.0%})"
+    leaders = _leaders(candidates, slack)
+    return max((one for one in leaders if one.ties(leaders[0])), key=lambda one: (_free(one), one.score))
 
 
 def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
@@ -50,17 +50,47 @@ def to_beat(candidate: Scored, others: Sequence[Scored], slack: float) -> float:
     Raises ValueError without others.
     """
     cheapest = max(other.score for other in others)
-    least_close = cheapest / (1.0 + slack)
-    *preferred, score = max(_preference(other) for other in others if other.score >= least_close)
-    *offered, _ = _preference(candidate)
-    if offered == preferred:
-        return float(score)
-    return least_close if offered > preferred else cheapest
+    fastest = _leaders(others, slack)[0]
+    if _class(candidate) == _class(fastest):
+        smaller = _free(candidate) > _free(choose(others, slack))
+        return fastest.score / (1.0 + (max(candidate.noise, fastest.noise) if smaller else 0.0))
+    return cheapest / (1.0 + slack) if _class(candidate) > _class(fastest) else cheapest
 
 
-def _preference(candidate: Scored) -> tuple[Any, ...]:
-    """A key by which the winner among those within the slack sorts last."""
-    return candidate.config.capability, candidate.free_fraction >= ROOMY, candidate.score
+def _leaders(candidates: Sequence[Scored], slack: float) -> list[Scored]:
+    """The best class among those within the slack of the cheapest, the fastest first."""
+    ranked = sorted(candidates, key=lambda candidate: candidate.score, reverse=True)
+    best = max(_class(one) for one in ranked if one.score >= ranked[0].score / (1.0 + slack))
+    return [one for one in ranked if _class(one) == best and one.score >= ranked[0].score / (1.0 + slack)]
+
+
+def _class(candidate: Scored) -> tuple[Any, ...]:
+    """What decides before speed does: larger is better."""
+    return candidate.config.capability, candidate.free_fraction >= ROOMY
+
+
+def _free(candidate: Scored) -> float:
+    """The free memory in whole percent, since a smaller difference is none."""
+    return round(candidate.free_fraction, 2)
+
+
+def why(
+    winner: Scored, candidates: Sequence[Scored], slack: float, space: SearchSpace, tried: Iterable[TrainConfig]
+) -> str:
+    """Why `choose` preferred the winner, and what became of more capable configurations of the space, in words."""
+    cheapest, capability = max(candidates, key=lambda candidate: candidate.score), winner.config.capability
+    tie, extra = winner.ties(cheapest), cheapest.score / winner.score - 1.0
+    cost = "at no measurable cost" if tie else f"for {extra:.1%} more cost than the cheapest (slack {slack:.0%})"
+    if capability != cheapest.config.capability:
+        return f"it is more capable: {learning_differences(winner.config, cheapest.config)}, {cost}"
+    if any(config.capability > capability for config in tried):
+        larger = "nothing more capable is within the slack"
+    elif any(config.capability > capability for config in more_capable(space, winner.config)):
+        larger = "nothing more capable was tried"
+    else:
+        larger = "the space has nothing more capable"
+    advantage = "the cheapest above the floors" if winner is cheapest else f"it leaves more memory free, {cost}"
+    return f"{advantage}; {larger}"
 
 
 def more_capable(space: SearchSpace, config: TrainConfig) -> list[TrainConfig]:

@@ -17,7 +17,7 @@ from autotune.problem.performance import AGAIN, step_time_s
 from autotune.problem.run_cost import by_examples, project
 from autotune.problem.task import Task
 from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
-from autotune.study.ranking import Scored, choose, to_beat
+from autotune.study.ranking import Scored, choose, to_beat, why
 from autotune.study.summary import Candidate, Recipe
 
 # Measurements of one configuration that differ by more than this were disturbed: one more is taken, the median counts.
@@ -62,13 +62,15 @@ class Selection:
     """The records of all configurations by digest.
 
     Extrapolated configurations stand apart: they may be the best of a result cell, and can win only if no whole model
-    could be measured. `references` has the reference measurements for losses, None for those that failed.
+    could be measured. `references` has the reference measurements for losses, None for those that failed. `tried` has
+    every configuration that came to a result.
     """
 
     task: Task
     records: dict[str, CandidateRecord] = field(default_factory=dict)
     references: dict[str, Measurement | None] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
+    tried: set[TrainConfig] = field(default_factory=set)
     _worker_starts_s: list[float] = field(default_factory=list)
     _longest_load_s: float = 0.0  # of the model's weights
 
@@ -92,6 +94,7 @@ class Selection:
 
     def add_result(self, result: ProbeResult) -> None:
         """Take over a probe's result, if it has a number."""
+        self.tried.add(result.config)
         if result.measurement is None or result.outcome not in (Outcome.OK, Outcome.SLOW):
             return
         if result.evidence is Evidence.MEASURED:
@@ -166,7 +169,7 @@ class Selection:
     def leader(self) -> TrainConfig | None:
         """The winner among the confirmed configurations so far."""
         pool = self._confirmed()
-        return choose(pool, self.task.floors.slack)[0].config if pool else None
+        return choose(pool, self.task.floors.slack).config if pool else None
 
     def may_win(self, config: TrainConfig) -> bool:
         """Whether a configuration wins by its confirmations so far, or would if the next round favours it."""
@@ -175,7 +178,7 @@ class Selection:
             replace(scored, score=scored.score * favour if scored.config == config else scored.score / favour)
             for scored in self._confirmed()
         ]
-        return bool(tilted) and choose(tilted, self.task.floors.slack)[0].config == config
+        return bool(tilted) and choose(tilted, self.task.floors.slack).config == config
 
     def missing_reference(self, config: TrainConfig) -> TrainConfig | None:
         """The reference that must be measured before the losses of this configuration can be compared."""
@@ -226,7 +229,7 @@ class Selection:
         pool = self.pool()
         if not pool:
             return []
-        likely, _ = choose(pool, self.task.floors.slack)
+        likely = choose(pool, self.task.floors.slack)
         ranked = sorted(pool, key=lambda scored: scored.score, reverse=True)
         return list(dict.fromkeys(scored.config for scored in [likely, *ranked]))[:count]
 
@@ -276,7 +279,7 @@ class Selection:
             pool = self._scored((record, record.best_known) for record in self._of_best_evidence())
         if not pool:
             return None
-        winner, reason = choose(pool, self.task.floors.slack)
+        winner = choose(pool, self.task.floors.slack)
         task, baseline, best = self.task, self.baseline(), self.candidate(winner.config)
         power_w = self._power_w(best.measurement)
         everything = self._scored((record, record.best_known) for record in self._by_evidence())
@@ -288,7 +291,7 @@ class Selection:
             workload=task.workload,
             winner=best,
             baseline=self.candidate(baseline) if baseline else None,
-            reason=reason,
+            reason=why(winner, pool, task.floors.slack, task.space, self.tried),
             trainer=task.trainer,
             fingerprint=fingerprint,
             by_examples=tuple(
@@ -339,7 +342,9 @@ class Selection:
                 continue
             performance = self.task.performance(record.config, measurements)
             used = max(measurement.peak_reserved_gib / measurement.limit_gib for measurement in measurements)
-            pool.append(Scored(config=record.config, score=performance.tokens_per_second, free_fraction=1.0 - used))
+            noise = max(AGAIN, self.noise(record.config))
+            speed = performance.tokens_per_second
+            pool.append(Scored(config=record.config, score=speed, free_fraction=1.0 - used, noise=noise))
         return pool
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
@@ -369,12 +374,7 @@ class Selection:
                     f"the host sets the pace of {config.label()}: issuing takes it {min(max(shares), 1.0):.0%} of the "
                     "time of a micro batch, so the speed changes with whatever else runs on the host"
                 )
-        rivals = [
-            scored.config.label()
-            for scored in pool
-            if scored is not winner
-            and abs(scored.score / winner.score - 1) < max(self.noise(scored.config), self.noise(winner.config))
-        ]
+        rivals = [scored.config.label() for scored in pool if scored is not winner and scored.ties(winner)]
         if rivals:
             doubts.append("not distinguishable in speed from " + ", ".join(rivals))
         return doubts

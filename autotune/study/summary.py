@@ -73,6 +73,17 @@ class Recipe:
             return None
         return self.winner.performance.tokens_per_second / self.baseline.performance.tokens_per_second
 
+    @property
+    def speedup_interval(self) -> tuple[float, float] | None:
+        """The interval of the speed-up; None without a baseline."""
+        return self.winner.performance.times(self.baseline.performance) if self.baseline else None
+
+    @property
+    def differs(self) -> bool:
+        """Whether winner and baseline can be told apart in speed."""
+        low, high = self.speedup_interval or (1.0, 1.0)
+        return not low <= 1.0 <= high
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
@@ -309,6 +320,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "winner": candidate_data(recipe.winner) if recipe else None,
         "baseline": candidate_data(recipe.baseline) if recipe and recipe.baseline else None,
         "speedup": recipe.speedup if recipe else None,
+        "speedup_interval": recipe.speedup_interval if recipe else None,
         "reason": recipe.reason if recipe else None,
         "trials": summary.counts(),
         "probe_seconds": summary.probe_seconds,

@@ -46,9 +46,12 @@ def test_a_far_miss_is_drawn_at_the_edge_with_its_number_in_full(study: StudySum
 
 
 def test_what_more_capability_costs_is_drawn_with_its_interval(study: StudySummary) -> None:
-    """The winner, a cell of a higher rank at 4 / 5 of its speed, and one that differs in nothing learned."""
+    """The winner, whose steps agree, and a cell of a higher rank at 4 / 5 of its speed."""
     recipe = study.recipe
     assert recipe is not None
+    recipe = replace(
+        recipe, winner=replace(recipe.winner, performance=replace(recipe.winner.performance, spread=(0, 0)))
+    )
     fast = recipe.winner.performance.tokens_per_second
     speed = replace(recipe.winner.performance, tokens_per_second=0.8 * fast, spread=(-0.1, 0.2))
     higher = replace(recipe.winner, config=replace(recipe.winner.config, lora_rank=64), performance=speed)

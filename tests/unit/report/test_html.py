@@ -46,13 +46,44 @@ def test_stats_carry_their_evidence(study: StudySummary) -> None:
     recipe = recipe_of(study)
     weaker = replace(recipe, baseline=replace(recipe.winner, evidence=Evidence.ESTIMATED))
     speedup = stats(weaker, study)[0]
-    assert (speedup.label, speedup.value, speedup.evidence) == ("Speed-up", "1.00×", Evidence.ESTIMATED)
-    assert stats(replace(recipe, baseline=None), study)[0].note == "no baseline measured"
+    assert (speedup.label, speedup.value, speedup.evidence) == ("Speed-up", "none", Evidence.ESTIMATED)
+    assert stats(replace(recipe, baseline=None), study)[0].note == "no baseline was measured"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "headline", "value"),
+    [
+        (1.4, 0.05, "1.4 times the speed of the baseline", "1.40×"),
+        (1.4, 0.2, "No measurable difference in speed from the baseline", "none"),
+        (1.04, 0.01, "4% faster than the baseline", "1.04×"),
+        (0.96, 0.01, "4% slower than the baseline", "0.96×"),
+        (1.01, 0.01, "No measurable difference in speed from the baseline", "none"),
+    ],
+)
+def test_no_ratio_without_a_difference(
+    study: StudySummary, ratio: float, spread: float, headline: str, value: str
+) -> None:
+    recipe = recipe_of(study)
+    assert recipe.baseline is not None
+    fast = recipe.winner.performance.tokens_per_second
+    speeds = [
+        replace(recipe.winner.performance, tokens_per_second=speed, spread=(-spread, spread))
+        for speed in (fast, fast / ratio)
+    ]
+    pair = [
+        replace(candidate, performance=speed)
+        for candidate, speed in zip((recipe.winner, recipe.baseline), speeds, strict=True)
+    ]
+    made = replace(study, recipe=replace(recipe, winner=pair[0], baseline=pair[1]))
+    page = render(made, "out")
+    assert f"<h1>{headline}</h1>" in page
+    assert f'<div class="value lead">{value}</div>' in page
+    assert ("of the baseline" in headline or "than" in headline) is (f"{ratio:.2f}×" in page)
 
 
 def test_first_screen(page: str) -> None:
     head = page[page.index("<header>") : page.index("</header>")]
-    assert "2.1× the speed of the baseline" in head
+    assert "2.1 times the speed of the baseline" in head
     assert "$0.584" in head and "$0.578 to $0.589" in head and "10 min 20 s" in head
     assert "$3.39/h, verda, undated" in head and "skypilot-catalog" in head
     assert "nothing more capable is within the slack" in head
@@ -167,7 +198,7 @@ def test_no_baseline_and_no_price_render(study: StudySummary) -> None:
     winner = replace(recipe.winner, cost=cost, performance=replace(recipe.winner.performance, mfu=None))
     bare = replace(recipe, winner=winner, baseline=None, price=None, by_examples=(cost,), cells=(winner,), caveats=())
     page = render(replace(study, recipe=bare, search_usd=None), "out")
-    assert "no baseline measured" in page
+    assert "<h1>No baseline was measured</h1>" in page
     assert "No price is known for this GPU" in page
     assert "$" not in page[page.index("<header>") : page.index("</header>")]
     assert ">None<" not in page and "None " not in without_plotly(page)

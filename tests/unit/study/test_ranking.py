@@ -6,7 +6,7 @@ import pytest
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
-from autotune.study.ranking import Scored, choose, more_capable, to_beat
+from autotune.study.ranking import Scored, choose, more_capable, to_beat, why
 
 
 def scored(speed: float, free_fraction: float = 0.5, **knobs) -> Scored:
@@ -15,38 +15,53 @@ def scored(speed: float, free_fraction: float = 0.5, **knobs) -> Scored:
 
 def test_the_cheapest_wins():
     fast, slow = scored(110.0, micro_batch_size=4), scored(100.0)
-    winner, reason = choose([slow, fast], 0.05)
-    assert winner is fast
-    assert reason == "the cheapest above the floors; nothing more capable is within the slack"
-    assert choose([slow], 0.0) == (slow, reason)
+    assert choose([slow, fast], 0.05) is fast
+    assert choose([slow], 0.0) is slow
+
+
+RANKS = SearchSpace.of(lora_rank=[8, 16, 64])
+
+
+@pytest.mark.parametrize(
+    ("rank", "tried", "said"),
+    [
+        (16, (8, 16, 64), "nothing more capable is within the slack"),
+        (16, (8, 16), "nothing more capable was tried"),
+        (64, (16, 64), "the space has nothing more capable"),
+    ],
+)
+def test_nothing_more_capable_is_said_only_of_what_was_tried(rank, tried, said):
+    fast, slow = scored(110.0, lora_rank=rank), scored(100.0, lora_rank=8)
+    configs = [TrainConfig(lora_rank=one) for one in tried]
+    assert why(fast, [fast, slow], 0.05, RANKS, configs) == f"the cheapest above the floors; {said}"
 
 
 def test_more_capable_within_the_slack_wins():
     fast = scored(104.0, lora_rank=16, optimizer="adamw_8bit")
     able = scored(100.0, lora_rank=64)
-    winner, reason = choose([fast, able], 0.05)
-    assert winner is able
-    assert reason == (
+    assert choose([fast, able], 0.05) is able
+    assert why(able, [fast, able], 0.05, RANKS, ()) == (
         "it is more capable: lora_rank 64 instead of 16, optimizer adamw_torch_fused instead of adamw_8bit, "
         "for 4.0% more cost than the cheapest (slack 5%)"
     )
-    assert choose([fast, able], 0.03)[0] is fast
-    assert choose([fast, able], 0.0)[0] is fast
+    assert choose([fast, able], 0.03) is fast
+    assert choose([fast, able], 0.0) is fast
 
 
 def test_the_slack_is_a_share_of_the_cost():
     # 100 / 95.3 is 4.93 % more cost; 100 / 95.2 is 5.04 %.
     fast = scored(100.0)
-    assert choose([fast, scored(95.3, lora_rank=64)], 0.05)[0].config.lora_rank == 64
-    assert choose([fast, scored(95.2, lora_rank=64)], 0.05)[0] is fast
+    assert choose([fast, scored(95.3, lora_rank=64)], 0.05).config.lora_rank == 64
+    assert choose([fast, scored(95.2, lora_rank=64)], 0.05) is fast
 
 
 def test_a_tenth_of_free_memory_is_worth_the_slack():
     tight, roomy = scored(100.0, free_fraction=0.02), scored(99.0, free_fraction=0.31, checkpointing="every_2")
-    winner, reason = choose([tight, roomy], 0.05)
-    assert winner is roomy
-    assert reason == "it leaves more memory free, for 1.0% more cost than the cheapest (slack 5%)"
-    assert choose([tight, scored(99.0, free_fraction=0.04, micro_batch_size=4)], 0.05)[0] is tight
+    assert choose([tight, roomy], 0.05) is roomy
+    assert why(roomy, [tight, roomy], 0.05, RANKS, ()) == (
+        "it leaves more memory free, for 1.0% more cost than the cheapest (slack 5%); nothing more capable was tried"
+    )
+    assert choose([tight, scored(99.0, free_fraction=0.04, micro_batch_size=4)], 0.05) is tight
 
 
 def test_more_free_memory_than_that_is_worth_no_speed():
@@ -56,7 +71,28 @@ def test_more_free_memory_than_that_is_worth_no_speed():
         scored(98.0, free_fraction=0.6, micro_batch_size=4),
     )
     for fastest in (scored(100.0, free_fraction=0.3), scored(100.0, free_fraction=0.6)):
-        assert choose([replace(fastest, config=TrainConfig(lora_rank=8)), large, small], 0.05)[0] is large
+        assert choose([replace(fastest, config=TrainConfig(lora_rank=8)), large, small], 0.05) is large
+
+
+@pytest.mark.parametrize(
+    ("score", "noise", "free", "rank", "wins"),
+    [
+        (99.8, 0.01, 0.61, 16, True),
+        (98.0, 0.01, 0.61, 16, False),  # slower than noise explains
+        (98.0, 0.03, 0.61, 16, True),
+        (94.0, 0.1, 0.61, 16, False),  # beyond the slack
+        (99.8, 0.01, 0.343, 16, False),  # as much memory, in whole percent
+        (99.8, 0.01, 0.61, 8, False),  # less capable
+    ],
+)
+def test_a_tie_in_speed_goes_to_what_needs_less_memory(score, noise, free, rank, wins):
+    fast = replace(scored(100.0, 0.34, micro_batch_size=16), noise=0.01)
+    other = replace(scored(score, free, lora_rank=rank), noise=noise)
+    assert choose([fast, other], 0.05) is (other if wins else fast)
+    if wins:
+        said = "it leaves more memory free, at no measurable cost; nothing more capable was tried"
+        assert why(other, [fast, other], 0.05, RANKS, ()) == said
+        assert to_beat(other, [fast], 0.05) == pytest.approx(100.0 / (1 + noise))
 
 
 def test_nobody_wins_an_empty_list():
@@ -80,9 +116,9 @@ def test_what_a_candidate_must_beat(candidate, bar):
     need = to_beat(scored(0.0, **candidate), others, 0.05)
     assert need == pytest.approx(bar)
     better, worse = scored(need * 1.001, **candidate), scored(need * 0.999, **candidate)
-    assert choose([*others, worse], 0.05)[0] is not worse
+    assert choose([*others, worse], 0.05) is not worse
     cheapest = max([*others, better], key=lambda one: one.score)
-    assert better in (choose([*others, better], 0.05)[0], cheapest)
+    assert better in (choose([*others, better], 0.05), cheapest)
 
 
 def test_a_knob_is_raised_whether_or_not_the_file_names_its_kind(tmp_path):

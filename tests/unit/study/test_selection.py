@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from autotune.catalog import find_price, resolve_device, resolve_model
-from autotune.core.probe_types import ProbeResult, Rung, Telemetry
+from autotune.core.probe_types import Outcome, ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
@@ -220,6 +221,33 @@ def test_what_is_within_the_noise_is_not_reported_apart():
     assert made.noise(FAST) == pytest.approx(0.1 * (2 / 3) ** 0.5)
     assert made.noise(rival) == 0.0
     assert made.recipe(FINGERPRINT).caveats == (f"not distinguishable in speed from {rival.label()}",)
+
+
+def test_a_tie_goes_to_less_memory_and_is_named():
+    """0.2 % faster with 92.7 GiB against 54.7 is no reason to win."""
+    large, small, made = replace(FAST, micro_batch_size=16), FAST, Selection(SUBJECT)
+    for config, micro_s, peak in ((large, 0.998, 92.7), (small, 0.5, 54.7), (SLOW, 1.0, 20.0)):
+        add_measured(made, config, steady(micro_s, peak_reserved_gib=peak))
+        made.confirm(config, steady(micro_s, peak_reserved_gib=peak))
+    recipe = made.recipe(FINGERPRINT)
+    assert recipe.winner.config == small
+    assert recipe.reason == "it leaves more memory free, at no measurable cost; nothing more capable was tried"
+    assert recipe.caveats == (f"not distinguishable in speed from {large.label()}",)
+
+
+def test_what_ran_out_of_memory_was_tried():
+    made = confirmed()
+    made.add_result(result(replace(FAST, lora_rank=64), Outcome.OOM))
+    assert made.recipe(FINGERPRINT).reason.endswith("nothing more capable is within the slack")
+
+
+def test_a_conversion_that_all_speeds_share_does_not_blur_their_ratio():
+    made = confirmed()
+    plain = made.recipe(FINGERPRINT)
+    made.task = replace(made.task, carried=SpeedTransfer(ratio=0.1, error=0.5))
+    converted = made.recipe(FINGERPRINT)
+    assert converted.winner.performance.spread[1] > 0.5
+    assert converted.speedup_interval == pytest.approx(plain.speedup_interval) and converted.differs
 
 
 def test_noise_of_what_was_never_measured():

@@ -48,7 +48,11 @@ def test_speedup_and_accumulation():
     # 4 micro batches of 1.02 s against 8 of 0.245 s, and 0.02 s for the rest of a step.
     assert recipe.speedup == pytest.approx((4 * 1.02 + 0.02) / (8 * 0.245 + 0.02))
     assert recipe.accumulation == 8
-    assert replace(recipe, baseline=None).speedup is None
+    assert recipe.speedup_interval == pytest.approx(
+        (recipe.speedup * 0.99 / 1.01, recipe.speedup * 1.01 / 0.99), rel=1e-3
+    )
+    bare = replace(recipe, baseline=None)
+    assert (bare.speedup, bare.speedup_interval, bare.differs) == (None, None, False)
 
 
 def test_candidate_data():
@@ -84,6 +88,7 @@ def test_summary_data():
     assert (data["model"], data["device"], data["evidence"]) == ("mistralai/Mistral-7B-v0.3", "h200-sxm", "measured")
     assert data["winner"] == json.loads(json.dumps(candidate_data(study.recipe.winner)))
     assert data["speedup"] == pytest.approx(study.recipe.speedup)
+    assert data["speedup_interval"][0] < data["speedup"] < data["speedup_interval"][1]
     assert data["trials"] == study.counts()
     assert len(data["cells"]) == 2
     assert data["caveats"] == list(study.recipe.caveats)
