@@ -1,6 +1,7 @@
 """autotune from Python: tune a model, load a study, plan without a GPU. The command line stands on these functions."""
 
 import html
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from autotune.core.errors import (
     VerificationFailed,
 )
 from autotune.core.process import StopToken
+from autotune.core.text import short_path
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup
@@ -319,7 +321,7 @@ def run_study(plan: SessionPlan, *, progress: Progress | None = None, stop: Stop
         return outcome
     interrupted = Interrupted(
         "stopped; the results so far are stored",
-        remedy=f"continue with the same command and --study {plan.study}",
+        remedy=f"continue with the same command and --study={shlex.quote(plan.study)}",
         exit_code=128 + stop.signal,
     )
     return replace(outcome, error=interrupted)
@@ -347,7 +349,7 @@ def _probe_configs(session: "Session", plan: SessionPlan) -> RunOutcome:
         should_stop=session.is_over,
     )
     if results:
-        session.progress.configs(results, _short(plan.out))
+        session.progress.configs(results, short_path(plan.out))
     missed = [case.name for case in plan.spec.configs[len(results) :]]
     error = _too_short(plan, ", ".join(missed)) if missed and not session.stop() else None
     return RunOutcome(data=[result.data() for result in results], configs=tuple(results), error=error)
@@ -371,7 +373,7 @@ def _search(session: "Session", plan: SessionPlan) -> RunOutcome:
             leader.update(**act(leader, summary.recipe))
             summary = leader.summary(cards)
             data = write_study(plan.out, summary)
-    session.progress.result(summary, _short(plan.out))
+    session.progress.result(summary, short_path(plan.out))
     return RunOutcome(data=data, error=leader.failure or _shortcoming(leader, summary))
 
 
@@ -379,7 +381,7 @@ def _shortcoming(leader: "Leader", summary: StudySummary) -> AutotuneError | Non
     """Why a search that ended in order is not a success: no configuration succeeded, or the verification failed."""
     if leader.session.stop():
         return None
-    out = _short(leader.plan.out)
+    out = short_path(leader.plan.out)
     verification = summary.verification
     if leader.plan.spec.verify and verification is not None and not verification.holds:
         reason = describe.failed_verification(verification) or ""
@@ -410,11 +412,3 @@ def _verify(leader: "Leader", recipe: Recipe) -> dict[str, Verification]:
 
     session = leader.session
     return {"verification": verify(recipe, leader.plan.out, say=session.progress.say, should_stop=session.stop)}
-
-
-def _short(path: Path) -> str:
-    """The path relative to the working directory, if it is inside."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

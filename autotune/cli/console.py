@@ -17,6 +17,7 @@ from autotune.catalog import describe_price
 from autotune.cli.terminal import console
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.serialization import to_data
+from autotune.core.text import operands
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.setup import Setup
 from autotune.report import describe
@@ -182,18 +183,8 @@ class Display(AbstractContextManager["Display"]):
 
     def _next(self, summary: StudySummary, recipe: Recipe, out_dir: str) -> None:
         """Print what to do now. Commands are never broken across lines, so that they can be copied."""
-        launch = f"bash {shlex.quote(f'{out_dir}/export/launch.sh')}"
-        steps = {}
-        if recipe.trainer == "trl":
-            from autotune.export.tool_file import training_command
-
-            command = f"cd {shlex.quote(out_dir)}/export && {training_command(recipe, 'trl')}"
-            steps[f"name your dataset in {out_dir}/export/trl_sft.yaml, then start the full run"] = command
-        else:
-            steps["try the exported run"] = f"{launch} --random-weights --max-steps 5"
-            if recipe.model.weights or "/" in recipe.model.name:
-                steps["start the full run"] = f"{launch} --dataset data.jsonl"
-        steps["ask why it won"] = f"autotune explain {shlex.quote(summary.study)}"
+        steps = describe.training_commands(summary, recipe, out_dir)
+        steps["ask why it won"] = shlex.join(["autotune", "explain", *operands(summary.study)])
         steps["read the report"] = _open_command(f"{out_dir}/report.html")
         for index, (purpose, command) in enumerate(steps.items()):
             self._field("" if index else "next", f"{purpose}:")

@@ -1,6 +1,7 @@
-"""Text of unknown origin, made safe for a terminal, a file name, or Markdown."""
+"""Text of unknown origin, made safe for a terminal, a command line, a file name, or Markdown."""
 
 import re
+from pathlib import Path
 
 from autotune.core.units import DASH
 
@@ -18,6 +19,19 @@ def printable_lines(text: str) -> str:
 def dashed(text: str) -> str:
     """The lower-case letters and digits of the text, with one dash for each run of other characters between them."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def operands(*texts: str) -> list[str]:
+    """Arguments of a command that are no options, also where one begins with a dash; shlex.join makes them a line."""
+    return ["--", *texts] if any(text.startswith("-") for text in texts) else [*texts]
+
+
+def short_path(path: Path) -> str:
+    """The path as it is typed here: relative to the working directory, if it is inside."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def code_span(text: str) -> str:

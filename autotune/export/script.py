@@ -30,7 +30,7 @@ LAUNCHER = f"""\
 # Run train.py beside this file with the interpreter in $PYTHON, or python3; options are passed on.
 set -euo pipefail
 export {ALLOCATOR_VARIABLE}={ALLOCATOR}
-exec "${{PYTHON:-python3}}" "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$@"
+exec "${{PYTHON:-python3}}" -- "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$@"
 """
 
 

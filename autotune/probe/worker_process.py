@@ -7,12 +7,13 @@ variables that are known to be needed: no database or cloud secret reaches it.
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,25 @@ PASSED_ON = (
 PASSED_ON_PREFIXES = (
     *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "OMP_", "MKL_", "XDG_CACHE", "HF_HOME", "HF_HUB_"),
 )
-SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+SECRET_NAME = re.compile("TOKEN|KEY|SECRET|CREDENTIAL|PASS", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"://\S*@")  # a URL with a password
+
+
+def passed_on(parent: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
+    """The variables of its parent that a process which trains needs, without secrets, and those `named`."""
+    needed = {
+        name
+        for name, value in parent.items()
+        if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES))
+        and not (SECRET_NAME.search(name) or SECRET_VALUE.search(value))
+    }
+    return {name: parent[name] for name in needed.union(named)}
 
 
 def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
-    """The environment of a worker on `device` ("cuda" or "cpu"): never a token, password or key."""
-    environment = {
-        name: value
-        for name, value in parent.items()
-        if (name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)) and not any(word in name for word in SECRET_WORDS)
-    }
+    """The environment of a worker on `device` ("cuda" or "cpu")."""
     on_device = ON_CPU if device == "cpu" else one_gpu(parent.get("CUDA_VISIBLE_DEVICES", "0"))
-    return environment | ALWAYS_SET | on_device
+    return passed_on(parent) | ALWAYS_SET | on_device
 
 
 class WorkerProcess:

@@ -5,15 +5,20 @@ header of their own (`export.header`), since exports come before reports.
 """
 
 import math
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome
+from autotune.core.text import operands
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
+from autotune.export import tool_file
+from autotune.export.header import has_published_weights
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.workload import Workload
 from autotune.study.ablation import AblatedKnob, Ablation
-from autotune.study.summary import Candidate, Learned, Recipe, TrialRecord, Verification
+from autotune.study.summary import Candidate, Learned, Recipe, StudySummary, TrialRecord, Verification
 
 # The name of each outcome for people.
 LABELS = {
@@ -154,6 +159,27 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
         recomputed.get(every, f"activation checkpointing in one layer of {every}"),
         *(knob.phrases[value] for name, knob in KNOBS.items() if (value := getattr(config, name)) in knob.phrases),
     )
+
+
+def training_commands(summary: StudySummary, recipe: Recipe, out_dir: str) -> dict[str, str]:
+    """What trains with the export in the study's directory: command lines for a shell, by their purpose."""
+    if recipe.trainer == "trl":
+        cd = shlex.join(["cd", *operands(f"{out_dir}/export")])
+        purpose = "name your dataset in export/trl_sft.yaml, then start the full run"
+        return {purpose: f"{cd} && {tool_file.training_command(recipe, 'trl')}"}
+    launch = shlex.join(["bash", *operands(f"{out_dir}/export/launch.sh")])
+    commands = {"try the exported run": f"{launch} --random-weights --max-steps 5"}
+    if has_published_weights(recipe):
+        dataset = training_data(summary)
+        purpose = "start the full run" if dataset else "write your examples as lines of JSON, then start the full run"
+        commands[purpose] = f"{launch} {shlex.join(['--dataset', dataset or 'data.jsonl'])}"
+    return commands
+
+
+def training_data(summary: StudySummary) -> str | None:
+    """The path of the study's dataset, if the exported script can read it."""
+    path = Path(summary.dataset or "").expanduser()
+    return str(path) if path.suffix == ".jsonl" else None
 
 
 def learned(finalist: Learned) -> str:

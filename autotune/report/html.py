@@ -4,7 +4,6 @@ Autoescape is on; the only text marked safe is plotly.js and JSON without any `<
 """
 
 import json
-import shlex
 from collections import Counter
 from dataclasses import dataclass
 from datetime import date
@@ -50,8 +49,8 @@ class Stat:
     evidence: Evidence
 
 
-def render(summary: StudySummary, out_dir_name: str) -> str:
-    """The whole page. `out_dir_name` is the directory in which its commands are to be run."""
+def render(summary: StudySummary, out_dir: str) -> str:
+    """The whole page. `out_dir` is the study's directory, as its commands name it."""
     pages = environment()
     pages.filters |= {
         "text": infos.value_text,
@@ -62,7 +61,7 @@ def render(summary: StudySummary, out_dir_name: str) -> str:
         "usd_range": describe.usd_range,
         "label": lambda outcome: describe.LABELS[Outcome(outcome)],
     }
-    return pages.get_template("report.html.j2").render(_view(summary, out_dir_name))
+    return pages.get_template("report.html.j2").render(_view(summary, out_dir))
 
 
 def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
@@ -126,7 +125,7 @@ def script_json(data: Any) -> "Markup":
     return Markup(text)  # noqa: S704 (nothing that HTML could interpret is left in it)
 
 
-def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
+def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
     """Everything that the template reads."""
     from markupsafe import Markup
 
@@ -159,20 +158,13 @@ def _view(summary: StudySummary, out_dir_name: str) -> dict[str, Any]:
             "phrases": describe.configuration(recipe),
             "stats": stats(recipe, summary),
             "price": _price(recipe),
-            "commands": _commands(recipe, out_dir_name),
+            "commands": describe.training_commands(summary, recipe, out_dir),
             "compare": infos.compare(recipe),
             "costs": infos.costs(recipe),
             "cells": infos.learning_cells(recipe),
             "fingerprint": infos.fingerprint(recipe),
         }
     return view
-
-
-def _commands(recipe: Recipe, out_dir_name: str) -> str:
-    """The commands that start the full run."""
-    if recipe.trainer == "trl":
-        return f"cd {shlex.quote(out_dir_name)}/export\nhead trl_sft.yaml   # has the command; name your dataset in it"
-    return f"cd {shlex.quote(out_dir_name)}\nbash export/launch.sh --dataset data.jsonl"
 
 
 def _headline(summary: StudySummary) -> str:

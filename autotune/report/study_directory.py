@@ -6,6 +6,7 @@ from typing import Any
 
 from autotune.core.files import write_atomic, write_errors
 from autotune.core.serialization import to_data
+from autotune.core.text import short_path
 from autotune.study.summary import Recipe, StudySummary, TrialRecord, summary_data
 
 
@@ -38,7 +39,7 @@ def write_study(out: Path, summary: StudySummary, formats: list[str] | None = No
     report = oom_report(summary)
     write_atomic(out / "oom_report.md", report.markdown())
     write_atomic(out / "oom_report.json", json.dumps(report.data(), indent=2) + "\n")
-    write_atomic(out / "report.html", render(summary, out.name))
+    write_atomic(out / "report.html", render(summary, short_path(out)))
     recipe = summary.recipe
     if recipe is not None:
         projection = {"schema_version": 1, "study": summary.study, "winner": to_data(recipe.winner.cost)}

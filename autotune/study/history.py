@@ -87,6 +87,7 @@ def summarize(
     quality: Quality | None = None,
     verification: Verification | None = None,
     explanation: Ablation | None = None,
+    dataset: str | None = None,
 ) -> StudySummary:
     """Summarize the study so far. `cards` estimates the winner on other devices.
 
@@ -106,4 +107,5 @@ def summarize(
         verification=verification,
         explanation=explanation if recipe and explanation and explanation.of(recipe.config) else None,
         notes=tuple(quality.notes(recipe.config)) if quality and recipe else (),
+        dataset=dataset,
     )

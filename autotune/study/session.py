@@ -311,6 +311,7 @@ class Leader:
             quality=record.quality,
             verification=record.verification,
             explanation=record.ablation,
+            dataset=record.spec.dataset,
         )
 
 
@@ -360,6 +361,7 @@ def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
         quality=record.quality,
         verification=record.verification,
         explanation=record.ablation,
+        dataset=record.spec.dataset,
     )
 
 

@@ -244,6 +244,7 @@ class StudySummary:
     verification: Verification | None = None
     explanation: Ablation | None = None
     notes: tuple[str, ...] = ()
+    dataset: str | None = None  # the user's file of examples, as it was named
 
     @property
     def probe_seconds(self) -> float:

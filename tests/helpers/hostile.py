@@ -6,6 +6,7 @@ AUTOTUNE_FUZZ=20 tries twenty times as many inputs, with a new random seed at ev
 import copy
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -184,6 +185,19 @@ def _raise_timeout(number: int, frame: Any) -> None:
 
 
 sys.addaudithook(_audit)
+
+
+def arguments_of_autotune(command: str, folder: Path) -> list[str]:
+    """The arguments with which a shell calls autotune for a printed command. It may call nothing else."""
+    program = folder / "bin" / "autotune"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
+    program.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", "-c", command], env={"PATH": str(program.parent)}, cwd=folder, capture_output=True, check=True
+    )
+    assert done.stderr == b""
+    return done.stdout.decode().split("\0")[:-1]
 
 
 @contextmanager

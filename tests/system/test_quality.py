@@ -1,6 +1,8 @@
 """The quality check: finalists train on the user's examples, and the check shows which learns less."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -197,24 +199,30 @@ def test_a_failed_finalist_is_reported_and_the_others_continue(weights: Path, da
 def test_the_run_command_trains_finalists_at_the_end(weights: Path, dataset: Path, tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text("version: 1\nknobs: {micro_batch_size: 4, seq_len: 32, precision: fp32}\n")
 
-    def autotune(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "autotune", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+    def called(*command: str) -> subprocess.CompletedProcess[str]:
+        variables = os.environ | {"PYTHON": sys.executable, "OMP_WAIT_POLICY": "passive"}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=variables)
         assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
+        return done
 
-    asked = ("--gpu", "cpu", "--model", str(weights), "--dataset", str(dataset), "--space", "space.yaml")
-    printed = json.loads(autotune("run", *asked, "--quality", "--global-batch", "8", "--budget", "5m", "--json"))
+    def autotune(*arguments: str) -> str:
+        return called(sys.executable, "-m", "autotune", *arguments).stdout
+
+    hostile = "coding:utf-7 '; $(touch CANARY) é"
+    (tmp_path / hostile).mkdir()
+    rows = shutil.copy(dataset, tmp_path / hostile)
+    asked = ("--gpu", "cpu", "--model", str(weights), "--dataset", str(rows), "--space", "space.yaml")
+    asked += ("--study", hostile, "--out", hostile, "--quality", "--global-batch", "8", "--budget", "5m", "--json")
+    ran = called(sys.executable, "-m", "autotune", "run", *asked)
+    printed, lines = json.loads(ran.stdout), ran.stderr.splitlines()
     (learned,) = printed["quality"]["learned"]
     assert TrainConfig(**learned["config"]) == TrainConfig(**printed["winner"]["config"])
     assert 0 < learned["loss_after"] < learned["loss_before"]
     stored = json.loads(autotune("status", "--json"))
     assert stored["quality"] == printed["quality"]
+    trains = lines[next(place for place, line in enumerate(lines) if line.endswith("start the full run:")) + 1]
+    assert json.loads(called("bash", "-c", trains).stdout.splitlines()[-1])["steps"] == 50
+    assert not (tmp_path / "CANARY").exists()
     (tmp_path / printed["out_dir"] / "report.html").unlink()
     autotune("report")
     assert f"{learned['loss_after']:.4f}" in (tmp_path / printed["out_dir"] / "report.html").read_text()

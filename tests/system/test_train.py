@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,13 +17,15 @@ import pytest
 from autotune.api import StudyResult
 from autotune.catalog import find_price, resolve_device
 from autotune.cli.commands import train as command
-from autotune.core.errors import AutotuneError, UsageError
+from autotune.core.errors import AutotuneError, Interrupted, UsageError
+from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
 from autotune.export import export_all
 from autotune.export.clusters import PREEMPTED
 from autotune.export.run.train import Progress, Run
 from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
+from tests.helpers.hostile import NAMES, arguments_of_autotune
 from tests.helpers.sessions import record_of
 from tests.unit.export.test_script import demo, write
 
@@ -184,7 +187,7 @@ def test_a_trl_study_names_the_trl_command(tmp_path: Path, monkeypatch: pytest.M
     _use_study(monkeypatch, tmp_path, trainer="trl")
     with pytest.raises(UsageError) as error:
         command.train(**(_NOTHING | {"random_weights": True}))
-    assert "trl sft --config" in (error.value.remedy or "")
+    assert re.fullmatch(r"cd \S+/export && .* trl sft --config trl_sft.yaml .*", error.value.remedy or "")
 
 
 def _scripted(folder: Path, text: str) -> Path:
@@ -222,6 +225,43 @@ def test_incomplete_progress_lines_are_ignored(tmp_path: Path, monkeypatch: pyte
     command.train(**(_NOTHING | {"random_weights": True, "output": output, "resume": True}))
     training = json.loads((output / "training.json").read_text())
     assert (training["steps"], training["trained_s"]) == (100, 16.0)
+
+
+def test_the_training_gets_no_secret_that_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use_study(monkeypatch, tmp_path)
+    secrets = ("AUTOTUNE_STORAGE", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "HF_TOKEN")
+    for name in (*secrets, "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "canary")
+    output = _scripted(tmp_path, "import json, os\njson.dump(dict(os.environ), open('environment.json', 'w'))")
+    monkeypatch.chdir(tmp_path)
+    asked = _NOTHING | {"random_weights": True, "output": output, "resume": True}
+    for named in ([], ["HF_TOKEN"]):
+        command.train(**asked, pass_env=named)
+        environment = json.loads((tmp_path / "environment.json").read_text())
+        assert {name for name, value in environment.items() if value == "canary"} == {"NCCL_DEBUG", *named}
+        assert environment["PATH"] == os.environ["PATH"] and "HF_HUB_OFFLINE" not in environment
+    with pytest.raises(UsageError, match="NO_SUCH: there is no such variable"):
+        command.train(**asked, pass_env=["NO_SUCH"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stopped_run_names_the_command_that_continues_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = name.replace("\0", "")  # no argument can have it
+    folder = tmp_path / name.replace("/", "")
+    folder.mkdir()
+    _use_study(monkeypatch, tmp_path, study=name)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
+    dataset, output = folder / "rows.jsonl", _scripted(folder, f"raise SystemExit({PREEMPTED})")
+    dataset.write_text("{}")
+    options: dict[str, Any] = {"dataset": dataset, "model": name, "output": output, "resume": True, "max_steps": 5}
+    with pytest.raises(Interrupted) as stopped:
+        command.train(**(_NOTHING | options), pass_env=["HTTPS_PROXY"], storage="sqlite:///a b.db")
+    remedy = (stopped.value.remedy or "").removeprefix("continue with: ")
+    expected = ["train", "--dataset", str(dataset), "--model", name, "--max-steps", "5", "--output-dir", str(output)]
+    expected += ["--pass-env=HTTPS_PROXY", "--storage", "sqlite:///a b.db", "--resume", *operands(name)]
+    assert arguments_of_autotune(remedy, tmp_path) == expected
 
 
 _NOTHING: dict[str, Any] = {

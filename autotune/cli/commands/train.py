@@ -1,5 +1,7 @@
 """`autotune train`: start the full run of a study's winner, and show its progress and its cost."""
 
+import os
+import shlex
 import signal
 import sys
 import time
@@ -13,11 +15,14 @@ from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import console
 from autotune.core.errors import AutotuneError, Interrupted, UsageError
+from autotune.core.text import operands, short_path
 from autotune.core.units import fmt_seconds, fmt_usd
 from autotune.export.clusters import PREEMPTED
 from autotune.export.run.train import Progress, Run
 from autotune.export.run.verify import TOLERANCE
+from autotune.report.describe import training_commands, training_data
 from autotune.report.study_directory import write_exports
+from autotune.study.storage.database import public_url
 
 PLAIN_S = 30.0  # between two lines where there is no terminal
 STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes; the last one before training begins
@@ -31,29 +36,32 @@ def train(
     output: Annotated[Path | None, typer.Option("--output-dir", help="[trained/ in the study's directory]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint, if any.")] = False,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many optimizer steps.")] = None,
+    pass_env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A variable that the training needs too: HF_TOKEN, HTTPS_PROXY; repeatable."),
+    ] = None,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
     """Train with a study's winner, by its exported script, which is written next to the weights.
 
     Raises:
-        UsageError: no such study, no data, or a checkpoint is in the way.
+        UsageError: no such study, no data, no such variable, or a checkpoint is in the way.
         Interrupted: stopped by a signal; the run can be continued from its checkpoint.
         AutotuneError: the script failed.
     """
     result = load_study(study, storage)
     recipe = result.recipe
     if recipe.trainer != "transformers":
-        from autotune.export.tool_file import training_command
-
-        raise UsageError(
-            "the study was measured with TRL, which trains by itself", remedy=training_command(recipe, "trl")
-        )
+        (command,) = training_commands(result.summary, recipe, short_path(result.out)).values()
+        raise UsageError("the study was measured with TRL, which trains by itself", remedy=command)
     if (dataset is None) is not random_weights:
         raise UsageError(
             "give either --dataset FILE.jsonl to train on, or --random-weights to try the speed",
-            remedy="autotune train --dataset data.jsonl",
+            remedy=_command(["--dataset", training_data(result.summary) or "data.jsonl"], recipe.study),
         )
+    if missing := [name for name in pass_env or () if name not in os.environ]:
+        raise UsageError(f"--pass-env {missing[0]}: there is no such variable", remedy="export it before")
     if dataset is not None and not dataset.is_file():
         raise UsageError(f"there is no file {dataset}", remedy="name a .jsonl file")
     # A run that only tries the speed saves nothing, unless a directory is given.
@@ -65,12 +73,12 @@ def train(
     script = output / "export" / "train.py"
     if not (resume and script.is_file()):  # a run is continued with its own script, whichever configuration wins by now
         write_exports(output, recipe, ["train"])
-    arguments = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
-    arguments += ["--output-dir", str(output) if saves else ""]
-    arguments += ["--model", model] if model else []
-    arguments += ["--resume"] if resume else []
-    arguments += ["--max-steps", str(max_steps)] if max_steps else []
-    run = Run(recipe, script, output, arguments, fresh=not resume)
+    options = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
+    options += ["--model", model] if model else []
+    options += ["--max-steps", str(max_steps)] if max_steps else []
+    directory = ["--output-dir", str(output)] if saves else []
+    arguments = [*options, *(directory or ["--output-dir", ""]), *(["--resume"] if resume else [])]
+    run = Run(recipe, script, output, arguments, fresh=not resume, pass_env=pass_env or ())
     display = TrainingDisplay()
     display.say(f"training {recipe.config.label()}; its log is {run.log}")
     with stop_on_signals() as stop, display:
@@ -82,18 +90,26 @@ def train(
             sys.stdout.write((output / "training.json").read_text())
         return
     if code in STOPPED:
-        raise interruption(output, result.summary.study, 128 + stop.signal if stop.signal else PREEMPTED)
+        options += [*directory, *(f"--pass-env={name}" for name in pass_env or ())]
+        options += ["--storage", public_url(storage)] if storage else []
+        again = _command([*options, "--resume"], recipe.study)
+        raise interruption(output, again, 128 + stop.signal if stop.signal else PREEMPTED)
     raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
 
 
-def interruption(output: Path, study: str, exit_code: int) -> Interrupted:
-    """The error for a run that a signal stopped; it names the last whole checkpoint in `output`."""
+def _command(options: list[str], study: str) -> str:
+    """The command line of `autotune train` with these options."""
+    return shlex.join(["autotune", "train", *options, *operands(study)])
+
+
+def interruption(output: Path, again: str, exit_code: int) -> Interrupted:
+    """The error for a run that a signal stopped; it names the last whole checkpoint in `output`, and what continues."""
     steps = [
         int(path.parent.name.removeprefix("checkpoint-")) for path in output.glob("checkpoint-*/trainer_state.json")
     ]
     return Interrupted(
         f"stopped; a checkpoint of step {max(steps)} is saved" if steps else "stopped; there is no checkpoint",
-        remedy=f"continue with `autotune train {study} --resume` and the same options",
+        remedy=f"continue with: {again}",
         exit_code=exit_code,
     )
 

@@ -15,6 +15,7 @@ from typing import IO, Any
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
+from autotune.probe.worker_process import passed_on
 from autotune.study.summary import Recipe
 
 SETTLED_STEPS = 20  # steps of a session before its speed is compared with the measured one
@@ -55,12 +56,23 @@ class Run:
     """
 
     def __init__(
-        self, recipe: Recipe, script: Path, output: Path, arguments: Sequence[str], *, fresh: bool = False
+        self,
+        recipe: Recipe,
+        script: Path,
+        output: Path,
+        arguments: Sequence[str],
+        *,
+        fresh: bool = False,
+        pass_env: Sequence[str] = (),
     ) -> None:
-        """`script` is the exported train.py; `fresh` discards the records of earlier sessions."""
+        """`script` is the exported train.py; `fresh` discards the records of earlier sessions.
+
+        The script gets the variables of the environment that a probe gets, and those in `pass_env`.
+        """
         self._recipe = recipe
         self._output = output
         self._fresh = fresh
+        self._environment = passed_on(os.environ, pass_env)
         self._steps = output / "progress.jsonl"
         # When this process dies, the run gets SIGTERM and saves a checkpoint.
         self._command = command(str(script), [*arguments, "--progress", str(self._steps)], signal.SIGTERM)
@@ -111,6 +123,7 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=self._environment,
                 start_new_session=True,  # so that only this process passes a Ctrl-C on
                 pass_fds=[lock.fileno()],  # the run holds the lock until it has saved, even if this process dies
             )

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +14,14 @@ from autotune.catalog import resolve_device
 from autotune.cli import console
 from autotune.cli.console import Display
 from autotune.core.probe_types import Evidence, Outcome
+from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.study.named_configs import ConfigResult
 from autotune.study.summary import summary_data
 from tests.helpers.factories import summary
+from tests.helpers.hostile import NAMES, arguments_of_autotune
 
 SETUP = set_up(StudySpec(model="mistral-7b", gpu="h200", price=3.0), resolve_device("h200"))
 
@@ -44,6 +47,17 @@ def test_events_are_lines_of_json_and_the_last_has_the_result(capsys: pytest.Cap
     assert events[2]["number"] == 0 and events[2]["outcome"] == "ok"
     data = json.loads(json.dumps(summary_data(summary(), "runs/one")))
     assert {key: events[-1][key] for key in data} == data
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.isprintable()])
+def test_the_command_that_explains_names_the_study(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with Display(budget_s=600.0) as one:
+        one.result(replace(summary(), study=name), "runs/one")
+    lines = capsys.readouterr().err.splitlines()
+    command = lines[next(place for place, line in enumerate(lines) if line.endswith("ask why it won:")) + 1]
+    assert arguments_of_autotune(command, tmp_path) == ["explain", *operands(name)]
 
 
 def test_the_cost_of_several_gpus_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,12 @@
 
 import pytest
 
-from autotune.core.text import code_span, dashed, printable, printable_lines
+from autotune.core.text import code_span, dashed, operands, printable, printable_lines
+
+
+def test_operands_are_no_options() -> None:
+    assert operands("a", "b") == ["a", "b"]
+    assert operands("--help") == ["--", "--help"]
 
 
 def test_printable_text_stays_on_one_line_and_steers_no_terminal() -> None:

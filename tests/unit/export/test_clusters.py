@@ -190,11 +190,11 @@ def test_scripts_run_launch_sh_and_nothing_else(
     assert ended == code
     always = ["--dataset", data, "--output-dir", "-out", "--resume"]
     asked = [*always, "--max-steps", "2"]
-    expected = ["srun", "bash", "launch.sh", *asked, "python", "./train.py", *asked]
+    expected = ["srun", "bash", "launch.sh", *asked, "python", "--", "./train.py", *asked]
     assert called == expected + ["scontrol", "requeue", "7"] * requeued
 
     ended, called = shell(tmp_path, f'cd "$FOLDER"\n{task["run"]}', FOLDER=str(folder), **environment)
-    assert (ended, called) == (code, ["python", "./train.py", *always])
+    assert (ended, called) == (code, ["python", "--", "./train.py", *always])
     ended, called = shell(tmp_path, task["setup"])
     wanted = [f"{package}=={version.partition('+')[0]}" for package, version in packages.items()]
     assert "\n".join(called) == "\n".join(["pip", "install", "--", *wanted])

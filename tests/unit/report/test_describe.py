@@ -1,16 +1,24 @@
 """The words for what a study found: a candidate's numbers, the winner's configuration, ablations and trade-offs."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autotune.catalog import resolve_model
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.report import describe
+from autotune.report.study_directory import write_exports
 from autotune.study.ablation import AblatedKnob, Ablation
 from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
+from tests.helpers.hostile import NAMES
 
 
 def recipe() -> Recipe:
@@ -27,6 +35,51 @@ def test_a_candidate_in_one_line() -> None:
     assert describe.candidate_line(recipe().winner) == (
         "16,549 tokens/s, 54.4 GiB, full run 10 min 20 s, $0.584 [measured]"
     )
+
+
+_TELLS = (
+    "import json, sys\n\ndef main(settings, options, _):\n    print(json.dumps([options.model, options.dataset]))\n"
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_printed_commands_run_as_they_are(name: str, tmp_path: Path) -> None:
+    """With the study's directory, its dataset and its model. What trains in the end is replaced here."""
+    folder = name.replace("/", "").replace("\0", "")
+    rows = tmp_path / folder / "rows.jsonl"
+    rows.parent.mkdir()
+    rows.write_text("{}")
+    base = recipe()
+    made = replace(base, study=name, model=replace(base.model, weights=str(rows.parent)))
+    write_exports(tmp_path / folder, made, ["train"])
+    (tmp_path / folder / "export" / "runtime" / "train.py").write_text(_TELLS)
+    study = replace(summary(), recipe=made, dataset=str(rows))
+    commands = describe.training_commands(study, made, folder)
+    assert list(commands) == ["try the exported run", "start the full run"]
+    for command, dataset in zip(commands.values(), (None, str(rows)), strict=True):
+        variables = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == [str(rows.parent), dataset]
+    assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "wanted"),
+    [("~/rows.jsonl", "/home/me/rows.jsonl"), ("a/rows.jsonl", "a/rows.jsonl"), ("rows.parquet", None), (None, None)],
+)
+def test_the_command_names_the_dataset_that_the_script_can_read(
+    dataset: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    purpose, command = list(describe.training_commands(replace(summary(), dataset=dataset), recipe(), "out").items())[1]
+    assert command == f"bash out/export/launch.sh --dataset {wanted or 'data.jsonl'}"
+    assert purpose.startswith("start" if wanted else "write your examples")
+
+
+def test_a_model_without_weights_has_no_full_run() -> None:
+    made = replace(recipe(), model=resolve_model("demo-3m"))
+    assert list(describe.training_commands(summary(), made, "out")) == ["try the exported run"]
 
 
 def test_unknown_numbers_are_dashes() -> None:

@@ -87,18 +87,19 @@ def test_first_screen(page: str) -> None:
     assert "$0.584" in head and "$0.578 to $0.589" in head and "10 min 20 s" in head
     assert "$3.39/h, verda, undated" in head and "skypilot-catalog" in head
     assert "nothing more capable is within the slack" in head
-    assert "cd runs/h200\nbash export/launch.sh --dataset data.jsonl" in head
+    assert "<pre>bash runs/h200/export/launch.sh --random-weights --max-steps 5</pre>" in head
+    assert "<pre>bash runs/h200/export/launch.sh --dataset data.jsonl</pre>" in head
     assert "1,024 tokens are assumed" in head
     assert head.count('class="badge"') == head.count('class="stat"') == 6
 
 
 def test_the_command_is_for_the_trainer_that_was_probed(study: StudySummary) -> None:
     made = render(replace(study, recipe=replace(recipe_of(study), trainer="trl")), "out")
-    assert "head trl_sft.yaml" in made and "launch.sh" not in made
+    assert "<pre>cd out/export &amp;&amp; " in made and "trl sft --config" in made and "launch.sh" not in made
 
 
 def test_the_directory_is_quoted_for_the_shell(study: StudySummary) -> None:
-    assert "cd &#39;a; echo b&#39;\n" in render(study, "a; echo b")
+    assert "bash &#39;a; echo b/export/launch.sh&#39; " in render(study, "a; echo b")
 
 
 def test_every_section_and_trial_is_there(page: str) -> None:
