@@ -213,7 +213,7 @@ def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncat
     least = workload.truncated(largest)
     if max_truncated is not None and least > max_truncated + 1e-9:
         raise UsageError(
-            f"--max-truncated {max_truncated}: the longest rows of the space, {largest}, cut off {least:.2%} of them",
+            f"--max-truncated {max_truncated}: the longest rows, {largest}, cut off {least:.2%} of the tokens",
             remedy=f"give {math.ceil(least * 1000) / 1000} or more, or pin a longer seq_len with --seq-len",
         )
     limit = max(MAX_TRUNCATED if max_truncated is None else max_truncated, least)

@@ -16,6 +16,7 @@ from autotune.cli.commands.run import resume
 from autotune.core.errors import Interrupted, NothingFits, UsageError
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
+from autotune.problem.study_spec import NamedConfig
 from tests.helpers.factories import summary
 from tests.helpers.sessions import record_of
 
@@ -148,13 +149,16 @@ def test_a_space_from_python_survives_resume_and_nothing_is_printed_or_left_open
 
 
 @pytest.mark.probe
-def test_the_budget_ends_a_probe_that_would_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("configs", [(), (NamedConfig(name="a case", knobs={"seq_len": 64}),)], ids=["study", "suite"])
+def test_the_budget_ends_a_probe_that_would_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configs: tuple[NamedConfig, ...]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOTUNE_INJECT", "hang")
     monkeypatch.setattr("autotune.probe.monitor.DEADLINES", dict.fromkeys(Phase, 100.0))
     space = SearchSpace.of(micro_batch_size=1, seq_len=64)
-    with pytest.raises(autotune.AutotuneError, match="--budget 20s was too short for the start") as caught:
-        tune("demo-3m", gpu="cpu", space=space, examples=200, budget="20s", study="mine")
+    with pytest.raises(autotune.AutotuneError, match=r"--budget 20s was too short for (the start|a case)") as caught:
+        tune("demo-3m", gpu="cpu", space=space, examples=200, budget="20s", study="mine", configs=configs)
     assert caught.value.remedy and caught.value.exit_code == 7
 
 

@@ -27,6 +27,7 @@ class Prober(ReplayProber):
     """In the place of the warm worker's launcher."""
 
     device = "cpu"
+    should_stop: Callable[[], bool]  # whether the warm worker would end its probe
 
     def __enter__(self) -> "Prober":
         return self
@@ -55,10 +56,17 @@ def join(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
         phase: str = StudyPhase.SEARCHING,
         study: str = "one",
         allow_mixed: bool = False,
+        wall_seconds: float = 0.0,
     ) -> list[TrainConfig]:
         session.search.remember("phase", phase)
+        update_record(session.search, wall_seconds=wall_seconds)
         prober = Prober(answers, fingerprint)
-        monkeypatch.setattr(session_module, "WorkerProber", lambda *_, **__: prober)
+
+        def launcher(device: str, logs: Path, *, should_stop: Callable[[], bool]) -> Prober:
+            monkeypatch.setattr(Prober, "should_stop", staticmethod(should_stop), raising=False)
+            return prober
+
+        monkeypatch.setattr(session_module, "WorkerProber", launcher)
         url = f"sqlite:///{tmp_path / 'autotune.db'}"
         worker.worker(study, url, out=tmp_path / "w", allow_mixed=allow_mixed, parent=None, quiet=True)
         return [one.config for one in prober.requests if one.rung is not Rung.NODE]
@@ -69,6 +77,13 @@ def join(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Join:
 def test_a_worker_probes_until_the_limits_are_reached(join: Join) -> None:
     probed = join()
     assert len(probed) == 3 == len(set(probed))
+
+
+def test_a_probe_of_a_worker_ends_with_the_budget_of_the_study(join: Join) -> None:
+    join()
+    assert not Prober.should_stop()
+    join(wall_seconds=2e6)  # of 1e6
+    assert Prober.should_stop()
 
 
 def test_a_worker_leaves_a_study_that_has_ended(join: Join) -> None:

@@ -78,7 +78,11 @@ def test_the_floor_of_length(length, max_truncated, kept):
         ({"lora_rank": (8, 64)}, {"min_rank": 65}, "--min-rank 65: the largest rank of the space is 64"),
         ({"lora_rank": (8,)}, {"min_rank": 16}, "the largest rank of the space is 8"),  # pinned, and asked for more
         ({"seq_len": (512,)}, {}, None),
-        ({"seq_len": (512,)}, {"max_truncated": 0.1}, "the longest rows of the space, 512, cut off 50.00%"),
+        (
+            {"seq_len": (512,)},
+            {"max_truncated": 0.1},
+            "the longest rows, 512, cut off 50.00% of the tokens",
+        ),
         ({"method": ("full",)}, {"min_rank": 65}, None),  # a warning
     ],
 )
