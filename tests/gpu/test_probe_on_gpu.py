@@ -11,7 +11,7 @@ from autotune.core.probe_types import Measurement, Outcome, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber, check_worker
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not list_gpus(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.skipif(not list_gpus(), reason="needs an NVIDIA GPU")
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -1,7 +1,6 @@
 """`autotune run --ray`: the nodes that get a worker, and a study on two nodes of which one is killed in a trial.
 
-Ray needs 240 MB and the test takes 85 s on two cores, so that the `test` extra does not install it:
-`pip install 'ray>=2.52' && pytest -n0 tests/system/test_on_ray.py`
+Ray needs 240 MB and the test takes 85 s on two cores, so that the `test` extra does not install it: `test-extra` does.
 """
 
 import os
@@ -64,10 +63,11 @@ def at_work(folder: Path) -> dict[int, int]:
     return {int(one.user_attrs["worker"].split(":")[1]): one.number for one in running}
 
 
+@pytest.mark.extra
 @pytest.mark.probe
 @pytest.mark.filterwarnings("ignore")  # from Ray itself
 def test_a_study_continues_after_a_node_is_killed(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.52'")
+    pytest.importorskip("ray", reason="Ray is not installed (test-extra)")
     from ray.cluster_utils import Cluster
 
     (tmp_path / "space.yaml").write_text(SPACE)

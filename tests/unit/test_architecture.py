@@ -2,9 +2,11 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -284,6 +286,37 @@ def test_slow_imports_wait_until_they_are_needed(library):
         "pydantic_core": {"problem.space_file"},
     }
     assert eager == loaded_on_use.get(library, set())
+
+
+# --- what is installed
+
+PACKAGE_OF = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}  # where the import has another name than the package
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    """'psycopg[binary]==3.3.9' -> 'psycopg'."""
+    return {re.split(r"[^\w.-]", one)[0].lower().replace("_", "-") for one in requirements}
+
+
+def packages_of(found: Iterable[Import]) -> set[str]:
+    """The packages of others that these imports need."""
+    theirs = {layer(one.module) for one in found} - sys.stdlib_module_names - {"autotune", "tests"}
+    return {PACKAGE_OF.get(name, name.replace("_", "-")) for name in theirs}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: names_of(requirements) for name, requirements in project["optional-dependencies"].items()}
+    for_tests = extras.pop("test") | extras.pop("test-extra")
+    declared = names_of(project["dependencies"]).union(*extras.values())
+    imported = packages_of(one for found in modules().values() for one in found)
+    assert imported == declared - {"psycopg"}  # which SQLAlchemy imports, as the URL says
+
+    tools = {"refresh_export_keys.py"}  # runs where the trainers are installed
+    files = [path for name in ("tests", "benchmarks") for path in (ROOT / name).rglob("*.py") if path.name not in tools]
+    benchmarks = {path.stem.replace("_", "-") for path in files if path.parent.name == "benchmarks"}
+    used = packages_of(one for path in files for one in imports(path.read_text()))
+    assert used - declared - for_tests - benchmarks == set()
 
 
 # --- what the quick commands load

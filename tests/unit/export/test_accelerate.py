@@ -128,6 +128,7 @@ def test_deepspeed_agrees_with_the_trainer(config: TrainConfig) -> None:
     assert done["gradient_clipping"] == 1.0
 
 
+@pytest.mark.extra
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_deepspeed_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
