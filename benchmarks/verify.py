@@ -149,7 +149,7 @@ def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
     if not output:
         return row | {"reason": "autotune verify printed no result"}
     values = json.loads(output)
-    del values["holds"]
+    del values["holds"], values["better"]
     done = from_data(Verification, values)
     return row | {
         "file": done.file,

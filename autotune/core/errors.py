@@ -53,7 +53,7 @@ class TooManyFailures(AutotuneError):
 
 
 class VerificationFailed(AutotuneError):
-    """The exported run failed, or differed from the prediction by more than the tolerance."""
+    """The exported run failed, or was slower or larger than predicted by more than the tolerance."""
 
     explained = "verification-failed"
 

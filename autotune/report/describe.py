@@ -205,6 +205,8 @@ def verification(result: Verification) -> list[str]:
     lines.append(f"{fmt_gib(result.promised_gib)} predicted, {peak}")
     if not result.probed:
         lines.append(f"{result.file} is not what was probed: its speed and memory were not predicted")
+    if result.better:
+        lines.append(f"a wrong prediction: the run is {' and '.join(result.better)} by over {result.tolerance:.0%}")
     if result.soak:
         lines.append(_memory_growth(result))
     return lines
@@ -218,7 +220,7 @@ def failed_verification(result: Verification) -> str | None:
         return f"the exported run failed: {result.reason}"
     if result.memory_growth_gib is not None:
         return _memory_growth(result)
-    return f"the prediction does not hold within {result.tolerance:.0%}"
+    return f"the run is {' and '.join(result.worse)} than predicted by over {result.tolerance:.0%}"
 
 
 def ablation_effect(result: Ablation, knob: AblatedKnob) -> str:

@@ -215,14 +215,26 @@ class Verification:
         return (before, after) if after - before > max(CREEP * before, CREEP_GIB) else None
 
     @property
+    def _excess(self) -> dict[str, float]:
+        """By which share the run was slower and larger than promised, negative for faster and smaller."""
+        slower, larger = self.speed_error or 0.0, -(self.memory_error or 0.0)
+        return {} if not self.probed else {"larger": larger} if self.soak else {"slower": slower, "larger": larger}
+
+    @property
+    def worse(self) -> tuple[str, ...]:
+        """In what the run was worse than promised by more than the tolerance: "slower", "larger" or both."""
+        return tuple(what for what, excess in self._excess.items() if excess > self.tolerance)
+
+    @property
+    def better(self) -> tuple[str, ...]:
+        """In what the run was better than promised by more than the tolerance: "faster", "smaller" or both."""
+        opposite = {} if self.soak else {"slower": "faster", "larger": "smaller"}  # short rows may need less memory
+        return tuple(opposite[what] for what in opposite if self._excess.get(what, 0.0) < -self.tolerance)
+
+    @property
     def holds(self) -> bool:
-        """Whether the run succeeded, its memory does not grow, and its numbers are within the tolerance."""
-        if self.speed_error is None or self.memory_growth_gib is not None:
-            return False
-        errors = [] if self.soak else [abs(self.speed_error)]
-        if self.memory_error is not None:
-            errors.append(-self.memory_error if self.soak else abs(self.memory_error))
-        return not self.probed or max(errors, default=0.0) <= self.tolerance
+        """Whether the run succeeded, its memory does not grow, and nothing is worse than promised."""
+        return self.speed_error is not None and self.memory_growth_gib is None and not self.worse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ def verify(
         bool, typer.Option("--soak", help="Mix the longest possible rows with short ones; memory must not grow.")
     ] = False,
     micro_steps: Annotated[int, typer.Option(help="Micro batches to run, at least.")] = 200,
-    tolerance: Annotated[float, typer.Option(help="Largest relative difference allowed.")] = 0.05,
+    tolerance: Annotated[float, typer.Option(help="Share by which it may be slower or larger than promised.")] = 0.05,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
@@ -75,7 +75,7 @@ def verify(
         NothingFits: the study has no winner.
         EnvironmentProblem: another device than the study's, or no TRL.
         StorageError: no room for weights that TRL could read.
-        VerificationFailed: speed or memory are beyond the tolerance, or memory grows.
+        VerificationFailed: it is slower or larger than promised, beyond the tolerance, or its memory grows.
     """
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
         raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
@@ -102,7 +102,7 @@ def verify(
     session.amend_record(result.url, result.record, verification=verification)
     result.reload().report()
     if json_:
-        print_json(to_data(verification) | {"holds": verification.holds})
+        print_json(to_data(verification) | {"holds": verification.holds, "better": verification.better})
     else:
         print("\n".join(describe.verification(verification)))
     if reason := describe.failed_verification(verification):
