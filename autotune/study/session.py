@@ -491,9 +491,12 @@ def worker_device(record: StudyRecord) -> str:
 def require_device(device: DeviceSpec, remedy: str) -> str:
     """The device, "cpu" or "cuda", if this machine has the device. Raises EnvironmentProblem otherwise."""
     kind = "cpu" if device.kind == "cpu" else "cuda"
-    here = find_target("cpu" if kind == "cpu" else "auto").device
-    if here.name != device.name:
-        raise EnvironmentProblem(f"the study was measured on {device.name}, here is {here.name}", remedy=remedy)
+    try:
+        here = find_target("cpu" if kind == "cpu" else "auto").device.name
+    except EnvironmentProblem:
+        here = "no GPU"
+    if here != device.name:
+        raise EnvironmentProblem(f"the study is for {device.name}, here is {here}", remedy=remedy)
     return kind
 
 

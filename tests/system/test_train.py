@@ -17,7 +17,8 @@ import pytest
 from autotune.api import StudyResult
 from autotune.catalog import find_price, resolve_device
 from autotune.cli.commands import train as command
-from autotune.core.errors import AutotuneError, Interrupted, UsageError
+from autotune.core import nvml
+from autotune.core.errors import AutotuneError, EnvironmentProblem, Interrupted, UsageError
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
 from autotune.export import export_all
@@ -183,6 +184,21 @@ def test_missing_input_and_existing_output_are_usage_errors(
     assert (tmp_path / "locked" / "progress.jsonl").read_text() == "unchanged"
 
 
+def test_another_device_than_the_study_is_for_needs_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nvml, "list_gpus", list)
+    _use_study(monkeypatch, tmp_path, device=resolve_device("h200"))
+    asked = _NOTHING | {"random_weights": True, "output": _scripted(tmp_path, "open('train.ran', 'w')"), "resume": True}
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EnvironmentProblem, match=r"^the study is for h200-sxm, here is no GPU$"):
+        command.train(**asked)
+    assert not Path("train.ran").exists()
+    command.train(**asked | {"other_device": True})
+    assert Path("train.ran").exists()
+    assert "warning: the study is for h200-sxm, here is no GPU" in capsys.readouterr().err
+
+
 def test_a_trl_study_names_the_trl_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _use_study(monkeypatch, tmp_path, trainer="trl")
     with pytest.raises(UsageError) as error:
@@ -257,10 +273,18 @@ def test_a_stopped_run_names_the_command_that_continues_it(
     dataset.write_text("{}")
     options: dict[str, Any] = {"dataset": dataset, "model": name, "output": output, "resume": True, "max_steps": 5}
     with pytest.raises(Interrupted) as stopped:
-        command.train(**(_NOTHING | options), pass_env=["HTTPS_PROXY"], storage="sqlite:///a b.db")
+        asked = _NOTHING | options | {"other_device": True}
+        command.train(**asked, pass_env=["HTTPS_PROXY"], storage="sqlite:///a b.db")
     remedy = (stopped.value.remedy or "").removeprefix("continue with: ")
     expected = ["train", "--dataset", str(dataset), "--model", name, "--max-steps", "5", "--output-dir", str(output)]
-    expected += ["--pass-env=HTTPS_PROXY", "--storage", "sqlite:///a b.db", "--resume", *operands(name)]
+    expected += [
+        "--pass-env=HTTPS_PROXY",
+        "--other-device",
+        "--storage",
+        "sqlite:///a b.db",
+        "--resume",
+        *operands(name),
+    ]
     assert arguments_of_autotune(remedy, tmp_path) == expected
 
 
@@ -271,10 +295,11 @@ _NOTHING: dict[str, Any] = {
     "output": None,
     "resume": False,
     "max_steps": None,
+    "other_device": False,
 }
 
 
 def _use_study(monkeypatch: pytest.MonkeyPatch, out: Path, **changes: Any) -> None:
-    made = replace(summary(), recipe=replace(demo(CONFIG), **changes))
+    made = replace(summary(), recipe=replace(demo(CONFIG), **{"device": resolve_device("cpu")} | changes))
     study = StudyResult(summary=made, record=record_of(out=out))
     monkeypatch.setattr(command, "load_study", lambda *_: study)

@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from autotune.api import load_study
+from autotune.cli.commands.catalogs import print_note
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import console
-from autotune.core.errors import AutotuneError, Interrupted, UsageError
+from autotune.core.errors import AutotuneError, EnvironmentProblem, Interrupted, UsageError
 from autotune.core.text import operands, short_path
 from autotune.core.units import fmt_seconds, fmt_usd
 from autotune.export.clusters import PREEMPTED
@@ -22,6 +23,7 @@ from autotune.export.run.train import Progress, Run
 from autotune.export.run.verify import TOLERANCE
 from autotune.report.describe import training_commands, training_data
 from autotune.report.study_directory import write_exports
+from autotune.study.session import require_device
 from autotune.study.storage.database import public_url
 
 PLAIN_S = 30.0  # between two lines where there is no terminal
@@ -40,6 +42,9 @@ def train(
         list[str] | None,
         typer.Option(metavar="NAME", help="A variable that the training needs too: HF_TOKEN, HTTPS_PROXY; repeatable."),
     ] = None,
+    other_device: Annotated[
+        bool, typer.Option("--other-device", help="Train here even if the study is for another device.")
+    ] = False,
     storage: Storage = None,
     json_: Json = False,
 ) -> None:
@@ -47,6 +52,7 @@ def train(
 
     Raises:
         UsageError: no such study, no data, no such variable, or a checkpoint is in the way.
+        EnvironmentProblem: the study is for another device, and `other_device` is false.
         Interrupted: stopped by a signal; the run can be continued from its checkpoint.
         AutotuneError: the script failed.
     """
@@ -64,6 +70,12 @@ def train(
         raise UsageError(f"--pass-env {missing[0]}: there is no such variable", remedy="export it before")
     if dataset is not None and not dataset.is_file():
         raise UsageError(f"there is no file {dataset}", remedy="name a .jsonl file")
+    try:
+        require_device(recipe.device, "train there, or here with --other-device: slower, or out of memory")
+    except EnvironmentProblem as difference:
+        if not other_device:
+            raise
+        print_note(f"warning: {difference}: its speed, its memory and its cost do not hold")
     # A run that only tries the speed saves nothing, unless a directory is given.
     saves = output is not None or not random_weights
     output = (output or result.out / ("trained" if saves else "tried")).absolute()
@@ -91,6 +103,7 @@ def train(
         return
     if code in STOPPED:
         options += [*directory, *(f"--pass-env={name}" for name in pass_env or ())]
+        options += ["--other-device"] * other_device
         options += ["--storage", public_url(storage)] if storage else []
         again = _command([*options, "--resume"], recipe.study)
         raise interruption(output, again, 128 + stop.signal if stop.signal else PREEMPTED)
