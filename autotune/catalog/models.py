@@ -30,6 +30,8 @@ _NOT_SHAPE = frozenset(
     | {"attn_implementation", "experts_implementation"}
 )
 
+_PARTS = ("text_config", "vision_config", "audio_config")  # of models that take more than text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -56,7 +58,7 @@ class ModelSpec:
             if self.size(*keys) is None:
                 raise UsageError(
                     f"the config of {self.name} has no positive integer {keys[0]}",
-                    remedy="pass a causal language model; multimodal and encoder-decoder models are not supported",
+                    remedy="pass the config.json of a causal language model",
                 )
 
     @property
@@ -167,7 +169,8 @@ def _read_config(path: Path, shown: str | None = None) -> dict[str, Any]:
     """The shape in a config.json that somebody else wrote. `shown` is what messages call it."""
     shown = shown or str(path)
     try:
-        config = json.loads(read_regular(path))
+        # As transformers writes infinity into JSON, and reads it.
+        config = json.loads(read_regular(path), parse_constant=lambda name: {"__float__": name})
     except OSError as error:
         raise UsageError(
             f"cannot read {shown}: {error.strerror or error}", remedy="pass a directory with a config.json"
@@ -194,10 +197,23 @@ def _refuse_unsupported(config: dict[str, Any], shown: str) -> None:
         )
     if config.get("is_encoder_decoder") is True:
         raise UsageError(f"{shown} is of an encoder-decoder model", remedy="pass a causal language model")
+    if parts := [name for name in _PARTS if isinstance(config.get(name), dict)]:
+        raise UsageError(
+            f"{shown} is of a model that takes more than text ({', '.join(parts)}); models of text alone are supported",
+            remedy="to try its text part, save what AutoConfig.from_pretrained(NAME).get_text_config() returns in a "
+            "directory with save_pretrained, and pass the directory; transformers may have no causal model of it",
+        )
+    encoders = load_data("autotune.catalog", "data/models")["not_causal"]
+    if config.get("model_type") in encoders and config.get("is_decoder") is not True:
+        raise UsageError(
+            f"{shown} is of a {config['model_type']} model, in which a token sees those after it",
+            remedy="pass a causal language model",
+        )
 
 
 def _shape_of(value: Any) -> Any:
     """`value` without private keys and those of `_NOT_SHAPE`, at every depth."""
     if isinstance(value, dict):
-        return {key: _shape_of(item) for key, item in value.items() if key[:1] != "_" and key not in _NOT_SHAPE}
+        kept = {key for key in value if key == "__float__" or (key[:1] != "_" and key not in _NOT_SHAPE)}
+        return {key: _shape_of(item) for key, item in value.items() if key in kept}
     return value

@@ -70,7 +70,8 @@ class ModelShape:
     no linear module, such as the fused experts of a mixture: quantisation does not touch them. `untrained` is the part
     of it that adapters on every linear layer leave out; PEFT reaches the rest through `parametrized` weights, which
     cannot be compiled. `plain_head` says that the logits are neither capped nor scaled after the head, `liger` that
-    Liger has kernels for the model.
+    Liger has kernels for the model, `sdpa` that transformers has SDPA attention for it. `no_adapters` is why PEFT
+    refuses adapters on every linear layer.
     """
 
     num_layers: int
@@ -81,6 +82,8 @@ class ModelShape:
     parametrized: bool = False
     plain_head: bool = False
     liger: bool = False
+    sdpa: bool = True
+    no_adapters: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

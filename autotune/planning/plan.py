@@ -17,10 +17,11 @@ from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import ACCURACY, estimate, limit_of, planned_device
 from autotune.planning.observations import Observation
-from autotune.prediction.memory_formula import CONTEXT_GIB, Sizes
+from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
+from autotune.problem.constraints import refusal
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.setup import Setup, open_reserve, set_up
+from autotune.problem.setup import Setup, known_shape, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import BASELINE, Task
 from autotune.problem.workload import Workload
@@ -155,11 +156,9 @@ def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation])
             return estimated
         first = first or estimated
     if first is None:
-        known = Sizes.of(task.model) is not None
-        what = "int8 bases, DoRA and offloaded checkpoints" if known else f"{task.model.config['model_type']} models"
         raise UsageError(
-            f"there is no formula for {what}",
-            remedy="probe it on a GPU: `autotune run`, or with --shallow-only if the GPU is too small",
+            f"there is no formula for {unsupported(task.model, task.baselines()[0])}",
+            remedy="`autotune run` on a GPU probes it, or says at once why not; --shallow-only if the GPU is too small",
         )
     return first
 
@@ -229,8 +228,10 @@ def estimate_named_configs(
     for case, config, case_task in cases(spec, task):
         result = ConfigResult(case=case, config=config, outcome=Outcome.OK, evidence=Evidence.ESTIMATED)
         estimated = estimate(case_task, config, limit_gib, observations)
-        if estimated is None:
-            results.append(replace(result, outcome=Outcome.REFUSED, reason="there is no formula for it"))
+        refused = refusal(config, case_task.trainer, known_shape(case_task.model))
+        if estimated is None or refused:
+            reason = refused or f"there is no formula for {unsupported(case_task.model, config)}"
+            results.append(replace(result, outcome=Outcome.REFUSED, reason=reason))
             continue
         shape = case_task.workload.run_shape(config)
         samples_per_s = estimated.samples_per_s

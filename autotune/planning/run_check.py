@@ -22,6 +22,7 @@ from autotune.planning.foreign_config import ForeignConfig, read_file, with_supp
 from autotune.planning.observations import Observation
 from autotune.planning.plan import Say, plan_task, silent
 from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
+from autotune.prediction.memory_formula import unsupported
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.setup import DEFAULT_TOKENS, set_up
@@ -92,7 +93,7 @@ def check(
     checked = check_run(context, run)
     if checked is None:
         raise UsageError(
-            f"there is no formula for {str(model.config['model_type'])!r} models".replace("'", ""),
+            f"there is no formula for {unsupported(model, run.config)}",
             remedy="measure it: `autotune run`, with --shallow-only where the GPU is too small",
         )
     fix = smallest = None

@@ -13,6 +13,7 @@ from typing import Any
 from autotune.catalog import ModelSpec
 from autotune.core.files import load_data
 from autotune.core.probe_types import Phase
+from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.prediction.memory_predictor import HEAD_CHUNK
@@ -38,7 +39,10 @@ def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of a model from which its memory follows. `params` counts all parameters."""
+    """The sizes of a model from which its memory follows.
+
+    `tied`: the head is the embedding; `capped`: the logits are capped after the head. `params` counts all parameters.
+    """
 
     family: str
     layers: int
@@ -49,6 +53,7 @@ class Sizes:
     head_dim: int
     vocab: int
     tied: bool
+    capped: bool
     params: int = 0
 
     @classmethod
@@ -69,6 +74,7 @@ class Sizes:
             head_dim=model.size("head_dim") or model.hidden_size // heads,
             vocab=model.vocab_size,
             tied=bool(config.get("tie_word_embeddings", family.startswith("gemma"))),
+            capped=family == "gemma2" and config.get("final_logit_softcapping", 30.0) is not None,
         )
         ends = sizes.embedding * (1 if sizes.tied else 2)
         return replace(sizes, params=model.params or ends + sizes.linear_params)
@@ -142,11 +148,21 @@ class MemoryBreakdown:
         return {name: value for name, value in named.items() if value}
 
 
+def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
+    """What of the model or the configuration the formulas of memory and step time do not cover; None if they do."""
+    uncovered = {
+        f"{printable(model.config['model_type'])} models": Sizes.of(model) is None,
+        "fp32 precision": config.precision == "fp32",
+        "int8 bases": config.quantization == "int8",
+        "DoRA": config.dora,
+        "offloaded checkpoints": config.offloads,
+    }
+    return next((what for what, applies in uncovered.items() if applies), None)
+
+
 def supported(model: ModelSpec, config: TrainConfig) -> Sizes | None:
-    """The sizes of the model where the formulas of memory and step time cover it and the configuration, else None."""
-    if config.quantization == "int8" or config.precision == "fp32" or config.dora or config.offloads:
-        return None
-    return Sizes.of(model)
+    """The sizes of the model where the formulas cover it and the configuration, else None."""
+    return None if unsupported(model, config) else Sizes.of(model)
 
 
 def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> MemoryBreakdown | None:
@@ -202,7 +218,7 @@ def _moments(
     kept_casts = casts * (1 - recomputed / sizes.layers)
     if config.compile != "none":
         casts = kept_casts
-    capped = 2 if sizes.family == "gemma2" else 0
+    capped = 2 if sizes.capped else 0
     norm = tokens * sizes.hidden * (6 if base_bytes == 2 else 20)
     waiting = trained_bytes if accumulates else 0.0
     embedding = float(base_bytes * sizes.embedding) if full else 0.0

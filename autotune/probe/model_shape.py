@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
@@ -21,8 +22,13 @@ REVERSIBLE_KERNELS = {"rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "f
 
 
 def describe(model: dict[str, Any]) -> ModelShape:
-    """The shape of a model with this transformers config."""
+    """The shape of a model with this transformers config.
+
+    Raises ValueError where transformers has no causal language model of it.
+    """
     config = config_of(model)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"transformers has no causal language model of type {config.model_type}")
     with torch.device("meta"), no_init_weights():
         built = from_config(config, torch.bfloat16, "eager")
     layers = decoder_layers(built)
@@ -34,7 +40,10 @@ def describe(model: dict[str, Any]) -> ModelShape:
         plain_head = has_plain_head(built)
     except Exception:  # any family's forward may want what the test does not give it
         plain_head = False
-    wrapped = _wrapped_parameters(built)
+    try:
+        wrapped, no_adapters = _wrapped_parameters(built), None
+    except ValueError as error:
+        wrapped, no_adapters = set(), str(error).partition(". ")[0]  # its first sentence
 
     def share_outside(covered: set[int]) -> float:
         outside = sum(int(matrix.numel()) for matrix in matrices if id(matrix) not in covered)
@@ -48,7 +57,9 @@ def describe(model: dict[str, Any]) -> ModelShape:
         untrained=share_outside(linear | wrapped),
         parametrized=bool(wrapped),
         plain_head=plain_head,
-        liger=_liger_supports(str(model["model_type"])),
+        liger=_liger_supports(config.model_type),
+        sdpa=built._supports_sdpa,
+        no_adapters=no_adapters,
     )
 
 
@@ -77,11 +88,11 @@ def _kinds(layers: list[nn.Module], config: Any) -> list[Any]:
 
 
 def _wrapped_parameters(built: nn.Module) -> set[int]:
-    """Ids of the parameters outside linear layers that adapters reach by wrapping them."""
-    try:
-        adapted = to_train(built, model_settings(TrainConfig()), torch.device("meta"))
-    except ValueError:  # adapters on every linear layer are not for every family
-        return set()
+    """Ids of the parameters outside linear layers that adapters reach by wrapping them.
+
+    Raises ValueError where PEFT refuses adapters on every linear layer.
+    """
+    adapted = to_train(built, model_settings(TrainConfig()), torch.device("meta"))
     wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
     return {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}
 

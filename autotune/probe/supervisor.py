@@ -11,11 +11,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures
+from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import Fingerprint, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.scratch import scratch_directory
 from autotune.core.serialization import from_data, to_data
+from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.probe.fault_injection import throttles
 from autotune.probe.monitor import DEADLINES, Monitor
@@ -170,9 +171,9 @@ class WorkerProber:
     # --- the worker
 
     def describe(self, model: dict[str, Any]) -> ModelShape | None:
-        """How the layers of a model with this transformers config repeat; None where the worker cannot tell.
+        """How the layers of a model with this transformers config repeat, and what they can do; None if that hangs.
 
-        Raises as `probe` does.
+        Raises as `probe` does, and UsageError for a model that cannot be built or is not causal.
         """
         process = self._ready_process()
         try:
@@ -183,7 +184,12 @@ class WorkerProber:
         if message is None:
             self.close()
             return None
-        return from_data(ModelShape, message["shape"]) if message["event"] == "described" else None
+        if message["event"] == "broken":
+            raise UsageError(
+                f"this model cannot be trained: {printable(message['reason'])}",
+                remedy=f"pass a causal language model; {self.logs / 'worker.log'} says more",
+            )
+        return from_data(ModelShape, message["shape"])
 
     def launch(self) -> None:
         """Start a worker and return; it imports its libraries meanwhile."""

@@ -78,7 +78,7 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
         send(event="described", shape=to_data(describe(model)))
     except Exception as error:
         traceback.print_exc()
-        send(event="broken", reason=f"{type(error).__name__}: {error}")
+        send(event="broken", reason=" ".join(str(error).split())[:300] or type(error).__name__)
 
 
 class Worker:

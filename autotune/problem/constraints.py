@@ -96,20 +96,24 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, global_batch: int) -
     context = model.max_seq_len
     if context:
         narrowing.keep("seq_len", lambda length: length <= context, f"longer than the model's context of {context}")
-    model_type = model.config["model_type"]
-    if model_type in NO_SDPA:
-        reason = f"{model_type} has no SDPA attention"
-        narrowing.remove("attention", {"sdpa_cudnn"}, reason)
-        if narrowing.space.choices("attention") == ("sdpa",):
-            narrowing.pin("attention", "eager")
-            narrowing.removals.append(Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is used"))
-        else:
-            narrowing.remove("attention", {"sdpa"}, reason)
+    if model.config["model_type"] in NO_SDPA:
+        _narrow_to_other_attention(narrowing)
     checkpoints = narrowing.space.choices("checkpointing")
     if checkpoints == ("offload",):
         narrowing.remove("compile", {"per_layer"}, "layers whose checkpoints are offloaded do not compile")
     elif "offload" in checkpoints:
         narrowing.only_with("compile", "checkpointing", tuple(value for value in checkpoints if value != "offload"))
+
+
+def _narrow_to_other_attention(narrowing: Narrowing) -> None:
+    """Remove SDPA, in favour of eager attention where there is no other."""
+    reason = "transformers has no SDPA attention for this model"
+    narrowing.remove("attention", {"sdpa_cudnn"}, reason)
+    if narrowing.space.choices("attention") == ("sdpa",):
+        narrowing.pin("attention", "eager")
+        narrowing.removals.append(Removal(knob="attention", values=("sdpa",), reason=f"{reason}; eager is left"))
+    else:
+        narrowing.remove("attention", {"sdpa"}, reason)
 
 
 def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
@@ -171,6 +175,12 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:
 
 def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | None) -> None:
     """Remove what the layers of the model cannot do; None where its shape is not known. Raises UsageError."""
+    if shape is not None and shape.no_adapters:
+        if narrowing.space.knob("method") is None:
+            narrowing.pin("method", "lora")
+        narrowing.remove("method", {"lora"}, f"PEFT refuses adapters on its layers: {shape.no_adapters}")
+    if shape is not None and not shape.sdpa:
+        _narrow_to_other_attention(narrowing)
     if trainer == "transformers" and (shape is None or not shape.plain_head):
         reason = "the model changes its logits after its head, which cannot be done in chunks"
         if shape is None:
@@ -181,6 +191,17 @@ def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | Non
     if shape is not None and shape.parametrized and narrowing.space.choices("method") != ("full",):
         reason = "adapters on fused experts replace whole weights in each forward pass, which does not compile"
         narrowing.remove("compile", {"per_layer"}, reason)
+
+
+def refusal(config: TrainConfig, trainer: str, shape: ModelShape | None) -> str | None:
+    """What of this configuration the layers of the model cannot do, as `narrow_to_layers` says it; None if nothing."""
+    space = SearchSpace.of(**{name: value for name, value in config.as_dict().items() if value is not None})
+    narrowing = Narrowing(space=space, reserve=space)
+    try:
+        narrow_to_layers(narrowing, trainer, shape)
+    except UsageError as error:
+        return str(error).partition(": ")[2]
+    return next(map(str, narrowing.removals), None)
 
 
 def apply_floors(narrowing: Narrowing, workload: Workload, floors: Floors) -> None:

@@ -15,6 +15,7 @@ from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, load_pric
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.memory_formula import Sizes
 from autotune.problem import constraints
 from autotune.problem.constraints import Floors, Narrowing
 from autotune.problem.dataset import dataset_lengths
@@ -56,9 +57,10 @@ class Setup:
 def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Setup:
     """Resolve the names of a spec and narrow its space. `say` gets progress messages while examples are read.
 
-    With a Target, probes will run on this machine, and what needs a package that is not installed is removed. With a
-    DeviceSpec the study is only estimated, for any machine. Raises UsageError for an unknown name, an unreadable file,
-    or a knob of which no value is possible, and EnvironmentProblem where a package is missing for every probe.
+    With a Target, probes will run on this machine: what needs a package that is not installed is removed, and the
+    worker says what the model's layers can do (`adapt_to_layers`). With a DeviceSpec the study is only estimated, for
+    any machine, with what is known of the layers. Raises UsageError for an unknown name, an unreadable file, or a knob
+    of which no value is possible, and EnvironmentProblem where a package is missing for every probe.
     """
     probes_run_here = isinstance(target, Target)
     target = target if isinstance(target, Target) else Target(device=target)
@@ -106,7 +108,20 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         measured_on=target.measured_on,
         carried=target.carried,
     )
-    return Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
+    setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
+    shape = None if probes_run_here else known_shape(model)
+    return setup if shape is None else adapt_to_layers(setup, shape)
+
+
+def known_shape(model: ModelSpec) -> ModelShape | None:
+    """What a worker would say of the model's layers, but how they repeat; None for families without a formula."""
+    sizes = Sizes.of(model)
+    if sizes is None:
+        return None
+    sdpa = sizes.family not in constraints.NO_SDPA
+    return ModelShape(
+        num_layers=sizes.layers, prefix=0, period=None, plain_head=not sizes.capped, liger=True, sdpa=sdpa
+    )
 
 
 def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:

@@ -15,6 +15,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, GIB, fmt_count
 from autotune.probe.supervisor import WorkerProber
+from autotune.problem.constraints import refusal
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import Task
@@ -148,10 +149,17 @@ def probe_configs(
         study, logs = case_task.study, out / "logs"
         evaluator = Evaluator(prober, store, study=study, logs=logs, request=request, model=case_task.model_key)
         try:
-            found = evaluator.evaluate(config, None).result
+            refused = refusal(config, task.trainer, prober.describe(case_task.model.config))
+            found = None if refused else evaluator.evaluate(config, None).result
+        except UsageError as error:
+            found, refused = None, str(error)
         except Cancelled:
             break
-        results.append(to_config_result(case, config, case_task, found))
+        if found is None:
+            outcome, evidence = Outcome.REFUSED, Evidence.MEASURED
+            results.append(ConfigResult(case=case, config=config, outcome=outcome, evidence=evidence, reason=refused))
+        else:
+            results.append(to_config_result(case, config, case_task, found))
         write_results(results, out)
     return results
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from autotune.catalog import resolve_model
+from autotune.catalog import ModelSpec, resolve_model
 from autotune.core.probe_types import Measurement, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.export import export_all
+from autotune.prediction.memory_formula import kept_factors
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.setup import known_shape
 from autotune.problem.workload import Workload
 from tests.helpers.factories import TINY, summary
 from tests.unit.export.test_script import write
@@ -22,6 +24,7 @@ from tests.unit.export.test_script import write
 pytestmark = pytest.mark.probe
 
 SMALL = TINY | {"num_hidden_layers": 2}
+UNCAPPED = {"model_type": "gemma2", "final_logit_softcapping": None}
 
 
 def built(model: dict[str, Any]) -> Any:
@@ -97,10 +100,13 @@ def test_what_a_router_adds_to_the_loss_is_not_left_out() -> None:
     assert not has_plain_head(built(SMALL | {"model_type": "mixtral", "output_router_logits": True}))
 
 
-def test_the_worker_says_which_heads_are_plain(prober: WorkerProber) -> None:
-    for model_type, plain in (("llama", True), ("gemma2", False)):
-        shape = prober.describe(SMALL | {"model_type": model_type, "head_dim": 16})
-        assert shape is not None and shape.plain_head is plain
+@pytest.mark.parametrize("more", [*({"model_type": family} for family in kept_factors("eager")), UNCAPPED], ids=str)
+def test_a_plan_knows_of_a_family_what_the_worker_says(prober: WorkerProber, more: dict[str, Any]) -> None:
+    model = SMALL | {"head_dim": 16} | more
+    shape, known = prober.describe(model), known_shape(ModelSpec(name="small", config=model))
+    assert shape is not None and known is not None
+    assert replace(shape, period=None, liger=True) == known
+    assert known.plain_head is (more["model_type"] != "gemma2" or more == UNCAPPED)
 
 
 def measured(prober: WorkerProber, loss: str, **knobs: Any) -> Measurement:

@@ -10,10 +10,15 @@ from typing import Any
 import psutil
 import pytest
 
+from autotune.catalog import resolve_device
+from autotune.core.errors import UsageError
 from autotune.core.probe_types import Measurement, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import depths, extrapolate
 from autotune.probe.supervisor import WorkerProber
+from autotune.problem.search_space import SearchSpace
+from autotune.problem.setup import adapt_to_layers, set_up
+from autotune.problem.study_spec import StudySpec
 from tests.helpers.factories import TINY
 
 pytestmark = pytest.mark.probe
@@ -41,6 +46,7 @@ def family(model_type: str, num_hidden_layers: int, **more: Any) -> dict[str, An
 
 
 TINY_LLAMA = family("llama", 8)
+INFINITE = {"__float__": "Infinity"}
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +143,46 @@ def test_fused_experts_are_reached_by_adapters_as_parametrizations_at_best(
     assert (shape.untrained == 0) is shape.parametrized is reached
 
 
-def test_a_model_that_nobody_knows_has_no_shape_and_does_no_harm(prober: WorkerProber) -> None:
+@pytest.mark.parametrize(
+    ("model", "module"),
+    [
+        (family("mamba2", 2, num_heads=4, head_dim=16, n_groups=1, time_step_limit=[0.0, INFINITE]), "out_proj"),
+        (family("falcon_h1", 2, mamba_d_ssm=64, mamba_n_heads=4, time_step_limit=[0.0, INFINITE]), "out_proj"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_config_is_read_as_transformers_reads_it_and_adapters_are_asked_of_peft(
+    prober: WorkerProber, model: dict[str, Any], module: str
+) -> None:
+    shape = prober.describe(model)
+    assert shape is not None and shape.num_layers == 2
+    assert f"Module '{module}' is incompatible" in (shape.no_adapters or "")
+    with pytest.raises(UsageError, match=rf"^no value of method is left .* PEFT refuses adapters .*'{module}'.*\)$"):
+        adapt_to_layers(set_up(StudySpec(model="demo-3m"), resolve_device("cpu")), shape)
+    space = SearchSpace.of(micro_batch_size=[1, 2], seq_len=64)
+    with pytest.raises(UsageError, match="PEFT refuses adapters"):
+        adapt_to_layers(set_up(StudySpec(model="demo-3m", space=space), resolve_device("cpu")), shape)
+    full = adapt_to_layers(set_up(StudySpec(model="demo-3m", pins={"method": "full"}), resolve_device("cpu")), shape)
+    assert full.task.space.choices("method") == ("full",)
+    attention = full.task.space.choices("attention")[0]
+    assert ask(prober, model, micro_batch_size=1, method="full", attention=attention).outcome is Outcome.OK
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (family("no-such-model", 8), "has model type `no-such-model`"),
+        (family("clip_text_model", 2), "no causal language model of type clip_text_model"),
+        (family("llama", 8, num_attention_heads=3), "hidden size"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_model_that_cannot_be_trained_is_refused_in_a_line_and_does_no_harm(
+    prober: WorkerProber, model: dict[str, Any], reason: str
+) -> None:
     starts = prober.starts
-    assert prober.describe(family("no-such-model", 8)) is None
+    with pytest.raises(UsageError, match=rf"^this model cannot be trained: .*{reason}.*$"):
+        prober.describe(model)
     assert prober.describe(TINY_LLAMA) == ModelShape(num_layers=8, prefix=0, period=1, plain_head=True)
     measure(prober, TINY_LLAMA)
     assert prober.starts == starts

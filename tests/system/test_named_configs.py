@@ -105,13 +105,23 @@ def test_every_shipped_suite_is_valid() -> None:
         assert list(cases(spec, task(spec))) if spec.configs else spec.model
 
 
+CHUNKS_OF_GEMMA = NamedConfig(name="chunks", model="gemma-2-2b", knobs={"loss": "chunked", "attention": "eager"})
+
+
 def test_plan_estimates_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
     case = NamedConfig(name="[one]", knobs={"quantization": "int8"})
     plan.plan(spec_of(case, NamedConfig(name="two", published=Published(peak_gb=20.0))), evidence=NOWHERE)
     text = capsys.readouterr().out
-    assert "[one]" in text and "there is no formula for it" in text and "[estimated]" in text and "whole GB 20" in text
-    plan.plan(spec_of(case), evidence=NOWHERE, as_json=True)
-    assert [row["outcome"] for row in json.loads(capsys.readouterr().out)] == ["refused"]
+    assert (
+        "[one]" in text
+        and "there is no formula for int8 bases" in text
+        and "[estimated]" in text
+        and "whole GB 20" in text
+    )
+    plan.plan(spec_of(case, CHUNKS_OF_GEMMA), evidence=NOWHERE, as_json=True)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["outcome"] for row in rows] == ["refused", "refused"]
+    assert rows[1]["reason"].startswith("chunked: the model changes its logits")
 
 
 @pytest.mark.probe
@@ -127,6 +137,7 @@ def test_a_suite_is_probed_once_and_its_results_are_stored(
         configs=(
             NamedConfig(name="one", knobs={"micro_batch_size": 1}, published=Published(tokens_per_s=1000.0)),
             NamedConfig(name="much", knobs={"micro_batch_size": 2**20}),
+            CHUNKS_OF_GEMMA,
         ),
     )
     run_spec(spec, quiet=True)
@@ -134,8 +145,9 @@ def test_a_suite_is_probed_once_and_its_results_are_stored(
     assert "one" in table and "tokens/s 1,000, here" in table and "oom" in table
     (folder,) = (tmp_path / "runs").glob("*suite")
     first = json.loads((folder / "suite.json").read_text())
-    assert [row["outcome"] for row in first] == ["ok", "oom"] and first[0]["evidence"] == "measured"
-    assert (folder / "suite.md").read_text().count("\n") == 4
+    assert [row["outcome"] for row in first] == ["ok", "oom", "refused"] and first[0]["evidence"] == "measured"
+    assert first[2]["reason"].startswith("chunked: the model changes its logits")
+    assert (folder / "suite.md").read_text().count("\n") == 5
     run_spec(spec, quiet=True, as_json=True)
     again = json.loads(capsys.readouterr().out)
     assert again == first  # equal to the last digit, so that it was not probed again

@@ -272,8 +272,8 @@ def test_a_stopped_run_names_the_command_that_continues_it(
     dataset, output = folder / "rows.jsonl", _scripted(folder, f"raise SystemExit({PREEMPTED})")
     dataset.write_text("{}")
     options: dict[str, Any] = {"dataset": dataset, "model": name, "output": output, "resume": True, "max_steps": 5}
+    asked = _NOTHING | options | {"other_device": True}
     with pytest.raises(Interrupted) as stopped:
-        asked = _NOTHING | options | {"other_device": True}
         command.train(**asked, pass_env=["HTTPS_PROXY"], storage="sqlite:///a b.db")
     remedy = (stopped.value.remedy or "").removeprefix("continue with: ")
     expected = ["train", "--dataset", str(dataset), "--model", name, "--max-steps", "5", "--output-dir", str(output)]

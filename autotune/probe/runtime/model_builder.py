@@ -5,8 +5,11 @@ merely allocated may hold NaN.
 """
 
 import copy
+import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +24,11 @@ from .settings import ModelSettings
 
 
 def config_of(shape: dict[str, Any]) -> Any:
-    """The transformers config with these keyword arguments, `model_type` among them."""
-    arguments = dict(shape)
-    config = AutoConfig.for_model(arguments.pop("model_type"), **arguments)
+    """The transformers config of a config.json with this content."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config.name_or_path = ""
     config.use_cache = False
     return config
 

@@ -9,6 +9,7 @@ import pytest
 
 from autotune.catalog import list_models, resolve_model
 from autotune.core.errors import UsageError
+from autotune.core.files import load_data
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 
@@ -91,6 +92,13 @@ def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
         (LLAMA | {"auto_map": {"AutoConfig": "x.Y"}}, "remote code is never run"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "already quantised"),
         (LLAMA | {"is_encoder_decoder": True}, "encoder-decoder"),
+        (LLAMA | {"model_type": "bert"}, "of a bert model, in which a token sees those after it$"),
+        (LLAMA | {"model_type": "modernbert", "is_decoder": False}, "a token sees those after it$"),
+        (
+            {"model_type": "gemma3", "text_config": LLAMA, "vision_config": {}},
+            r"than text \(text_config, vision_config\)",
+        ),
+        (LLAMA | {"model_type": "qwen2_vl", "vision_config": {"depth": 2}}, r"takes more than text \(vision_config\)"),
         ({key: LLAMA[key] for key in LLAMA if key != "model_type"}, "no model_type"),
         (LLAMA | {"model_type": ["llama"]}, "no model_type"),
         (LLAMA | {"num_hidden_layers": "32"}, "no positive integer num_hidden_layers"),
@@ -107,6 +115,33 @@ def test_hostile_config(tmp_path, config, message):
     with pytest.raises(UsageError, match=message) as caught:
         resolve_model(str(write_config(tmp_path, config)))
     assert caught.value.remedy
+
+
+def test_infinity_is_read_in_both_spellings(tmp_path):
+    """transformers 5 writes it as valid JSON, older versions as Python does."""
+    tagged = LLAMA | {"time_step_limit": [0.0, {"__float__": "Infinity"}], "low": {"__float__": "-Infinity"}}
+    bare = json.dumps(LLAMA | {"time_step_limit": [0.0, float("inf")], "low": float("-inf")})
+    assert "Infinity]" in bare
+    configs = [
+        resolve_model(str(write_config(tmp_path / name, text))).config
+        for name, text in {"tagged": tagged, "bare": bare}.items()
+    ]
+    assert configs == [tagged, tagged]
+    json.dumps(configs, allow_nan=False)
+
+
+def test_bidirectional_families_are_those_of_transformers():
+    """Encoder-decoder families are refused by another rule: their decoders are causal."""
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    masked = set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES) - {"bart", "mbart", "mvp"}
+    not_causal = load_data("autotune.catalog", "data/models")["not_causal"]
+    assert masked | {"bert-generation", "cpmant", "xlnet"} == set(not_causal)
+
+
+def test_a_bert_that_is_a_decoder_is_causal(tmp_path):
+    assert (
+        resolve_model(str(write_config(tmp_path, LLAMA | {"model_type": "bert", "is_decoder": True}))).num_layers == 2
+    )
 
 
 def test_directory_without_a_readable_config(tmp_path):

@@ -16,7 +16,7 @@ from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import device_limit_gib, estimate, measured_ratios, planned_device
 from autotune.planning.observations import Observation, published_observations
-from autotune.planning.plan import Plan, plan_task, planned_setup, table_cells
+from autotune.planning.plan import Plan, plan_data, plan_task, planned_setup, table_cells
 from autotune.prediction.memory_formula import CONTEXT_GIB
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
@@ -115,6 +115,18 @@ def test_a_model_family_without_a_formula_is_an_error() -> None:
         planned(task(model="mixtral-8x7b"))
 
 
+def test_what_a_run_of_the_model_refuses_is_not_planned() -> None:
+    """The logits of Gemma 2 are capped after the head: a loss in chunks would leave that out."""
+    case = task("h100", model="gemma-2-9b", allow_quantized=True)
+    assert case.space.choices("loss") == ("full",) and "sdpa" not in case.space.choices("attention")
+    spec = StudySpec(model="gemma-2-9b", gpu="h100")
+    data = plan_data(command.make_plan(spec))
+    assert (data["best"] or data["baseline"])["config"]["loss"] == "full"
+    with pytest.raises(UsageError, match="changes its logits after its head"):
+        planned_setup(replace(spec, pins={"loss": "chunked"}), H100)
+    assert "chunked" in task("h100").space.choices("loss")
+
+
 def test_a_large_space_is_sampled_everywhere() -> None:
     """And what makes no difference to the formulas does not multiply it."""
     made = planned(task("a100-80gb", space="everything", allow_quantized=True, allow_any_optimizer=True))
@@ -122,9 +134,18 @@ def test_a_large_space_is_sampled_everywhere() -> None:
     assert made.best and made.best.config.micro_batch_size * made.best.config.seq_len > 2048
 
 
-def test_a_configuration_without_a_formula_is_an_error() -> None:
-    with pytest.raises(UsageError, match="there is no formula for int8 bases"):
-        planned(task(space="qlora", pins={"quantization": "int8"}))
+@pytest.mark.parametrize(
+    ("pins", "what"),
+    [
+        ({"quantization": "int8"}, "int8 bases"),
+        ({"precision": "fp32"}, "fp32 precision"),
+        ({"dora": True}, "DoRA"),
+        ({"checkpointing": "offload"}, "offloaded checkpoints"),
+    ],
+)
+def test_a_configuration_without_a_formula_is_an_error(pins: dict[str, Any], what: str) -> None:
+    with pytest.raises(UsageError, match=f"there is no formula for {what}$"):
+        planned(task(space="qlora", pins=pins))
 
 
 def test_no_more_is_planned_for_than_the_card_has() -> None:
