@@ -20,11 +20,12 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 import optuna
 import optuna_dashboard
+from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial
 
 from autotune.core.text import code_span
 from autotune.core.units import fmt_count, fmt_gib
-from autotune.report import draw, oom_report, render
+from autotune.report import draw, infos, oom_report, render
 from autotune.report.describe import LABELS, candidate_line
 from autotune.study.optimizer import METRIC
 from autotune.study.summary import StudySummary, TrialRecord
@@ -34,7 +35,7 @@ PAGE = "/dashboard/studies/0"  # the first study of a storage in memory
 TITLES = {  # of the figures that fit in half a window
     "scatter": "Useful tokens/s against peak reserved memory",
     "history": "Useful tokens/s of each trial",
-    "importances": "Importance of each knob for speed",
+    "importances": "Share of the variation of speed between the values of each knob",
     "memory": "Memory of winner and baseline",
     "quality": "Held-out loss of the finalists against the hours of their full run",
 }
@@ -74,6 +75,27 @@ def _refuse(start_response: StartResponse, status: str, reason: str) -> Iterable
     return [json.dumps({"reason": reason}).encode()]
 
 
+def _importances(summary: StudySummary, start_response: StartResponse) -> Iterable[bytes]:
+    """The report's shares for the dashboard's own chart, which would draw another measure."""
+    kind = CategoricalDistribution.__name__
+    shares = [
+        {"name": knob, "importance": one.share, "distribution": kind}
+        for knob, one in infos.importances(summary).items()
+    ]
+    start_response("200 OK", [("Content-Type", "application/json")])
+    return [json.dumps({"param_importances": [shares]}).encode()]
+
+
+class Copy(optuna.storages.InMemoryStorage):
+    """A storage whose best trial, as the dashboard shows it, is the winner's: the fastest one may be less capable."""
+
+    winner: int | None = None
+
+    def get_best_trial(self, study_id: int) -> FrozenTrial:
+        """The trial of the winner; the one with the largest value if there is none."""
+        return super().get_best_trial(study_id) if self.winner is None else self.get_trial(self.winner)
+
+
 class LiveDashboard:
     """The dashboard of a study that may still run. A request reads the study again, at most every REFRESH_S seconds."""
 
@@ -96,7 +118,9 @@ class LiveDashboard:
                 except Exception as error:  # the last copy can still be served
                     print(f"cannot read the study again: {error}", file=sys.stderr)
                 self._read_at = time.monotonic()
-            app = self._app
+            app, summary = self._app, self._reports.summary
+        if environ["PATH_INFO"].endswith("/param_importances") and summary is not None:
+            return _importances(summary, start_response)
         return app(environ, start_response)
 
     def _show(self, record: Record) -> None:
@@ -134,9 +158,9 @@ class ReportStore:
         return attributes
 
 
-def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> optuna.storages.InMemoryStorage:
+def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> Copy:
     """A copy of the study in memory, with notes, figures and reports."""
-    storage = optuna.storages.InMemoryStorage()
+    storage = Copy()
     study = optuna.create_study(
         storage=storage, study_name=summary.study, direction="maximize", sampler=optuna.samplers.RandomSampler()
     )
@@ -156,7 +180,14 @@ def copy_study(summary: StudySummary, record: Record, reports: ReportStore) -> o
         if row.number < len(trials):  # the summary was read after the record
             optuna_dashboard.save_note(optuna.trial.Trial(study, row.number), _trial_note(row, summary))
     _save_figures(study, summary)
+    storage.winner = _winner(summary, len(trials))
     return storage
+
+
+def _winner(summary: StudySummary, num_trials: int) -> int | None:
+    """The number of the first trial of the winner's configuration; None if no trial had it."""
+    numbers = [row.number for row in summary.trials if summary.recipe and row.config == summary.recipe.config]
+    return next((number for number in numbers if number < num_trials), None)
 
 
 def _with_visible_constraints(trial: FrozenTrial) -> FrozenTrial:
@@ -194,8 +225,9 @@ def _note(summary: StudySummary) -> str:
     if (recipe := summary.recipe) is None:
         return "No configuration has succeeded so far."
     best = recipe.winner
-    number = next((f" (trial {row.number})" for row in summary.trials if row.config == best.config), "")
-    lines = [f"**Winner**{number}: {code_span(best.config.label())}", candidate_line(best), code_span(recipe.reason)]
+    number = _winner(summary, len(summary.trials))
+    trial = "" if number is None else f" (trial {number})"
+    lines = [f"**Winner**{trial}: {code_span(best.config.label())}", candidate_line(best), code_span(recipe.reason)]
     return "\n\n".join(lines + [f"- {code_span(caveat)}" for caveat in recipe.caveats])
 
 

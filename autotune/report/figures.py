@@ -9,7 +9,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
 from autotune.problem.run_cost import DeviceEstimate
 from autotune.report.describe import LABELS, ablation_effect, memory_gib
-from autotune.report.infos import TERMS, CellRow, ParallelInfo
+from autotune.report.infos import TERMS, CellRow, Importance, ParallelInfo
 from autotune.report.style import ACCENT, BLUE, GREY, MARKERS, PALE_BLUE, PURPLE, YELLOW, empty, escape, finish
 from autotune.report.timeline import KINDS, TIMED, Slice, Span, TimelineInfo, slices
 from autotune.study.ablation import Ablation
@@ -150,14 +150,10 @@ def horizontal_bars(
     return finish(figure, x=x, height=70 + row_px * len(bars))
 
 
-def importances(shares: dict[str, float]) -> dict[str, Any] | None:
-    """The share of each knob, the largest on top."""
-    if len(shares) < 2:
-        return None
-    largest_first = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
-    bars = [Bar(name=knob, value=share, text=f"{share:.0%}") for knob, share in largest_first]
-    end = 1.16 * bars[0].value or 1.0  # the text is to the right of its bar
-    return horizontal_bars(bars, x="share of the variation explained", ticks=".0%", row_px=34, end=end)
+def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
+    """The share of each knob with its interval, in their order."""
+    bars = [Bar(name=f"{knob} {one.share:.0%}", value=one.share, interval=one.interval) for knob, one in shares.items()]
+    return horizontal_bars(bars, x="share of the variation of speed", ticks=".0%", row_px=34, end=1.0) if bars else None
 
 
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:

@@ -1,14 +1,14 @@
 """Everything that Optuna does for us: which configuration is tried next, and what became of each.
 
 Out of memory is information: such a trial is PRUNED with a signed margin, never FAIL, which samplers ignore. FAIL is
-for trials that have to be run again. History and importances leave as plain data.
+for trials that have to be run again. History leaves as plain data.
 """
 
 import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from autotune.study.storage.optuna_storage import opened_storage, optuna_errors,
 STARTUP_TRIALS = 8
 METRIC = "useful tokens/s"
 UNNAMED_S = 5.0  # how long a running trial may be without its worker's name
-MIN_TRIALS_FOR_IMPORTANCE = 20  # with a value
 MAX_REASON = 500  # characters
 
 
@@ -302,12 +301,6 @@ class Optimizer:
         with optuna_errors(self._url):
             return dict(self._study.user_attrs), self._study.get_trials(deepcopy=False)
 
-    def importances(self) -> dict[str, float]:
-        """How much each varied knob mattered, by PED-ANOVA; empty if that cannot be computed."""
-        with contextlib.suppress(Exception):
-            return importances(self._in_state(TrialState.COMPLETE, TrialState.PRUNED))
-        return {}
-
     @retried
     def _in_state(self, *states: TrialState) -> list[FrozenTrial]:
         with optuna_errors(self._url):
@@ -318,32 +311,6 @@ class Optimizer:
     def _trial(self, number: int) -> FrozenTrial:
         with optuna_errors(self._url):
             return self._study.get_trials(deepcopy=False)[number]
-
-
-def importances(trials: Iterable[FrozenTrial]) -> dict[str, float]:
-    """How much each varied knob mattered, by PED-ANOVA; empty if there are too few trials to say.
-
-    Trials that were pruned as slow count with their extrapolated value, which Optuna by itself leaves out. So is the
-    rank: it is held while sampling, so that it goes with what was good and not the other way round.
-    """
-    tried: dict[str, list[Any]] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        study = optuna.create_study(direction="maximize")
-        for trial in trials:
-            values = [trial.value] if trial.value is not None else [*trial.intermediate_values.values()][-1:]
-            for value in values:
-                study.add_trial(
-                    optuna.trial.create_trial(params=trial.params, distributions=trial.distributions, value=value)
-                )
-                for name, chosen in trial.params.items():
-                    tried.setdefault(name, []).append(chosen)
-        varied = [
-            name
-            for name, chosen in tried.items()
-            if name != "lora_rank" and len(chosen) >= MIN_TRIALS_FOR_IMPORTANCE and len(set(chosen)) > 1
-        ]
-        return dict(optuna.importance.get_param_importances(study, params=varied))
 
 
 def distribution(knob: Knob) -> BaseDistribution:

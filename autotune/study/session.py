@@ -307,7 +307,6 @@ class Leader:
             cards=cards,
             wall_seconds=self._wall_seconds,
             others_seconds=record.others_seconds,
-            importances=self._optimizer.importances(),
             quality=record.quality,
             verification=record.verification,
             explanation=record.ablation,
@@ -342,7 +341,6 @@ def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
     task = record.task
     with closing(Optimizer.open(url, task.study, task.space)) as optimizer:
         finished = optimizer.finished()
-        importances = optimizer.importances()
     with closing(ProbeStore(url)) as store:  # read last: a running study stores a probe before its trial is finished
         stored = store.of_study(task.study)
     rows, selection = restore(task, finished, stored)
@@ -357,7 +355,6 @@ def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
         # A running study recorded its wall time when its last trial ended.
         wall_seconds=max(record.wall_seconds, 0.0 if others else probed),
         others_seconds=others,
-        importances=importances,
         quality=record.quality,
         verification=record.verification,
         explanation=record.ablation,

@@ -1,7 +1,7 @@
 """Recipe and StudySummary: what a finished study says, as values that the report and the exporters read."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price
@@ -250,7 +250,6 @@ class StudySummary:
     wall_seconds: float
     search_usd: float | None
     probes: tuple[ProbeResult, ...] = ()
-    importances: dict[str, float] = field(default_factory=dict)
     cards: tuple[DeviceEstimate, ...] = ()  # what the winner's run would be elsewhere
     quality: Quality | None = None
     verification: Verification | None = None

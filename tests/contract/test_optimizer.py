@@ -10,7 +10,7 @@ from autotune.core.errors import StorageError
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
-from autotune.study.optimizer import MIN_TRIALS_FOR_IMPORTANCE, Optimizer
+from autotune.study.optimizer import Optimizer
 
 SPACE = SearchSpace(
     name="small",
@@ -186,20 +186,6 @@ def test_a_late_constraint_of_a_returned_trial_is_dropped(begin: Begin, trials: 
     search.tell(again.number, Outcome.OOM, None, TOO_LARGE)
     assert trials()[again.number].constraints == TOO_LARGE
     assert trials()[asked.number].constraints == {}
-
-
-def test_importances_need_enough_trials(begin: Begin) -> None:
-    search = begin()
-    assert search.importances() == {}
-    for number in range(30):
-        if number in (MIN_TRIALS_FOR_IMPORTANCE - 1, MIN_TRIALS_FOR_IMPORTANCE):
-            assert bool(search.importances()) is (number == MIN_TRIALS_FOR_IMPORTANCE)
-        asked = search.ask()
-        search.tell(asked.number, Outcome.OK, float(asked.config.micro_batch_size), FITS)
-    importances = search.importances()
-    assert {"method", "micro_batch_size", "seq_len"} <= set(importances)
-    assert "lora_rank" not in importances  # the search holds it constant
-    assert max(importances, key=lambda name: importances[name]) == "micro_batch_size"
 
 
 @pytest.mark.server

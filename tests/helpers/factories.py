@@ -177,5 +177,4 @@ def summary(
         wall_seconds=max(75.0, 5.0 * trials),
         search_usd=0.07,
         probes=tuple(probes(rows)),
-        importances={"checkpointing": 0.6, "compile": 0.3, "micro_batch_size": 0.1},
     )

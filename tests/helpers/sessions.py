@@ -68,7 +68,6 @@ class Session:
             self.store.of_study(self.study.trials.task.study),
             cards=winner_on_other_devices(0.05),
             wall_seconds=2.0,
-            importances=self.search.importances(),
         )
 
     def winner(self) -> TrainConfig:

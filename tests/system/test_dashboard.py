@@ -11,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from wsgiref.util import setup_testing_defaults
 
+import optuna
 import pytest
 import sqlalchemy as sa
 
@@ -23,14 +25,14 @@ from autotune.api import load_study
 from autotune.cli import app
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.probe_types import Outcome
-from autotune.report import dashboard
+from autotune.report import dashboard, infos
 from autotune.report.dashboard import LiveDashboard, gate
 from autotune.study.optimizer import METRIC, Optimizer
 from autotune.study.storage.database import read_only
 from autotune.study.storage.probe_store import ProbeStore
 from autotune.study.storage.study_record import start_record
 from tests.helpers.browser import Page, chromium, needs_chromium
-from tests.helpers.factories import FINGERPRINT, result
+from tests.helpers.factories import FINGERPRINT, result, summary
 from tests.helpers.replay import machine
 from tests.helpers.sessions import SPACE, Session, Start, by_tokens, record_of, starter, subject_of, whole
 
@@ -156,6 +158,23 @@ def test_the_reports_can_be_opened(served: Served, study: dict[str, Any]) -> Non
     assert all(status == 200 for status, _ in texts.values())
     assert texts["report.html"][1].startswith(b"<!doctype html>")
     assert texts["oom_report.md"][1].startswith(b"# ")
+
+
+def test_the_dashboard_draws_the_shares_of_the_report_and_calls_the_winner_best() -> None:
+    made = summary(trials=60)
+    rows = tuple(
+        replace(row, outcome=Outcome.OK, config=replace(row.config, lora_rank=4 + row.number), tokens_per_second=speed)
+        for row, speed in zip(made.trials, map(float, range(60)), strict=True)
+    )
+    assert made.recipe is not None
+    winner = replace(made.recipe.winner, config=rows[7].config)
+    study = replace(made, trials=rows, recipe=replace(made.recipe, winner=winner))
+    trials = [optuna.trial.create_trial(value=float(row.number), user_attrs={"a": 1}) for row in rows]
+    app = LiveDashboard(lambda: ({}, trials), lambda: study, "out")
+    assert get(app, "/api/studies/0")["best_trials"][0]["number"] == 7  # 59 has the largest value
+    (shares,) = get(app, "/api/studies/0/param_importances")["param_importances"]
+    own = infos.importances(study)
+    assert {one["name"]: one["importance"] for one in shares} == {knob: one.share for knob, one in own.items()} != {}
 
 
 @pytest.mark.parametrize(

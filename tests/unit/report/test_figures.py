@@ -29,7 +29,7 @@ def test_figures_are_made_of_infos(study: StudySummary) -> None:
 
 
 def test_figures_with_too_little_are_none(study: StudySummary) -> None:
-    one = replace(study, trials=study.trials[:1], importances={"compile": 1.0}, recipe=None)
+    one = replace(study, trials=study.trials[:1], recipe=None)
     drawn = draw(replace(one, probes=()))
     assert drawn.keys() == draw(study).keys() and set(drawn.values()) == {None}
     failed = replace(study, trials=tuple(row for row in study.trials if row.outcome is not Outcome.OK), recipe=None)

@@ -107,7 +107,7 @@ def test_every_section_and_trial_is_there(page: str) -> None:
         assert f"<h2>{title}</h2>" in page
     trials = page[page.index("<h2>Every trial</h2>") : page.index("<h2>Out of memory and refused</h2>")]
     assert trials.count("<tr>") == 1 + 12
-    assert set(figures_in(page)) == {"scatter", "history", "timeline", "parallel", "importances", "memory"}
+    assert set(figures_in(page)) == {"scatter", "history", "timeline", "parallel", "memory"}
 
 
 def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
@@ -137,7 +137,6 @@ def hostile_study() -> StudySummary:
             price=replace(recipe.price, provider=HOSTILE, source=HOSTILE, as_of=HOSTILE),
         ),
         trials=tuple(replace(row, reason=HOSTILE, log=HOSTILE) for row in study.trials),
-        importances={HOSTILE: 0.7, "compile": 0.3},
         notes=(HOSTILE,),
     )
 
@@ -154,7 +153,6 @@ def test_hostile_text_is_escaped_in_figures() -> None:
     drawn = figures_in(render(hostile_study(), "out"))
     hover = drawn["history"]["data"][1]["hovertext"][0]
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&lt;b&gt;x&lt;/b&gt;&amp;amp;" in hover
-    assert drawn["importances"]["data"][0]["y"][0].startswith("&lt;script&gt;")
 
 
 def test_json_cannot_end_its_script() -> None:
@@ -165,7 +163,7 @@ def test_json_cannot_end_its_script() -> None:
 
 def test_no_winner_renders(study: StudySummary) -> None:
     rows = tuple(row for row in study.trials if row.outcome is not Outcome.OK)
-    page = render(replace(study, recipe=None, trials=rows, probes=(), importances={}), "out")
+    page = render(replace(study, recipe=None, trials=rows, probes=()), "out")
     assert "<h1>Nothing fits</h1>" in page
     assert "4 trials: 2 out of memory, 2 refused" in page
     assert "Trial 2 came closest" in page
@@ -177,12 +175,12 @@ def test_no_winner_renders(study: StudySummary) -> None:
 
 def test_no_winner_for_reasons_other_than_memory(study: StudySummary) -> None:
     rows = (replace(study.trials[0], outcome=Outcome.CRASH, margin=None),)
-    page = render(replace(study, recipe=None, trials=rows, probes=(), importances={}), "out")
+    page = render(replace(study, recipe=None, trials=rows, probes=()), "out")
     assert "<h1>No trial succeeded</h1>" in page
 
 
 def test_an_empty_study_renders(study: StudySummary) -> None:
-    page = render(replace(study, recipe=None, trials=(), importances={}, search_usd=None), "out")
+    page = render(replace(study, recipe=None, trials=(), search_usd=None), "out")
     assert "no trial was run" in page
 
 

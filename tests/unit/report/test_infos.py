@@ -1,5 +1,6 @@
 """The plain values behind figures and tables: points, map, comparison, learning cells, row lengths, parallel lines."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
-from autotune.report import infos, render
+from autotune.report import draw, infos, render
 from autotune.study.summary import Candidate, Recipe, StudySummary
 from tests.helpers.factories import summary
 
@@ -174,6 +175,77 @@ def test_fingerprint_has_every_package(study: StudySummary) -> None:
     fingerprint = infos.fingerprint(recipe_of(study))
     assert fingerprint["torch"] == "2.11.0"
     assert fingerprint["threads"] == "–"
+
+
+# ---- shares of the variation
+
+
+def measured(speed: Callable[[TrainConfig], float], **changes: Any) -> StudySummary:
+    """24 configurations whose whole models were timed: three micro batches, two losses, four ranks."""
+    made = summary()
+    configs = [
+        TrainConfig(micro_batch_size=size, loss=loss, lora_rank=rank)
+        for size in (1, 2, 4)
+        for loss in ("full", "chunked")
+        for rank in (8, 16, 32, 64)
+    ]
+    rows = [
+        replace(made.trials[0], number=number, config=config, tokens_per_second=speed(config), **changes)
+        for number, config in enumerate(configs)
+    ]
+    return replace(made, trials=tuple(rows))
+
+
+def mostly_size(config: TrainConfig) -> float:
+    return 1000.0 * config.micro_batch_size + (7.0 if config.loss == "chunked" else 0.0) + (config.lora_rank or 0)
+
+
+def test_a_share_is_what_lies_between_the_means_of_a_knobs_values() -> None:
+    found = infos.importances(measured(mostly_size))
+    assert list(found) == ["micro_batch_size", "lora_rank", "loss"]
+    size, loss = found["micro_batch_size"], found["loss"]
+    assert size.share > 0.99 and loss.share == 0.0  # its means differ by 0.3 %
+    for one in found.values():
+        assert 0.0 <= one.interval[0] <= one.share <= one.interval[1] <= 1.0
+    # By hand, of two values with the means 1.5 and 3.5: 1 - (1.0 / 2) / (5.0 / 3).
+    assert infos._explained([("a", 1.0), ("a", 2.0), ("b", 3.0), ("b", 4.0)]) == pytest.approx(0.7)
+    assert infos._explained([("a", 1.0), ("b", 1.0), ("b", 1.0)]) == 0.0
+
+
+def test_the_interval_of_a_share_widens_with_what_one_trial_decides() -> None:
+    even = infos.importances(measured(mostly_size))["micro_batch_size"].interval
+    single = infos.importances(
+        measured(lambda config: 9e4 if config == TrainConfig(micro_batch_size=1, loss="full", lora_rank=8) else 1e3)
+    )["micro_batch_size"].interval
+    assert even[1] - even[0] < 0.01 < single[1] - single[0]
+
+
+@pytest.mark.parametrize(
+    "study",
+    [
+        replace(measured(mostly_size), trials=measured(mostly_size).trials[: infos.MIN_MEASURED - 1]),
+        measured(mostly_size, evidence=Evidence.EXTRAPOLATED),
+        measured(mostly_size, outcome=Outcome.SLOW),
+    ],
+)
+def test_too_few_measured_trials_have_no_shares(study: StudySummary) -> None:
+    assert infos.importances(study) == {}
+    assert "Which knobs the speed varies with" not in render(study, "out")
+
+
+def test_a_value_that_was_measured_once_is_no_comparison() -> None:
+    study = measured(mostly_size)
+    first, *others = study.trials
+    once = replace(first, config=replace(first.config, compile="per_layer"))
+    assert "compile" not in infos.importances(replace(study, trials=(once, *others)))
+
+
+def test_the_report_defines_the_share_and_draws_its_interval() -> None:
+    study = measured(mostly_size)
+    page, drawn = render(study, "out"), draw(study)["importances"]
+    assert "the 24 configurations whose whole model was timed" in page and "eta squared" in page
+    assert drawn is not None and drawn["data"][0]["y"][0] == "micro_batch_size 100%"
+    assert len(drawn["data"][0]["error_x"]["array"]) == 3
 
 
 # ---- parallel coordinates
