@@ -1,0 +1,466 @@
+"""Changes one thing in a copy of the package and asks whether the tests notice it: `python -m tests.mutate`.
+
+Neither mutmut nor cosmic-ray takes a seeded sample. mutmut rewrites functions so that they import mutmut, which breaks
+the exported script, and it does not reach tables and defaults. cosmic-ray changes the working tree and has one test
+command for all modules.
+
+Mutants that change nothing that anybody could see are named, with the reason, in `equivalent_mutants.yaml`.
+"""
+
+import argparse
+import ast
+import hashlib
+import itertools
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from bisect import bisect, bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "autotune"
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
+PACKAGES = (
+    "core",
+    "catalog",
+    "prediction",
+    "problem",
+    "probe",
+    "study",
+    "export",
+    "planning",
+)  # compute, decide, store
+# A module is asked about by the unit tests of its package, and by these where they see nothing.
+MORE_TESTS = {
+    "study/storage/": ("tests/contract",),
+    "probe/": ("tests/probe/test_truncation.py", "tests/probe/test_supervisor.py"),
+    "probe/runtime/": ("tests/probe/test_train_script.py",),
+    "export/run/": ("tests/system/test_train.py", "tests/system/test_verify.py", "tests/system/test_quality.py"),
+}
+
+OPPOSITES = {
+    **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is")},
+    **{ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")},
+}
+COMPARISONS = {
+    **OPPOSITES,
+    **{ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">")},
+}
+ARITHMETIC = {
+    **{ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "/")},
+    **{ast.Mod: ("%", "*"), ast.Pow: ("**", "*")},
+}
+BOOLEAN = {ast.And: ("and", "or"), ast.Or: ("or", "and")}
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor", "abs": "float"}
+TEXT = (ast.List, ast.Tuple, ast.JoinedStr)  # what is only ever joined
+WORD = re.compile(r"[a-z0-9_.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One change of a file of the package; `start` and `end` count its bytes."""
+
+    file: str
+    scope: str
+    line: int
+    was: str
+    now: str
+    start: int
+    end: int
+    text: str
+    repeat: int = 0
+
+    @property
+    def name(self) -> str:
+        """The mutant in words, without its line, so that a change elsewhere in the file leaves the name valid."""
+        again = f" (again: {self.repeat})" if self.repeat else ""
+        return f"{self.file} {self.scope}: {self.was} -> {self.now}{again}"
+
+    @property
+    def package(self) -> str:
+        return self.file.split("/")[0]
+
+
+class _Finder(ast.NodeVisitor):
+    """Collects the changes of one file as (scope, first byte, last byte, new text)."""
+
+    def __init__(self, source: bytes) -> None:
+        self.source = source
+        self.lines = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+        self._scope: list[str] = []
+        self._returns: list[str] = []
+        self.found: list[tuple[str, int, int, str]] = []
+
+    def _start(self, node: ast.AST) -> int:
+        return self.lines[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+
+    def _end(self, node: ast.AST) -> int:
+        return self.lines[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+
+    def _text(self, node: ast.AST) -> str:
+        return self.source[self._start(node) : self._end(node)].decode()
+
+    def _replace(self, node: ast.AST, text: str) -> None:
+        self.found.append((".".join(self._scope), self._start(node), self._end(node), text))
+
+    def _between(self, left: ast.AST, right: ast.AST, change: tuple[str, str] | None) -> None:
+        """Change the operator between two operands."""
+        if change is None:
+            return
+        start = self._end(left)
+        gap = self.source[start : self._start(right)]
+        at = gap.find(change[0].encode())
+        if at >= 0:
+            start += at
+            self.found.append((".".join(self._scope), start, start + len(change[0]), change[1]))
+
+    def _negate(self, test: ast.expr) -> None:
+        """Negate a condition, unless that is what changing its only operator does."""
+        is_not = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+        if not is_not and not (isinstance(test, ast.Compare) and type(test.ops[0]) in OPPOSITES):
+            self._replace(test, f"not ({self._text(test)})")
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._scope.append(node.name)
+        for child in node.body:
+            self.visit(child)
+        self._scope.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._scope.append(node.name)
+        self._returns.append(ast.unparse(node.returns) if node.returns else "")
+        for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
+            self.visit(default)
+        for child in node.body:
+            self.visit(child)
+        self._scope.pop()
+        self._returns.pop()
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value:
+            self.visit(node.value)
+
+    def visit_If(self, node: ast.If) -> None:
+        if self._text(node.test) != "TYPE_CHECKING":
+            self._negate(node.test)
+            self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self._negate(node.test)
+        self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        for condition in node.ifs:
+            self._replace(condition, "True")
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        operands = [node.left, *node.comparators]
+        for left, operator, right in zip(operands, node.ops, operands[1:], strict=False):
+            self._between(left, right, COMPARISONS.get(type(operator)))
+        for operand in operands:
+            if isinstance(operand, ast.Constant) and isinstance(operand.value, str):
+                self._word(operand)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if not isinstance(node.left, TEXT) and not isinstance(node.right, TEXT):
+            self._between(node.left, node.right, ARITHMETIC.get(type(node.op)))
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        for left, right in zip(node.values, node.values[1:], strict=False):
+            self._between(left, right, BOOLEAN[type(node.op)])
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, (ast.Not, ast.USub)):
+            self._replace(node, f"({self._text(node.operand)})")
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if not isinstance(node.value, TEXT):
+            self._between(node.target, node.value, ARITHMETIC.get(type(node.op)))
+        self._replace(node, "pass")
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        stored = all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets)
+        if stored and self._scope and self._scope[-1] != "__init__":
+            self._replace(node, "pass")
+        self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Call):
+            self._replace(node, "pass")
+            self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        self._replace(node, "pass")
+        self.generic_visit(node)
+
+    def visit_Continue(self, node: ast.Continue) -> None:
+        self._replace(node, "pass")
+
+    def visit_Break(self, node: ast.Break) -> None:
+        self._replace(node, "pass")
+
+    def visit_Return(self, node: ast.Return) -> None:
+        """Where mypy would accept another value, return it."""
+        returns = self._returns[-1] if self._returns else ""
+        if node.value is None:
+            self._replace(node, "pass")
+        elif returns == "bool":
+            self._negate(node.value)
+        elif returns in ("int", "float"):
+            self._replace(node.value, f"({self._text(node.value)}) + 1")
+        elif returns.endswith("| None") and self._text(node.value) != "None":
+            self._replace(node.value, "None")
+        if node.value:
+            self.visit(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if self._text(node.func) == "zip":  # `strict` states what is always true
+            node.keywords = []
+        for keyword in node.keywords:
+            name = self._text(node.func).rpartition(".")[2]
+            if keyword.arg and name[:1].islower():  # a class would miss the argument at once
+                end = re.compile(rb"\s*,\s*|").match(self.source, self._end(keyword))
+                assert end
+                self.found.append((".".join(self._scope), self._start(keyword), end.end(), ""))
+            if isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, str):
+                self._word(keyword.value)
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in NAMES:
+            self._replace(node, NAMES[node.id])
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.visit(node.value)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        value = node.value
+        if isinstance(value, bool):
+            self._replace(node, str(not value))
+        elif isinstance(value, int):
+            self._replace(node, str(value // 2 if value > 16 else value + 1))
+        elif isinstance(value, float):
+            self._replace(node, repr(value / 2 if value else 1.0))
+
+    def _word(self, node: ast.Constant) -> None:
+        if WORD.fullmatch(node.value):
+            self._replace(node, repr(node.value + "_x"))
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        """Python 3.11 does not know where the parts of an f-string stand."""
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """An assertion narrows a type or states what is always true."""
+
+    def visit_Import(self, node: ast.Import) -> None: ...
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None: ...
+
+
+def mutants() -> list[Mutant]:
+    """All changes of the modules in PACKAGES, with a few that Python cannot read."""
+    paths = [path for package in PACKAGES for path in sorted((PACKAGE / package).rglob("*.py"))]
+    return [mutant for path in paths for mutant in _mutants(path)]
+
+
+def _mutants(path: Path) -> Iterator[Mutant]:
+    finder = _Finder(path.read_bytes())
+    finder.visit(ast.parse(finder.source))
+    names = Counter[str]()
+    for scope, start, end, text in sorted(finder.found, key=lambda change: change[1:3]):
+        line = bisect(finder.lines, start)
+        first, last = finder.lines[line - 1], finder.lines[bisect_left(finder.lines, end)]
+        before, after = finder.source[first:start].decode(), finder.source[end:last].decode()
+        mutant = Mutant(
+            file=str(path.relative_to(PACKAGE)),
+            scope=scope,
+            line=line,
+            was=" ".join((before + finder.source[start:end].decode() + after).split()),
+            now=" ".join((before + text + after).split()),
+            start=start,
+            end=end,
+            text=text,
+        )
+        yield replace(mutant, repeat=names[mutant.name])
+        names[mutant.name] += 1
+
+
+def changed(mutant: Mutant, source: bytes) -> bytes:
+    """The source of the mutant's file with the change in it."""
+    return source[: mutant.start] + mutant.text.encode() + source[mutant.end :]
+
+
+def sample(candidates: list[Mutant], seed: int, count: int) -> list[Mutant]:
+    """The first `count` mutants in an order by hashes of seed and name, which edits elsewhere do not change."""
+    ordered = sorted(candidates, key=lambda mutant: hashlib.sha256(f"{seed} {mutant.name}".encode()).digest())
+    return list(itertools.islice(filter(_is_python, ordered), count))
+
+
+def _is_python(mutant: Mutant) -> bool:
+    try:
+        ast.parse(changed(mutant, (PACKAGE / mutant.file).read_bytes()))
+    except SyntaxError:
+        return False
+    return True
+
+
+def tests_for(file: str) -> tuple[list[str], list[str]]:
+    """The unit tests to ask about a module, those with its name first, and the tests to ask if these pass."""
+    folder, own = ROOT / "tests" / "unit" / file.split("/")[0], f"test_{Path(file).stem}"
+    unit = sorted(folder.glob("test_*.py"), key=lambda path: (not path.stem.startswith(own), path))
+    more = [path for prefix, paths in MORE_TESTS.items() if file.startswith(prefix) for path in paths]
+    return [str(path.relative_to(ROOT)) for path in unit], more
+
+
+def _all_tests(file: str) -> frozenset[str]:
+    return frozenset(itertools.chain(*tests_for(file)))
+
+
+class Copies:
+    """Copies of the working tree, one for each job: nothing is changed or tested in the tree itself."""
+
+    def __init__(self, folder: Path, jobs: int) -> None:
+        folder.chmod(0o755)  # the PostgreSQL server of the contract tests does not run as root
+        self._free: queue.Queue[Path] = queue.Queue()
+        for job in range(jobs):
+            shutil.copytree(ROOT, folder / str(job), ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
+            self._free.put(folder / str(job))
+
+    def try_tests(self, file: str, mutant: Mutant | None = None, limit_s: float = 3600) -> tuple[bool, float]:
+        """Whether the tests of a module pass in time, with a change in it, and how many seconds that took."""
+        tree = self._free.get()
+        path = tree / PACKAGE.name / file
+        source = path.read_bytes()
+        start = time.monotonic()
+        try:
+            if mutant:
+                _write(path, changed(mutant, source))
+            passed = all(_pass(tree, tests, limit_s) for tests in tests_for(file) if tests)
+            return passed, time.monotonic() - start
+        finally:
+            _write(path, source)
+            self._free.put(tree)
+
+
+def _write(path: Path, source: bytes) -> None:
+    """Write a module, and remove its bytecode, which stays valid if second and size of the source agree."""
+    path.write_bytes(source)
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+        compiled.unlink()
+
+
+def _pass(tree: Path, tests: list[str], limit_s: float) -> bool:
+    """Whether all these tests pass in time, in a session of its own of which nothing stays."""
+    options = [
+        "-x",
+        "-q",
+        "-n0",
+        "--tb=line",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-seed=0",
+        f"--basetemp={tree / 't'}",
+    ]
+    with (tree / "pytest.log").open("w") as log:
+        process = psutil.Popen(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            return bool(process.wait(limit_s) == 0)
+        except psutil.TimeoutExpired:
+            for each in [*process.children(recursive=True), process]:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait()
+            return False
+
+
+def ask(chosen: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, bool]]:
+    """Each mutant and whether the tests notice it, in the order in which they end. A test without an end notices."""
+    modules = {_all_tests(mutant.file): mutant.file for mutant in chosen}
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
+        copies = Copies(Path(folder), jobs)
+        limits = {}
+        for tests, (is_green, seconds) in zip(modules, pool.map(copies.try_tests, modules.values()), strict=True):
+            print(f"{seconds:.0f} s without a mutant: the tests of {modules[tests]}", flush=True)
+            if not is_green:
+                raise SystemExit(f"they fail: pytest {' '.join(sorted(tests))}")
+            limits[tests] = 60 + 4 * seconds
+        tasks = {
+            pool.submit(copies.try_tests, mutant.file, mutant, limits[_all_tests(mutant.file)]): mutant
+            for mutant in chosen
+        }
+        for number, task in enumerate(as_completed(tasks), 1):
+            passed, seconds = task.result()
+            mutant = tasks[task]
+            verdict = "SURVIVED" if passed else "killed"
+            print(f"{number}/{len(chosen)} {verdict} in {seconds:.0f} s  {mutant.file}:{mutant.line}", flush=True)
+            if passed:
+                print(f"    - {mutant.was}\n    + {mutant.now}", flush=True)
+            yield mutant, not passed
+
+
+def equivalents() -> dict[str, str]:
+    """The mutants that change nothing, by name, each with the reason."""
+    return {row["mutant"]: row["reason"] for row in yaml.safe_load(EQUIVALENT.read_text())}
+
+
+def choose(candidates: list[Mutant], seed: int, count: int) -> tuple[list[Mutant], list[Mutant]]:
+    """A sample, and the equivalent mutants in it apart."""
+    known = equivalents()
+    drawn = sample(candidates, seed, count)
+    return [m for m in drawn if m.name not in known], [m for m in drawn if m.name in known]
+
+
+def main() -> None:
+    """Draw mutants, ask the tests about each, and print the share that they noticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=2, help="how many mutants are tested at the same time")
+    parser.add_argument("--package", default="", help="a package, or the beginning of a module's path: study/storage")
+    parser.add_argument("--survivors", type=Path, help="write the survivors to this file, one a line")
+    parser.add_argument("--again", type=Path, help="try the mutants of such a file instead of a sample")
+    args = parser.parse_args()
+    candidates = [mutant for mutant in mutants() if mutant.file.startswith(args.package)]
+    if args.again:
+        names = args.again.read_text().splitlines()
+        candidates = [mutant for mutant in candidates if mutant.name in names]
+    chosen, equivalent = choose(candidates, args.seed, args.count)
+    survivors = []
+    for mutant, killed in ask(chosen, args.jobs):
+        if not killed:
+            survivors.append(mutant.name)
+            if args.survivors:
+                args.survivors.write_text("\n".join(survivors) + "\n")
+    share = f"{1 - len(survivors) / len(chosen):.0%}" if chosen else "none"
+    print(f"killed {share} of {len(chosen)} mutants, and {len(equivalent)} equivalent ones set aside")
+
+
+if __name__ == "__main__":
+    main()
