@@ -86,6 +86,7 @@ def summarize(
     quality: Quality | None = None,
     verification: Verification | None = None,
     explanation: Ablation | None = None,
+    too_short_for: Iterable[str] = (),
     dataset: str | None = None,
 ) -> StudySummary:
     """Summarize the study so far. `cards` estimates the winner on other devices.
@@ -93,6 +94,9 @@ def summarize(
     `others_seconds` is how long workers other than the leader worked, on GPUs of their own.
     """
     price, recipe = selection.task.search_price, selection.recipe(fingerprint)
+    notes = quality.notes(recipe.config) if quality and recipe else []
+    if missed := " and ".join(too_short_for):
+        notes.append(f"the budget was too short for {missed}")
     return StudySummary(
         study=selection.task.study,
         recipe=recipe,
@@ -104,6 +108,6 @@ def summarize(
         quality=quality,
         verification=verification,
         explanation=explanation if recipe and explanation and explanation.of(recipe.config) else None,
-        notes=tuple(quality.notes(recipe.config)) if quality and recipe else (),
+        notes=tuple(notes),
         dataset=dataset,
     )

@@ -265,15 +265,12 @@ class Leader:
                 self.trials.sync(reap=True)
                 if not stop() and not spec.shallow_only:
                     study.confirm()
-                if self.trials.too_short_for and not stop():
-                    missed = " and ".join(self.trials.too_short_for)
-                    progress.note(f"--budget {spec.budget} was too short for {missed}", "yellow")
             except (TooManyFailures, EnvironmentProblem) as error:
                 self.failure = error
             except KeyboardInterrupt:  # of a caller that does not handle signals, such as a notebook
                 stop.request()
             finally:
-                self.update(phase=StudyPhase.ENDED)
+                self.update(phase=StudyPhase.ENDED, too_short_for=() if stop() else self.trials.too_short_for)
                 self.trials.reap()
                 self.update()
 
@@ -309,6 +306,7 @@ class Leader:
             others_seconds=record.others_seconds,
             quality=record.quality,
             verification=record.verification,
+            too_short_for=record.too_short_for,
             explanation=record.ablation,
             dataset=record.spec.dataset,
         )
@@ -357,6 +355,7 @@ def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
         others_seconds=others,
         quality=record.quality,
         verification=record.verification,
+        too_short_for=record.too_short_for,
         explanation=record.ablation,
         dataset=record.spec.dataset,
     )

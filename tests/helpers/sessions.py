@@ -68,6 +68,7 @@ class Session:
             self.store.of_study(self.study.trials.task.study),
             cards=winner_on_other_devices(0.05),
             wall_seconds=2.0,
+            too_short_for=self.study.trials.too_short_for,
         )
 
     def winner(self) -> TrainConfig:

@@ -77,6 +77,7 @@ class StudyRecord:
     worker_seconds: dict[str, float] = field(default_factory=dict)
     quality: Quality | None = None
     verification: Verification | None = None
+    too_short_for: tuple[str, ...] = ()  # what the budget of the last session was too short for
     ablation: Ablation | None = None
 
     @property
