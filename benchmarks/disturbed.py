@@ -69,7 +69,7 @@ def main() -> None:
     with ThreadPoolExecutor(len(args.cards)) as pool:
         rows = list(pool.map(Study.run, studies))
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows]
-    summary = summarize(shown) | {"trials_lost": rows[1]["reported"] - rows[1]["trials"]}
+    summary = summarize(shown) | {"trials_lost": rows[1]["reported"] - rows[1]["finished"]}
     fingerprint = next((row["fingerprint"] for row in rows if row["fingerprint"]), None)
     save("disturbed", from_data(Fingerprint, fingerprint) if fingerprint else None, summary, shown, args.out)
     table(shown, COLUMNS)
@@ -142,6 +142,7 @@ class Study:
             "config": winner and winner["config"],
             "tokens_per_s": winner and winner["performance"]["tokens_per_second"],
             "trials": sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in states),
+            "finished": sum(state.is_finished() for state in states),
             "left_running": sum(not state.is_finished() for state in states),
             "strikes": self.strikes,
             "reported": len(self.reported_trials()),

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from autotune.planning.device_estimate import ACCURACY
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((BENCHMARKS / "results").glob("*.json"))}
@@ -123,6 +125,13 @@ def test_searches_take_as_long_as_the_result_says(monkeypatch: pytest.MonkeyPatc
 def test_the_documents_say_what_was_measured(name: str, text: str) -> None:
     evidence = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split()).replace(" %", "%")
     assert text.format(**RESULTS[name]["summary"]) in evidence
+
+
+def test_plan_says_how_accurate_it_is() -> None:
+    text = "within {error_max:.1%} of the {fitted_models} models on an H200 that it was made with, and"
+    text += " {heldout_error_max:.1%} of {heldout_models} others (LoRA, nf4, full fine-tuning); speed by another,"
+    text += " {heldout_pace_error_median:.0%} off"
+    assert text.format(**RESULTS["plan_memory"]["summary"]) in ACCURACY.replace(" %", "%")
 
 
 def test_the_documents_say_which_versions_were_measured() -> None:

@@ -45,10 +45,6 @@ def rows_of(url: str) -> list[StoredProbe]:
         store.close()
 
 
-def count_orphans(out: Path) -> int:
-    return sum(str(out) in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
-
-
 def continued(url: str, out: Path, before: list[StoredProbe]) -> int:
     """Resume the study of a killed tuner. Return the number of results lost or measured again."""
     ended = tune(url, out)
@@ -74,7 +70,7 @@ def test_a_study_continues_after_the_tuner_is_killed_at_any_step(
     before = rows_of(database)
     assert len(before) >= 2
     lost = continued(database, out, before)
-    record_fault(f"SIGKILL to the tuner once it has {step}", survived=True, lost=lost, orphans=count_orphans(out))
+    record_fault(f"SIGKILL to the tuner once it has {step}", survived=True, lost=lost)
 
 
 @pytest.mark.parametrize("spare", [4096, 40_000])
@@ -88,7 +84,7 @@ def test_a_study_continues_after_a_full_disk(
     full = tune(url, out, str(file.stat().st_size + spare))
     assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
     lost = continued(url, out, rows_of(url))
-    record_fault("the disk is full", survived=True, lost=lost, orphans=count_orphans(out))
+    record_fault("the disk is full", survived=True, lost=lost)
 
 
 def test_a_study_continues_after_a_full_drive(tmp_path: Path, tables: Path, record_fault: RecordFault) -> None:
@@ -108,7 +104,7 @@ def test_a_study_continues_after_a_full_drive(tmp_path: Path, tables: Path, reco
         assert full.returncode == 1 and "StorageError: " in full.stderr.splitlines()[-1], full.stderr
         ballast.unlink()
         lost = continued(url, out, rows_of(url))
-        record_fault("the drive is full", survived=True, lost=lost, orphans=count_orphans(out))
+        record_fault("the drive is full", survived=True, lost=lost)
     finally:
         subprocess.run(["umount", "--lazy", drive], check=True)
 
@@ -137,6 +133,12 @@ def finished(session: Session, database: str) -> bool:
     return whole and session.summary().recipe is not None
 
 
+def num_repeated(session: Session) -> int:
+    """How many whole models were measured again."""
+    asked = [request.digest for request in session.prober.requests if request.rung is Rung.FULL]
+    return len(asked) - len(set(asked))
+
+
 def test_a_result_survives_an_unreachable_database(
     start_anywhere: Start, database: str, record_fault: RecordFault
 ) -> None:
@@ -158,7 +160,10 @@ def test_a_short_outage_loses_nothing(start_anywhere: Start, database: str, reco
             pass
 
     session = start_anywhere(struck(blink), begin=[BASELINE], trials=TOTAL)
-    record_fault("the database is unreachable for a moment while a probe runs", survived=finished(session, database))
+    survived = finished(session, database)
+    record_fault(
+        "the database is unreachable for a moment while a probe runs", survived=survived, lost=num_repeated(session)
+    )
 
 
 @pytest.mark.server
@@ -175,17 +180,15 @@ def test_a_study_waits_for_the_server_to_come_back(
     survived = finished(session, server)
     assert sum("cannot be reached, waiting for it" in line for line in session.said) == 1
     assert session.said.count("the database is back") == 1
-    asked = [request.digest for request in session.prober.requests if request.rung is Rung.FULL]
-    lost = len(asked) - len(set(asked))
-    record_fault(
-        "the database server is unreachable for some seconds, and the study waits", survived=survived, lost=lost
-    )
+    fault = "the database server is unreachable for some seconds, and the study waits"
+    record_fault(fault, survived=survived, lost=num_repeated(session))
 
 
 @pytest.mark.server
 def test_closed_connections_are_opened_again(start_on_server: Start, server: str, record_fault: RecordFault) -> None:
     session = start_on_server(struck(lambda: cut_off(server)), begin=[BASELINE], trials=TOTAL)
-    record_fault("the server closes all connections", survived=finished(session, server))
+    survived = finished(session, server)
+    record_fault("the server closes all connections", survived=survived, lost=num_repeated(session))
 
 
 def test_a_study_waits_for_the_lock_of_another_process(start: Start, tmp_path: Path, record_fault: RecordFault) -> None:
@@ -205,7 +208,8 @@ def test_a_study_waits_for_the_lock_of_another_process(start: Start, tmp_path: P
         taken.wait()
 
     session = start(struck(lock), begin=[BASELINE], trials=TOTAL)
-    record_fault("the database is locked by another process", survived=finished(session, f"sqlite:///{file}"))
+    survived = finished(session, f"sqlite:///{file}")
+    record_fault("the database is locked by another process", survived=survived, lost=num_repeated(session))
 
 
 def test_an_overwritten_database_is_an_error_and_a_copy_of_it_continues(
