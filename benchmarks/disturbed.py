@@ -2,9 +2,9 @@
 
 Each of `--strikes` hits the study with faults in the middle of a probe of a whole model, spread over its `--trials`:
 `worker` kills the probe worker (SIGKILL), `database` kills its PostgreSQL server with all its processes and restarts it
-some seconds later. The probe of a killed worker is tried again, which its stored result notes (`tried_twice`), or it
-is a crash; a strike with neither is a lost probe. With two `--cards` both studies run at the same time, otherwise one
-after the other.
+some seconds later. The probe of a killed worker is tried again, which its stored result notes (`tried_twice`), or it is
+a crash; a strike with neither is a lost probe, unless the budget ended it. With two `--cards` both studies run at the
+same time, otherwise one after the other.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> None:
     with ThreadPoolExecutor(len(args.cards)) as pool:
         rows = list(pool.map(Study.run, studies))
     shown = [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows]
-    summary = summarize(shown) | {"trials_lost": rows[1]["reported"] - rows[1]["finished"]}
+    summary = summarize(shown) | {"trials_lost": rows[1]["lost"]}
     fingerprint = next((row["fingerprint"] for row in rows if row["fingerprint"]), None)
     save("disturbed", from_data(Fingerprint, fingerprint) if fingerprint else None, summary, shown, args.out)
     table(shown, COLUMNS)
@@ -128,7 +128,9 @@ class Study:
                 time.sleep(POLL_S)
         seconds = time.monotonic() - begin
         print(f"--- {self.name}\n{(self.folder / 'log').read_text()}", flush=True)
-        states = [trial.state for trial in optuna.load_study(study_name="one", storage=url).trials]
+        trials = optuna.load_study(study_name="one", storage=url).trials
+        states = [trial.state for trial in trials]
+        finished = {trial.number for trial in trials if trial.state.is_finished()}
         probes = [row.result for row in ProbeStore(url).of_study("one")]
         text = (self.folder / "summary").read_text()
         result = json.loads(text) if text else {"winner": None, "fingerprint": None}
@@ -142,10 +144,9 @@ class Study:
             "config": winner and winner["config"],
             "tokens_per_s": winner and winner["performance"]["tokens_per_second"],
             "trials": sum(state in (TrialState.COMPLETE, TrialState.PRUNED) for state in states),
-            "finished": sum(state.is_finished() for state in states),
-            "left_running": sum(not state.is_finished() for state in states),
+            "lost": len({json.loads(line)["number"] for line in self.reported_trials()} - finished),
+            "left_running": states.count(TrialState.RUNNING),
             "strikes": self.strikes,
-            "reported": len(self.reported_trials()),
             "tried_twice": sum(any("tried twice" in note for note in probe.notes) for probe in probes),
             "crashes": sum(probe.outcome is Outcome.CRASH for probe in probes),
             "seconds": seconds,

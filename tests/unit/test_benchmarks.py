@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.planning.device_estimate import ACCURACY
+from tests.system.faults.conftest import table
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -127,6 +128,11 @@ def test_the_documents_say_what_was_measured(name: str, text: str) -> None:
     assert text.format(**RESULTS[name]["summary"]) in evidence
 
 
+def test_what_was_not_measured_of_a_fault_is_no_zero() -> None:
+    page = table({("a fault", "replayed"): [[1, 1, 0, None], [1, 1, 0, None]]})
+    assert page.endswith("| a fault | replayed | 2 | 2 | 0 | not measured |\n")
+
+
 def test_plan_says_how_accurate_it_is() -> None:
     text = "within {error_max:.1%} of the {fitted_models} models on an H200 that it was made with, and"
     text += " {heldout_error_max:.1%} of {heldout_models} others (LoRA, nf4, full fine-tuning); speed by another,"
@@ -138,6 +144,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
     """Those of the GPU, and those of the tests, which no GPU ran."""
     studies = [json.loads(path.read_text()) for path in (ROOT / "studies").glob("*/summary.json")]
     fingerprints = [found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]]
+    assert {name for name, found in RESULTS.items() if not found["fingerprint"]} == {"fleet", "projection"}  # no GPU
     on_gpus = [found["packages"] for found in fingerprints if found["device"].startswith("NVIDIA")]
     assert len(on_gpus) > 15
     ((torch, transformers),) = {(packages["torch"], packages["transformers"]) for packages in on_gpus}

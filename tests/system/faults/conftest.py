@@ -1,6 +1,7 @@
 """Record the effect of each fault, and write the table of `pytest tests/system/faults --write-table`."""
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ HEAD = """# Faults
 Each fault was injected into a study or its worker. The table counts the tries, how often the study continued or could
 be resumed, the results that were lost or measured again, and the orphaned processes. Faults of a worker were tried on
 real probes on a CPU, outside a study. Faults of the tuner and of the database were tried on whole studies whose probes
-are answered from a function: no worker ran that could be orphaned. Written by `pytest tests/system/faults
---write-table`; where both databases were tried, that is two tries.
+are answered from a function: no worker ran that could be orphaned. Where both databases were tried, that is two tries.
+Written by `pytest tests/system/faults --write-table` with torch {torch} and transformers {transformers}.
 
 """
 UNKNOWN = "not measured"
@@ -59,4 +60,5 @@ def table(counts: dict[tuple[str, str], list[list[int | None]]]) -> str:
     for about, tries in sorted(counts.items()):
         known = [[number for number in column if number is not None] for column in zip(*tries, strict=True)]
         lines.append([*about, *(str(sum(column)) if len(column) == len(tries) else UNKNOWN for column in known)])
-    return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head = HEAD.format(torch=version("torch"), transformers=version("transformers"))
+    return head + "".join(f"| {' | '.join(line)} |\n" for line in lines)
