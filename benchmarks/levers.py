@@ -81,9 +81,7 @@ def main() -> None:
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     by_lever = {row["lever"]: row for row in reversed(rows)}  # the first row of a lever: LoRA of the first model
     winner, reference = by_lever.get("the study's winner", {}), by_lever["reference"]
-    # Rows of an earlier version allowed pure bf16 too, which `fp8_winner` shows.
-    allowed = (f"the study's winner, {names} allowed" for names in ("fp8", "fp8 and pure bf16"))
-    in_fp8: dict[str, Any] = next((by_lever[name] for name in allowed if name in by_lever), {})
+    in_fp8 = by_lever.get("the study's winner, fp8 allowed", {})
 
     def ratio(row: dict[str, Any]) -> float | None:
         return row["tokens_per_s"] / reference["tokens_per_s"] if row and reference.get("tokens_per_s") else None
