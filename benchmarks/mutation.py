@@ -4,8 +4,8 @@ import argparse
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from common import save
 
@@ -22,19 +22,27 @@ def main() -> None:
     args = parser.parse_args()
     start = time.monotonic()
     chosen, equivalent = mutate.choose(mutate.mutants(), args.seed, args.count)
-    survivors = [mutant for mutant, killed in mutate.ask(chosen, args.jobs) if not killed]
-    summary = {
-        "mutants": len(chosen),
-        "killed_share": 1 - len(survivors) / len(chosen),
-        "equivalent": len(equivalent),
-        "minutes": (time.monotonic() - start) / 60,
-        "mutants_by_package": Counter(mutant.package for mutant in chosen),
-        "survivors_by_package": Counter(mutant.package for mutant in survivors),
-    }
-    keys = ("file", "scope", "line", "was", "now")
-    rows = [{key: asdict(mutant)[key] for key in keys} for mutant in sorted(survivors, key=lambda m: m.name)]
+    answers = [*mutate.ask(chosen, args.jobs), *((mutant, None) for mutant in equivalent)]
+    rows = [
+        {"killed": killed, "file": mutant.file, "scope": mutant.scope, "was": mutant.was, "now": mutant.now}
+        for mutant, killed in sorted(answers, key=lambda answer: (answer[1] is not False, answer[0].name))
+    ]
+    summary = summarize(rows) | {"seed": args.seed, "minutes": (time.monotonic() - start) / 60}
     save("mutation", None, summary, rows, args.out)
     print(summary)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """`killed` is None in the rows of mutants that are equivalent; survivors stand first."""
+    asked = [row for row in rows if row["killed"] is not None]
+    survivors = [row["file"].split("/")[0] for row in asked if not row["killed"]]
+    return {
+        "mutants": len(asked),
+        "killed_share": 1 - len(survivors) / len(asked),
+        "equivalent": len(rows) - len(asked),
+        "mutants_by_package": Counter(row["file"].split("/")[0] for row in asked),
+        "survivors_by_package": Counter(survivors),
+    }
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ PACKAGES = (
 )  # compute, decide, store
 # A module is asked about by the unit tests of its package, and by these where they see nothing.
 MORE_TESTS = {
+    "prediction/": ("tests/unit/test_benchmarks.py",),
+    "study/": ("tests/unit/test_benchmarks.py",),
     "study/storage/": ("tests/contract",),
     "probe/": ("tests/probe/test_truncation.py", "tests/probe/test_supervisor.py"),
     "probe/runtime/": ("tests/probe/test_train_script.py",),
