@@ -19,6 +19,7 @@ BESIDE_ROWS = {
     "cap": {"cap_gib"},
     "cap22": {"study_tokens_per_s"},
     "disturbed": {"trials_lost"},
+    "mutation": {"seed", "minutes"},
     "projection": {"exponents_of_all_sets"},
     "report": {"trials"},
     "search_efficiency": {"configs", "configs_within_goal", "best", "best_tokens_per_second", "censored_at_s", "live"}
