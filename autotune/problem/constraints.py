@@ -89,10 +89,13 @@ class Narrowing:
         self.reserve = self.reserve.pin(name, value)
 
 
-def narrow_to_model(narrowing: Narrowing, model: ModelSpec, global_batch: int) -> None:
-    """Remove what the model, or the global batch, makes impossible."""
-    uneven = {size for size in narrowing.space.choices("micro_batch_size") if global_batch % size}
-    narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {global_batch} (--global-batch)")
+def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) -> None:
+    """Remove what the model, the global batch, or the number of examples makes impossible."""
+    batch, examples = workload.global_batch, workload.examples
+    uneven = {size for size in narrowing.space.choices("micro_batch_size") if batch % size}
+    narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {batch} (--global-batch)")
+    if not workload.examples_assumed:  # a micro batch that is not full is left out of the run
+        narrowing.keep("micro_batch_size", lambda size: size <= examples, f"more rows than examples ({examples})")
     context = model.max_seq_len
     if context:
         narrowing.keep("seq_len", lambda length: length <= context, f"longer than the model's context of {context}")

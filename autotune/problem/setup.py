@@ -80,10 +80,10 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         narrowing.remove("quantization", {"fp8"}, f"{target.measured_on.name} cannot try it")
     if probes_run_here:
         constraints.narrow_to_packages(narrowing)
-    constraints.narrow_to_model(narrowing, model, global_batch)
+    workload = _workload(spec, lengths, global_batch)
+    constraints.narrow_to_model(narrowing, model, workload)
     if spec.trainer == "trl":
         constraints.narrow_to_trl(narrowing, installed=probes_run_here)
-    workload = _workload(spec, lengths, global_batch)
     floors = Floors(
         min_rank=spec.min_rank,
         max_truncated=spec.max_truncated,
@@ -196,6 +196,9 @@ def _warnings(spec: StudySpec, narrowing: Narrowing, workload: Workload) -> tupl
     for name, (floor, may_win, _) in constraints.UNASKED.items():
         if getattr(spec, floor) and all(map(may_win, space.choices(name))):
             warnings.append(f"--{floor.replace('_', '-')} has no effect: the space has no such {name}")
+    if workload.examples < workload.global_batch:
+        fewer = f"{workload.examples} examples do not fill a global batch of {workload.global_batch} (--global-batch)"
+        warnings.append(f"{fewer}: a pass over them is one smaller step, and its time is overestimated")
     longest = max(space.choices("seq_len"))
     cut = workload.truncated(longest)
     if cut >= WORTH_A_WARNING:

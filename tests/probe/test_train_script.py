@@ -133,6 +133,10 @@ def test_train_py_trains_real_weights_on_each_kind_of_row(tmp_path: Path) -> Non
     assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds_per_step"])
     assert (tmp_path / "trained" / "adapter_model.safetensors").exists()
 
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]))
+    done = run(directory, "--dataset", "rows.jsonl", "--output-dir", "")
+    assert done.returncode == 1
+    assert done.stderr.endswith("train.py: error: 1 rows do not fill a micro batch of 2: give more examples\n")
     done = run(directory, "--dataset", "nowhere.jsonl")
     assert done.returncode == 2 and done.stderr.endswith("error: there is no file nowhere.jsonl\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"words": "a"}\n')

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,8 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
         examples = random_examples(settings, options, base.config.vocab_size)
     trained, held_out = rows.split(examples, settings.seq_len, options.held_out, options.held_out_tokens)
     train_rows = rows.pack(trained, settings.seq_len) if settings.packing else [[example] for example in trained]
+    if len(train_rows) < (size := settings.micro_batch_size):
+        sys.exit(f"train.py: error: {len(train_rows)} rows do not fill a micro batch of {size}: give more examples")
 
     model_builder.set_checkpointing(base, settings.model_settings)
     # Before adapters are added, the loss takes the place of the base model's own head.

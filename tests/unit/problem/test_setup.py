@@ -173,6 +173,17 @@ def test_the_workload(installed, asked, examples, length, assumed):
     assert (workload.lengths.source == "assumed", workload.examples_assumed) == assumed
 
 
+def test_a_micro_batch_is_no_larger_than_the_examples(installed):
+    """The run leaves out a micro batch that is not full, so that it would be without a step."""
+    for examples, sizes in ((1, (1,)), (7, (1, 2, 4)), (31, (1, 2, 4, 8, 16))):
+        setup = set_up(StudySpec(model="mistral-7b", space="lora", examples=examples), H200)
+        assert setup.task.space.choices("micro_batch_size") == setup.reserve.choices("micro_batch_size") == sizes
+        assert any(f"{examples} examples do not fill a global batch of 32" in text for text in setup.warnings)
+    with pytest.raises(UsageError, match=r"8: more rows than examples \(7\)"):
+        set_up(StudySpec(model="mistral-7b", examples=7, pins={"micro_batch_size": 8}), H200)
+    assert set_up(StudySpec(model="mistral-7b", space="lora", examples=32), H200).warnings == ()
+
+
 def test_examples_that_are_too_long_are_a_warning(installed):
     setup = set_up(StudySpec(model="mistral-7b", tokens_per_example=16_384), H200)
     assert setup.warnings == (
