@@ -5,7 +5,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -179,9 +179,10 @@ def write_atomic(path: Path, text: str, *, executable: bool = False) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names of a directory's files are on disk."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Wait until the names of a directory's files are on disk, on file systems that can say so."""
+    with suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -52,8 +52,9 @@ def stored_out(out: Path, url: str) -> str:
     from autotune.study.storage.database import sqlite_folder
 
     folder = sqlite_folder(url)
-    inside = folder is not None and out.resolve().is_relative_to(folder)
-    return str(out.resolve().relative_to(folder) if folder and inside else out)
+    if folder is None or not out.resolve().is_relative_to(folder):
+        return str(out)
+    return str(out.resolve().relative_to(folder))
 
 
 def opened_out(stored: str, url: str, study: str) -> Path:
