@@ -10,7 +10,6 @@ from typing import Any
 
 from autotune.core.files import load_data
 from autotune.export import keys
-from autotune.export.accelerate import launch_arguments
 from autotune.export.header import environment, has_published_weights, on_cpu, sectioned, summary_lines
 from autotune.study.summary import Recipe
 
@@ -28,18 +27,18 @@ def export(
     conditions and texts of `tools.yaml`.
     """
     about = load_data("autotune.export", "tools")[tool]
-    values = _settings(recipe, tool) | (settings or {})
-    warnings = _texts(about.get("warnings", ()), values)
+    values = settings_of(recipe, tool) | (settings or {})
+    warnings = texts(about.get("warnings", ()), values)
     head = [
         *summary_lines(recipe),
         "",
         *warnings,
         *([""] if warnings else []),
         about["run"].format_map(values),
-        *(f"  {line}" for line in _texts(about["commands"], values)),
+        *(f"  {line}" for line in texts(about["commands"], values)),
         "",
         about["known"],
-        *(f"- {text}" for text in _texts(about["differences"], values)),
+        *(f"- {text}" for text in texts(about["differences"], values)),
         *(f"not expressed: {item}" for item in keys.inexpressible(tool, recipe)),
     ]
     written = dict(sections or {})
@@ -47,7 +46,7 @@ def export(
         written.setdefault(name, keys.write(tool, name, recipe))
     with_notes = []
     for name, section in written.items():
-        notes = _texts([note for note in about["notes"] if note["section"] == name], values)
+        notes = texts([note for note in about["notes"] if note["section"] == name], values)
         with_notes.append((" ".join(notes), section))
     more = {name: json.dumps(data, indent=2) + "\n" for name, data in about.get("json_files", {}).items()}
     return {about["file"]: sectioned(head, with_notes), **more}
@@ -55,10 +54,10 @@ def export(
 
 def training_command(recipe: Recipe, tool: str) -> str:
     """The command line that trains by the tool's file."""
-    return _texts(load_data("autotune.export", "tools")[tool]["commands"], _settings(recipe, tool))[-1]
+    return texts(load_data("autotune.export", "tools")[tool]["commands"], settings_of(recipe, tool))[-1]
 
 
-def _settings(recipe: Recipe, tool: str) -> dict[str, Any]:
+def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
     """What texts are filled in from, and `when` compares."""
     about = load_data("autotune.export", "tools")[tool]
     is_published = has_published_weights(recipe)
@@ -73,9 +72,17 @@ def _settings(recipe: Recipe, tool: str) -> dict[str, Any]:
         "environment": environment(recipe),
         "place": "on the processor" if on_cpu(recipe) else "on one GPU",
         "launch_arguments": " ".join(launch_arguments(recipe)),
+        "trainer": recipe.trainer,
     }
 
 
-def _texts(items: list[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
+def texts(items: list[dict[str, Any]], values: Mapping[str, Any]) -> list[str]:
     """The texts of the items that apply, filled in."""
     return [item["text"].format_map(values) for item in items if keys.meets(values, item.get("when", {}))]
+
+
+def launch_arguments(recipe: Recipe) -> list[str]:
+    """Arguments of `accelerate launch` for what was probed."""
+    # It overwrites ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so that only its own flag has an effect.
+    regional = ["--dynamo_use_regional_compilation"] if recipe.config.compile == "per_layer" else []
+    return ["--num_processes", "1", *regional]

@@ -17,11 +17,11 @@ from functools import partial
 from typing import Any
 
 from autotune.catalog import NO_PRICE, describe_price
+from autotune.core.pages import environment
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, usd_interval
 from autotune.planning.device_estimate import ACCURACY
 from autotune.problem.run_cost import FITS
-from autotune.report.style import environment
 
 Data = dict[str, Any]
 
@@ -253,7 +253,7 @@ def _escaped(text: str) -> str:
 
 def _render(comparison: Comparison, today: date, template: str) -> str:
     functions = {"heading": heading, "workload": workload_text, "verdicts": verdicts, "cells": cells}
-    pages = environment()
+    pages = environment("autotune.report")
     pages.filters["markdown"] = _escaped
     return pages.get_template(template).render(
         functions, comparison=comparison, today=today, columns=COLUMNS, accuracy=ACCURACY, fits=FITS

@@ -10,11 +10,12 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from autotune.catalog import describe_price
+from autotune.core.pages import environment
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.units import DASH, fmt_seconds, fmt_usd
 from autotune.report import describe, figures, infos
 from autotune.report.oom import missed, oom_report
-from autotune.report.style import environment, plotly_js
+from autotune.report.style import plotly_js
 from autotune.report.timeline import timeline
 from autotune.study.summary import Recipe, StudySummary
 
@@ -51,7 +52,7 @@ class Stat:
 
 def render(summary: StudySummary, out_dir: str) -> str:
     """The whole page. `out_dir` is the study's directory, as its commands name it."""
-    pages = environment()
+    pages = environment("autotune.report")
     pages.filters |= {
         "text": infos.value_text,
         "breaks": breaks,

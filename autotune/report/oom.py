@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autotune.core.knobs import KNOBS
+from autotune.core.pages import environment
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, fmt_gib
-from autotune.report.style import environment
 from autotune.study.summary import StudySummary, TrialRecord
 
 NUM_NEAREST = 3
@@ -115,7 +115,7 @@ class OomReport:
 
     def markdown(self) -> str:
         """The content of oom_report.md."""
-        pages = environment()
+        pages = environment("autotune.report")
         pages.filters["missed"] = missed
         text = pages.get_template("oom_report.md.j2").render(report=self, dash=DASH)
         return text.rstrip() + "\n"

@@ -1,18 +1,13 @@
-"""The look of figures and pages; the only file that imports plotly and jinja2, and only when they are needed.
+"""The look of figures; the only file that imports plotly, and only when it is needed.
 
 Colours that depend on light or dark are left to the page, which sets them when it draws.
 """
 
 import html
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autotune.core.probe_types import Outcome
-from autotune.core.text import code_span
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 # Mid-tones that are visible on white and on near-black, after Okabe and Ito.
 ACCENT, BLUE, PALE_BLUE, YELLOW, GREY, PURPLE = "#d9541e", "#2a7fc4", "#8fc1ea", "#d99a00", "#8a8f98", "#8c63c7"
@@ -26,30 +21,6 @@ MARKERS = {
     Outcome.NUMERICS: ("#2f9c86", "star"),
     Outcome.CRASH: (PURPLE, "cross-open"),
 }
-
-
-def environment() -> "Environment":
-    """The Jinja environment of all pages: HTML is escaped, and an unknown name is an error."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-
-    pages = Environment(
-        loader=PackageLoader("autotune.report"),
-        autoescape=select_autoescape(disabled_extensions=["md.j2"], default=True),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    pages.filters |= {
-        "code_span": code_span,
-        "count": fmt_count,
-        "gib": fmt_gib,
-        "usd": fmt_usd,
-        "seconds": fmt_seconds,
-        "hours": fmt_hours,
-        "percent": lambda share: DASH if share is None else f"{share:.1%}",
-        "signed": lambda share: DASH if share is None else f"{share:+.1%}",
-    }
-    return pages
 
 
 def plotly_js() -> str:

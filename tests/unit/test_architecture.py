@@ -64,7 +64,7 @@ HOMES = {
     "plotly": {"report.style", "report.dashboard", "api"},
     "gpuhunt": {"catalog.live_prices"},
     "ray": {"study.worker_group"},
-    "jinja2": {"report.style"},
+    "jinja2": {"core.pages"},
     "pynvml": {"core.nvml"},
     "numpy": set[str](),
     "pandas": set[str](),

@@ -16,7 +16,6 @@ from autotune.core.errors import StorageError
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds, gib
 from autotune.export import script, tool_file
-from autotune.export.accelerate import launch_arguments
 from autotune.export.header import on_cpu
 from autotune.export.run.process import AddedLines, run_exported, scratch_folder, time_limit_s, write_files
 from autotune.probe.trl_entry import STEPS
@@ -166,7 +165,7 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
         "save_steps": every,
         "save_total_limit": 1,
     }
-    arguments = ["--quiet", *launch_arguments(recipe), "--module", "autotune.probe.trl_entry"]
+    arguments = ["--quiet", *tool_file.launch_arguments(recipe), "--module", "autotune.probe.trl_entry"]
     arguments += ["--config", "trl_sft.yaml"]
     for name, value in overrides.items():
         arguments += [f"--{name}", str(value)]

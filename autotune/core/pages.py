@@ -1,0 +1,33 @@
+"""Pages and documents that are made from a package's templates; the only file that imports jinja2, on use."""
+
+from typing import TYPE_CHECKING
+
+from autotune.core.text import code_span
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def environment(package: str) -> "Environment":
+    """The Jinja environment of the templates of a package: HTML is escaped, and an unknown name is an error."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+    pages = Environment(
+        loader=PackageLoader(package),
+        autoescape=select_autoescape(disabled_extensions=["md.j2"], default=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.filters |= {
+        "code_span": code_span,
+        "count": fmt_count,
+        "gib": fmt_gib,
+        "usd": fmt_usd,
+        "seconds": fmt_seconds,
+        "hours": fmt_hours,
+        "percent": lambda share: DASH if share is None else f"{share:.1%}",
+        "signed": lambda share: DASH if share is None else f"{share:+.1%}",
+    }
+    return pages
