@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.core.knobs import KNOBS
-from autotune.core.probe_types import Outcome
+from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.text import operands
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.export import tool_file
@@ -94,6 +94,16 @@ def speed_up_range(recipe: Recipe) -> str:
         return ""
     low, high = recipe.speedup_interval
     return f"{low:.2f} to {high:.2f} times its {fmt_count(recipe.baseline.performance.tokens_per_second)} tokens/s"
+
+
+def intervals(candidate: Candidate) -> str:
+    """What the intervals of its time and cost are."""
+    known = {
+        Evidence.MEASURED: "are the spread of the measured steps, and at least what two probes differ by",
+        Evidence.EXTRAPOLATED: "hold the possible error of the extrapolation from a few layers",
+        Evidence.PROJECTED: "hold 80% of the cases of the projection from another card, and the spread of the steps",
+    }
+    return f"Intervals {known.get(candidate.evidence, 'are those of the formula')}."
 
 
 def evidence(candidate: Candidate) -> str:

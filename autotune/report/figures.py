@@ -1,5 +1,6 @@
 """Figures as JSON-able data for plotly. A figure with nothing to show is None, and the report says so in a sentence."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ LINES = (  # of the parallel coordinates: group, name, colour, opacity; the fast
     (0, "within 5 % of the fastest", ACCENT, 0.95),
 )
 LONG_S = 900.0  # a longer time axis is in minutes
+WRAP = 26  # characters of a bar's name on one line: a phone shows a few more
 EDGE = 1.5  # of the limit; a farther miss is drawn at the edge, so that it does not squeeze the rest
 
 
@@ -126,10 +128,10 @@ def horizontal_bars(
 
     `line_at` draws a vertical line; with `end` the axis reaches from 0 to it.
     """
-    figure = empty()
+    figure, names = empty(), [[escape(line) for line in textwrap.wrap(bar.name, WRAP)] for bar in bars]
     figure.add_bar(
         x=[bar.value for bar in bars],
-        y=[escape(bar.name) for bar in bars],
+        y=["<br>".join(lines) for lines in names],
         orientation="h",
         marker={"color": [ACCENT if bar.highlighted else BLUE for bar in bars]},
         text=[bar.text for bar in bars],
@@ -146,8 +148,8 @@ def horizontal_bars(
     if end is not None:
         figure.update_xaxes(range=[0.0, end])
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(tickformat=ticks)
-    return finish(figure, x=x, height=70 + row_px * len(bars))
+    figure.update_xaxes(tickformat=ticks, nticks=5, tickangle=0)
+    return finish(figure, x=x, height=70 + max(row_px, 18 * max(map(len, names))) * len(bars))
 
 
 def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
@@ -157,17 +159,19 @@ def importances(shares: dict[str, Importance]) -> dict[str, Any] | None:
 
 
 def capability(rows: tuple[CellRow, ...]) -> dict[str, Any] | None:
-    """The cost of each other learning cell against the winner with its interval, the cheapest on top."""
+    """The cost of each other learning cell against the winner, the cheapest on top; what learns more stands out."""
     bars = []
     for row in rows:
         low, high = row.interval
         if row.changes:
             label, evidence = escape(row.candidate.config.label()), row.candidate.evidence
             hover = f"{label}<br><b>{row.extra:+.1%}</b> ({low:+.1%} to {high:+.1%}) [{evidence}]"
-            bars.append(Bar(name=row.changes, value=row.extra, interval=row.interval, hover=hover))
+            bars.append(
+                Bar(name=row.changes, value=row.extra, interval=row.interval, hover=hover, highlighted=row.learns_more)
+            )
     if not bars:
         return None
-    return horizontal_bars(bars, x="cost against the winner", ticks="+.0%", row_px=38, line_at=0)
+    return horizontal_bars(bars, x="cost against winner", ticks="+.3~%", row_px=38, line_at=0)
 
 
 def cards(estimates: tuple[DeviceEstimate, ...], own: str | None = None) -> dict[str, Any] | None:
@@ -203,6 +207,12 @@ def explanation(ablation: Ablation | None) -> dict[str, Any] | None:
     return horizontal_bars(bars, x="tokens/s without it", ticks=",", row_px=38, line_at=winner_speed)
 
 
+def parallel_px(info: ParallelInfo) -> int:
+    """The width at which no value of an axis reaches the next axis."""
+    longest = max((len(value) for _, values in info.axes for value in values), default=0)
+    return round((len(info.axes) + 1) * (12 + 6.5 * max(longest, 12)))
+
+
 def parallel(info: ParallelInfo) -> dict[str, Any] | None:
     """One line for each configuration over the knobs that vary, with its speed at the right; the fastest on top."""
     if not info.axes:
@@ -228,8 +238,9 @@ def parallel(info: ParallelInfo) -> dict[str, Any] | None:
     for place, (_, values) in enumerate(info.axes):
         for index, value in enumerate(values):
             height = index / (len(values) - 1)
-            figure.add_annotation(x=place, y=height, text=escape(value), showarrow=False, xanchor="left", xshift=3)
-    names = [escape(knob) for knob, _ in info.axes] + [f"tokens/s, up to {fmt_count(info.fastest)}"]
+            place_of = {"x": place, "y": height, "xanchor": "left", "xshift": 3}
+            figure.add_annotation(text=escape(value), showarrow=False, font={"size": 11}, **place_of)
+    names = [escape(knob) for knob, _ in info.axes] + [f"tokens/s<br>up to {fmt_count(info.fastest)}"]
     figure.update_xaxes(tickvals=[*range(len(names))], ticktext=names, range=[-0.5, len(names) - 0.5], showgrid=True)
     figure.update_xaxes(ticklabeloverflow="allow")
     figure.update_yaxes(visible=False, range=[-0.06, 1.06])

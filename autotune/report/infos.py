@@ -177,7 +177,7 @@ def memory(summary: StudySummary) -> dict[str, dict[str, float]]:
 
 
 def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
-    """Knob by knob, then performance, memory and cost; without a baseline its column has dashes."""
+    """Knob by knob, then performance, memory and cost, without what is unknown of both."""
     winner, baseline = recipe.winner, recipe.baseline
     ours = _settings(recipe, winner)
     theirs = _settings(recipe, baseline) if baseline else {}
@@ -200,7 +200,7 @@ def compare(recipe: Recipe) -> tuple[CompareRow, ...]:
             ratio = number.value / other.value
         text = other.text if other else DASH
         rows.append(CompareRow(group=number.group, name=name, winner=number.text, baseline=text, ratio=ratio))
-    return tuple(rows)
+    return tuple(row for row in rows if (row.winner, row.baseline) != (DASH, DASH))
 
 
 def costs(recipe: Recipe) -> tuple[CostProjection, ...]:

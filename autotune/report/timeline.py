@@ -18,7 +18,7 @@ CLOCKS = {
 }
 SET_UP = "set-up and clean-up"
 KINDS = (SET_UP, *CLOCKS)
-MAX_SPANS = 400  # more would be narrower than a pixel each
+MAX_SPANS = 200  # more would be narrower than three pixels each, and cover one another
 NUM_SLICES = 100
 PAUSE_S = 120.0  # a longer time between two probes means that the study was stopped and continued
 

@@ -4,6 +4,7 @@ import html
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ addEventListener("load", () => setTimeout(() => {
     const box = plot.getBoundingClientRect(), marks = plot.querySelectorAll(".point path, path.point, .js-line");
     seen.figures[plot.dataset.figure] = {marks: marks.length, wide: box.width, high: box.height};
   }
+  const inside = (a, b) => a.left >= b.left - 1 && a.right <= b.right + 1;
+  const cross = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  const boxes = kind =>
+    [...document.querySelectorAll(kind)].map(one => [one.textContent, one.getBoundingClientRect(), one]);
+  seen.clipped = boxes(".plot .ytick text, .plot .xtick text, .plot .xtitle").filter(([, box, one]) =>
+    !inside(box, one.closest("svg").getBoundingClientRect())).map(([text]) => text);
+  const values = boxes("[data-figure=parallel] .annotation-text");
+  seen.crossing = values.filter(([, a], i) => values.some(([, b], j) => i < j && cross(a, b))).map(([text]) => text);
   const buttons = [...document.querySelectorAll(".sortable th button")];
   const button = buttons.find(one => one.textContent.includes("tokens/s"));
   const at = button.closest("th").cellIndex, body = button.closest("table").tBodies[0];
@@ -62,9 +71,21 @@ def test_figures_are_drawn_and_tables_sort(tmp_path: Path) -> None:
     assert [float(value) for value in seen["down"] if value] == speeds[::-1]
 
 
-def test_a_phone_needs_no_horizontal_scrolling(tmp_path: Path) -> None:
-    seen = opened(summary(), tmp_path, "--window-size=400,800")
+def test_a_phone_needs_no_horizontal_scrolling_and_no_label_is_clipped_or_covered(tmp_path: Path) -> None:
+    study = summary()
+    assert study.recipe is not None
+    winner = study.recipe.winner
+    other = {"optimizer": "paged_adamw_8bit", "precision": "bf16_pure", "lora_rank": 64}
+    rows = [
+        replace(row, config=replace(row.config, **(other if row.number % 2 else {"compile": "per_layer"})))
+        for row in study.trials
+    ]
+    cells = (winner, replace(winner, config=replace(winner.config, **other)))
+    study = replace(study, trials=tuple(rows), recipe=replace(study.recipe, cells=cells))
+    seen = opened(study, tmp_path, "--window-size=400,800")
     assert seen["needs"] <= seen["width"]
+    assert {"parallel", "capability"} <= seen["figures"].keys()
+    assert (seen["clipped"], seen["crossing"]) == ([], [])
 
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:

@@ -66,6 +66,16 @@ def test_what_more_capability_costs_is_drawn_with_its_interval(study: StudySumma
     assert figures.capability((winner,)) is None
 
 
+def test_small_differences_in_cost_have_distinct_ticks_and_long_names_are_wrapped(study: StudySummary) -> None:
+    recipe = study.recipe
+    assert recipe is not None
+    less = replace(recipe.winner, config=replace(recipe.winner.config, optimizer="adamw_8bit"))
+    drawn = figures.capability(infos.learning_cells(replace(recipe, cells=(less, recipe.winner))))
+    assert drawn is not None
+    assert drawn["layout"]["xaxis"]["tickformat"] == "+.3~%"  # -2.5 % is not -2 %
+    assert drawn["data"][0]["y"] == ["optimizer adamw_8bit<br>instead of<br>adamw_torch_fused"]
+
+
 def test_horizontal_bars() -> None:
     bars = [figures.Bar(name="a", value=1.0), figures.Bar(name="<b>", value=2.0)]
     plain = figures.horizontal_bars(bars, x="s", ticks=",", row_px=10)

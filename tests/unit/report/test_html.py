@@ -110,6 +110,41 @@ def test_every_section_and_trial_is_there(page: str) -> None:
     assert set(figures_in(page)) == {"scatter", "history", "timeline", "parallel", "memory"}
 
 
+def test_no_heading_stands_twice_or_over_nothing(study: StudySummary, page: str) -> None:
+    titles = re.findall(r"<h[23][^>]*>(.*?)</h[23]>", without_plotly(page))
+    assert len(titles) == len(set(titles)) and "Why it won" in titles
+    assert "The same run on other cards" not in titles  # no estimates
+    assert re.findall(r"<h2>[^<]*</h2>\s*</section>", page) == []
+    bare = render(replace(study, recipe=replace(recipe_of(study), baseline=None, price=None)), "out")
+    compare = bare[bare.index("The winner in numbers") : bare.index("Speed against memory")]
+    assert "–" not in compare and "baseline" not in compare
+    costs = bare[bare.index("Cost by size of the dataset") : bare.index("Every trial")]
+    assert "USD" not in costs.replace("USD/h", "")
+
+
+@pytest.mark.parametrize(
+    ("rank", "title", "learns"),
+    [(8, "What less capability would save", "less"), (64, "What more capability costs", "more")],
+)
+def test_the_cost_of_capability_says_in_which_direction(
+    study: StudySummary, rank: int, title: str, learns: str
+) -> None:
+    winner = recipe_of(study).winner
+    cells = (winner, replace(winner, config=replace(winner.config, lora_rank=rank)))
+    page = render(replace(study, recipe=replace(recipe_of(study), cells=cells)), "out")
+    assert f"<h2>{title}</h2>" in page
+    assert f"<td>{learns}</td>" in page and "not measurable" in page
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Evidence.MEASURED, "spread of the measured steps"), (Evidence.PROJECTED, "80% of the cases")]
+)
+def test_the_caption_says_what_the_intervals_are(study: StudySummary, kind: Evidence, said: str) -> None:
+    recipe = recipe_of(study)
+    page = render(replace(study, recipe=replace(recipe, winner=replace(recipe.winner, evidence=kind))), "out")
+    assert said in page[page.index("Intervals ") :][:200]
+
+
 def test_nothing_is_loaded_from_elsewhere(page: str) -> None:
     rest = without_plotly(page)
     assert page.count(style.plotly_js()) == 1
@@ -168,7 +203,8 @@ def test_no_winner_renders(study: StudySummary) -> None:
     assert "4 trials: 2 out of memory, 2 refused" in page
     assert "Trial 2 came closest" in page
     assert "launch.sh" not in page
-    assert page.count('<p class="instead">') >= 3
+    for title in ("How the search went", "What the fastest have in common", "Where the memory goes"):
+        assert title not in page  # no heading over nothing
     # Without a figure there is no plotly.js either.
     assert len(page) < 200_000
 
