@@ -30,10 +30,15 @@ def trials(store: ProbeStore) -> list[int | None]:
 
 
 def test_a_row_and_the_name_of_its_file_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[Path] = []
-    monkeypatch.setattr("os.fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").readlink()))
+    synced: list[tuple[Path, str]] = []
+
+    def sync(handle: int) -> None:
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        synced.append((path, path.read_text().strip() if path.is_file() else ""))
+
+    monkeypatch.setattr("os.fsync", sync)
     Outbox(path=tmp_path / "outbox.jsonl").add({"a": 1})
-    assert synced == [tmp_path / "outbox.jsonl", tmp_path]
+    assert synced == [(tmp_path / "outbox.jsonl", '{"a": 1}'), (tmp_path, "")]
 
 
 def test_results_measured_during_an_outage_are_stored_afterwards(

@@ -81,6 +81,30 @@ def test_the_suggested_changes_make_the_run_fit(text: str, gpu: str, answer: Cal
         assert saves > 0 or change.state == FITS
 
 
+@pytest.mark.parametrize(("memory_gib", "text"), [(40, TRL_7B), (40, AXOLOTL), (30, FACTORY)])
+def test_the_largest_micro_batch_that_fits_is_advised(
+    memory_gib: float, text: str, answer: Callable[..., CheckReport]
+) -> None:
+    """Found by trying each size that divides the global batch of 48."""
+    found = answer(changed(text, **_rows(text, 48, 1)), "h100-sxm", memory_gib=memory_gib)
+    assert found.checked.state != FITS
+    sizes = [size for size in range(1, 48) if 48 % size == 0]
+    fitting = [
+        size
+        for size in sizes
+        if answer(changed(text, **_rows(text, size, 48 // size)), "h100-sxm", memory_gib=memory_gib).checked.state
+        == FITS
+    ]
+    assert 1 < max(fitting) < 24
+    advised = [change for change, _ in found.fixes if change.edits.keys() == _rows(text, 1, 1).keys()]
+    assert [change.edits for change in advised] == [_rows(text, max(fitting), 48 // max(fitting))]
+
+
+def _rows(text: str, size: int, accumulation: int) -> dict[str, int]:
+    batch = "micro_batch_size" if text == AXOLOTL else "per_device_train_batch_size"
+    return {batch: size, "gradient_accumulation_steps": accumulation}
+
+
 def test_changes_that_affect_learning_come_last(answer: Callable[..., CheckReport]) -> None:
     """Nothing that is learned with changes where micro batch, checkpoints or the loss suffice; then the least."""
 

@@ -1,11 +1,13 @@
 """Speeds carried from card to card: the prior, what a measurement there changes, and intervals that mean something."""
 
 import math
+from dataclasses import replace
+from statistics import NormalDist
 
 import pytest
 
 from autotune.catalog import list_devices, resolve_device
-from autotune.prediction.transfer import BETWEEN, EIGHTY_PERCENT, WITHIN, interval, log_ratio, speed_transfer
+from autotune.prediction.transfer import BETWEEN, WITHIN, interval, log_ratio, speed_transfer
 
 H100, A100, T4 = map(resolve_device, ("h100", "a100", "t4"))
 
@@ -55,6 +57,40 @@ def test_every_gpu_of_the_catalogue_can_be_reached() -> None:
         assert (found is None) is (device.kind == "cpu" or device.bandwidth_gb_s is None)
 
 
-def test_an_interval_is_as_far_up_as_down() -> None:
+def test_an_interval_holds_80_percent_and_is_as_far_up_as_down() -> None:
     low, high = interval(100.0, 0.2)
-    assert low * high == pytest.approx(100.0**2) and high == pytest.approx(100 * math.exp(0.2 * EIGHTY_PERCENT))
+    assert low * high == pytest.approx(100.0**2)
+    logarithms = NormalDist(math.log(100.0), 0.2)
+    assert logarithms.cdf(math.log(high)) - logarithms.cdf(math.log(low)) == pytest.approx(0.8, abs=1e-4)
+    carried = speed_transfer(A100, H100)
+    assert carried is not None and carried.interval == interval(carried.ratio, carried.error)
+
+
+@pytest.mark.parametrize(("rate", "ratio"), [("bf16_tflops", 2.0), ("bandwidth_gb_s", 8.0)])
+def test_sixteen_times_a_rate(rate: str, ratio: float) -> None:
+    """The quarter power of the peaks, and the three-quarter power of the bandwidths."""
+    faster = replace(A100, name="faster", **{rate: 16 * getattr(A100, rate)})
+    carried = speed_transfer(A100, faster)
+    assert carried is not None and carried.ratio == pytest.approx(ratio)
+
+
+def test_fp8_has_a_peak_of_its_own() -> None:
+    faster = replace(H100, name="faster", fp8_tflops=16 * (H100.fp8_tflops or 0))
+    assert log_ratio(H100, faster) == 0 and log_ratio(H100, faster, "fp8") == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("known", [[1.3], [1.1, 1.5, 0.8]])
+def test_measurements_there_are_weighed_as_by_integration(known: list[float]) -> None:
+    """The pair of cards is off by b, each measurement by more: both normal. Sum over all b."""
+    prior = log_ratio(A100, H100)
+    carried = speed_transfer(A100, H100, [math.exp(prior or 0) * ratio for ratio in known])
+    assert prior is not None and carried is not None
+    places = [index / 1000 for index in range(-1000, 1001)]
+    likelihoods = [
+        NormalDist(0, BETWEEN).pdf(b) * math.prod(NormalDist(b, WITHIN).pdf(math.log(ratio)) for ratio in known)
+        for b in places
+    ]
+    mean = sum(map(math.prod, zip(places, likelihoods, strict=True))) / sum(likelihoods)
+    variance = sum((b - mean) ** 2 * each for b, each in zip(places, likelihoods, strict=True)) / sum(likelihoods)
+    assert math.log(carried.ratio) - prior == pytest.approx(mean, rel=1e-6)
+    assert carried.error == pytest.approx(math.hypot(math.sqrt(variance), WITHIN), rel=1e-6)

@@ -11,6 +11,7 @@ import pytest
 from autotune.core.probe_types import Evidence, Measurement, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import SEEN, Extrapolation
+from autotune.prediction.memory_predictor import MemoryEstimate, MemoryPredictor
 from autotune.study.evaluator import GATE_BAND, Evaluation, Evaluator
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import result
@@ -196,6 +197,24 @@ def test_the_gate_refuses_what_is_predicted_to_be_far_beyond_the_limit(
     if outcome is Outcome.REFUSED:
         assert found.rung is Rung.GATE and "learned from 2 similar configurations" in (found.reason or "")
         assert found.oom is not None and found.oom.margin == pytest.approx(need - 1)
+
+
+@pytest.mark.parametrize(
+    ("low", "likely", "high", "refused"),
+    [(1.02, 1.10, 1.20, False), (0.90, 1.00, 1.50, False), (1.04, 1.10, 1.20, True)],
+)
+def test_the_gate_refuses_only_where_the_least_that_is_needed_is_too_much(
+    session: Start, monkeypatch: pytest.MonkeyPatch, low: float, likely: float, high: float, refused: bool
+) -> None:
+    estimate = MemoryEstimate(
+        low_gib=3 * low, gib=3 * likely, high_gib=3 * high, limit_gib=3.0, phase=Phase.BACKWARD, basis=2
+    )
+    monkeypatch.setattr(MemoryPredictor, "predict", lambda *args: estimate)
+    evaluator, prober = session(limit_gib=3.2)
+    found = evaluator.evaluate(MIDDLE, 0).result
+    assert (found.outcome is Outcome.REFUSED) is refused and bool(prober.requests) is not refused
+    if refused:
+        assert found.oom is not None and found.oom.margin == pytest.approx(likely - 1)
 
 
 def test_the_gate_learns_from_truncated_depths_too(session: Start) -> None:
