@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterable
 
-from autotune.core.probe_types import Fingerprint, ProbeResult, Rung
+from autotune.core.probe_types import ProbeResult, Rung
 from autotune.problem.performance import margins
 from autotune.problem.run_cost import DeviceEstimate
 from autotune.problem.task import Task
-from autotune.study.ablation import Ablation
 from autotune.study.evaluator import Evaluation
 from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import StoredProbe
-from autotune.study.summary import Candidate, Quality, StudySummary, TrialRecord, Verification
+from autotune.study.storage.study_record import StudyRecord
+from autotune.study.summary import Candidate, StudySummary, TrialRecord
 
 NOT_SEARCHED = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
 
@@ -75,39 +75,32 @@ def restore(
 
 
 def summarize(
+    record: StudyRecord,
     rows: list[TrialRecord],
     selection: Selection,
-    fingerprint: Fingerprint,
     stored: Iterable[StoredProbe],
     *,
-    cards: Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]] = lambda selection, winner: (),
+    cards: Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]],
     wall_seconds: float,
-    others_seconds: float = 0.0,
-    quality: Quality | None = None,
-    verification: Verification | None = None,
-    explanation: Ablation | None = None,
-    too_short_for: Iterable[str] = (),
-    dataset: str | None = None,
 ) -> StudySummary:
-    """Summarize the study so far. `cards` estimates the winner on other devices.
-
-    `others_seconds` is how long workers other than the leader worked, on GPUs of their own.
-    """
-    price, recipe = selection.task.search_price, selection.recipe(fingerprint)
+    """Summarize the study so far. `cards` estimates the winner on other devices."""
+    price, recipe, quality = selection.task.search_price, selection.recipe(record.fingerprint), record.quality
     notes = quality.notes(recipe.config) if quality and recipe else []
-    if missed := " and ".join(too_short_for):
+    if missed := " and ".join(record.too_short_for):
         notes.append(f"the budget was too short for {missed}")
+    # Other workers than the leader have GPUs of their own.
+    gpu_hours = (wall_seconds + record.others_seconds) / 3600
     return StudySummary(
         study=selection.task.study,
         recipe=recipe,
         trials=tuple(rows),
         wall_seconds=wall_seconds,
-        search_usd=None if price is None else (wall_seconds + others_seconds) / 3600 * price.usd_per_hour,
+        search_usd=None if price is None else gpu_hours * price.usd_per_hour,
         probes=tuple(row.result for row in stored),
         cards=() if recipe is None else cards(selection, recipe.winner),
         quality=quality,
-        verification=verification,
-        explanation=explanation if recipe and explanation and explanation.of(recipe.config) else None,
+        verification=record.verification,
+        explanation=record.ablation if recipe and record.ablation and record.ablation.of(recipe.config) else None,
         notes=tuple(notes),
-        dataset=dataset,
+        dataset=record.spec.dataset,
     )

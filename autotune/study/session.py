@@ -296,20 +296,8 @@ class Leader:
         """What the study found; `cards` predicts the winner's run on other devices."""
         record = read_record(self.plan.url, self.plan.study)
         assert record is not None
-        return summarize(
-            self.trials.rows,
-            self.trials.selection,
-            self._fingerprint,
-            self.session.store.of_study(self.plan.study),
-            cards=cards,
-            wall_seconds=self._wall_seconds,
-            others_seconds=record.others_seconds,
-            quality=record.quality,
-            verification=record.verification,
-            too_short_for=record.too_short_for,
-            explanation=record.ablation,
-            dataset=record.spec.dataset,
-        )
+        trials, stored = self.trials, self.session.store.of_study(self.plan.study)
+        return summarize(record, trials.rows, trials.selection, stored, cards=cards, wall_seconds=self._wall_seconds)
 
 
 def find_record(name: str | None, url: str) -> StudyRecord:
@@ -343,22 +331,9 @@ def read_summary(record: StudyRecord, url: str, cards: Cards) -> StudySummary:
         stored = store.of_study(task.study)
     rows, selection = restore(task, finished, stored)
     probed = sum(row.result.seconds.get("total", 0.0) for row in stored)
-    others = record.others_seconds
-    return summarize(
-        rows,
-        selection,
-        record.fingerprint,
-        stored,
-        cards=cards,
-        # A running study recorded its wall time when its last trial ended.
-        wall_seconds=max(record.wall_seconds, 0.0 if others else probed),
-        others_seconds=others,
-        quality=record.quality,
-        verification=record.verification,
-        too_short_for=record.too_short_for,
-        explanation=record.ablation,
-        dataset=record.spec.dataset,
-    )
+    # A running study recorded its wall time when its last trial ended.
+    wall_seconds = max(record.wall_seconds, 0.0 if record.others_seconds else probed)
+    return summarize(record, rows, selection, stored, cards=cards, wall_seconds=wall_seconds)
 
 
 def await_study(url: str, name: str, wait_s: float, say: Callable[[str], None] = lambda text: None) -> StudyRecord:

@@ -61,14 +61,14 @@ class Session:
     said: list[str]
 
     def summary(self) -> StudySummary:
+        trials = self.study.trials
         return summarize(
-            self.study.trials.rows,
-            self.study.trials.selection,
-            FINGERPRINT,
-            self.store.of_study(self.study.trials.task.study),
+            record_of(trials.task, too_short_for=tuple(trials.too_short_for)),
+            trials.rows,
+            trials.selection,
+            self.store.of_study(trials.task.study),
             cards=winner_on_other_devices(0.05),
             wall_seconds=2.0,
-            too_short_for=self.study.trials.too_short_for,
         )
 
     def winner(self) -> TrainConfig:
