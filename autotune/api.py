@@ -18,7 +18,7 @@ from autotune.core.errors import (
     VerificationFailed,
 )
 from autotune.core.process import StopToken
-from autotune.core.text import short_path
+from autotune.core.text import short_path, study_command
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup
@@ -173,9 +173,10 @@ class StudyResult:
     def recipe(self) -> Recipe:
         """The winner, the baseline, and what they rest on. Raises NothingFits if no configuration succeeded."""
         if self.summary.recipe is None:
+            name = self.summary.study
             raise NothingFits(
-                f"study {self.summary.study!r} has no configuration that succeeded",
-                remedy="see `autotune oom`, or let the study go on with `autotune run --study NAME`",
+                f"study {name!r} has no configuration that succeeded",
+                remedy=f"see `{study_command('oom', name)}`, or let it go on: `{study_command('resume', name)}`",
             )
         return self.summary.recipe
 

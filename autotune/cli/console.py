@@ -17,7 +17,7 @@ from autotune.catalog import describe_price
 from autotune.cli.terminal import console
 from autotune.core.probe_types import Evidence, Outcome, Rung
 from autotune.core.serialization import to_data
-from autotune.core.text import operands
+from autotune.core.text import study_command
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
 from autotune.problem.setup import Setup
 from autotune.report import describe
@@ -184,7 +184,7 @@ class Display(AbstractContextManager["Display"]):
     def _next(self, summary: StudySummary, recipe: Recipe, out_dir: str) -> None:
         """Print what to do now. Commands are never broken across lines, so that they can be copied."""
         steps = describe.training_commands(summary, recipe, out_dir)
-        steps["ask why it won"] = shlex.join(["autotune", "explain", *operands(summary.study)])
+        steps["ask why it won"] = study_command("explain", summary.study)
         steps["read the report"] = _open_command(f"{out_dir}/report.html")
         for index, (purpose, command) in enumerate(steps.items()):
             self._field("" if index else "next", f"{purpose}:")

@@ -1,6 +1,7 @@
 """Text of unknown origin, made safe for a terminal, a command line, a file name, or Markdown."""
 
 import re
+import shlex
 from pathlib import Path
 
 from autotune.core.units import DASH
@@ -24,6 +25,11 @@ def dashed(text: str) -> str:
 def operands(*texts: str) -> list[str]:
     """Arguments of a command that are no options, also where one begins with a dash; shlex.join makes them a line."""
     return ["--", *texts] if any(text.startswith("-") for text in texts) else [*texts]
+
+
+def study_command(verb: str, study: str) -> str:
+    """A command line of autotune that takes a study by its name."""
+    return shlex.join(["autotune", verb, *operands(study)])
 
 
 def short_path(path: Path) -> str:

@@ -18,7 +18,7 @@ from autotune.api import StudyResult
 from autotune.catalog import find_price, resolve_device
 from autotune.cli.commands import train as command
 from autotune.core import nvml
-from autotune.core.errors import AutotuneError, EnvironmentProblem, Interrupted, UsageError
+from autotune.core.errors import AutotuneError, EnvironmentProblem, Interrupted, NothingFits, UsageError
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
 from autotune.export import export_all
@@ -258,6 +258,17 @@ def test_the_training_gets_no_secret_that_is_not_named(tmp_path: Path, monkeypat
         assert environment["PATH"] == os.environ["PATH"] and "HF_HUB_OFFLINE" not in environment
     with pytest.raises(UsageError, match="NO_SUCH: there is no such variable"):
         command.train(**asked, pass_env=["NO_SUCH"])
+
+
+def test_a_study_without_a_winner_names_the_commands_for_it(tmp_path: Path) -> None:
+    study = StudyResult(summary=replace(summary(), recipe=None, study="-a b"), record=record_of(out=tmp_path))
+    with pytest.raises(NothingFits) as error:
+        _ = study.recipe
+    commands = re.findall("`(.*?)`", error.value.remedy or "")
+    assert [arguments_of_autotune(one, tmp_path) for one in commands] == [
+        ["oom", "--", "-a b"],
+        ["resume", "--", "-a b"],
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
