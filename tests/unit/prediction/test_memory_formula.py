@@ -1,6 +1,8 @@
 """The formula of memory, held against whole models measured on an H200 and against the autograd graph itself."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ from autotune.catalog import list_models, resolve_model
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.prediction.memory_formula import ERROR, NF4_STATISTICS, Sizes, kept_factors, memory_breakdown
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, NF4_STATISTICS, Sizes, kept_factors, memory_breakdown
 
+ROOT = Path(__file__).parents[3]
 SMALL = {"micro_batch_size": 2, "seq_len": 1024, "checkpointing": "none"}
 COMPILED = {"compile": "per_layer", "precision": "bf16_pure"}
 
@@ -39,6 +42,11 @@ MEASURED: list[tuple[str, dict[str, Any], float]] = [
 @pytest.mark.parametrize(("model", "knobs", "gib"), MEASURED, ids=str)
 def test_peaks_that_were_measured(model: str, knobs: dict[str, Any], gib: float) -> None:
     assert estimate(model, **knobs).peak_gib == pytest.approx(gib, rel=0.006)
+
+
+def test_the_context_is_the_largest_that_was_measured() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "depth_extrapolation.json").read_text())["rows"]
+    assert pytest.approx(max(max(row["context_gib"]) for row in rows if "context_gib" in row), abs=0.005) == CONTEXT_GIB
 
 
 def test_the_terms_are_those_of_the_whole_model() -> None:

@@ -152,3 +152,15 @@ def test_a_study_takes_its_examples_from_the_file(tmp_path: Path, tokenizer: str
     fewer = set_up(StudySpec(model="mistral-7b", dataset=file, examples=50), resolve_device("h200"))
     assert fewer.task.workload.examples == 50
     assert fewer.task.workload.lengths.source == "characters"
+
+
+def test_no_code_of_a_tokenizer_runs(tmp_path: Path) -> None:
+    code = f"from transformers import PreTrainedTokenizerFast as Words\nopen({str(tmp_path / 'ran')!r}, 'w').close()\n"
+    (tmp_path / "theirs.py").write_text(code)
+    config = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": [None, "theirs.Words"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        dataset_lengths(tmp_path / "rows.jsonl", str(tmp_path))
+    assert not (tmp_path / "ran").exists()
