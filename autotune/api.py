@@ -2,7 +2,7 @@
 
 import html
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -228,9 +228,6 @@ class StudyResult:
             NothingFits: no configuration succeeded.
             UsageError: there is no such format.
         """
-        from autotune.export import FORMATS
-
-        require_formats(formats, FORMATS)
         return write_exports(Path(out) if out else self.out, self.recipe, list(formats) or None)
 
     def reload(self) -> "StudyResult":
@@ -269,14 +266,6 @@ class RunOutcome:
     data: Any = None
     configs: "tuple[ConfigResult, ...]" = ()
     error: AutotuneError | None = None
-
-
-def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:
-    """Raises UsageError for a format that is not known."""
-    names = list(known)
-    for name in wanted:
-        if name not in names:
-            raise UsageError(f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}")
 
 
 def prepare_study(spec: StudySpec, say: Callable[[str], None] = lambda text: None) -> SessionPlan:

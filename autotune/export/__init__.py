@@ -28,12 +28,16 @@ def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
 
     Raises UsageError for any other.
     """
-    files: dict[str, str] = {}
-    for name in formats:
-        if name not in FORMATS:
-            raise UsageError(f"there is no export format {name!r}", remedy=f"choose from {', '.join(FORMATS)}")
-        files |= FORMATS[name](recipe)
-    return files
+    require_formats(formats, FORMATS)
+    return {file: text for name in formats for file, text in FORMATS[name](recipe).items()}
 
 
-__all__ = ["FORMATS", "USUAL", "export_all"]
+def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:
+    """Raises UsageError for a format that is not known."""
+    names = list(known)
+    for name in wanted:
+        if name not in names:
+            raise UsageError(f"there is no format {name!r}", remedy=f"the formats are {', '.join(names)}")
+
+
+__all__ = ["FORMATS", "USUAL", "export_all", "require_formats"]

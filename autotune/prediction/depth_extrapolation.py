@@ -3,6 +3,7 @@
 The memory of each segment of a step and the time of each part of it are affine in the number of layers, as long as
 whole periods of the layer pattern are left out. Each is extrapolated alone, and then the maximum and the sum are taken:
 with depth the peak may move, from the logits to the optimizer step, and one line through the totals would miss that.
+A DepthPredictor corrects the times by the whole models that a study measured.
 """
 
 import math
@@ -11,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.core.probe_types import HOST_SHARE, Measurement, ModelShape, Phase
+from autotune.core.knobs import KNOBS, affecting
+from autotune.core.probe_types import HOST_SHARE, Evidence, Measurement, ModelShape, Phase, ProbeResult
+from autotune.core.train_config import TrainConfig
 
 # Relative error of an extrapolated step time that is assumed even where the timed steps agree perfectly, about two
 # standard deviations. From 2 and 8 layers to 32 on an H200 (`benchmarks/depth_extrapolation.py`): 1 to 4 % where the
@@ -226,3 +229,75 @@ def _error(times: Sequence[float]) -> float:
     if len(times) < 2:
         return 0.01 * times[0]
     return statistics.stdev(times) / math.sqrt(len(times))
+
+
+class DepthPredictor:
+    """Collects the measurements of one model, whose layers repeat as `shape` says, and predicts its whole depth."""
+
+    def __init__(self, shape: ModelShape | None) -> None:
+        self._shape = shape
+        # By configuration and micro steps, then by the number of layers.
+        self._truncated: dict[tuple[TrainConfig, int], dict[int, Measurement]] = {}
+        # Measured over extrapolated time of a micro batch, by the kind of compute, then by configuration.
+        self._ratios: dict[tuple[Any, ...], dict[TrainConfig, float]] = {}
+        self._whole: dict[tuple[Any, ...], Measurement] = {}  # whole models, by what determines a micro batch
+
+    def learn(self, result: ProbeResult, measurement: Measurement) -> None:
+        """Take over the measurement of a successful probe, truncated or whole."""
+        config, micro_steps = result.config, measurement.micro_steps
+        if result.depth is not None:
+            self._truncated.setdefault((config, micro_steps), {})[result.depth] = measurement
+        elif result.evidence is Evidence.MEASURED:
+            self._whole[_micro_batch_signature(config, micro_steps)] = measurement
+            predicted = self.extrapolated(config, micro_steps)
+            if predicted is not None:
+                # The median, which scores count: one hiccup of a whole model must not make all others look slow.
+                ratio = statistics.median(measurement.micro_step_s) / predicted.measurement.micro_step_s[0]
+                self._ratios.setdefault(_compute_signature(config, predicted), {})[config] = ratio
+
+    def extrapolated(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
+        """The whole model from two truncated probes of this configuration; None if there are not two."""
+        truncated = sorted(self._truncated.get((config, micro_steps), {}).items())
+        if self._shape is None or len(truncated) != 2:
+            return None
+        return extrapolate(truncated, self._shape.num_layers)
+
+    def predict(self, config: TrainConfig, micro_steps: int) -> Extrapolation | None:
+        """The same, its time corrected by whole models: with the same micro batches, or of the same kind of compute."""
+        predicted = self.extrapolated(config, micro_steps)
+        if predicted is None:
+            return None
+        ratios = self._ratios.get(_compute_signature(config, predicted))
+        if ratios:
+            predicted = predicted.corrected(list(ratios.values()))
+        whole = self._whole.get(_micro_batch_signature(config, micro_steps))
+        return predicted.with_micro_batches_of(whole) if whole is not None and whole.rest_s else predicted
+
+
+def _compute_signature(config: TrainConfig, predicted: Extrapolation) -> tuple[Any, ...]:
+    """What steps have in common whose extrapolated time is off by the same ratio."""
+    values = [getattr(config, name) for name in affecting("depth_error")]
+    return (*values, predicted.measurement.host_bound, predicted.shortest)
+
+
+def _micro_batch_signature(config: TrainConfig, micro_steps: int) -> tuple[Any, ...]:
+    """What determines a micro batch: the optimizer, which runs after it, does not."""
+    only_after = set(affecting("rest_of_step")) - set(affecting("micro_time"))
+    return micro_steps, replace(config, **{name: KNOBS[name].default for name in only_after})
+
+
+def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
+    """(prefix, period) of a sequence in which `prefix` items are followed by the same `period` items over and over.
+
+    The pair with the smallest sum is returned. The period is None where nothing repeats at least twice.
+    """
+    length = len(kinds)
+    best: tuple[int, int] | None = None
+    for prefix in range(length // 2):
+        for period in range(1, (length - prefix) // 2 + 1):
+            if best is not None and prefix + period >= sum(best):
+                break
+            if all(kinds[index] == kinds[index + period] for index in range(prefix, length - period)):
+                best = (prefix, period)
+                break
+    return best if best is not None else (0, None)

@@ -26,9 +26,8 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.prediction.depth_extrapolation import Extrapolation, depths
+from autotune.prediction.depth_extrapolation import DepthPredictor, Extrapolation, depths
 from autotune.prediction.memory_predictor import KnownOom, MemoryEstimate, MemoryPredictor, refused_by
-from autotune.study.low_fidelity import DepthPredictor
 from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
-from autotune.core.probe_types import Measurement, Outcome, ProbeRequest, Rung
+from autotune.core.probe_types import Measurement, Outcome, ProbeRequest, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
 from autotune.study.evaluator import Prober
@@ -31,21 +31,15 @@ class NodeReading:
     @classmethod
     def of(cls, measurement: Measurement) -> "NodeReading":
         """Take the median micro batch and what the driver reported during the probe."""
-        telemetry = measurement.telemetry
-        about = []
-        if telemetry is not None:
-            if telemetry.sm_clock_mhz is not None:
-                about.append(f"{telemetry.sm_clock_mhz:.0f} MHz")
-            if telemetry.power_w is not None:
-                about.append(f"{telemetry.power_w:.0f} W")
-            if telemetry.temperature_c is not None:
-                about.append(f"{telemetry.temperature_c:.0f} C")
-            if telemetry.throttle_reasons:
-                about.append(f"slowed down by {', '.join(telemetry.throttle_reasons)}")
+        telemetry = measurement.telemetry or Telemetry()
+        readings = (telemetry.sm_clock_mhz, "MHz"), (telemetry.power_w, "W"), (telemetry.temperature_c, "C")
+        about = [f"{value:.0f} {unit}" for value, unit in readings if value is not None]
+        if telemetry.throttle_reasons:
+            about.append(f"slowed down by {', '.join(telemetry.throttle_reasons)}")
         return cls(
             micro_s=statistics.median(measurement.micro_step_s),
             reserved_gib=measurement.peak_reserved_gib,
-            temperature_c=telemetry.temperature_c if telemetry else None,
+            temperature_c=telemetry.temperature_c,
             about=", ".join(about),
         )
 

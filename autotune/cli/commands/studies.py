@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.api import StudyResult, load_study, require_formats, result_of
+from autotune.api import StudyResult, load_study, result_of
 from autotune.cli.commands.catalogs import print_json, print_table
 from autotune.cli.options import Directory, Json, Storage, StudyName
 from autotune.cli.terminal import console
@@ -144,7 +144,7 @@ def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -
 
 def export(study: StudyName = None, format_: Formats = None, out: Directory = None, storage: Storage = None) -> None:
     """Write the exports of a study again, all of them or some."""
-    from autotune.export import FORMATS
+    from autotune.export import FORMATS, require_formats
 
     require_formats(format_ or (), FORMATS)
     for path in load_study(study, storage).export(*format_ or (), out=out):
@@ -169,6 +169,7 @@ def fleet(
 
     Raises UsageError if no other machine could reach the study.
     """
+    from autotune.export import require_formats
     from autotune.export.clusters import SYSTEMS, render, workers_job
 
     require_formats(format_ or (), SYSTEMS)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.core.layer_pattern import repetition
+from autotune.prediction.depth_extrapolation import repetition
 
 
 @pytest.mark.parametrize(
