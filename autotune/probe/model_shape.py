@@ -10,9 +10,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
+from autotune.core.layer_pattern import repetition
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.depth_extrapolation import repetition
 from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime.chunked_loss import has_plain_head
 from autotune.probe.runtime.model_builder import config_of, decoder_layers, from_config, to_train

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.prediction.depth_extrapolation import repetition
+from autotune.core.layer_pattern import repetition
 
 
 @pytest.mark.parametrize(
