@@ -1,7 +1,6 @@
 """The end of a study: measure the best configurations again, longer and interleaved, until it is sure who wins."""
 
 from autotune.core.errors import Cancelled
-from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.study.distributed import SharedTrials
 from autotune.study.numerics import REFERENCE
@@ -107,8 +106,6 @@ def measure_close_calls(trials: SharedTrials) -> None:
         measured.add(left[0])
         trials.say(f"close to the best, at full depth: {left[0].label()}")
         try:
-            result = trials.evaluator.evaluate(left[0], None).result
+            trials.selection.add_result(trials.evaluator.evaluate(left[0], None).result)
         except Cancelled:
             return
-        if result.outcome is Outcome.OK and result.depth is None:
-            trials.selection.add_result(result)

@@ -1,32 +1,253 @@
-"""How often the finalists are measured again, on recorded answers."""
+"""The finalists measured again: who, in which order, how often, with what between steps, and when it ends.
 
+The search is left out: its results are given as tokens/s, and so is what each confirmation will find.
+"""
+
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.core.errors import Cancelled
+from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.core.train_config import TrainConfig
-from tests.helpers.replay import machine
-from tests.helpers.sessions import Start, by_tokens, whole
+from autotune.study.confirmation import measure_close_calls
+from tests.helpers.factories import measurement, result
+from tests.helpers.sessions import BASELINE, Session, Start, space, subject_of
+
+CHOICES = space(
+    micro_batch_size=(1, 2, 4, 8),
+    seq_len=(256,),
+    lora_rank=(16, 32),
+    checkpointing=("none", "full"),
+    optimizer=("adamw_torch_fused", "adamw_8bit"),
+)
+A = replace(BASELINE, checkpointing="none")
+C, D, E = (replace(A, micro_batch_size=size) for size in (4, 2, 1))
+B = BASELINE
+NAMES = {A: "A", B: "B", C: "C", D: "D", E: "E"}
+Found = float | Outcome | type[Cancelled]
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_the_winner_was_measured_twice_and_has_saved_also_if_it_joined_late(start: Start, failing: int) -> None:
-    """The favourite fails its first or its second confirmation, and the next best takes its place."""
-    confirmed: list[ProbeRequest] = []
+def measured(config: TrainConfig, rate: float, **changes: Any) -> Any:
+    """Steady steps at so many tokens/s, in half of the memory."""
+    micro_s = config.tokens / rate
+    return measurement(micro_s, 66.0, step_s=(2 * micro_s,) * 3, micro_step_s=(micro_s,), rest_s=(), **changes)
+
+
+def searched(
+    start: Start,
+    search: dict[TrainConfig, float],
+    again: dict[TrainConfig, tuple[Found, ...]] | None = None,
+    *,
+    took_s: float = 0.0,
+    **options: Any,
+) -> tuple[Session, list[float]]:
+    """A session that searched. What a confirmation finds is the next in `again`, else what the search found."""
+    now, count = [0.0], Counter[TrainConfig]()
 
     def answer(request: ProbeRequest) -> ProbeResult:
-        result = machine(rate=by_tokens)(request)
+        config = request.config
+        found: Found = search.get(config, 500.0)
         if request.rung is Rung.CONFIRM:
-            confirmed.append(request)
-            favourite = [earlier for earlier in confirmed if earlier.config == confirmed[0].config]
-            if request is favourite[-1] and len(favourite) == failing:
-                return replace(result, outcome=Outcome.CRASH, measurement=None)
-        return result
+            found = dict(enumerate((again or {}).get(config, ()))).get(count[config], found)
+            count[config] += 1
+        now[0] += took_s
+        if found is Cancelled:
+            raise Cancelled
+        if isinstance(found, Outcome):
+            return result(config, found, reason="as told")
+        return result(config, measurement=measured(config, found))  # type: ignore[arg-type]
 
-    session = whole(start, answer, trials=8, finalists=1)
-    winner = session.winner()
-    assert winner == TrainConfig(seq_len=256, micro_batch_size=4, checkpointing="none") != confirmed[0].config
-    of_winner = [request for request in confirmed if request.config == winner]
-    assert len(of_winner) == 2 and any(request.evaluate for request in of_winner)
-    assert sum(request.config == confirmed[0].config for request in confirmed) == failing
+    session = start(answer, **({"task": subject_of(CHOICES), "began": 0.0} | options))
+    session.study.trials.clock = lambda: now[0]
+    for config, rate in search.items():
+        session.study.trials.selection.add_result(result(config, measurement=measured(config, rate), seconds={}))
+    return session, now
+
+
+def confirmed(session: Session) -> list[str]:
+    """What was measured again, in order: 'A1' is A in the round named 1, 'A1+' with an evaluation and a save."""
+    session.study.confirm()
+    asked = zip(session.prober.requests, session.prober.logs, strict=True)
+    rounds = [(one, log.rpartition("-")[2].removesuffix(".log")) for one, log in asked if one.rung is Rung.CONFIRM]
+    return [f"{NAMES[one.config]}{round_}{'+' * one.evaluate}" for one, round_ in rounds]
+
+
+@pytest.mark.parametrize(
+    ("search", "rounds", "order"),
+    [
+        ({A: 1000.0, C: 900.0, D: 800.0, E: 750.0, B: 700.0}, 2, "A1+ B1 C1 D1 A2"),  # the baseline comes second
+        ({A: 1000.0, C: 900.0, B: 800.0, D: 700.0}, 2, "A1+ B1 C1 A2"),
+        ({B: 1000.0, A: 900.0, C: 800.0}, 2, "B1+ A1 C1 B2"),
+        ({A: 1000.0, C: 995.0, B: 700.0}, 2, "A1+ B1 C1 A2 C2+"),  # a rival that may still win
+        ({A: 1000.0, C: 995.0, B: 700.0}, 3, "A1+ B1 C1 A2 C2 A3 C3+"),
+        ({A: 1000.0, C: 900.0, B: 700.0}, 1, "A1+ B1+ C1+"),
+        ({A: 1000.0, C: 900.0, D: 800.0}, 1, "A1+ C1+ D1+"),  # without a baseline
+    ],
+)
+def test_finalists_and_baseline_once_then_whoever_may_win(
+    start: Start, search: dict[TrainConfig, float], rounds: int, order: str
+) -> None:
+    session, _ = searched(start, search, rounds=rounds)
+    assert " ".join(confirmed(session)) == order
+    assert [line for line in session.said if "round 1" in line] == [
+        f"confirming, round 1 of {rounds}: {request.config.label()}"
+        for request in session.prober.requests[: order.count("1")]
+    ]
+    assert session.study.trials.too_short_for == []
+
+
+@pytest.mark.parametrize(
+    ("search", "again", "rounds", "order"),
+    [
+        # The next best is behind the baseline; and there are two that are better than the baseline.
+        ({A: 1000.0, C: 900.0, B: 850.0, D: 800.0}, {A: (Outcome.OOM,)}, 1, "A1+ B1+ C1+ D1+"),
+        ({A: 1000.0, C: 900.0, D: 800.0, E: 750.0, B: 700.0}, {A: (Outcome.CRASH,)}, 1, "A1+ B1+ C1+ D1+"),
+        ({A: 1000.0, C: 900.0, B: 700.0}, {A: (Outcome.CRASH,)}, 2, "A1+ B1 C1 C2+"),
+        # In the second round: who joins then is measured once more, as it leads.
+        ({A: 1000.0, B: 700.0, C: 900.0}, {A: (1000.0, Outcome.OOM), C: (Outcome.OOM,)}, 2, "A1+ B1 C1 A2 B3+"),
+        ({A: 1000.0, C: 950.0, B: 700.0, D: 900.0}, {A: (1000.0, Outcome.OOM)}, 2, "A1+ B1 C1 A2 D2+ C3+"),
+        ({A: 1000.0, C: 900.0, B: 700.0}, {A: (Outcome.OOM,), C: (Outcome.OOM,), B: (Outcome.OOM,)}, 2, "A1+ B1 C1"),
+    ],
+)
+def test_a_finalist_that_fails_is_replaced_by_the_next_best(
+    start: Start,
+    search: dict[TrainConfig, float],
+    again: dict[TrainConfig, tuple[Found, ...]],
+    rounds: int,
+    order: str,
+) -> None:
+    session, _ = searched(start, search, again, rounds=rounds, finalists=2)
+    assert " ".join(confirmed(session)) == order
+
+
+@pytest.mark.parametrize(
+    ("again", "order"),
+    [
+        ({A: (1000.0, 955.0)}, "A1+ B1 C1 A2"),  # 4.7 % apart
+        ({A: (1000.0, 945.0)}, "A1+ B1 C1 A2 A3"),  # 5.8 %
+        ({A: (1000.0, 945.0, 1000.0, 500.0)}, "A1+ B1 C1 A2 A3"),  # three at most
+        ({B: (600.0, 600.0), C: (700.0, 700.0)}, "A1+ B1 C1 A2 B3 C4"),  # against the search, until two agree
+        ({B: (600.0, 500.0, 400.0), A: (1000.0, 945.0)}, "A1+ B1 C1 A2 A3 B4 B5"),
+        ({A: (1000.0, 945.0, Outcome.OOM), B: (600.0, 600.0)}, "A1+ B1 C1 A2 A3 B4 C5+"),  # then C leads
+    ],
+)
+def test_measurements_that_disagree_are_taken_once_more(
+    start: Start, again: dict[TrainConfig, tuple[Found, ...]], order: str
+) -> None:
+    session, _ = searched(start, {A: 1000.0, C: 800.0, B: 700.0}, again, rounds=2)
+    assert " ".join(confirmed(session)) == order
+    num_settling = len([one for one in order.split() if one[1] > "2" and not one.endswith("+")])
+    assert sum("once more, since measurements disagree" in line for line in session.said) == num_settling
+
+
+@pytest.mark.parametrize(
+    ("again", "rounds", "order"),
+    [
+        ({A: (1000.0, 700.0, 700.0)}, 2, "A1+ B1 C1 A2 A3 C4+"),
+        ({A: (1000.0, 700.0, 700.0), C: (900.0, Outcome.CRASH)}, 2, "A1+ B1 C1 A2 A3 C4+"),  # then A leads again
+        ({A: (800.0, 800.0)}, 1, "A1+ B1+ C1+ A2"),  # a single round is one measurement of the leader
+        # Two measurements of the leader are enough, however many rounds there are.
+        ({A: (1000.0, Outcome.OOM)}, 3, "A1+ B1 C1 A2 C3+"),
+    ],
+)
+def test_whoever_leads_in_the_end_is_measured_twice_and_has_saved(
+    start: Start, again: dict[TrainConfig, tuple[Found, ...]], rounds: int, order: str
+) -> None:
+    session, _ = searched(start, {A: 1000.0, C: 900.0, B: 600.0}, again, rounds=rounds)
+    assert " ".join(confirmed(session)) == order
+    leads = [line for line in session.said if line.startswith("confirming, once more, since it leads")]
+    assert leads == [f"confirming, once more, since it leads: {C.label()}"] * ("C4" in order)
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "order"),
+    [(30.0, "A1+ B1 C1"), (40.0, "A1+ B1 C1 A2"), (50.0, "A1+ B1 C1 A2 A3"), (60.0, "A1+ B1 C1 A2 A3 C4+")],
+)
+def test_the_budget_ends_it_at_any_point(start: Start, budget_s: float, order: str) -> None:
+    """Each takes 10 s. In the second round A is slower, A once more is to settle it, and then C leads."""
+    again: dict[TrainConfig, tuple[Found, ...]] = {A: (1000.0, 700.0, 700.0)}
+    search = {A: 1000.0, C: 900.0, B: 600.0}
+    session, _ = searched(start, search, again, took_s=10.0, budget_s=budget_s, rounds=2)
+    assert " ".join(confirmed(session)) == order
+    assert session.study.trials.too_short_for == ["measuring the finalists again"] * (budget_s < 60.0)
+
+
+def test_a_probe_that_is_cancelled_ends_it(start: Start) -> None:
+    session, _ = searched(start, {A: 1000.0, C: 900.0, B: 600.0}, {B: (Cancelled,)})
+    assert confirmed(session) == ["A1+", "B1"]
+    assert session.study.trials.too_short_for == ["measuring the finalists again"]
+
+
+def test_losses_are_compared_before_the_first_confirmation_and_as_long_as_there_is_time(start: Start) -> None:
+    coarse, task = replace(A, optimizer="adamw_8bit"), subject_of(CHOICES)
+    task = replace(task, model=replace(task.model, weights="/weights"))
+    for budget_s, rungs in ((100.0, ["reference", "confirm", "confirm"]), (0.0, [])):
+        session, _ = searched(start, {coarse: 1000.0}, task=task, budget_s=budget_s, finalists=1, rounds=2)
+        session.study.confirm()
+        assert [request.rung.value for request in session.prober.requests] == rungs
+        assert [line.partition(" of ")[0] for line in session.said if "losses" in line] == [
+            "comparing the losses"
+        ] * bool(rungs)
+
+
+# --- what was only extrapolated, and comes close
+
+
+def with_close_calls(start: Start, **options: Any) -> tuple[Session, Callable[[], list[TrainConfig]], list[float]]:
+    """A was measured at 1,000 tokens/s. Predicted to within 3 %: C at 990, D at 960, and a higher rank at 955."""
+    session, now = searched(start, {A: 1000.0}, **options)
+    for config, rate in ((C, 990.0), (D, 960.0), (HIGHER, 955.0)):
+        found = measured(config, rate, time_error=0.03)
+        session.study.trials.selection.add_result(
+            result(config, Outcome.SLOW, measurement=found, evidence=Evidence.EXTRAPOLATED)
+        )
+
+    def probed() -> list[TrainConfig]:
+        measure_close_calls(session.study.trials)
+        return session.prober.configs
+
+    return session, probed, now
+
+
+HIGHER = replace(A, micro_batch_size=1, lora_rank=32)
+
+
+def test_what_may_win_by_its_prediction_is_measured_the_most_capable_first(start: Start) -> None:
+    session, probed, _ = with_close_calls(start)
+    assert probed() == [HIGHER, C]  # 960 and 3 % more are less than 1,000
+    assert session.study.trials.selection.record(C).measured is not None
+    assert session.said == [f"close to the best, at full depth: {one.label()}" for one in (HIGHER, C)]
+
+
+@pytest.mark.parametrize(("second", "num_probes"), [(49.0, 2), (50.0, 1), (99.0, 1), (100.0, 0)])
+def test_one_close_call_is_worth_the_time_of_confirmation(start: Start, second: float, num_probes: int) -> None:
+    """Half of a budget of 100 s is kept for confirmation, as probes take that long."""
+    session, probed, now = with_close_calls(start, budget_s=100.0)
+    session.study.trials._whole_probes = [(100.0, False)]
+    now[0] = second
+    assert len(probed()) == num_probes
+
+
+def test_a_close_call_that_fails_is_tried_once(start: Start) -> None:
+    """An out-of-memory leaves what was predicted, and the next one has its turn."""
+    session, probed, _ = with_close_calls(start)
+    answers = session.prober._answers
+    assert callable(answers)
+    session.prober._answers = lambda request: (
+        result(request.config, Outcome.CRASH) if request.config == HIGHER else answers(request)
+    )
+    assert probed() == [HIGHER, C]
+
+
+def test_a_close_call_that_is_cancelled_is_the_last(start: Start) -> None:
+    session, probed, _ = with_close_calls(start)
+
+    def cancel(request: ProbeRequest) -> ProbeResult:
+        raise Cancelled
+
+    session.prober._answers = cancel
+    assert probed() == [HIGHER]
