@@ -1,12 +1,15 @@
 """Who wins, what confirms it, and every doubt that a reader should have."""
 
+import math
 from dataclasses import replace
+from statistics import NormalDist
 
 import pytest
 
 from autotune.catalog import find_price, resolve_device, resolve_model
-from autotune.core.probe_types import Outcome, ProbeResult, Rung, Telemetry
+from autotune.core.probe_types import Evidence, Outcome, ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.constraints import Floors
 from autotune.problem.length_distribution import Lengths
@@ -333,3 +336,288 @@ def test_a_start_that_was_not_seen_or_was_another_cards_is_not_reported() -> Non
     elsewhere = Selection(replace(SUBJECT, measured_on=resolve_device("h200")))
     elsewhere.add_result(begun(PLAIN, start=14.0, load=6.0, first_step=4.04))
     assert elsewhere.startup_s(PLAIN) is None
+
+
+# --- confirmations
+
+
+def test_a_confirmation_that_succeeds_counts_with_its_start() -> None:
+    made = Selection(SUBJECT)
+    again = replace(begun(PLAIN, start=14.0, load=6.0, first_step=4.04), rung=Rung.CONFIRM)
+    assert made.add_confirmation(again) and made.add_confirmation(again)
+    assert made.record(PLAIN).confirmed == [again.measurement] * 2
+    assert made.startup_s(PLAIN) == pytest.approx(14 + 6 + 2)
+
+
+@pytest.mark.parametrize("config", [FAST, SLOW], ids=["rival", "baseline"])
+@pytest.mark.parametrize(
+    ("outcome", "reason", "said", "fits"),
+    [
+        (Outcome.OOM, None, "oom", False),
+        (Outcome.NUMERICS, "its losses differ", "its losses differ", False),
+        (Outcome.TIMEOUT, None, "timeout", True),
+    ],
+)
+def test_a_confirmation_that_fails_is_out_except_for_a_baseline_that_fits(config, outcome, reason, said, fits):
+    made = confirmed()
+    assert not made.add_confirmation(result(config, outcome, reason=reason))
+    assert made.caveats == [f"{config.label()} succeeded in the search but failed its confirmation: {said}"]
+    compared = fits and config == SLOW
+    assert bool(made.record(config).best_known) is compared
+    assert config not in [scored.config for scored in made.pool()] and made.record(config).cannot_win is compared
+
+
+def test_the_largest_peak_of_its_confirmations_says_whether_a_configuration_is_tight():
+    """97 of 100 GiB, once, are not enough room for the faster one to win."""
+    made = confirmed(0.99)
+    for peak in (97.0, 50.0):
+        made.confirm(FAST, steady(0.99, peak_reserved_gib=peak, limit_gib=100.0))
+    assert made.leader() == SLOW
+
+
+@pytest.mark.parametrize(
+    ("speed", "noise", "may_win"),
+    [
+        (981.0, 0.0, True),  # 1 % more of this and 1 % less of the best: the two are equal at 980.3
+        (979.0, 0.0, False),
+        (960.0, 0.03, True),  # its own steps scatter by 3 %: equal at 942.6
+        (940.0, 0.03, False),
+    ],
+)
+def test_a_rival_may_win_if_noise_favours_it(speed, noise, may_win):
+    made, rival = Selection(replace(SUBJECT, floors=Floors(slack=0.0))), replace(FAST, compile="per_layer")
+    micro_s = FAST.tokens / speed
+    made.confirm(FAST, steady(FAST.tokens / 1000.0))
+    made.confirm(rival, steady(micro_s, step_s=(2 * micro_s * (1 - noise), 2 * micro_s * (1 + noise))))
+    assert made.may_win(FAST) and made.may_win(rival) is may_win
+    assert not Selection(SUBJECT).may_win(FAST)
+
+
+# --- disagreement
+
+
+@pytest.mark.parametrize(
+    ("again", "difference"),
+    [
+        ([], 0.0),
+        ([2.5], 0.2),  # a single one is compared with the 3 s of the search
+        ([3.0, 3.3, 3.0], 0.1),
+        ([2.5, 2.5], 0.0),  # two are not
+    ],
+)
+def test_disagreement_is_in_whole_steps(again, difference):
+    """A step has four micro batches of 0.5 s, and the rest makes the difference."""
+    made = Selection(SUBJECT)
+    add_measured(made, FAST, steady(0.5, rest_s=(1.0,)))
+    for step in again:
+        made.confirm(FAST, steady(0.5, rest_s=(step - 2.0,)))
+    assert made.disagreement(FAST) == pytest.approx(difference)
+
+
+@pytest.mark.parametrize(("config", "steps"), [(FAST, (0.5, 0.55)), (SLOW, (1.0, 1.1))])
+def test_measurements_that_differ_are_doubtful(config, steps):
+    made = selection()
+    for index in range(2):
+        made.confirm(FAST, steady(steps[index] if config == FAST else 0.5))
+        made.confirm(SLOW, steady(steps[index] if config == SLOW else 1.0))
+    expected = f"measurements of {config.label()} differ by 10%: something disturbed them"
+    assert [one for one in made.recipe(FINGERPRINT).caveats if "differ by" in one] == [expected]
+
+
+def test_a_card_that_was_hot_is_doubtful_and_one_at_its_power_limit_is_not():
+    made = confirmed()
+    for reasons in (("hardware thermal", "power cap"), ("a brake", "hardware thermal")):
+        made.confirm(FAST, steady(0.5, telemetry=Telemetry(throttle_reasons=reasons)))
+    made.confirm(SLOW, steady(1.0, telemetry=Telemetry(throttle_reasons=("sync boost",))))  # it did not win
+    assert made.recipe(FINGERPRINT).caveats == (
+        "the card was slowed down while it was measured: a brake, hardware thermal",
+    )
+
+
+@pytest.mark.parametrize(("again_s", "off"), [(0.486, False), (0.485, True), (0.515, False), (0.516, True)])
+def test_a_search_within_three_percent_is_not_off(again_s, off):
+    assert bool(confirmed(again_s).recipe(FINGERPRINT).caveats) is off
+
+
+# --- losses
+
+WEIGHTS = replace(SUBJECT, model=replace(SUBJECT.model, weights="/weights"))
+COARSE = replace(FAST, optimizer="adamw_8bit")
+
+
+def compared(losses: tuple[float, ...], wanted: tuple[float, ...] | None, task: Task = WEIGHTS) -> Selection:
+    """COARSE with these losses, where the reference has those (None: it failed)."""
+    made = Selection(task)
+    add_measured(made, COARSE, steady(0.5, losses=losses))
+    reference = made.missing_reference(COARSE)
+    if reference is not None:
+        made.references[reference.digest] = None if wanted is None else steady(1.0, losses=wanted)
+    return made
+
+
+def test_losses_off_by_more_than_two_percent_are_unsound():
+    made = compared((3.0, 2.1), (3.0, 2.0))
+    assert made.unsound(COARSE) == (
+        "its losses are 2.5% off those of bf16 under autocast (fp32 where there is none) and 32-bit optimizer state "
+        "(at most 2%)"
+    )
+    assert made.missing_reference(COARSE) is None and made.unsound(FAST) is None
+    assert compared((3.0, 2.06), (3.0, 2.0)).unsound(COARSE) is None
+    assert compared((3.0,), None).unsound(COARSE) is None
+    assert compared((3.0,), (1.0,), SUBJECT).unsound(COARSE) is None  # its weights are random
+
+
+@pytest.mark.parametrize(("device", "precision"), [("h200", "bf16_mixed"), ("v100-16gb", "fp32")])
+def test_the_reference_is_in_the_best_format_that_the_card_has(device, precision):
+    task = replace(WEIGHTS, device=resolve_device(device))
+    reference = Selection(task).missing_reference(COARSE)
+    assert reference == replace(COARSE, optimizer="adamw_torch_fused", precision=precision, checkpointing="full")
+    assert Selection(task).missing_reference(FAST) is None
+    assert Selection(SUBJECT).missing_reference(COARSE) is None
+
+
+@pytest.mark.parametrize(
+    ("made", "config", "said"),
+    [
+        (compared((3.0,), (1.0,)), FAST, "nothing is in question: bf16 under autocast"),
+        (compared((3.0,), (1.0,), SUBJECT), COARSE, "unknown: the weights are random, so that the loss tells nothing"),
+        (compared((3.0,), None), COARSE, "unknown: adamw_8bit was not compared with bf16 under autocast"),
+        (compared((3.0, 2.1), (3.0, 2.0)), COARSE, "with adamw_8bit the losses are 2.50% off those of bf16 under"),
+    ],
+)
+def test_what_is_known_of_number_formats_is_said(made, config, said):
+    add_measured(made, config, steady(0.4, losses=made.record(COARSE).measured.losses))
+    if config == FAST:
+        made.reject(COARSE, "no candidate")
+    assert made.recipe(FINGERPRINT).numerics.startswith(said)
+
+
+# --- what was extrapolated
+
+
+def extrapolated(made: Selection, config: TrainConfig, micro_s: float, error: float = 0.0) -> None:
+    found = steady(micro_s, time_error=error)
+    made.add_result(result(config, Outcome.SLOW, measurement=found, evidence=Evidence.EXTRAPOLATED, seconds={}))
+
+
+def test_close_calls_are_those_that_may_win_and_the_best_of_other_cells_within_the_slack():
+    """FAST was measured at 0.5 s for eight rows. Rows of twice the length are another result cell."""
+    made = selection()
+    assert Selection(SUBJECT).close_calls() == [] == made.close_calls()
+    near, far, noisy = (replace(FAST, compile="per_layer", attention=one) for one in ("sdpa", "eager", "sdpa_cudnn"))
+    longer, too_long = replace(FAST, seq_len=2048), replace(FAST, seq_len=4096)
+    able, less = replace(FAST, lora_rank=64, micro_batch_size=4), replace(FAST, lora_rank=8)
+    extrapolated(made, near, 0.505, 0.015)
+    extrapolated(made, far, 0.52, 0.015)
+    extrapolated(made, noisy, 0.52, 0.05)
+    extrapolated(made, able, 0.26)  # 4 % slower and more capable
+    extrapolated(made, less, 0.52)  # 4 % slower and less capable, but the best of its cell
+    extrapolated(made, longer, 0.53)  # these are 6 % slower, since the rest of a row is padding
+    extrapolated(made, too_long, 9.0)
+    assert made.close_calls() == [able, near, noisy, less]
+    extrapolated(Selection(SUBJECT), near, 0.1)
+    only = Selection(SUBJECT)
+    extrapolated(only, near, 0.5)
+    assert only.close_calls() == [] and only.finalists(3) == [near]
+    assert only.recipe(FINGERPRINT).caveats == (
+        "nothing was probed at full depth: every number is extrapolated from a few layers",
+    )
+
+
+@pytest.mark.parametrize(("error", "kept"), [(0.04, True), (0.03, False)])
+def test_what_cannot_win_is_pruned_with_the_speed_that_it_needs(error, kept):
+    """FAST does 8 x 1,024 tokens in 0.5 s, so 16,384 a second. 0.52 s is 4 % more."""
+    made, config = selection(), replace(FAST, compile="per_layer")
+    prediction = Extrapolation(measurement=steady(0.52, time_error=error))
+    assert made.predicted_speed(config, prediction) == pytest.approx(15_753.8, rel=1e-5)
+    reason = made.prune_reason(config, prediction)
+    assert reason == (None if kept else "predicted 15,754 tokens/s (±3%), 16,384 are needed to win")
+    assert Selection(SUBJECT).prune_reason(config, prediction) is None
+
+
+def test_a_prediction_that_leaves_room_beats_what_is_tight():
+    """FAST takes 97 of 100 GiB: what leaves a tenth free wins within the slack of 5 %, at 0.52 s for 0.5."""
+    made, config = Selection(SUBJECT), replace(FAST, compile="per_layer")
+    add_measured(made, FAST, steady(0.5, peak_reserved_gib=97.0, limit_gib=100.0))
+    for peak, kept in ((89.0, True), (91.0, False)):
+        prediction = Extrapolation(measurement=steady(0.52, peak_reserved_gib=peak, limit_gib=100.0))
+        assert (made.prune_reason(config, prediction) is None) is kept
+
+
+def test_evidence_is_projected_where_another_card_probed():
+    made = selection()
+    assert (made.candidate(FAST).evidence, made.candidate(FAST).memory_evidence) == (Evidence.MEASURED,) * 2
+    made.task = replace(made.task, carried=SpeedTransfer(ratio=0.5, error=0.1), measured_on=resolve_device("h100"))
+    best = made.recipe(FINGERPRINT).winner
+    assert (best.evidence, best.cost.evidence, best.memory_evidence) == (
+        Evidence.PROJECTED,
+        Evidence.PROJECTED,
+        Evidence.MEASURED,
+    )
+    assert best.cost.kwh is None  # the power was that of the other card
+    caveat = next(one for one in made.recipe(FINGERPRINT).caveats if one.startswith("probed on h100"))
+    low, high = 0.5 * math.exp(-0.1 * NormalDist().inv_cdf(0.9)), 0.5 * math.exp(0.1 * NormalDist().inv_cdf(0.9))
+    assert f"0.5 times those there ({low:.3g} to {high:.3g} in 80 % of cases)" in caveat
+    bare = Selection(SUBJECT)
+    extrapolated(bare, FAST, 0.5)
+    assert bare.candidate(FAST).evidence is bare.candidate(FAST).memory_evidence is Evidence.EXTRAPOLATED
+
+
+def test_a_study_cut_short_before_its_likely_winner_was_confirmed():
+    """The baseline was confirmed first: it does not win for that."""
+    made = selection()
+    made.confirm(SLOW, steady(1.0))
+    recipe = made.recipe(FINGERPRINT)
+    assert recipe.winner.config == FAST and recipe.caveats[-1].startswith("the winner was not measured a second time")
+
+
+def test_a_probe_without_a_number_is_known_as_tried_only():
+    made, measured = Selection(SUBJECT), result(FAST)
+    made.add_result(replace(measured, outcome=Outcome.OOM))
+    made.add_result(replace(measured, measurement=None))
+    assert made.records == {} and made.tried == {FAST}
+    made.add_result(replace(measured, outcome=Outcome.SLOW))
+    assert made.record(FAST).measured == measured.measurement
+
+
+def test_the_start_without_weights_to_load_and_of_several_workers():
+    made = Selection(SUBJECT)
+    for start_s in (10.0, 20.0, 90.0):
+        made.add_result(begun(PLAIN, start=start_s, first_step=1.0))  # no longer than two steps
+    assert made.startup_s(PLAIN) == 20.0
+
+
+# --- what the data leave open
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("characters", ["the lengths of the examples are estimated from their characters, not counted"]),
+        ("summary", ["the lengths of the examples are log-normal, from mean and 99th percentile, not counted"]),
+        ("counted", []),
+    ],
+)
+def test_lengths_that_were_not_counted_are_said_to_be(source, said):
+    made = selection(replace(GIVEN, lengths=Lengths.of([1024], source)))
+    made.confirm(FAST, steady(0.5))
+    assert list(made.recipe(FINGERPRINT).caveats) == said
+
+
+def test_padding_and_packing_are_said():
+    """1,600 examples each of 512 and 256 tokens, in rows of 1,024: two of one kind or four of the other in 1,200 rows.
+
+    Eight rows have 21.3 examples, so that two micro batches come nearest to 32.
+    """
+    mixed, packed = replace(GIVEN, lengths=Lengths.of([512, 256], "given")), replace(FAST, packing=True)
+    made = selection(mixed)
+    made.confirm(FAST, steady(0.5))
+    (padding,) = made.recipe(FINGERPRINT).caveats
+    assert padding == "62% of each row of 1024 tokens is padding, which tokens/s leave out"
+    add_measured(made, packed, steady(0.5))
+    made.confirm(packed, steady(0.5))
+    (packing,) = made.recipe(FINGERPRINT).caveats
+    assert packing == (
+        "rows are packed: 2.7 examples each on average, 100.0% of them filled; a step has 42.7 examples on average, "
+        "32 were asked for"
+    )
