@@ -148,6 +148,39 @@ def test_one_number_of_tokens_bounds_the_need_on_either_side(known: int) -> None
         assert estimate.basis == 1
 
 
+@pytest.mark.parametrize(
+    ("known", "size", "likely", "error"),
+    [
+        ({1: 2, 2: 3}, 4, 5, 0.02 * 2),  # on a line of a GiB a row, which adds 2 GiB beyond its last point
+        ({4: 5, 8: 9}, 1, 2, 0.02 * 3),
+        ({1: 2, 4: 5}, 2, 3, 0),
+        (
+            {1: 2, 2: 5, 3: 4},
+            6,
+            5 / 3 + 6,
+            4 / 3 + 0.02 * 3,
+        ),  # by least squares: the middle point is 4/3 above the line
+        ({1: 1, 2: 4, 3: 1}, 6, 2, 2),
+    ],
+    ids=str,
+)
+def test_a_line_errs_by_its_largest_distance_and_by_2_percent_of_what_it_adds(
+    known: dict[int, float], size: int, likely: float, error: float
+) -> None:
+    def rows(config: TrainConfig, micro_steps: int) -> Measurement:
+        peak = 10.0 + known[config.micro_batch_size]
+        nothing = dict.fromkeys(("adapters_gib", "gradients_gib", "optimizer_gib"), 0.0)
+        peaks = {"peak_allocated_gib": peak, "peak_reserved_gib": peak, "segment_peak_gib": {"forward": peak}}
+        return measurement(micro_steps=micro_steps, model_gib=10.0, **nothing, **peaks)
+
+    found = reported(
+        learned([TrainConfig(micro_batch_size=each) for each in known], of=rows), TrainConfig(micro_batch_size=size)
+    )
+    assert (found.low_gib, found.gib, found.high_gib) == pytest.approx(
+        (10 + likely - error, 10 + likely, 10 + likely + error), abs=1e-9
+    )
+
+
 def test_nothing_that_fits_is_reported_to_be_too_large() -> None:
     """Whatever is learned first and last, of whichever way to compute."""
     for first, last in itertools.product(GRID[::5], GRID[::7]):
