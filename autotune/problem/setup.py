@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from os.path import expanduser
 from pathlib import Path
 
@@ -84,14 +84,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.narrow_to_model(narrowing, model, workload)
     if spec.trainer == "trl":
         constraints.narrow_to_trl(narrowing, installed=probes_run_here)
-    floors = Floors(
-        min_rank=spec.min_rank,
-        max_truncated=spec.max_truncated,
-        allow_quantized=spec.allow_quantized,
-        allow_pure_bf16=spec.allow_pure_bf16,
-        allow_any_optimizer=spec.allow_any_optimizer,
-        slack=spec.slack,
-    )
+    floors = Floors(**{item.name: getattr(spec, item.name) for item in fields(Floors)})
     constraints.apply_floors(narrowing, workload, floors)
     constraints.narrow_packing(narrowing, workload, model.config["model_type"])
     warnings = _warnings(spec, narrowing, workload)

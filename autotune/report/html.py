@@ -22,23 +22,6 @@ from autotune.study.summary import Recipe, StudySummary
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-# Symbol and name of each state of a cell of the map.
-STATES = {
-    "fits": ("✓", "fits"),
-    "mixed": ("◪", "mixed"),
-    "oom": ("✕", "OOM"),
-    "refused": ("▽", "refused"),
-    "failed": ("!", "failed"),
-    "untried": (DASH, "not tried"),
-}
-# Symbol and meaning of each kind of evidence, from the strongest to the weakest.
-EVIDENCE = {
-    Evidence.MEASURED: ("●", "timed on this GPU with the whole model"),
-    Evidence.EXTRAPOLATED: ("◐", "timed on this GPU with fewer layers and extended to all of them"),
-    Evidence.PROJECTED: ("○", "measured on another GPU and projected to this one"),
-    Evidence.ESTIMATED: ("◌", "computed from a formula; nothing ran"),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stat:
@@ -153,8 +136,6 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "figures_json": script_json(drawn),
         # plotly.js has 5 MB: a page without figures does without it.
         "plotly_js": Markup(plotly_js() if drawn else ""),  # noqa: S704 (the library's own file)
-        "states": STATES,
-        "evidence": {kind.value: value for kind, value in EVIDENCE.items()},
     }
     if recipe is not None:
         view |= {
