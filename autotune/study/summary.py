@@ -142,9 +142,10 @@ class Quality:
 
     def front(self) -> tuple[Learned, ...]:
         """Those that no other beats in both loss and time: the Pareto front, the fastest first."""
-        front: list[Learned] = []
+        front, lowest = list[Learned](), math.inf
         for learned in sorted(self.ranked(), key=lambda learned: learned.full_run_hours):
-            if learned.loss_after is not None and (not front or learned.loss_after < (front[-1].loss_after or 0.0)):
+            if learned.loss_after is not None and learned.loss_after < lowest:
+                lowest = learned.loss_after
                 front.append(learned)
         return tuple(front)
 
