@@ -8,7 +8,9 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
-from autotune.problem.constraints import Floors, Narrowing, apply_floors
+from autotune.core.probe_types import ModelShape
+from autotune.core.train_config import TrainConfig
+from autotune.problem.constraints import Floors, Narrowing, apply_floors, refusal
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.setup import Setup, set_up
@@ -206,3 +208,24 @@ def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) 
         UsageError, match="packing was asked for, but a step would be over 25% off the global batch of 2"
     ):
         prepared(skewed, pins={"packing": True}, global_batch=2)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "shape", "named"),
+    [
+        ({}, {}, None),
+        ({"loss": "chunked"}, {"plain_head": True}, None),
+        ({"loss": "chunked"}, {}, "changes its logits after its head"),
+        ({"kernels": "liger"}, {"liger": True}, None),
+        ({"kernels": "liger"}, {}, "Liger has no kernels"),
+        ({"compile": "per_layer"}, {"parametrized": True}, "does not compile"),
+        ({"compile": "per_layer", "method": "full"}, {"parametrized": True}, None),
+        ({"attention": "sdpa"}, {"sdpa": False}, "sdpa"),
+    ],
+    ids=str,
+)
+def test_what_the_layers_of_a_model_cannot_do_is_refused_of_one_configuration(
+    knobs: dict[str, Any], shape: dict[str, Any], named: str | None
+) -> None:
+    reason = refusal(TrainConfig(**knobs), "transformers", ModelShape(num_layers=2, prefix=0, period=1, **shape))
+    assert reason is None if named is None else named in (reason or "")

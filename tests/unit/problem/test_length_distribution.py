@@ -91,3 +91,9 @@ def test_a_wrong_line_of_a_file_is_named(tmp_path, text: str, message: str) -> N
         read_lengths(file)
     with pytest.raises(UsageError, match="cannot read"):
         read_lengths(tmp_path / "nothing.txt")
+
+
+@pytest.mark.parametrize("counts", [(), ((0, 1),), ((1, 2), (5, 0)), ((1, 0), (5, 2))], ids=str)
+def test_no_distribution_has_examples_without_tokens_or_lengths_without_examples(counts) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Lengths(counts=counts, source="given")

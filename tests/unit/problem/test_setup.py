@@ -157,6 +157,17 @@ def test_a_global_batch_in_tokens_fits_what_there_is(installed):
     assert set_up(pinned, H200).task.workload.global_batch == 12
 
 
+@pytest.mark.parametrize("size", [3, 4, 7, 32])
+@pytest.mark.parametrize("examples", [1, 13, 31.4, 100, 1001])
+def test_a_global_batch_in_tokens_is_the_nearest_that_a_pinned_micro_batch_divides(installed, size, examples):
+    tokens = int(1024 * examples)
+    asked = StudySpec(
+        model="mistral-7b", pins={"micro_batch_size": size}, global_batch_tokens=tokens, tokens_per_example=1024
+    )
+    batch = set_up(asked, H200).task.workload.global_batch
+    assert batch in sorted(range(size, 2000, size), key=lambda other: abs(other - tokens / 1024))[:1]
+
+
 @pytest.mark.parametrize(
     ("asked", "examples", "length", "assumed"),
     [

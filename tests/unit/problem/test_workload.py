@@ -93,4 +93,5 @@ def test_padded_rows_are_as_long_as_the_examples_and_full_rows_are_left_out() ->
         config
     )
     assert Workload(lengths=Lengths.constant(1024)).rows(config) == ()
+    assert set(Workload(lengths=Lengths.constant(10)).rows(config)) == {(64,)}  # a sixteenth of a row at least
     assert set(Workload(lengths=Lengths.constant(1)).rows(replace(config, seq_len=16))) == {(2,)}  # one has no loss

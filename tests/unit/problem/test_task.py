@@ -1,0 +1,88 @@
+"""What a study asks of probes, and how it converts what another card measured."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotune.catalog import find_price, resolve_device, resolve_model
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.transfer import SpeedTransfer
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.task import Task
+from autotune.problem.workload import Workload
+from tests.helpers.factories import measurement, result
+from tests.helpers.sessions import space, subject_of
+
+H200, A100, T4 = map(resolve_device, ("h200", "a100", "t4"))
+CARRIED = SpeedTransfer(ratio=0.5, error=0.1)
+PADDED = Workload(examples=1000, lengths=Lengths.of([100, 200, 400, 1000], "counted"), global_batch=32)
+
+
+def asked(task: Task, **knobs: Any) -> Any:
+    return task.request(TrainConfig(**knobs), device="cuda:0", memory_gib=80.0, headroom=0.05, seed=3)
+
+
+def test_a_speed_of_another_card_is_converted_by_its_ratio() -> None:
+    own, carried = subject_of(), subject_of(device=A100, measured_on=H200, carried=CARRIED)
+    config, probed = TrainConfig(seq_len=256), result(TrainConfig(seq_len=256))
+    assert carried.score(probed) == pytest.approx(0.5 * (own.score(probed) or 0))
+    assert own.score(result(config, measurement=None)) is carried.score(result(config, measurement=None)) is None
+    measured, projected = (task.performance(config, [measurement()]) for task in (own, carried))
+    assert (measured.own_spread, projected.own_spread) == (None, measured.spread)
+    assert projected.samples_per_second == pytest.approx(measured.samples_per_second / 2)
+    assert projected.tokens_per_second == pytest.approx(measured.tokens_per_second / 2)
+    assert projected.step_time_s == pytest.approx(2 * measured.step_time_s)
+    # 1.2816 deviations of 10 % either way, and what the probes differ by at a right angle to it.
+    low, high = math.exp(-0.12816) - 1, math.exp(0.12816) - 1
+    assert projected.spread == pytest.approx(
+        (-math.hypot(low, measured.spread[0]), math.hypot(high, measured.spread[1])), rel=1e-4
+    )
+    assert (own.search_price, carried.search_price) == (own.price, find_price("h200-sxm"))
+
+
+def test_flops_are_compared_with_the_peak_that_the_products_have() -> None:
+    mfu = {
+        (device.name, quantization): subject_of(device=device)
+        .performance(TrainConfig(seq_len=256, quantization=quantization), [measurement()])
+        .mfu
+        for device in (H200, T4)
+        for quantization in ("none", "fp8")
+    }
+    assert mfu[H200.name, "fp8"] is None and T4.bf16_tflops is None
+    ratio = (H200.bf16_tflops or 0) / (T4.fp16_tflops or 1)
+    assert mfu[T4.name, "none"] == pytest.approx(ratio * (mfu[H200.name, "none"] or 0))
+
+
+def test_a_request_has_the_rows_of_the_run_and_time_for_each_kind() -> None:
+    task = subject_of(workload=PADDED)
+    plain = asked(task, micro_batch_size=8, seq_len=1024)
+    assert (plain.micro_steps, plain.min_timed_micros, plain.seed, plain.headroom) == (2, 2, 3, 0.05)
+    assert len(plain.rows) == 8 and {len(row) for row in plain.rows} == {1}
+    assert asked(task, micro_batch_size=32, seq_len=1024).micro_steps == 1
+    assert [
+        asked(task, micro_batch_size=size, seq_len=1024, packing=True).min_timed_micros for size in (1, 2, 3, 4, 8)
+    ] == [8, 4, 3, 2, 2]  # eight packed rows are seen once, and two micro batches at least
+    assert asked(replace(task, trainer="trl"), micro_batch_size=8, seq_len=1024).rows == ()
+
+
+def test_probes_of_one_trainer_say_nothing_of_the_other() -> None:
+    task = subject_of()
+    keys = {
+        task.model_key,
+        replace(task, trainer="trl").model_key,
+        replace(task, model=resolve_model("gpt2")).model_key,
+    }
+    assert len(keys) == 3 and task.model_key == task.model.digest
+
+
+def test_the_baseline_comes_with_all_smaller_micro_batches() -> None:
+    sizes = (32, 1, 4, 2, 8)
+    begun = subject_of(space(micro_batch_size=sizes, seq_len=(256,), lora_rank=(8, 16))).baselines()
+    assert [config.micro_batch_size for config in begun] == [8, 4, 2, 1] and {config.lora_rank for config in begun} == {
+        16
+    }
+    assert {config.method for config in begun} == {"lora"}
+    full = subject_of(space(method=("full",), micro_batch_size=sizes, seq_len=(256,))).baselines()
+    assert {config.method for config in full} == {"full"}
