@@ -1,6 +1,7 @@
 """Floors are never given up unasked, and packing is searched only where it is possible."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,17 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
-from autotune.problem.constraints import Floors, Narrowing, apply_floors, refusal
+from autotune.problem.constraints import (
+    Floors,
+    Narrowing,
+    apply_floors,
+    narrow_to_device,
+    narrow_to_packages,
+    refusal,
+)
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import Knob, SearchSpace
 from autotune.problem.setup import Setup, set_up
@@ -229,3 +238,64 @@ def test_what_the_layers_of_a_model_cannot_do_is_refused_of_one_configuration(
 ) -> None:
     reason = refusal(TrainConfig(**knobs), "transformers", ModelShape(num_layers=2, prefix=0, period=1, **shape))
     assert reason is None if named is None else named in (reason or "")
+
+
+NOT_ON_A_CPU = {
+    "precision": {"fp16_mixed"},
+    "quantization": {"fp8"},
+    "optimizer": {"lion_8bit"},
+    "attention": {"flash_attention_2", "flex_attention", "sdpa_cudnn"},
+    "kernels": {"liger"},
+    "checkpointing": {"offload"},
+}
+NOT_ON_A_T4 = {  # of compute capability 7.5
+    "precision": {"bf16_mixed", "bf16_pure"},
+    "quantization": {"fp8"},
+    "attention": {"flash_attention_2", "sdpa_cudnn"},
+}
+
+
+@pytest.mark.parametrize(
+    ("device", "lost"),
+    [
+        ("cpu", NOT_ON_A_CPU),
+        ("t4", NOT_ON_A_T4),
+        ("a100", {"precision": {"fp16_mixed"}, "quantization": {"fp8"}}),
+        ("h200", {"precision": {"fp16_mixed"}}),
+    ],
+)
+def test_what_a_device_cannot_do(device: str, lost: dict[str, set[str]]) -> None:
+    assert lost_by(lambda narrowing: narrow_to_device(narrowing, resolve_device(device))) == lost
+
+
+@pytest.mark.parametrize(
+    ("package", "lost"),
+    [
+        ("flash_attn", {"attention": {"flash_attention_2"}}),
+        (
+            "bitsandbytes",
+            {"quantization": {"int8", "nf4"}, "optimizer": {"adamw_8bit", "paged_adamw_8bit", "lion_8bit"}},
+        ),
+        ("liger_kernel", {"kernels": {"liger"}}),
+        ("torchao", {"quantization": {"fp8"}}),
+        ("no such package", {}),
+    ],
+)
+def test_what_needs_a_package(package: str, lost: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
+    assert lost_by(narrow_to_packages) == lost
+
+
+def lost_by(narrow: Callable[[Narrowing], None]) -> dict[str, set[Any]]:
+    """The values, by knob, that a space of all values of all choices loses."""
+    every = space(
+        **{name: knob.choices for name, knob in KNOBS.items() if knob.form == "choice"},
+        checkpointing=("none", "offload"),
+    )
+    narrowing = Narrowing(space=every, reserve=every)
+    narrow(narrowing)
+    left = {knob.name: set(knob.choices()) for knob in narrowing.space.knobs}
+    removed = {removal.knob for removal in narrowing.removals}
+    lost = {knob.name: set(knob.choices()) - left[knob.name] for knob in every.knobs}
+    assert removed == {name for name, values in lost.items() if values}
+    return {name: values for name, values in lost.items() if values}
