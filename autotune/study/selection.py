@@ -159,8 +159,7 @@ class Selection:
         close = [scored for scored in _best_of_cells(everything) if scored.score >= min_score]
         for scored in everything:
             extrapolated = self.record(scored.config).extrapolated
-            error = extrapolated.time_error if extrapolated else 0.0
-            if scored.score * (1 + error) >= to_beat(scored, pool, slack):
+            if extrapolated and scored.score * (1 + extrapolated.time_error) >= to_beat(scored, pool, slack):
                 close.append(scored)
         ranked = sorted(close, key=lambda scored: (scored.config.capability, scored.score), reverse=True)
         configs = dict.fromkeys(scored.config for scored in ranked)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy.schema import CreateTable
 
 from autotune.study.storage import leases
 from autotune.study.storage.leases import Leases, Worker
@@ -133,6 +134,78 @@ def test_after_a_pause_of_its_own_a_worker_counts_silence_from_zero(
     assert theirs.name in mine.workers()
     advance(clock, 0.2 * leases.LOST_S, mine)
     assert set(mine.workers()) == {mine.name} and mine.taken() == set()
+
+
+@pytest.mark.parametrize("seconds", [59.0, 60.0])
+def test_a_minute_of_silence_is_the_loss_of_a_worker(join: Join, clock: Clock, seconds: float) -> None:
+    mine, theirs = join(far(1)), join(far(2))
+    mine.workers()
+    advance(clock, seconds, mine)
+    assert (theirs.name in mine.workers()) is (seconds < 60)
+
+
+@pytest.mark.parametrize("pause_s", [10.0, 10.5])
+@pytest.mark.parametrize("beats_after", [False, True])
+def test_two_missed_heartbeats_of_its_own_are_no_pause(
+    join: Join, clock: Clock, pause_s: float, beats_after: bool
+) -> None:
+    mine, theirs = join(far(1)), join(far(2))
+    mine.workers()
+    advance(clock, 55.0, mine)
+    advance(clock, pause_s)
+    if beats_after:
+        mine._beat()
+    assert (theirs.name in mine.workers()) is (pause_s > 10)
+
+
+def test_a_worker_that_leaves_takes_only_what_is_its_own(join: Join) -> None:
+    mine, theirs, other = join(far(1)), join(far(2)), join(far(2), "two")
+    assert mine.take("aa", 1) and theirs.take("bb", 2) and other.take("cc", 1)
+    mine.forget(theirs.name)
+    assert mine.taken() == {"aa"} and set(other.workers()) == {other.name} and other.taken() == {"cc"}
+    mine.clear()
+    assert mine.taken() == set() and set(other.workers()) == {other.name} and other.taken() == {"cc"}
+
+
+def test_only_heartbeats_tell_that_workers_of_other_hosts_are_still_running(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me, said, waited = Worker.here("cpu"), list[str](), list[float]()
+    mine, local = join(me), join(replace(me, host="by another name"))
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        beating._beat()
+        mine.forget(leaving.name)
+
+    monkeypatch.setattr("time.sleep", wait)
+    assert mine.confirmed_others(said.append) == {local.name: local._me}
+    assert said == [] and waited == []  # nobody needs to be waited for
+    beating, silent, leaving = join(far(2)), join(far(3)), join(far(4))
+    assert set(mine.workers()) == {each.name for each in (mine, local, beating, silent, leaving)}
+    assert mine.confirmed_others(said.append) == {local.name: local._me, beating.name: beating._me}
+    assert waited == [12.5] and said == ["checking for 12 s whether workers of other hosts are still running"]
+
+
+def test_alone_everything_is_free() -> None:
+    alone = leases.SingleWorker()
+    assert alone.take("aa", 1) and alone.take("aa", 2)
+    alone.drop("aa")
+    assert (alone.ahead("aa"), alone.taken(), tuple(alone.workers())) == (0, set(), ())
+
+
+def test_the_tables_are_those_of_earlier_versions() -> None:
+    """A study that was begun with them is continued, and SQLite would take other columns in silence."""
+    workers, taken = (" ".join(str(CreateTable(table)).split()) for table in (leases._workers, leases._leases))
+    assert workers == (
+        "CREATE TABLE autotune_workers ( study VARCHAR(255) NOT NULL, name VARCHAR(255) NOT NULL, "
+        "beats INTEGER NOT NULL, about TEXT NOT NULL, PRIMARY KEY (study, name) )"
+    )
+    assert taken == (
+        "CREATE TABLE autotune_leases ( id INTEGER NOT NULL, study VARCHAR(255) NOT NULL, "
+        "config VARCHAR(16) NOT NULL, trial INTEGER NOT NULL, worker VARCHAR(255) NOT NULL, PRIMARY KEY (id), "
+        "UNIQUE (study, config) )"
+    )
 
 
 def test_leases_of_an_unregistered_worker_are_free(join: Join) -> None:

@@ -1,5 +1,6 @@
 """The probe table on SQLite and PostgreSQL: rows are read as written, and only valid results are reused."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,12 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 from sqlalchemy.engine import make_url
+from sqlalchemy.schema import CreateTable
 
 from autotune.core.errors import AutotuneError, StorageError, UsageError
 from autotune.core.probe_types import Outcome, Rung
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import SearchSpace
 from autotune.study.optimizer import Optimizer
+from autotune.study.storage import probe_store
 from autotune.study.storage.database import network_drive, public_url
 from autotune.study.storage.location import shared_url
 from autotune.study.storage.optuna_storage import read_record, study_names
@@ -51,6 +55,56 @@ def test_round_trip(store: ProbeStore, database: str) -> None:
     assert [(row.trial, row.result) for row in stored] == rows
     assert {row.fingerprint for row in stored} == {FINGERPRINT.digest}
     assert store.of_study("nobody's") == []
+
+
+def test_the_table_is_that_of_earlier_versions() -> None:
+    """Results of years may be in it, and SQLite would take other columns in silence."""
+    made = " ".join(str(CreateTable(probe_store._probes)).split())
+    assert made == (
+        "CREATE TABLE autotune_probes ( id INTEGER NOT NULL, study VARCHAR(255) NOT NULL, "
+        "model VARCHAR(16) NOT NULL, trial INTEGER, config VARCHAR(16) NOT NULL, request VARCHAR(16) NOT NULL, "
+        "fingerprint VARCHAR(16) NOT NULL, rung VARCHAR(16) NOT NULL, outcome VARCHAR(16) NOT NULL, "
+        "created_at VARCHAR(40) NOT NULL, result TEXT NOT NULL, circumstances TEXT NOT NULL, PRIMARY KEY (id) )"
+    )
+    indexed = {column.name for index in probe_store._probes.indexes for column in index.columns}
+    assert indexed == {"study", "model", "config", "request"}
+
+
+def test_rows_of_a_model_are_of_all_studies_under_one_fingerprint(store: ProbeStore) -> None:
+    other = replace(FINGERPRINT, driver="590.1")
+    rows = [("one", "m", FINGERPRINT), ("two", "m", FINGERPRINT), ("one", "n", FINGERPRINT), ("one", "m", other)]
+    for number, (study, model, fingerprint) in enumerate(rows):
+        store.add(study, number, result(), fingerprint, model=model)
+    store.add("one", 9, result(), FINGERPRINT)  # of no named model
+    assert [row.trial for row in store.of_model("m", FINGERPRINT.digest)] == [0, 1]
+    assert [row.trial for row in store.of_model("", FINGERPRINT.digest)] == [9]
+    store.forget("one")
+    assert store.of_study("one") == [] and [row.trial for row in store.of_study("two")] == [1]
+
+
+def test_new_rows_are_those_of_others_each_once(store: ProbeStore, database: str) -> None:
+    other = ProbeStore(database)
+    other.add("one", 0, result(), FINGERPRINT)
+    store.add("one", 1, result(), FINGERPRINT)
+    other.add("two", 2, result(), FINGERPRINT)
+    assert [row.trial for row in store.new_rows("one")] == [0]
+    assert store.new_rows("one") == []
+    other.add("one", 3, result(), FINGERPRINT)
+    assert [row.trial for row in store.of_study("one")] == [0, 1, 3]
+    assert store.new_rows("one") == []  # they were read
+    assert [row.trial for row in other.new_rows("one")] == [1]
+    other.close()
+
+
+@pytest.mark.parametrize(("number", "seen"), [(1001, True), (1000, False)])
+def test_a_row_that_becomes_visible_late_is_read_too(store: ProbeStore, number: int, seen: bool) -> None:
+    """Its transaction ended after that of a higher number: among the last thousand it counts."""
+    numbered = {"study": "one", "model": "", "config": "", "request": "", "fingerprint": "", "rung": "", "outcome": ""}
+    values = numbered | {"created_at": "", "result": json.dumps(to_data(result())), "circumstances": ""}
+    for each, found in ((2000, [7]), (number, [8] * seen)):
+        with store._database.begin() as connection:
+            connection.execute(probe_store._probes.insert().values(**values, id=each, trial=7 + (each != 2000)))
+        assert [row.trial for row in store.new_rows("one")] == found
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))

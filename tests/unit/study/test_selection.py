@@ -428,6 +428,7 @@ def test_a_card_that_was_hot_is_doubtful_and_one_at_its_power_limit_is_not():
     made = confirmed()
     for reasons in (("hardware thermal", "power cap"), ("a brake", "hardware thermal")):
         made.confirm(FAST, steady(0.5, telemetry=Telemetry(throttle_reasons=reasons)))
+    made.confirm(FAST, steady(0.5, telemetry=None))
     made.confirm(SLOW, steady(1.0, telemetry=Telemetry(throttle_reasons=("sync boost",))))  # it did not win
     assert made.recipe(FINGERPRINT).caveats == (
         "the card was slowed down while it was measured: a brake, hardware thermal",
