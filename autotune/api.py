@@ -96,12 +96,10 @@ def load_study(name: str | None = None, storage: str | None = None) -> "StudyRes
 
 def result_of(record: StudyRecord, url: str) -> "StudyResult":
     """The study of this record, with what its database holds now."""
-    from autotune.planning.other_devices import winner_on_other_devices
+    from autotune.planning.other_devices import estimate_other_devices
     from autotune.study.session import read_summary
 
-    return StudyResult(
-        summary=read_summary(record, url, winner_on_other_devices(record.terms.headroom)), record=record, url=url
-    )
+    return StudyResult(summary=read_summary(record, url, estimate_other_devices), record=record, url=url)
 
 
 def plan(model: str, *, gpu: str = "auto", space: str | SearchSpace | None = None, **options: Any) -> "Plan":
@@ -113,7 +111,7 @@ def plan(model: str, *, gpu: str = "auto", space: str | SearchSpace | None = Non
     from autotune.planning.observations import known_observations
 
     spec = StudySpec(model=model, gpu=gpu, space=space, **options)
-    return planning.plan(spec, observations=known_observations(say=planning.silent))
+    return planning.plan(spec, observations=known_observations())
 
 
 def compare(
@@ -131,11 +129,10 @@ def compare(
     """
     from autotune.planning import compare as planning
     from autotune.planning.observations import known_observations
-    from autotune.planning.plan import silent
 
     names = [models] if isinstance(models, str) else models
     specs = [StudySpec(model=name, **options) for name in names]
-    observations = known_observations(say=silent)
+    observations = known_observations()
     return planning.compare(specs, gpus=gpus, methods=methods, budget=budget, owned=owned, observations=observations)
 
 
@@ -146,9 +143,8 @@ def check(file: str | Path, **options: Any) -> "CheckReport":
     """
     from autotune.planning import run_check as planning
     from autotune.planning.observations import known_observations
-    from autotune.planning.plan import silent
 
-    return planning.check(Path(file), options, observations=known_observations(say=silent))
+    return planning.check(Path(file), options, observations=known_observations())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -347,21 +343,20 @@ def _probe_configs(session: "Session", plan: SessionPlan) -> RunOutcome:
 
 def _search(session: "Session", plan: SessionPlan) -> RunOutcome:
     """Search, confirm, write the files, then train the finalists and verify the export if the spec asks for it."""
-    from autotune.planning.other_devices import winner_on_other_devices
+    from autotune.planning.other_devices import estimate_other_devices
     from autotune.study.session import Leader
 
     log = TrialLog(plan.out)
     leader = Leader(session, plan, on_resumed=log.begin, on_trial=log.add)
     leader.search()
     session.progress.say("writing the report")
-    cards = winner_on_other_devices(plan.spec.headroom)
-    summary = leader.summary(cards)
+    summary = leader.summary(estimate_other_devices)
     data = write_study(plan.out, summary)
     for is_wanted, act in ((plan.spec.quality, _compare_quality), (plan.spec.verify, _verify)):
         if is_wanted and leader.failure is None and summary.recipe is not None and not session.stop():
             session.prober.close()  # its memory is needed
             leader.update(**act(leader, summary.recipe))
-            summary = leader.summary(cards)
+            summary = leader.summary(estimate_other_devices)
             data = write_study(plan.out, summary)
     session.progress.result(summary, short_path(plan.out))
     return RunOutcome(data=data, error=leader.failure or _shortcoming(leader, summary))

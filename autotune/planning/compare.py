@@ -16,8 +16,8 @@ from autotune.core.text import printable
 from autotune.core.train_config import learning_differences
 from autotune.core.units import fmt_hours, fmt_usd
 from autotune.planning.device_estimate import device_limit_gib, estimate, limit_of, memory_state, smallest_card
-from autotune.planning.observations import Observation
-from autotune.planning.plan import Plan, Say, plan_setup, planned_setup, silent
+from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.plan import Plan, plan_setup, planned_setup
 from autotune.problem.run_cost import FITS, CostProjection, DeviceEstimate
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, open_reserve

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from autotune.planning.submission import Submission
 
 EVIDENCE = Path("runs/evidence")  # where `autotune import` stores submissions, in the current directory
+Say = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """Report nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ def published_observations() -> tuple[Observation, ...]:
     )
 
 
-def known_observations(directory: Path = EVIDENCE, say: Callable[[str], None] = print) -> tuple[Observation, ...]:
+def known_observations(directory: Path = EVIDENCE, say: Say = silent) -> tuple[Observation, ...]:
     """What was published, and what was imported into `directory`; `say` gets a warning for each unreadable file."""
     imported, problems = load_evidence(directory)
     for problem in problems:

@@ -5,7 +5,7 @@ configuration of each card.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.catalog import DeviceSpec, find_price, list_devices
@@ -19,13 +19,12 @@ from autotune.study.selection import Selection
 from autotune.study.summary import Candidate
 
 
-def estimate_other_devices(
-    task: Task, winner: Candidate, measurements: Sequence[Measurement], headroom: float
-) -> tuple[DeviceEstimate, ...]:
+def estimate_other_devices(selection: Selection, winner: Candidate, headroom: float) -> tuple[DeviceEstimate, ...]:
     """The winner on each card, the study's own among them: the cheapest first, those where it does not fit last.
 
     Cards of another vendor have other kernels, and are left out. A study on a CPU gives nothing.
     """
+    task, measurements = selection.task, selection.record(winner.config).best_known
     device, source = task.device, task.measured_on or task.device
     if device.kind == "cpu":
         return ()
@@ -46,13 +45,6 @@ def estimate_other_devices(
         if card.vendor == source.vendor and card.memory_gib and card.name != device.name
     ]
     return tuple(sorted((own, *others), key=_rank))
-
-
-def winner_on_other_devices(headroom: float) -> Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]]:
-    """`estimate_other_devices` in the form in which a study's summary calls it."""
-    return lambda selection, winner: estimate_other_devices(
-        selection.task, winner, selection.record(winner.config).best_known, headroom
-    )
 
 
 def _estimate_on(

@@ -6,7 +6,7 @@ Every number is an estimate (`device_estimate`). The rule that chooses is that o
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import ACCURACY, estimate, limit_of, planned_device
-from autotune.planning.observations import Observation
+from autotune.planning.observations import Observation, Say, silent
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.problem.constraints import refusal
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
@@ -32,12 +32,6 @@ MAX_CONFIGS = 10_000  # estimated in about two seconds
 MAX_STRIDE = 300  # between two configurations of a large space: a longer walk takes longer than the estimates
 BATCHES = (1, 2, 4, 8, 16, 32)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-
-Say = Callable[[str], None]
-
-
-def silent(text: str) -> None:
-    """Report nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from autotune.core.units import fmt_gib
 from autotune.planning.device_estimate import ACCURACY, device_limit_gib, limit_of, planned_device, smallest_card
 from autotune.planning.fixes import FixSearch
 from autotune.planning.foreign_config import ForeignConfig, read_file, with_supported_attention
-from autotune.planning.observations import Observation
-from autotune.planning.plan import Say, plan_task, silent
+from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.plan import plan_task
 from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
 from autotune.prediction.memory_formula import unsupported
 from autotune.problem.length_distribution import Lengths

@@ -10,7 +10,7 @@ from autotune.problem.performance import Performance
 from autotune.problem.workload import RunShape, Workload
 
 FITS, TIGHT, OOM = "fits", "tight", "out of memory"
-TABLE_EXAMPLES = (10_000, 50_000, 100_000)
+TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # the sizes for which a report has the cost of the same run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +107,3 @@ def project(
     """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance."""
     shape = replace(workload.run_shape(config), examples=examples or workload.examples)
     return run_cost(shape, performance, price, power_w)
-
-
-def by_examples(
-    workload: Workload,
-    config: TrainConfig,
-    performance: Performance,
-    price: Price | None,
-    power_w: float | None = None,
-) -> list[CostProjection]:
-    """The same run for 10k, 50k and 100k examples."""
-    return [project(workload, config, performance, price, power_w, examples=examples) for examples in TABLE_EXAMPLES]

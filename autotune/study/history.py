@@ -13,6 +13,8 @@ from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.storage.study_record import StudyRecord
 from autotune.study.summary import Candidate, StudySummary, TrialRecord
 
+# What a configuration takes on other devices, with the share of their memory that stays free.
+Cards = Callable[[Selection, Candidate, float], tuple[DeviceEstimate, ...]]
 NOT_SEARCHED = (Rung.CONFIRM, Rung.REFERENCE, Rung.NODE)
 
 
@@ -80,7 +82,7 @@ def summarize(
     selection: Selection,
     stored: Iterable[StoredProbe],
     *,
-    cards: Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]],
+    cards: Cards,
     wall_seconds: float,
 ) -> StudySummary:
     """Summarize the study so far. `cards` estimates the winner on other devices."""
@@ -97,7 +99,7 @@ def summarize(
         wall_seconds=wall_seconds,
         search_usd=None if price is None else gpu_hours * price.usd_per_hour,
         probes=tuple(row.result for row in stored),
-        cards=() if recipe is None else cards(selection, recipe.winner),
+        cards=() if recipe is None else cards(selection, recipe.winner, record.terms.headroom),
         quality=quality,
         verification=record.verification,
         explanation=record.ablation if recipe and record.ablation and record.ablation.of(recipe.config) else None,

@@ -14,7 +14,7 @@ from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.problem.constraints import UNASKED
 from autotune.problem.length_distribution import SAYS
 from autotune.problem.performance import AGAIN, step_time_s
-from autotune.problem.run_cost import by_examples, project
+from autotune.problem.run_cost import TABLE_EXAMPLES, project
 from autotune.problem.task import Task
 from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
 from autotune.study.ranking import Scored, choose, to_beat, why
@@ -294,8 +294,11 @@ class Selection:
             trainer=task.trainer,
             fingerprint=fingerprint,
             by_examples=tuple(
-                replace(cost, evidence=best.cost.evidence)
-                for cost in by_examples(task.workload, best.config, best.performance, task.price, power_w)
+                replace(
+                    project(task.workload, best.config, best.performance, task.price, power_w, examples=examples),
+                    evidence=best.cost.evidence,
+                )
+                for examples in TABLE_EXAMPLES
             ),
             cells=tuple(self.candidate(scored.config) for scored in _best_of_cells(everything)),
             numerics=self._numerics(winner.config),

@@ -24,7 +24,6 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds
 from autotune.prediction.depth_extrapolation import depths
 from autotune.probe.supervisor import WorkerProber
-from autotune.problem.run_cost import DeviceEstimate
 from autotune.problem.setup import Setup, adapt_to_layers, open_reserve
 from autotune.problem.target import IGNORED_GIB, find_target
 from autotune.problem.task import Task
@@ -32,7 +31,7 @@ from autotune.study.ablation import Ablation, ablate
 from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
 from autotune.study.feasibility import find_feasible
-from autotune.study.history import restore, summarize
+from autotune.study.history import Cards, restore, summarize
 from autotune.study.loop import Study
 from autotune.study.node_health import NodeMonitor
 from autotune.study.optimizer import Optimizer
@@ -57,7 +56,6 @@ from autotune.study.summary import Candidate, StudySummary, TrialRecord
 from autotune.study.worker_group import local_workers, ray_workers
 
 JOIN_RETRY_S = 2.0
-Cards = Callable[[Selection, Candidate], tuple[DeviceEstimate, ...]]
 
 
 class Session:

@@ -9,7 +9,7 @@ from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.probe_types import Fingerprint, Measurement, OomDetail, Outcome, Phase, ProbeResult, Rung, Telemetry
 from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import performance
-from autotune.problem.run_cost import by_examples, project
+from autotune.problem.run_cost import TABLE_EXAMPLES, project
 from autotune.problem.workload import Workload
 from autotune.study.selection import Selection
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
@@ -166,7 +166,10 @@ def summary(
         reason="the cheapest above the floors; nothing more capable is within the slack",
         trainer="transformers",
         fingerprint=FINGERPRINT,
-        by_examples=tuple(by_examples(workload, winner.config, winner.performance, price, 650.0)),
+        by_examples=tuple(
+            project(workload, winner.config, winner.performance, price, 650.0, examples=examples)
+            for examples in TABLE_EXAMPLES
+        ),
         cells=(winner, baseline),
         caveats=("nobody gave the length of an example: 1,024 tokens are assumed",),
     )

@@ -15,6 +15,7 @@ from autotune.problem.run_cost import FITS, OOM, DeviceEstimate, project
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.report import figures, render
+from autotune.study.selection import Selection
 from autotune.study.summary import Candidate, device_estimate_data
 from tests.helpers.factories import measurement, summary
 from tests.helpers.sessions import subject_of
@@ -33,7 +34,9 @@ def found(task: Task, config: TrainConfig = CONFIG) -> dict[str, DeviceEstimate]
     reported = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
     cost = replace(project(task.workload, config, speed, task.price), evidence=reported)
     winner = Candidate(config=config, performance=speed, measurement=MEASURED, cost=cost, evidence=reported)
-    return {one.device.name: one for one in estimate_other_devices(task, winner, [MEASURED], 0.05)}
+    selection = Selection(task)
+    selection.confirm(config, MEASURED)
+    return {one.device.name: one for one in estimate_other_devices(selection, winner, 0.05)}
 
 
 def test_the_own_card_is_measured_and_others_are_projected() -> None:

@@ -10,7 +10,7 @@ from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import Performance
-from autotune.problem.run_cost import by_examples, project
+from autotune.problem.run_cost import TABLE_EXAMPLES, project
 from autotune.problem.workload import Workload
 
 PRICE = Price(provider="p", device="d", usd_per_hour=3.0, spot_usd_per_hour=1.0, source="s")
@@ -51,7 +51,7 @@ def test_a_price_of_zero_is_a_known_price():
 
 
 def test_the_table_of_sizes():
-    table = by_examples(WORKLOAD, TrainConfig(), SPEED, PRICE, 700.0)
+    table = [project(WORKLOAD, TrainConfig(), SPEED, PRICE, 700.0, examples=size) for size in TABLE_EXAMPLES]
     assert [cost.examples for cost in table] == [10_000, 50_000, 100_000]
     assert [cost.num_steps for cost in table] == [2 * 313, 2 * 1563, 2 * 3125]
     assert [cost.full_run_usd for cost in table] == pytest.approx([6.26 * 3, 31.26 * 3, 62.5 * 3])
@@ -64,6 +64,6 @@ def test_other_sizes_of_the_dataset_take_steps_like_the_measured_ones() -> None:
     workload = Workload(examples=50, lengths=lengths, global_batch=32)
     config = TrainConfig(seq_len=2048, micro_batch_size=2, packing=True)
     speed = Performance(samples_per_second=10.0, tokens_per_second=1.0, step_time_s=3.0, spread=(0, 0), mfu=None)
-    small, large, _ = by_examples(workload, config, speed, None)
+    small, large = (project(workload, config, speed, None, examples=size) for size in (10_000, 50_000))
     assert small.num_steps == math.ceil(10_000 / workload.run_shape(config).examples_per_step)
     assert large.full_run_hours == pytest.approx(5 * small.full_run_hours, rel=1e-2)
