@@ -239,7 +239,8 @@ class _Finder(ast.NodeVisitor):
             node.keywords = []
         for keyword in node.keywords:
             name = self._text(node.func).rpartition(".")[2]
-            if keyword.arg and name[:1].islower():  # a class would miss the argument at once
+            # A class would miss the argument at once, and text is in UTF-8 on Linux.
+            if keyword.arg not in (None, "encoding") and name[:1].islower():
                 end = re.compile(rb"\s*,\s*|").match(self.source, self._end(keyword))
                 assert end
                 self.found.append((".".join(self._scope), self._start(keyword), end.end(), ""))

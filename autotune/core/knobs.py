@@ -114,7 +114,7 @@ class KnobSpec:
     def speed_rank(self, value: Any) -> Any:
         """A key by which the fastest value sorts first. Equal for all values where no order is known."""
         if self.form == "checkpointing":
-            return 1.0 / (checkpoint_every(value) or math.inf), value == "offload"
+            return -(checkpoint_every(value) or math.inf), value == "offload"
         return self.fastest_first.index(value) if self.fastest_first else 0
 
     def memory_rank(self, value: Any) -> Any:
@@ -136,8 +136,8 @@ class KnobSpec:
         if self.form == "integer":
             return bool((value or 0) >= (other or 0))
         if self.form == "checkpointing":
-            recomputed, other_recomputed = (1.0 / (checkpoint_every(each) or math.inf) for each in (value, other))
-            return recomputed <= other_recomputed and (value == "offload") <= (other == "offload")
+            every, other_every = (checkpoint_every(each) or math.inf for each in (value, other))
+            return every >= other_every and (value == "offload") <= (other == "offload")
         group, other_group = (_group_of(each, self.surely_leanest_first) for each in (value, other))
         return group is not None and other_group is not None and group >= other_group
 

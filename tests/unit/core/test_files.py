@@ -13,6 +13,8 @@ from autotune.core.files import (
     MAX_BYTES,
     MAX_VALUES,
     load_yaml,
+    read_regular,
+    read_user_text,
     read_user_yaml,
     refuse_special_files,
     write_atomic,
@@ -102,6 +104,7 @@ def test_five_problems_at_most(tmp_path):
         ("parts:\n  a: {}\n  b: {}\n  a: {}\n", "FILE:4: not valid YAML: 'a' stands twice"),
         ("name: a\n? [1]\n: b\n", "FILE:2: not valid YAML: found unhashable key"),
         ("name: a\nepochs: \x00\n", "FILE:2: not valid YAML: special characters are not allowed"),
+        ("\nname: \x1b[31m\n", "FILE:2: not valid YAML: special characters are not allowed"),
         ("name: \x1b[31m\n", "FILE:1: not valid YAML: special characters are not allowed"),
         ("name: !!timestamp soon\n", "FILE: not valid YAML: a value is not of its tag"),
         ("name: 2021-13-45\n", "FILE: not valid YAML: month must be in 1..12"),
@@ -157,6 +160,15 @@ def test_what_cannot_be_read(tmp_path):
         with pytest.raises(UsageError, match=f"^cannot read {re.escape(str(path))}: {reason}$") as caught:
             read_user_yaml(path, Form)
         assert caught.value.remedy
+
+
+def test_a_file_of_just_the_limit_is_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"#" * MAX_BYTES)
+    assert read_user_text(tmp_path / "file") == "#" * MAX_BYTES
+    (tmp_path / "file").write_bytes(b"123")
+    assert read_regular(tmp_path / "file", 3) == b"123"
+    with pytest.raises(OSError, match="more than"):
+        read_regular(tmp_path / "file", 2)
 
 
 def test_a_directory_with_a_pipe_is_refused(tmp_path):

@@ -83,7 +83,7 @@ def test_values_by_memory(name, values):
 def test_values_by_capability():
     precision, rank = KNOBS["precision"].capability_rank, KNOBS["lora_rank"].capability_rank
     assert precision("bf16_pure") < precision("fp16_mixed") < precision("bf16_mixed") == precision("fp32")
-    assert rank(None) < rank(8) < rank(16)
+    assert rank(None) < rank(1) < rank(8) < rank(16)
     assert KNOBS["rslora"].capability_rank(True) == KNOBS["rslora"].capability_rank(False)
 
 

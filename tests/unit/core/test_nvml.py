@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from autotune.core.nvml import THROTTLE_REASONS, Nvml, first_visible, list_gpus
+from autotune.core.nvml import THROTTLE_REASONS, Nvml, first_visible, list_gpus, visible
 from autotune.core.probe_types import Telemetry
 from autotune.core.units import GIB
 
@@ -47,13 +47,24 @@ def driver(monkeypatch):
         SimpleNamespace(pid=os.getpid(), usedGpuMemory=3 * GIB),
         SimpleNamespace(pid=2**22 + 1, usedGpuMemory=None),
     ]
+    started = []
+
+    def after_init(call):
+        def checked(*args, **kwargs):
+            if not started:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+            return call(*args, **kwargs)
+
+        return checked
+
     calls = {
-        "nvmlInit": lambda: None,
         "nvmlSystemGetDriverVersion": lambda: "580.1",
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": by_index,
         "nvmlDeviceGetHandleByUUID": by_uuid,
-        "nvmlDeviceGetMemoryInfo": lambda handle, version: SimpleNamespace(total=140 * GIB, used=handle * GIB),
+        "nvmlDeviceGetMemoryInfo": lambda handle, version: SimpleNamespace(
+            total=140 * GIB, used=(handle + (version != pynvml.nvmlMemory_v2)) * GIB
+        ),
         "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, 0),
         "nvmlDeviceGetUUID": lambda handle: f"GPU-{handle}",
         "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
@@ -62,13 +73,21 @@ def driver(monkeypatch):
         "nvmlDeviceGetPowerUsage": lambda handle: 650_500,
         "nvmlDeviceGetTotalEnergyConsumption": lambda handle: 12_000,
         "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0,
-        "nvmlDeviceGetTemperature": lambda handle, sensor: 55,
-        "nvmlDeviceGetClockInfo": lambda handle, clock: 1980,
+        "nvmlDeviceGetTemperature": lambda handle, sensor: {pynvml.NVML_TEMPERATURE_GPU: 55}[sensor],
+        "nvmlDeviceGetClockInfo": lambda handle, clock: {pynvml.NVML_CLOCK_SM: 1980, pynvml.NVML_CLOCK_MEM: 3201}[
+            clock
+        ],
+        "nvmlDeviceGetTotalEccErrors": lambda handle, kind, since: {
+            (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC): 10 + handle,
+            (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_AGGREGATE_ECC): 500,
+            (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_VOLATILE_ECC): 900,
+        }[kind, since],
     }
 
     def install(**changes):
+        monkeypatch.setattr(pynvml, "nvmlInit", lambda: started.append(True))
         for name, call in (calls | changes).items():
-            monkeypatch.setattr(pynvml, name, call or unsupported)
+            monkeypatch.setattr(pynvml, name, after_init(call or unsupported))
 
     install()
     return install
@@ -105,6 +124,18 @@ def test_a_card_that_is_not_there(driver, card):
 def test_memory_by_process(driver):
     assert Nvml.open(0).used_by_process_gib(os.getpid()) == 3.0
     assert Nvml.open(0).used_by_process_gib(1) is None
+
+
+def test_memory_of_the_card(driver):
+    assert [Nvml.open(card).used_gib() for card in (0, 1)] == [0.0, 1.0]
+    driver(nvmlDeviceGetMemoryInfo=None)
+    assert Nvml.open(0).used_gib() is None
+
+
+def test_errors_since_the_driver_was_loaded(driver):
+    assert Nvml.open(1).uncorrected_errors() == 11
+    driver(nvmlDeviceGetTotalEccErrors=None)
+    assert Nvml.open(1).uncorrected_errors() is None
 
 
 def test_sensors(driver):
@@ -168,3 +199,13 @@ def test_the_first_visible_card_is_opened(driver, monkeypatch):
     assert Nvml.open().info().uuid == "GPU-1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Nvml.open() is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "cards"),
+    [(None, [0, 1]), ("", []), ("-1", []), ("1", [1]), ("GPU-1, 0", ["GPU-1", 0]), ("0,-1", [0])],
+)
+def test_the_visible_cards(driver, monkeypatch, variable, cards):
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert visible() == cards

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from autotune.core.probe_types import (
     Fingerprint,
     Measurement,
+    ModelShape,
     OomDetail,
     Outcome,
     Parallelism,
@@ -18,6 +19,7 @@ from autotune.core.probe_types import (
     ProbeRequest,
     ProbeResult,
     Rung,
+    Telemetry,
 )
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
@@ -164,6 +166,7 @@ def detail(**changes: float | None) -> OomDetail:
         (detail(requested_gib=None), 0.315),  # reserved is more
         (detail(requested_gib=0.0, allocated_gib=50.0, reserved_gib=90.0), 0.001),  # never feasible
         (detail(allocated_gib=0.0, requested_gib=500.0), 4.0),
+        (detail(limit_gib=0.5), 265.0),
         (detail(limit_gib=0.0), 1.0),
         (detail(limit_gib=-0.2), 1.0),  # the context alone was too much
     ],
@@ -178,6 +181,39 @@ def test_measurements_hold_what_was_read():
     with pytest.raises(TypeError):
         Measurement(step_s=(1.0,))
     assert not math.isnan(loss.peak_reserved_gib)
+
+
+def test_what_nobody_looked_at_is_neither_promised_nor_feared() -> None:
+    shape = ModelShape(num_layers=2, prefix=0, period=1)
+    assert (shape.unquantized, shape.untrained, shape.no_adapters) == (0, 0, None)
+    assert (shape.parametrized, shape.plain_head, shape.liger, shape.sdpa) == (False, False, False, True)
+    plain = measurement()
+    assert (plain.time_error, plain.managed_gib, plain.alloc_retries) == (0, 0, 0) and not plain.host_bound
+    failed = ProbeResult(request_digest="a", config=TrainConfig(), outcome=Outcome.CRASH, rung=Rung.FULL, seconds={})
+    assert (failed.warm, failed.depth, failed.measurement, failed.oom, failed.notes) == (False, None, None, None, ())
+
+
+def test_a_request_is_of_the_whole_model_and_of_whole_steps() -> None:
+    """Two micro batches, for a second at least; 5 % stay free, and nothing is evaluated."""
+    assert (REQUEST.device, REQUEST.rung, REQUEST.depth, REQUEST.weights) == ("cuda", Rung.FULL, None, None)
+    assert (REQUEST.micro_steps, REQUEST.min_timed_micros, REQUEST.min_timed_s) == (2, 2, 1.0)
+    assert (REQUEST.headroom, REQUEST.evaluate, REQUEST.trainer, REQUEST.seed) == (0.05, False, "transformers", 0)
+
+
+def test_the_host_sets_the_pace_from_four_fifths_on() -> None:
+    shares = {None: False, 0.0: False, 0.79: False, 0.8: True, 1.0: True}
+    assert {share: measurement(host_share=share).host_bound for share in shares} == shares
+
+
+def test_what_a_peak_consists_of() -> None:
+    held = measurement(model_gib=10.0, adapters_gib=1.0, gradients_gib=2.0, optimizer_gib=3.0)
+    assert held.terms_gib(20.0) == {"weights": 10, "adapters": 1, "gradients": 2, "optimizer": 3, "activations": 4}
+    assert held.terms_gib(15.0)["activations"] == 0
+
+
+def test_a_power_cap_is_no_fault() -> None:
+    reading = Telemetry(throttle_reasons=("power cap", "hardware thermal"))
+    assert reading.slowed_by == ("hardware thermal",) and Telemetry().slowed_by == ()
 
 
 def test_one_gpu_is_the_default() -> None:

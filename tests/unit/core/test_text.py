@@ -1,8 +1,11 @@
 """Text of unknown origin is safe on a terminal, in a file name, and in Markdown."""
 
+import shlex
+from pathlib import Path
+
 import pytest
 
-from autotune.core.text import code_span, dashed, operands, printable, printable_lines
+from autotune.core.text import code_span, dashed, operands, printable, printable_lines, short_path, study_command
 
 
 def test_operands_are_no_options() -> None:
@@ -31,8 +34,21 @@ def test_dashed(text: str, expected: str) -> None:
         ("a\n# b\x1b[0m", "`a # b [0m`"),
         ("`x`", "`` `x` ``"),
         ("a ``` b", "````a ``` b````"),
+        ("a ` b ``` c", "````a ` b ``` c````"),
         ("", "`–`"),
     ],
 )
 def test_code_span(text: str, expected: str) -> None:
     assert code_span(text) == expected
+
+
+def test_a_command_names_its_study_as_the_shell_reads_it() -> None:
+    for study in ("plain", "two words", "-x", "$(reboot)"):
+        assert shlex.split(study_command("status", study)) == ["autotune", "status", *operands(study)]
+    assert study_command("status", "plain") == "autotune status plain"
+
+
+def test_a_path_is_short_inside_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert short_path(tmp_path / "runs" / "a") == "runs/a"
+    assert short_path(tmp_path.parent / "other") == str(tmp_path.parent / "other")

@@ -9,6 +9,7 @@ from autotune.core.train_config import (
     TrainConfig,
     checkpoints_some,
     digest_of,
+    learning_differences,
 )
 
 
@@ -75,6 +76,33 @@ def test_derived_values():
     assert (
         TrainConfig(rslora=True, lora_rank=16).lora_alpha / 16**0.5 == TrainConfig(lora_rank=16).lora_alpha / 16
     )  # the same scale
+
+
+@pytest.mark.parametrize(
+    ("method", "precision", "dtype"),
+    [
+        ("lora", "bf16_pure", "bfloat16"),
+        ("lora", "bf16_mixed", "bfloat16"),
+        ("lora", "fp16_mixed", "float16"),
+        ("lora", "fp32", "float32"),
+        ("full", "bf16_pure", "bfloat16"),  # the others train weights in fp32
+        ("full", "bf16_mixed", "float32"),
+        ("full", "fp16_mixed", "float32"),
+        ("full", "fp32", "float32"),
+    ],
+)
+def test_the_dtype_of_the_base(method, precision, dtype):
+    assert TrainConfig(method=method, precision=precision).base_dtype == dtype
+
+
+def test_learning_rates_are_common_defaults():
+    assert (TrainConfig().learning_rate, TrainConfig(method="full").learning_rate) == (2e-4, 1e-5)
+
+
+def test_differences_in_learning_come_by_importance_and_leave_speed_out():
+    one = TrainConfig(lora_rank=64, seq_len=512, compile="per_layer", micro_batch_size=1, checkpointing="none")
+    assert learning_differences(one, TrainConfig()) == "lora_rank 64 instead of 16, seq_len 512 instead of 1024"
+    assert learning_differences(one, one) == ""
 
 
 @pytest.mark.parametrize(
