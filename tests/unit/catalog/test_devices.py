@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from autotune.catalog import list_devices, match_device, resolve_device
+from autotune.catalog import DeviceSpec, list_devices, match_device, resolve_device
 from autotune.core.errors import UsageError
 
 
@@ -86,3 +87,39 @@ def test_device_facts():
         if device.compute_capability:
             assert device.supports_bf16 == (float(device.compute_capability) >= 8.0)
         assert device.source and (device.as_of is None or isinstance(device.as_of, str))
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "fp8"),
+    [
+        ("7.5", 0, 0),
+        ("8.0", 1, 0),
+        ("8.6", 1, 0),
+        ("8.9", 1, 1),
+        ("9.0", 1, 1),
+        ("12.0", 1, 1),
+        ("8", 1, 0),
+        (None, 0, 0),
+        ("", 0, 0),
+        ("gfx942", 0, 0),
+    ],
+)
+def test_number_formats_by_compute_capability(capability, bf16, fp8):
+    card = DeviceSpec(name="x", vendor="nvidia", compute_capability=capability, source="made up")
+    assert (card.supports_bf16, card.supports_fp8) == (bf16, fp8)
+    rated = replace(card, compute_capability=None, bf16_tflops=1.0, fp8_tflops=1.0)  # by the data sheet, of any vendor
+    assert rated.supports_bf16 and rated.supports_fp8
+    assert not replace(rated, name="cpu").supports_fp8
+
+
+def test_a_memory_within_a_tenth_is_that_of_the_product():
+    card = DeviceSpec(name="x", vendor="nvidia", compute_capability=None, memory_gib=100.0, source="made up")
+    sizes = {None: True, 89.9: False, 90.1: True, 109.9: True, 110.1: False}
+    assert {size: card.has_memory(size) for size in sizes} == sizes
+    assert replace(card, memory_gib=None).has_memory(1.0)
+    assert card.usable_gib == pytest.approx(98.0) and replace(card, memory_gib=None).usable_gib is None
+
+
+def test_memory_that_is_only_marketed_is_one_percent_less_in_gib():
+    b200 = resolve_device("b200")
+    assert b200.memory_gib == pytest.approx(180 * 0.99) and "0.99" in (b200.memory_source or "")

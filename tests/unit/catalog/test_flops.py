@@ -3,6 +3,7 @@
 import pytest
 
 from autotune.catalog import resolve_model
+from autotune.catalog.models import flops_per_token
 from tests.unit.catalog.test_models import LLAMA, write_config
 
 
@@ -44,3 +45,53 @@ def test_flops_with_sliding_windows():
 def test_flops_of_an_unknown_family_are_not_guessed(tmp_path):
     spec = resolve_model(str(write_config(tmp_path, LLAMA)))
     assert spec.flops_per_token("lora", 128) is None
+
+
+def attention(config, seq_len=8192):
+    """Of a model without any parameters: 12 FLOPs for each head dimension and token that is met."""
+    return flops_per_token(QWEN | config, 64 * 100, "lora", seq_len) / (12 * 4 * 16)
+
+
+QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 10, "num_attention_heads": 4, "vocab_size": 100}
+FREE, WINDOWED = 8192 / 2, 2048 / 2 / 4 + 2048 * 3 / 4  # the first quarter of the tokens have not yet a whole window
+
+
+@pytest.mark.parametrize(
+    ("config", "windowed"),
+    [
+        ({}, 0),
+        ({"sliding_window": 2048}, 0),  # which Qwen does not use unless it is told to
+        ({"sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 7}, 3),
+        ({"sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 7, "model_type": "mistral"}, 10),
+        ({"sliding_window": 2048, "model_type": "mistral", "use_sliding_window": False}, 0),
+        ({"sliding_window": 2048, "model_type": "llama", "layer_types": ["sliding_attention", "full"] * 5}, 5),
+    ],
+    ids=str,
+)
+def test_flops_of_layers_with_windows(config, windowed):
+    assert attention(config) == pytest.approx(windowed * WINDOWED + (10 - windowed) * FREE)
+
+
+def test_flops_of_a_window_longer_than_the_sequence():
+    assert attention({"sliding_window": 9000, "model_type": "mistral"}) == 10 * FREE
+    assert attention({"model_type": "mistral"}, seq_len=100) == 10 * 50
+
+
+@pytest.mark.parametrize(
+    ("keys", "mixtures"),
+    [
+        ({}, 6),
+        ({"decoder_sparse_step": 2}, 3),
+        ({"mlp_only_layers": [0, 1]}, 4),
+        ({"decoder_sparse_step": 4}, 1),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, 2),
+    ],
+    ids=str,
+)
+def test_flops_of_layers_with_experts(keys, mixtures):
+    """Of eight experts a token visits two; the rest, three matrices each, are not multiplied."""
+    experts = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 8, "num_experts_per_tok": 2}
+    config = QWEN | experts | {"moe_intermediate_size": 32} | keys
+    idle = mixtures * (8 - 2) * 3 * 64 * 32
+    attended = 12 * 6 * 50 * 64
+    assert flops_per_token(config, 10**7, "full", 100) == 6 * (10**7 - 6400 - idle) + attended
