@@ -73,11 +73,6 @@ class MemoryEstimate:
     basis: int
     bounded: bool = True
 
-    @property
-    def margin(self) -> float:
-        """Likely memory / limit - 1: negative where it fits."""
-        return self.gib / self.limit_gib - 1.0
-
 
 class MemoryPredictor:
     """Predicts the peak memory of configurations from that of others, for one model on one device.

@@ -12,7 +12,6 @@ from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.prediction.memory_formula import kept_bytes, memory_breakdown, supported
-from autotune.prediction.transfer import interval
 
 REFERENCE = "h200-sxm"
 RATE = 0.67  # share of the dense peak that products and attention reach
@@ -31,26 +30,13 @@ DEVICE_ERROR, HOST_ERROR = 0.08, 0.25
 class StepTimeEstimate:
     """Seconds on the reference card.
 
-    `micro_s` is a micro batch, `rest_s` what follows the last one of a step: clipping and the optimizer. `compute_s`,
-    `memory_s` and `host_s` are the parts of a micro batch. `error` is the standard deviation of its logarithm.
+    `micro_s` is a micro batch, `rest_s` what follows the last one of a step: clipping and the optimizer. `error` is the
+    standard deviation of the logarithm of `micro_s`.
     """
 
     micro_s: float
     rest_s: float
-    compute_s: float
-    memory_s: float
-    host_s: float
     error: float
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Seconds of a micro batch, (low, high): 80 % of the cases are between them."""
-        return interval(self.micro_s, self.error)
-
-    @property
-    def host_bound(self) -> bool:
-        """Whether launching a micro batch takes the host longer than the device takes to compute it."""
-        return self.host_s > self.compute_s + self.memory_s
 
 
 def estimate_step_time(model: ModelSpec, config: TrainConfig, host_scale: float = 1.0) -> StepTimeEstimate | None:
@@ -95,8 +81,5 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host_scale: float 
     return StepTimeEstimate(
         micro_s=micro,
         rest_s=stepped / ((card.bandwidth_gb_s or math.nan) * 1e9),
-        compute_s=compute,
-        memory_s=memory,
-        host_s=host,
         error=DEVICE_ERROR + (HOST_ERROR - DEVICE_ERROR) * share,
     )

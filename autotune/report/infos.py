@@ -14,6 +14,7 @@ from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, learning_differences
 from autotune.core.units import DASH
+from autotune.prediction.transfer import EIGHTY_PERCENT
 from autotune.problem.run_cost import CostProjection
 from autotune.report import describe
 from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
@@ -26,7 +27,6 @@ CLOSE, HALF = 0.95, 0.5
 SHORTEST_ROW = 128
 # A knob's share of the variation is told from so many measured configurations on, of two values so many each.
 MIN_MEASURED, MIN_OF_VALUE = 20, 3
-Z80 = 1.2816  # 80 % of a normal distribution lie within so many standard deviations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ def _importance(pairs: list[tuple[Any, float]]) -> Importance:
         _explained([pair for index, pair in enumerate(pairs) if index % MIN_MEASURED != left_out])
         for left_out in range(MIN_MEASURED)
     ]
-    error = Z80 * math.sqrt((MIN_MEASURED - 1) * statistics.pvariance(others))
+    error = EIGHTY_PERCENT * math.sqrt((MIN_MEASURED - 1) * statistics.pvariance(others))
     return Importance(share=share, interval=(max(share - error, 0.0), min(share + error, 1.0)))
 
 

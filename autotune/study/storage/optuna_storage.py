@@ -51,9 +51,7 @@ def optuna_errors(url: str) -> Iterator[None]:
 
 def study_names(url: str) -> list[str]:
     """The names of all studies of a database, oldest first."""
-    with optuna_errors(url), opened_storage(url) as storage:
-        names: list[str] = optuna.get_all_study_names(storage=storage)
-    return names
+    return list(all_attributes(url))
 
 
 def all_attributes(url: str) -> dict[str, dict[str, Any]]:

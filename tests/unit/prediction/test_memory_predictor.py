@@ -337,7 +337,7 @@ def test_phases_do_where_there_are_no_segments() -> None:
 def test_the_limit_is_what_is_offered_less_the_context() -> None:
     estimate = reported(learned([ONE]), ONE)
     assert estimate.limit_gib == pytest.approx(OFFERED - CONTEXT)
-    assert estimate.margin == pytest.approx(need(ONE) / (OFFERED - CONTEXT) - 1)
+    assert estimate.gib / estimate.limit_gib == pytest.approx(need(ONE) / (OFFERED - CONTEXT))
     small = learned([ONE]).predict(ONE, 2, 20.0)
     assert small is not None and small.limit_gib == pytest.approx(20.0 - CONTEXT)
     assert small.gib == estimate.gib
