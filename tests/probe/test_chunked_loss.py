@@ -27,79 +27,6 @@ SMALL = TINY | {"num_hidden_layers": 2}
 UNCAPPED = {"model_type": "gemma2", "final_logit_softcapping": None}
 
 
-def built(model: dict[str, Any]) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    shape = dict(model)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, tied: bool, frozen: bool) -> None:
-    import torch
-
-    from autotune.probe.runtime import chunked_loss
-
-    monkeypatch.setattr(chunked_loss, "CHUNK_TOKENS", 16)  # 58 tokens: three chunks and a rest
-    model = built(SMALL | {"model_type": "llama", "tie_word_embeddings": tied})
-    model.get_output_embeddings().weight.requires_grad_(not frozen)
-    tokens = torch.randint(0, 128, (2, 29))
-    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
-
-    def gradients() -> dict[str, Any]:
-        return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-
-    expected = model(input_ids=tokens, labels=labels, num_items_in_batch=50).loss
-    (3 * expected).backward()
-    wanted = gradients()
-    model.zero_grad()
-
-    loss = chunked_loss.chunked_loss(model)
-    found = loss(model(input_ids=tokens), labels, num_items_in_batch=50)
-    (3 * found).backward()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert gradients().keys() == wanted.keys()
-    for name, gradient in gradients().items():
-        torch.testing.assert_close(gradient, wanted[name], msg=name)
-
-    with torch.no_grad():
-        mean = loss(model(input_ids=tokens), labels)
-    assert mean.item() == pytest.approx(expected.item() * 50 / (labels[:, 1:] != -100).sum().item(), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "plain"),
-    [
-        ("llama", True),
-        ("mixtral", True),
-        ("qwen2", True),
-        ("gpt2", True),
-        ("gemma2", False),
-        ("cohere", False),
-        ("granite", False),
-    ],
-)
-def test_a_head_whose_logits_are_changed_afterwards_is_found_out(model_type: str, plain: bool) -> None:
-    from autotune.probe.runtime.chunked_loss import chunked_loss, has_plain_head
-
-    scaled = {"logits_scaling": 8.0} if model_type == "granite" else {}
-    model = built(SMALL | scaled | {"model_type": model_type, "head_dim": 16})
-    assert has_plain_head(model) is plain
-    assert "forward" not in vars(model.get_output_embeddings()) and "forward" not in vars(model.base_model)
-    if not plain:
-        with pytest.raises(ValueError, match="changes its logits"):
-            chunked_loss(model)
-
-
-def test_what_a_router_adds_to_the_loss_is_not_left_out() -> None:
-    from autotune.probe.runtime.chunked_loss import has_plain_head
-
-    assert not has_plain_head(built(SMALL | {"model_type": "mixtral", "output_router_logits": True}))
-
-
 @pytest.mark.parametrize("more", [*({"model_type": family} for family in kept_factors("eager")), UNCAPPED], ids=str)
 def test_a_plan_knows_of_a_family_what_the_worker_says(prober: WorkerProber, more: dict[str, Any]) -> None:
     model = SMALL | {"head_dim": 16} | more
@@ -124,14 +51,6 @@ def measured(prober: WorkerProber, loss: str, **knobs: Any) -> Measurement:
     result = prober.probe(asked, prober.logs / "probe.log")
     assert result.measurement is not None and result.notes == (), result.reason
     return result.measurement
-
-
-def test_the_memory_model_knows_how_long_a_chunk_is() -> None:
-    """It runs without torch, which the chunks need."""
-    from autotune.prediction.memory_predictor import HEAD_CHUNK
-    from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS
-
-    assert HEAD_CHUNK == CHUNK_TOKENS
 
 
 def test_a_probe_needs_less_memory_and_leaves_nothing_behind(prober: WorkerProber) -> None:

@@ -1,13 +1,17 @@
 """The clock of the exported script: its measurements, its progress file, and how it stops a run."""
 
 import json
+import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from autotune.probe.runtime.clock import PREEMPTED, Clock
 
@@ -50,16 +54,53 @@ def test_a_single_step_has_no_time() -> None:
     assert clock.measured()["seconds_per_step"] is None and clock.measured()["peaks_gib"] is None
 
 
-def test_each_step_appends_a_line_of_progress(tmp_path: Path) -> None:
+def count(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, values: list[float]) -> None:
+    """Have a function return these values one after another."""
+    left = iter(values)
+    monkeypatch.setattr(module, name, lambda: next(left))
+
+
+def test_the_median_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps that end at 10, 11, 13, 16, 20 and 25 s: 10 s of warm-up, then 1, 2, 3, 4 and 5 s."""
+    count(monkeypatch, time, "perf_counter", [0, 10, 11, 13, 16, 20, 25])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    called: list[str] = []
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: called.append(name))
+    count(monkeypatch, torch.cuda, "max_memory_allocated", [gib * 2**30 for gib in (1, 90, 3, 2, 5, 6, 4)])
+    count(monkeypatch, torch.cuda, "max_memory_reserved", [gib * 2**30 for gib in (99, 8, 3, 9, 5, 6, 7)])
+    clock = Clock(saves=False)
+    for _ in range(7):
+        clock.mark()
+    assert clock.measured() == {"seconds_per_step": 3, "peak_reserved_gib": 9, "peaks_gib": [90, 3, 5, 6]}
+    assert called == ["synchronize", "reset_peak_memory_stats"] * 7
+
+
+def test_a_peak_on_a_cpu_is_what_the_process_holds() -> None:
+    clock = Clock(saves=False)
+    train(clock, 5)
+    assert clock.measured()["peaks_gib"] == [pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.05)] * 4
+    assert clock.measured()["peak_reserved_gib"] is None
+    short = Clock(saves=False)
+    train(short, 3)
+    assert short.measured()["peaks_gib"] is None and short.measured()["seconds_per_step"] > 0
+    two = Clock(saves=False)
+    train(two, 2)
+    assert two.measured()["seconds_per_step"] > 0
+
+
+def test_each_step_appends_a_line_of_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "progress.jsonl"
     file.write_text("{}\n")
+    monkeypatch.setattr(time, "time", lambda: 1234.5)
+    count(monkeypatch, time, "perf_counter", [100, 101, 102, 103, 104, 106, 110])
     clock = Clock(saves=False, progress=str(file))
     train(clock, 3)
     assert clock._progress is not None
+    lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]  # before the run has ended
     clock._progress.close()
-    lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
-    assert [(line["step"], line["of"], line["loss"]) for line in lines] == [(1, 3, 2.5), (2, 3, 2.5), (3, 3, 2.5)]
-    assert lines[0].keys() == {"began", "step", "of", "seconds", "loss"}
+    common = {"began": 1234.5, "of": 3, "loss": 2.5}
+    assert lines == [common | {"step": step, "seconds": seconds} for step, seconds in ((1, 1), (2, 3), (3, 6))]
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -70,3 +111,30 @@ def test_a_signal_stops_the_run_after_the_step(saves: bool) -> None:
     with pytest.raises(SystemExit) as ended:
         clock.exit_if_stopped()
     assert ended.value.code == PREEMPTED
+
+
+def test_a_log_without_a_loss_keeps_the_last_one() -> None:
+    clock = Clock(saves=False)
+    for logs in ({"loss": 2.5}, {"eval_loss": 9.0}, None):
+        clock.on_log(None, None, None, logs=logs)
+    assert clock._loss == 2.5
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_the_exit_code_says_what_stopped_the_run(number: int, code: int) -> None:
+    """128 and the number of the signal, as shells have it; 75 (EX_TEMPFAIL) asks for another attempt."""
+    clock = Clock(saves=False)
+    signal.raise_signal(number)
+    with pytest.raises(SystemExit) as ended:
+        clock.exit_if_stopped()
+    assert ended.value.code == code
+
+
+def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    Clock(saves=True)
+    signal.raise_signal(signal.SIGINT)
+    assert codes == []
+    signal.raise_signal(signal.SIGTERM)
+    assert codes == [143]

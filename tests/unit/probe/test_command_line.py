@@ -6,7 +6,7 @@ import pytest
 
 from autotune.core.train_config import TrainConfig
 from autotune.export.script import settings
-from autotune.probe.runtime.command_line import last_checkpoint, parse_options
+from autotune.probe.runtime.command_line import _parser, last_checkpoint, parse_options
 from autotune.probe.runtime.settings import Options, one_gpu
 from tests.unit.export.test_script import demo, recipe
 
@@ -21,6 +21,53 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, published: bool
         parsed(*arguments, published=published)
     assert ended.value.code == 2
     return capsys.readouterr().err
+
+
+def test_what_the_options_are_without_others() -> None:
+    assert parsed("--random-weights") == Options(
+        model="mistralai/Mistral-7B-v0.3",
+        dataset=None,
+        lengths=None,
+        max_steps=-1,
+        held_out=0,
+        held_out_tokens=0,
+        output_dir="out",
+        saves=False,
+        checkpoint=None,
+        progress=None,
+    )
+
+
+def test_every_option_arrives(tmp_path: Path) -> None:
+    for name in ("rows", "lengths"):
+        (tmp_path / name).touch()
+    data, lengths, out = (str(tmp_path / name) for name in ("rows", "lengths", "o"))
+    given = ["--model", "a/b", "--dataset", data, "--lengths", lengths, "--max-steps", "7", "--held-out", "3", "9"]
+    assert parsed(*given, "--output-dir", out, "--resume", "--progress", "p") == Options(
+        model="a/b",
+        dataset=data,
+        lengths=lengths,
+        max_steps=7,
+        held_out=3,
+        held_out_tokens=9,
+        output_dir=out,
+        saves=True,
+        checkpoint=None,
+        progress="p",
+    )
+
+
+def test_the_help_explains_each_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed("--help")
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(
+        "usage: train.py [-h] [--model NAME_OR_DIR] [--dataset FILE.jsonl] [--random-weights] [--lengths FILE]"
+        " [--max-steps N] [--held-out N TOKENS] [--output-dir OUTPUT_DIR] [--resume] [--progress FILE]"
+        " Fine-tune with exactly the configuration in train_config.json."
+    )
+    assert all(action.help for action in _parser("m")._actions)
 
 
 def test_a_run_needs_a_dataset_or_random_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -39,7 +86,10 @@ def test_files_must_exist(capsys: pytest.CaptureFixture[str], option: str) -> No
     assert "there is no file nowhere" in refused(capsys, *arguments, option, "nowhere")
 
 
-def test_a_random_run_saves_only_where_it_is_reported_to(tmp_path: Path) -> None:
+def test_a_random_run_saves_only_where_it_is_reported_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows").touch()
+    assert parsed("--dataset", "rows").saves and not parsed("--dataset", "rows", "--output-dir", "").saves
     assert not parsed("--random-weights").saves
     assert not parsed("--random-weights", "--output-dir", "").saves
     assert parsed("--random-weights", "--output-dir", str(tmp_path)).saves

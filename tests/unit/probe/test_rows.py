@@ -1,6 +1,8 @@
 """The rows that the exported script trains on, which are those of the probe."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,3 +54,70 @@ def test_an_example_that_predicts_nothing_is_not_held_out() -> None:
     for number, tokens in ((4, 3), (-1, 3), (2, 1)):
         with pytest.raises(SystemExit, match="cannot be held out"):
             rows.split(examples, 4, number, tokens)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """Of a few words, with <s> before each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", "a", "b", "c", "user:", "?"]
+    by_word = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
+    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    by_word.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made = PreTrainedTokenizerFast(tokenizer_object=by_word, unk_token="?", eos_token="</s>")
+    made.chat_template = "<s> {% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    return made
+
+
+def written(folder: Path, *examples: Any, between: str = "\n") -> str:
+    (folder / "rows.jsonl").write_text(between.join(map(json.dumps, examples)), encoding="utf-8-sig")
+    return str(folder / "rows.jsonl")
+
+
+def test_examples_are_read_from_each_kind_of_line(tokenizer: Any, tmp_path: Path) -> None:
+    """A byte order mark and blank lines are no examples; a chat's template writes its own first token."""
+    file = written(
+        tmp_path,
+        {"text": "a b"},
+        {"prompt": "a", "completion": " b c", "text": None},
+        {"messages": [{"role": "user", "content": "c"}], "text": "a"},
+        {"text": "a a a a a a a"},
+        between="\n\n",
+    )
+    assert [example.tolist() for example in rows.read(file, tokenizer, 6)] == [
+        [0, 2, 3, 1],
+        [0, 2, 3, 4, 1],
+        [0, 5, 4],
+        [0, 2, 2, 2, 2, 2],
+    ]
+    tokenizer.eos_token = None
+    assert [example.tolist() for example in rows.read(file, tokenizer, 100)][1] == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("wrong", [{"words": "a"}, {"prompt": "a"}, {"text": 3}, [], "text", {"messages": "a"}])
+def test_a_line_that_is_no_example_is_named(wrong: Any, tokenizer: Any, tmp_path: Path) -> None:
+    file = written(tmp_path, {"text": "a"}, wrong, between="\n\n")
+    with pytest.raises(SystemExit, match=r"rows\.jsonl:3: needs text, prompt and completion, or messages: "):
+        rows.read(file, tokenizer, 6)
+
+
+def test_held_out_rows_may_be_longer_than_those_to_train_on() -> None:
+    batch = rows.collate([[torch.arange(1, 6)], [torch.tensor([7])]], 2, False)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [7, 0, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 2, 3, 4, 5], [-100] * 5]
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+
+
+def test_what_can_be_held_out() -> None:
+    examples = [torch.arange(length) for length in (2, 1, 2, 2)]
+    everything, nothing = rows.split(examples, 8, 0, 0)
+    assert [len(one) for one in everything] == [2, 1, 2, 2] and nothing == []
+    trained, held_out = rows.split(examples, 8, 3, 2)
+    assert [len(one) for one in trained] == [2] and [len(row[0]) for row in held_out] == [2, 2]
+
+
+def test_a_length_of_one_is_a_length(tmp_path: Path) -> None:
+    (tmp_path / "lengths").write_text("1")
+    assert rows.read_lengths(str(tmp_path / "lengths"), 100) == [1]

@@ -1,0 +1,94 @@
+"""Cross-entropy in chunks of tokens: the same loss and gradients as of the whole, where the head allows it."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from autotune.prediction.memory_predictor import HEAD_CHUNK
+from autotune.probe.runtime import chunked_loss
+from tests.helpers.factories import TINY
+
+SMALL = TINY | {"num_hidden_layers": 2}
+
+
+def built(model: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    shape = dict(model)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, tied: bool, frozen: bool) -> None:
+    monkeypatch.setattr(chunked_loss, "CHUNK_TOKENS", 16)  # 58 tokens: three chunks and a rest
+    model = built(SMALL | {"model_type": "llama", "tie_word_embeddings": tied})
+    model.get_output_embeddings().weight.requires_grad_(not frozen)
+    tokens = torch.randint(0, 128, (2, 29))
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
+
+    def gradients() -> dict[str, Any]:
+        return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+    expected = model(input_ids=tokens, labels=labels, num_items_in_batch=50).loss
+    (3 * expected).backward()
+    wanted = gradients()
+    model.zero_grad()
+
+    loss = chunked_loss.chunked_loss(model)
+    found = loss(model(input_ids=tokens), labels, num_items_in_batch=50)
+    (3 * found).backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert gradients().keys() == wanted.keys()
+    for name, gradient in gradients().items():
+        torch.testing.assert_close(gradient, wanted[name], msg=name)
+
+    with torch.no_grad():
+        mean = loss(model(input_ids=tokens), labels)
+    assert mean.item() == pytest.approx(expected.item() * 50 / (labels[:, 1:] != -100).sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "plain"),
+    [
+        ("llama", True),
+        ("mixtral", True),
+        ("qwen2", True),
+        ("gpt2", True),
+        ("gemma2", False),
+        ("cohere", False),
+        ("granite", False),
+    ],
+)
+def test_a_head_whose_logits_are_changed_afterwards_is_found_out(model_type: str, plain: bool) -> None:
+    scaled = {"logits_scaling": 8.0} if model_type == "granite" else {}
+    model = built(SMALL | scaled | {"model_type": model_type, "head_dim": 16})
+    assert chunked_loss.has_plain_head(model) is plain
+    assert "forward" not in vars(model.get_output_embeddings()) and "forward" not in vars(model.base_model)
+    if not plain:
+        with pytest.raises(ValueError, match="changes its logits"):
+            chunked_loss.chunked_loss(model)
+
+
+def test_what_a_router_adds_to_the_loss_is_not_left_out() -> None:
+    assert not chunked_loss.has_plain_head(built(SMALL | {"model_type": "mixtral", "output_router_logits": True}))
+
+
+def test_the_memory_model_knows_how_long_a_chunk_is() -> None:
+    """It runs without torch, which the chunks need."""
+    assert HEAD_CHUNK == chunked_loss.CHUNK_TOKENS
+
+
+def test_the_head_runs_in_the_precision_of_the_model_and_only_for_the_loss() -> None:
+    """The loss is computed after autocast has ended."""
+    model = built(SMALL | {"model_type": "llama"})
+    tokens = torch.randint(0, 128, (2, 29))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(input_ids=tokens, labels=tokens).loss
+    loss = chunked_loss.chunked_loss(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(input_ids=tokens)
+    assert outputs.logits.shape == (2, 29, 1)
+    assert loss(outputs, tokens).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert loss(model(input_ids=tokens), tokens).item() != pytest.approx(expected.item(), rel=1e-6)

@@ -1,0 +1,95 @@
+"""The Trainer of probe and script: the arguments that everything measured rests on, and what it leaves out."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.core.train_config import TrainConfig
+from autotune.export import script
+from autotune.probe.runtime.lean_trainer import (
+    compile_layers,
+    run_layers_eagerly,
+    training_arguments,
+    visit_modules_on_change,
+)
+from tests.unit.export.test_script import recipe
+
+
+def test_what_speed_and_memory_depend_on() -> None:
+    """The defaults of the libraries' recipes: gradients clipped at 1, whole batches only, and no reporter."""
+    config = TrainConfig(micro_batch_size=4, optimizer="lion_8bit", loader_workers=2, kernels="liger")
+    plain = training_arguments(script.settings(recipe(config)), accumulation=8, on_cpu=False)
+    assert plain == {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 8,
+        "optim": "lion_8bit",
+        "bf16": True,
+        "fp16": False,
+        "use_cpu": False,
+        "learning_rate": config.learning_rate,
+        "max_grad_norm": 1.0,
+        "logging_steps": 10,
+        "logging_nan_inf_filter": False,
+        "report_to": [],
+        "dataloader_drop_last": True,
+        "dataloader_num_workers": 2,
+        "dataloader_pin_memory": True,
+        "use_liger_kernel": True,
+        "liger_kernel_config": {"cross_entropy": False, "fused_linear_cross_entropy": False},
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "bf16", "fp16"),
+    [("bf16_mixed", True, False), ("fp16_mixed", False, True), ("bf16_pure", False, False), ("fp32", False, False)],
+)
+def test_only_mixed_precision_is_the_trainers(precision: str, bf16: bool, fp16: bool) -> None:
+    config = TrainConfig(precision=precision)
+    on_cpu = training_arguments(script.settings(recipe(config)), accumulation=1, on_cpu=True)
+    assert (on_cpu["bf16"], on_cpu["fp16"]) == (bf16, fp16)
+    assert on_cpu["use_cpu"] and not on_cpu["dataloader_pin_memory"] and not on_cpu["use_liger_kernel"]
+
+
+class _Counting(nn.Module):
+    visits = 0
+
+    def train(self, mode: bool = True) -> Any:
+        _Counting.visits += 1
+        return super().train(mode)
+
+
+def test_modules_are_visited_only_when_the_mode_changes() -> None:
+    model = nn.Sequential(_Counting()).eval()
+    visit_modules_on_change(model)
+    assert model.training and model[0].training
+    _Counting.visits = 0
+    assert model.train() is model and _Counting.visits == 0
+    assert model.eval() is model and _Counting.visits == 1 and not model[0].training
+    assert model.train(False) is model and _Counting.visits == 1
+    assert model.train() is model and _Counting.visits == 2 and model[0].training
+
+
+def test_a_model_is_freed_after_its_last_use() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    visit_modules_on_change(model)
+    known = weakref.ref(model)
+    del model
+    assert known() is None
+
+
+def test_layers_are_compiled_alone_for_their_shapes_and_run_eagerly_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def compiled(function: Any, **options: Any) -> Any:
+        asked.append(options)
+        return lambda rows: rows * 2
+
+    monkeypatch.setattr(torch, "compile", compiled)  # the real one takes a minute
+    layers: list[nn.Module] = [nn.Identity(), nn.Identity()]
+    compile_layers(layers)
+    assert asked == [{"dynamic": False}] * 2 and layers[1](torch.tensor(3)) == 6
+    run_layers_eagerly(layers)
+    assert [int(layer(torch.tensor(3))) for layer in layers] == [3, 3]

@@ -1,0 +1,197 @@
+"""The model that is trained: random weights that are numbers, what is frozen, what is recomputed, no foreign code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.core.train_config import TrainConfig
+from autotune.probe.model_settings import model_settings
+from autotune.probe.runtime import model_builder
+from autotune.probe.runtime.settings import ModelSettings
+from tests.helpers.factories import TINY
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks with a name from before transformers 5.23
+
+LLAMA = TINY | {"model_type": "llama", "num_hidden_layers": 4}
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 64}
+CPU = torch.device("cpu")
+CANARY = "open({path!r}, 'w')\n"
+
+
+def settings(**knobs: Any) -> ModelSettings:
+    return model_settings(TrainConfig(**({"precision": "fp32"} | knobs)))
+
+
+def built(shape: dict[str, Any], **knobs: Any) -> Any:
+    return model_builder.build(model_builder.config_of(shape), settings(**knobs), CPU)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, LLAMA | {"tie_word_embeddings": True}, GPT2], ids=["llama", "tied", "gpt2"])
+def test_random_weights_are_drawn_as_before_a_training(shape: dict[str, Any]) -> None:
+    """Matrices as models begin with them, norms at one, biases at zero; nothing is to be trained yet."""
+    model = built(shape)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            assert weight.std().item() == pytest.approx(0.02, rel=0.15) and abs(weight.mean().item()) < 0.005, name
+        else:
+            assert torch.equal(weight, torch.full_like(weight, float(name.endswith("weight")))), name
+        assert not weight.requires_grad and weight.dtype == torch.float32
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied is (shape.get("tie_word_embeddings", shape is GPT2))
+    assert model.config.use_cache is False and model.config.name_or_path == ""
+
+
+def test_the_base_has_the_asked_type_and_attention() -> None:
+    model = built(LLAMA, precision="bf16_pure", attention="eager")
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
+
+
+def test_adapters_are_on_every_linear_layer_but_the_head() -> None:
+    pure = {"precision": "bf16_pure", "lora_rank": 4}
+    model = model_builder.to_train(built(LLAMA, **pure), settings(**pure), CPU)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    # A pair of matrices for q, k, v, o, gate, up and down of each layer: rank x (inputs + outputs).
+    sides = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 64), (32, 64), (64, 32)]
+    assert sum(weight.numel() for weight in trained) == 4 * 4 * sum(map(sum, sides))
+    assert {weight.dtype for weight in trained} == {torch.bfloat16}
+    mixed = model_builder.to_train(built(LLAMA, precision="bf16_mixed"), settings(precision="bf16_mixed"), CPU)
+    assert {weight.dtype for weight in mixed.parameters() if weight.requires_grad} == {torch.float32}
+    full = model_builder.to_train(built(LLAMA, method="full"), settings(method="full"), CPU)
+    assert all(weight.requires_grad for weight in full.parameters())
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "recomputed"),
+    [
+        ("none", [False, False, False, False]),
+        ("full", [True, True, True, True]),
+        ("every_2", [True, False, True, False]),
+        ("every_3", [True, False, False, True]),
+    ],
+)
+def test_which_layers_are_recomputed(checkpointing: str, recomputed: list[bool]) -> None:
+    base = built(LLAMA)
+    model_builder.set_checkpointing(base, settings(checkpointing="full"))
+    model_builder.set_checkpointing(base, settings(checkpointing=checkpointing))
+    layers = model_builder.decoder_layers(base)
+    assert [layer.gradient_checkpointing for layer in layers] == recomputed
+    model_builder.stop_checkpointing(base)
+    assert not any(layer.gradient_checkpointing for layer in layers)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "every_3", "offload"])
+def test_recomputing_changes_no_gradient(checkpointing: str) -> None:
+    torch.manual_seed(0)
+    base = built(LLAMA).requires_grad_(True).train()
+    rows = torch.arange(16).reshape(2, 8)
+
+    def gradients() -> list[torch.Tensor]:
+        base.zero_grad()
+        base(input_ids=rows, labels=rows).loss.backward()
+        return [weight.grad.clone() for weight in base.parameters()]
+
+    expected = gradients()
+    ran: list[bool] = []
+    base.model.layers[0].mlp.register_forward_pre_hook(lambda *_: ran.append(True))
+    model_builder.set_checkpointing(base, settings(checkpointing=checkpointing))
+    assert all(torch.equal(*pair) for pair in zip(gradients(), expected, strict=True))
+    assert len(ran) == (1 if checkpointing == "none" else 2)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_quantized_base_keeps_head_and_vectors(quantization: str) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    shape = LLAMA | {"attention_bias": True, "hidden_size": 64}
+    model = built(shape, quantization=quantization, precision="bf16_mixed")
+    kind = bnb.nn.Linear4bit if quantization == "nf4" else bnb.nn.Linear8bitLt
+    layers = [module for module in model.modules() if isinstance(module, kind)]
+    assert len(layers) == 4 * 7 and not any(weight.is_meta for weight in model.parameters())
+    assert len({layer.weight.data_ptr() for layer in layers}) == 4 * 7, "no two layers share their weights"
+    assert type(model.lm_head) is nn.Linear and model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.15)
+    assert (getattr(model, "is_loaded_in_4bit", False), getattr(model, "is_loaded_in_8bit", False)) == (
+        quantization == "nf4",
+        quantization == "int8",
+    )
+    for layer in model.model.layers:
+        bias = layer.self_attn.q_proj.bias
+        assert bias.dtype == torch.bfloat16 and not bias.any() and not bias.requires_grad
+    assert nn.Linear(2, 2).weight.device == CPU, "other layers are made as ever"
+    if quantization == "nf4":
+        for layer in layers:
+            assert layer.quant_state is layer.weight.quant_state and layer.weight.module is layer
+            assert layer.compute_dtype == torch.bfloat16 and layer.weight.quant_type == "nf4"
+            values = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+            assert values.std().item() == pytest.approx(0.02, rel=0.2)
+    else:
+        assert {layer.state.threshold for layer in layers} == {6.0}
+        assert not any(layer.state.has_fp16_weights for layer in layers)
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_the_statistics_of_nf4_are_quantized_on_request(double_quant: bool) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = built(LLAMA, quantization="nf4", double_quant=double_quant)
+    assert model.model.layers[0].mlp.up_proj.weight.quant_state.nested is double_quant
+
+
+def test_fp8_is_for_layers_whose_sides_are_multiples_of_16_but_not_the_head() -> None:
+    float8 = pytest.importorskip("torchao.float8.float8_linear")
+    model = built(LLAMA | {"intermediate_size": 72}, quantization="fp8")
+    converted = {name for name, module in model.model.layers[0].named_modules() if type(module) is float8.Float8Linear}
+    assert converted == {f"self_attn.{one}_proj" for one in "qkvo"}  # 72 is none
+    assert type(model.lm_head) is nn.Linear
+    assert model.model.layers[0].self_attn.q_proj.config.emulate
+
+
+@pytest.mark.parametrize("model_type", ["llama", "strange"])
+def test_no_code_of_a_model_is_run_and_nobody_is_asked(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for a known family nor for one that only the code in the directory could build."""
+    from transformers import AutoConfig
+
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    built(LLAMA).save_pretrained(tmp_path)
+    (tmp_path / "evil.py").write_text(CANARY.format(path=str(tmp_path / "CANARY")))
+    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": model_type, "auto_map": code}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if model_type == "llama":
+        assert model_builder.load(str(tmp_path), settings(), CPU).config.model_type == "llama"
+        assert model_builder.config_of(config).model_type == "llama"
+    else:
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            model_builder.load(str(tmp_path), settings(), CPU)
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            model_builder.config_of(config)
+        own = AutoConfig.for_model(**LLAMA)
+        own.auto_map = code
+        model_builder.load(str(tmp_path), settings(), CPU, config=own)
+    assert not (tmp_path / "CANARY").exists()
+
+
+def test_real_weights_are_loaded_frozen_and_as_asked(tmp_path: Path) -> None:
+    saved = built(LLAMA, precision="bf16_pure")
+    saved.save_pretrained(tmp_path)
+    model = model_builder.load(str(tmp_path), settings(precision="bf16_pure", attention="eager"), CPU)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), saved.parameters(), strict=True))
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager"
+    assert not model.config.use_cache and not any(weight.requires_grad for weight in model.parameters())
+    other = model_builder.config_of(LLAMA | {"num_hidden_layers": 2})
+    assert len(model_builder.decoder_layers(model_builder.load(str(tmp_path), settings(), CPU, config=other))) == 2
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        model_builder.load(str(tmp_path), settings(), CPU)
+
+
+def test_cudnn_attention_is_known_by_its_name() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    built(LLAMA, attention="sdpa_cudnn")
+    assert "sdpa_cudnn" in AttentionInterface() and AttentionMaskInterface()["sdpa_cudnn"] is sdpa_mask

@@ -1,0 +1,64 @@
+"""What the exported script reads and sets before torch is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from autotune.core.train_config import TrainConfig
+from autotune.export import script
+from autotune.probe.model_settings import model_settings
+from autotune.probe.runtime import settings
+from tests.unit.export.test_script import recipe
+
+
+@pytest.mark.parametrize(
+    ("before", "use_cpu", "visible"),
+    [({}, False, "0"), ({"CUDA_VISIBLE_DEVICES": "5, 1"}, False, "5"), ({"CUDA_VISIBLE_DEVICES": "5"}, True, "")],
+)
+def test_torch_sees_one_gpu_or_none(
+    before: dict[str, str], use_cpu: bool, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(before)
+    monkeypatch.setattr(settings.os, "environ", environment)
+    settings.prepare_environment(use_cpu=use_cpu)
+    assert environment == {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": visible,
+    }
+
+
+def test_an_allocator_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    monkeypatch.setattr(settings.os, "environ", environment)
+    settings.prepare_environment(use_cpu=False)
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+def test_the_arguments_of_the_libraries() -> None:
+    plain = model_settings(TrainConfig(lora_rank=8, quantization="nf4", double_quant=True))
+    assert plain.lora_arguments() == {
+        "r": 8,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "target_modules": "all-linear",
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    assert plain.bitsandbytes_arguments() == {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16",
+    }
+    assert model_settings(TrainConfig(quantization="int8")).bitsandbytes_arguments() == {"load_in_8bit": True}
+    full = model_settings(TrainConfig(method="full"))
+    assert full.lora_arguments() is None and full.bitsandbytes_arguments() is None
+
+
+def test_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
+    made = script.settings(recipe(TrainConfig(quantization="nf4", dora=True)))
+    (tmp_path / "train_config.json").write_text(made.to_json())
+    assert settings.RunSettings.read(tmp_path / "train_config.json") == made
+    assert made.to_json().startswith('{\n  "about": [\n') and made.to_json().endswith("}\n")  # for readers
