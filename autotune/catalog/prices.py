@@ -109,9 +109,9 @@ def _parts(as_of: str) -> tuple[int, int | None, int | None]:
     match = re.fullmatch(r"([0-9]{4})(?:-([0-9]{2})(?:-([0-9]{2}))?)?", as_of)
     if match is None:
         raise ValueError(f"a date is a day, a month or a year, like 2026-11-01 or 2026, not {as_of[:40]!r}")
-    year, month, day = (int(part) if part else None for part in match.groups())
-    date(year or 0, month or 1, day or 1)  # or it raises
-    return year or 0, month, day
+    year, (month, day) = int(match[1]), (int(part) if part else None for part in match.groups()[1:])
+    date(year, month or 1, day or 1)  # or it raises
+    return year, month, day
 
 
 def _number(count: int, unit: str) -> str:

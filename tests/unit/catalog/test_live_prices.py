@@ -1,6 +1,8 @@
 """Prices: how old they are, the user's own file, today's live_prices, and the command that prints them."""
 
 import json
+import logging
+import socket
 import sys
 from collections.abc import Callable
 from datetime import date
@@ -270,12 +272,24 @@ def test_without_gpuhunt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_without_a_network(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("gpuhunt", reason="gpuhunt (live prices) is not installed")
+    gpuhunt = pytest.importorskip("gpuhunt", reason="gpuhunt (live prices) is not installed")
     monkeypatch.setenv("GPUHUNT_CATALOG_URL", "http://127.0.0.1:1")
+    logger = logging.getLogger("gpuhunt")
+    asked: list[tuple[float | None, bool]] = []
+
+    class Catalog(gpuhunt.Catalog):  # type: ignore[misc]
+        def query(self, **options: Any) -> Any:
+            asked.append((socket.getdefaulttimeout(), logger.isEnabledFor(logging.CRITICAL)))
+            return super().query(**options)
+
+    monkeypatch.setattr(gpuhunt, "Catalog", Catalog)
+    before = socket.getdefaulttimeout(), logger.level
     with pytest.raises(EnvironmentProblem, match="could not be fetched") as caught:
         live_prices.live_prices(resolve_device("a10"))
     assert "--live" in (caught.value.remedy or "")
     assert capfd.readouterr().err == ""
+    assert asked == [(live_prices.TIMEOUT_S, False)]
+    assert (socket.getdefaulttimeout(), logger.level) == before
 
 
 @pytest.mark.usefixtures("fresh")
