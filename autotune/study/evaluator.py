@@ -170,8 +170,9 @@ class Evaluator:
         refused = self._gate(request, estimate)
         if refused is not None:
             return Evaluation(result=self._stored(trial, refused))
-        limit_gib = estimate.limit_gib * (1 - GATE_BAND) if estimate is not None and estimate.bounded else 0.0
-        if skip_if_fits and estimate is not None and estimate.high_gib < limit_gib:
+        if (skip_if_fits and estimate is not None and estimate.bounded) and (
+            estimate.high_gib < estimate.limit_gib * (1 - GATE_BAND)
+        ):
             return None
         answer = self._low_fidelity(request, trial)
         return self._decide(trial, answer) if isinstance(answer, ProbeResult) else answer

@@ -46,7 +46,7 @@ def restore(
     """A study's records and selection, from Optuna's finished trials and the table of probes."""
     selection = Selection(task)
     searched = [row for row in stored if row.result.rung not in NOT_SEARCHED and row.result.depth is None]
-    by_trial = {row.trial: row.result for row in searched if row.trial is not None}
+    by_trial = {row.trial: row.result for row in searched}
     by_config = {row.result.config.digest: row.result for row in searched}
     seconds: dict[int | None, float] = {}
     for row in stored:

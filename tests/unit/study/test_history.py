@@ -73,6 +73,7 @@ def test_a_trial_has_its_own_result_or_that_of_its_configuration_or_what_optuna_
             stored(0, outcome=Outcome.OOM, oom=OUT),
             stored(None, measurement=measurement(0.25)),
             stored(0, depth=2, seconds={"total": 4.0}, measurement=measurement(0.1)),
+            stored(0, depth=8, seconds={"load": 9.0}),
             stored(1, seconds={"load": 9.0}, measurement=measurement(0.25)),
         ],
     )

@@ -46,6 +46,7 @@ def test_nothing_is_apart_where_there_are_no_others() -> None:
         ({"micro_s": 0.45, "about": ""}, ["+11% tokens/s against the fleet's median"]),
         ({"reserved_gib": 21.0}, ["it reserves 21.0 GiB, the fleet 20.0 GiB"]),
         ({"temperature_c": 70.0}, ["it is at 70 C, the fleet at 55 C"]),
+        ({"temperature_c": 40.0}, ["it is at 40 C, the fleet at 55 C"]),
         ({"temperature_c": None}, []),
     ],
 )

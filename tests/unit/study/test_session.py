@@ -1,0 +1,304 @@
+"""A process's part in a study, with recorded probes: what a leader keeps of it, who may join, and what ends it."""
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.problem.study_spec import StudySpec
+from autotune.study import session as session_module
+from autotune.study.optimizer import Optimizer
+from autotune.study.preparation import prepare_session
+from autotune.study.progress import TextProgress
+from autotune.study.session import Leader, Session, await_study, find_record, read_summary, work, worker_folder
+from autotune.study.storage.leases import Leases, Worker
+from autotune.study.storage.optuna_storage import read_record
+from autotune.study.storage.study_record import Limits, StudyPhase, StudyRecord, update_record
+from tests.helpers.factories import FINGERPRINT, result
+from tests.helpers.replay import Answers, ReplayProber, machine
+from tests.helpers.sessions import by_tokens
+
+SPACE = """\
+version: 1
+knobs:
+  micro_batch_size: {values: [1, 2, 4, 8]}
+  seq_len: {values: [256]}
+  lora_rank: {values: [16]}
+  checkpointing: {values: [none, full]}
+"""
+
+
+class Recorded(ReplayProber):
+    """Answers in place of a worker process, on a machine with 200 GiB."""
+
+    answers: Answers = staticmethod(machine(rate=by_tokens, limit_gib=100.0))
+    shape: ModelShape | None = None
+    fingerprint_here = FINGERPRINT
+    memory_gib = 200.0
+
+    def __init__(self, device: str, logs: Path, *, should_stop: Callable[[], bool]) -> None:
+        super().__init__(self.answers, self.fingerprint_here, self.shape)
+        self.device, self.should_stop = device, should_stop
+
+    def __enter__(self) -> "Recorded":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def launch(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Recorded]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    monkeypatch.setattr(session_module, "WorkerProber", Recorded)
+    for name in ("answers", "shape", "fingerprint_here"):  # whatever a test sets is undone
+        monkeypatch.setattr(Recorded, name, Recorded.__dict__[name])
+    return Recorded
+
+
+URL = "sqlite:///a.db"
+
+
+def lead(said: list[str] | None = None, **options: Any) -> Leader:
+    """Lead the study 'mine' as a process does."""
+    values = {"model": "demo-3m", "gpu": "cpu", "study": "mine", "storage": URL, "space": "space.yaml", "out": "out"}
+    spec = StudySpec(**(values | {"tokens_per_example": 256, "trials": 3, "budget": "1h"} | options))
+    plan = prepare_session(spec)
+    lines: list[str] = [] if said is None else said
+    with Session(plan.url, plan.out, plan.device, progress=TextProgress(lines.append)) as session:
+        leader = Leader(
+            session,
+            plan,
+            on_resumed=lambda rows: lines.append(f"resumed with {len(rows)}"),
+            on_trial=lambda row: lines.append(f"on trial {row.number}"),
+        )
+        leader.search()
+    return leader
+
+
+def record() -> StudyRecord:
+    found = read_record(URL, "mine")
+    assert found is not None
+    return found
+
+
+def probed(leader: Leader) -> list[Rung]:
+    return [request.rung for request in leader.session.prober.requests]  # type: ignore[attr-defined]
+
+
+def nowhere(selection: object, winner: object) -> tuple[()]:
+    return ()
+
+
+def test_a_leader_keeps_the_record_of_its_study(tmp_path: Path) -> None:
+    said: list[str] = []
+    leader = lead(said)
+    made = record()
+    assert made.limits == Limits(budget_s=3600.0, trials=3, patience=40)
+    assert (made.phase, made.out, made.spec.storage, made.fingerprint) == ("ended", "out", None, FINGERPRINT)
+    assert 100 < made.terms.memory_gib < 200 and made.terms.headroom == 0.05
+    assert (made.reserve_opened, made.shallow_only, made.too_short_for) == (False, False, ())
+    assert 0 < made.wall_seconds < 60 and made.earlier_seconds == 0.0
+    assert said[:1] == ["starting the probe worker"] and "resumed with 0" in said
+    assert [line for line in said if line.startswith("on trial")] == ["on trial 0", "on trial 1", "on trial 2"]
+    assert len(leader.trials.rows) == 3 and leader.failure is None
+    assert Rung.CONFIRM in probed(leader) and leader.trials.selection.leader() is not None
+    with closing(Leases(URL, "mine", Worker.here("cpu"))) as leases:
+        assert leases.taken() == set() and set(leases.workers()) == {leases.name}  # it has left
+    summary = read_summary(made, URL, nowhere)
+    assert summary.recipe is not None and summary.recipe.config == leader.trials.selection.leader()
+    assert len(summary.trials) == 3 and summary.wall_seconds >= made.wall_seconds
+
+
+def test_a_later_session_goes_on_where_the_first_ended() -> None:
+    lead()
+    first, said = record(), list[str]()
+    leader = lead(said, trials=5)
+    again = record()
+    assert "resumed with 3" in said and "3 trials are done already, 0 interrupted ones are queued again" in said
+    assert [line for line in said if line.startswith("on trial")] == ["on trial 3", "on trial 4"]
+    assert again.earlier_seconds == first.wall_seconds < again.wall_seconds
+    assert len(leader.trials.rows) == 5 and not any("baseline:" in line for line in said)
+    with pytest.raises(UsageError, match="its headroom differs"):
+        lead(headroom=0.1)
+
+
+def test_a_budget_that_is_over_is_kept_in_the_record() -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        return replace(machine(rate=by_tokens, limit_gib=100.0)(request), seconds={"total": 5000.0})
+
+    Recorded.answers = staticmethod(answer)
+    leader = lead()
+    assert leader.session.until == leader.plan.started + 3600.0 and not leader.session.is_over()
+    leader.session.until = time.monotonic()
+    assert leader.session.is_over()
+
+
+def test_probes_that_keep_failing_are_for_the_caller_to_raise() -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        if (request.config.checkpointing, request.config.micro_batch_size) != ("full", 8):
+            return result(outcome=Outcome.CRASH, reason="no kernel")
+        return machine(rate=by_tokens, limit_gib=100.0)(request)
+
+    Recorded.answers = staticmethod(answer)
+    leader = lead(trials=8)
+    assert isinstance(leader.failure, TooManyFailures) and "no kernel" in str(leader.failure)
+    assert record().phase == StudyPhase.ENDED and Rung.CONFIRM not in probed(leader)
+
+
+def test_an_interrupt_of_a_caller_without_signal_handlers_is_a_stop() -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        if request.config.checkpointing == "none":
+            raise KeyboardInterrupt
+        return machine(rate=by_tokens, limit_gib=100.0)(request)
+
+    Recorded.answers = staticmethod(answer)
+    leader = lead()
+    assert leader.session.stop() and leader.failure is None
+    assert record().phase == StudyPhase.ENDED and record().too_short_for == ()
+
+
+def test_what_nothing_else_than_quantised_bases_fit_is_said_and_kept() -> None:
+    """Weights take 1 GiB, in 4 bits a quarter of it; there is half a GiB."""
+    Path("space.yaml").write_text(SPACE + "  quantization: {values: [none, nf4]}\n")
+    Recorded.answers = staticmethod(machine(limit_gib=0.5, rate=by_tokens))
+    said: list[str] = []
+    leader = lead(said)
+    assert record().reserve_opened and {row.config.quantization for row in leader.trials.rows} == {"nf4"}
+    assert any(line.startswith("nothing else fits, so these are searched too: ") for line in said)
+    lead(trials=4)  # a later session knows it
+    assert record().reserve_opened
+
+
+def test_only_one_process_leads() -> None:
+    lead()
+    other = replace(Worker.here("cpu", leads=True), host="another")
+    with closing(Leases(URL, "mine", other)) as leases:
+        leases._beat()
+        with pytest.raises(UsageError, match=f"study 'mine' is being run by process {other.pid} of another"):
+            lead(trials=4)
+
+
+def test_layers_that_cannot_be_left_out_exclude_shallow_only() -> None:
+    with pytest.raises(UsageError, match="this model's layers cannot be left out"):
+        lead(shallow_only=True)
+    Recorded.shape = ModelShape(num_layers=8, prefix=0, period=1)
+    leader = lead(shallow_only=True)
+    assert set(probed(leader)) == {Rung.SHALLOW} and record().shallow_only
+
+
+# --- joining
+
+
+def searching(**changes: Any) -> StudyRecord:
+    """The study of an earlier leader, as if it were still searching."""
+    lead()
+    values = {"phase": StudyPhase.SEARCHING, "limits": Limits(budget_s=3600.0, trials=6)} | changes
+    with closing(Optimizer.open(URL, "mine", record().task.space)) as optimizer:
+        update_record(optimizer, **values)
+    return record()
+
+
+def join(found: StudyRecord, said: list[str] | None = None, **options: Any) -> int:
+    with Session(URL, Path("helper"), "cpu", progress=TextProgress(([] if said is None else said).append)) as session:
+        return work(session, found, **options)
+
+
+def test_a_worker_helps_until_a_limit_is_reached() -> None:
+    found, said = searching(), list[str]()
+    assert join(found, said) == 3
+    assert sum(line.startswith("trial ") for line in said) == 3
+    (seconds,) = record().worker_seconds.values()
+    assert 0 < seconds < 60 and len(read_summary(record(), URL, nowhere).trials) == 6
+    with closing(Leases(URL, "mine", Worker.here("cpu"))) as leases:
+        assert set(leases.workers()) == {leases.name}
+
+
+def test_a_worker_leaves_when_the_search_is_over() -> None:
+    assert join(searching(phase=StudyPhase.CONFIRMING)) == 0
+
+
+def test_a_worker_has_what_is_left_of_the_leaders_budget() -> None:
+    assert join(searching(wall_seconds=5000.0, earlier_seconds=1390.0)) == 0  # 3,610 s of this session's hour are over
+    assert join(searching(wall_seconds=5000.0, earlier_seconds=4000.0)) == 3
+
+
+def test_a_worker_of_another_kind_is_refused_unless_that_is_allowed() -> None:
+    found = searching()
+    Recorded.fingerprint_here = replace(FINGERPRINT, driver="590.1", packages={**FINGERPRINT.packages, "torch": "2.9"})
+    with pytest.raises(EnvironmentProblem, match="this machine is not like the one that began the study"):
+        join(found)
+    assert join(found, allow_mixed=True) == 3
+
+
+def test_a_node_that_needs_more_memory_is_refused_unless_that_is_allowed() -> None:
+    found = searching()
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        made = machine(rate=by_tokens, limit_gib=100.0)(request)
+        if made.measurement is None:
+            return made
+        more = 2 * made.measurement.peak_reserved_gib
+        return replace(made, measurement=replace(made.measurement, peak_reserved_gib=more))
+
+    Recorded.answers = staticmethod(answer)
+    with pytest.raises(TooManyFailures, match="this node is not like the others: it reserves"):
+        join(found)
+    assert join(found, allow_mixed=True) == 3
+
+
+@pytest.mark.parametrize("allow_mixed", [False, True])
+def test_a_node_that_changes_is_noticed_later(monkeypatch: pytest.MonkeyPatch, allow_mixed: bool) -> None:
+    found, said, readings = searching(), list[str](), iter([[], ["it is slow"]])
+    monkeypatch.setattr(session_module.NodeMonitor, "is_due", lambda self: True)
+    monkeypatch.setattr(session_module.NodeMonitor, "check", lambda self: next(readings, []))
+    text = "this node is not like the others any more: it is slow"
+    if not allow_mixed:
+        with pytest.raises(TooManyFailures, match=text):
+            join(found, said)
+        return
+    assert join(found, said, allow_mixed=True) == 3 and text in said
+
+
+def test_a_study_is_waited_for_until_its_search_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, now = list[str](), [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(session_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(session_module.time, "sleep", sleep)
+    with pytest.raises(UsageError, match="there is no study 'mine' in this database that could be joined"):
+        await_study(URL, "mine", 7.0, said.append)
+    assert said == ["waiting 7.0 s at most for study 'mine' to begin"] and now == [108.0]  # it looks every 2 s
+    with pytest.raises(UsageError):
+        await_study(URL, "mine", 0.0, said.append)
+    assert len(said) == 1 and now == [108.0]
+    monkeypatch.undo()
+
+
+def test_a_record_is_found_by_name_and_a_worker_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no study in this database"):
+        find_record(None, URL)
+    lead()
+    lead(study="newer", out="elsewhere")
+    assert find_record(None, URL).task.study == "newer" and find_record("mine", URL) == record()
+    with pytest.raises(UsageError, match="there is no study 'none' here") as caught:
+        find_record("none", URL)
+    assert caught.value.remedy == "the studies are: mine, newer"
+    with (
+        closing(Optimizer.create(URL, "foreign", record().task.space, seed=0)),
+        pytest.raises(UsageError, match="'foreign' is not a study of autotune"),
+    ):
+        find_record("foreign", URL)
+    assert worker_folder(record(), URL, Path("given")) == Path("given")
+    assert worker_folder(record(), URL, None).parent == tmp_path / "out"
+    assert worker_folder(record(), URL, None).name.startswith("worker-")
