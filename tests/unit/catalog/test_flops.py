@@ -64,7 +64,7 @@ FREE, WINDOWED = 8192 / 2, 2048 / 2 / 4 + 2048 * 3 / 4  # the first quarter of t
         ({"sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 7}, 3),
         ({"sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 7, "model_type": "mistral"}, 10),
         ({"sliding_window": 2048, "model_type": "mistral", "use_sliding_window": False}, 0),
-        ({"sliding_window": 2048, "model_type": "llama", "layer_types": ["sliding_attention", "full"] * 5}, 5),
+        ({"sliding_window": 2048, "model_type": "llama", "layer_types": ["sliding_attention"] * 3 + ["x"] * 7}, 3),
     ],
     ids=str,
 )

@@ -98,6 +98,27 @@ def test_a_file_of_ones_own(write: Callable[[str], Path]) -> None:
     assert (own[2].usd_per_hour, own[2].as_of) == (0, "2026")
 
 
+@pytest.mark.parametrize(
+    ("key", "most", "beyond"),
+    [
+        ("count", "1024", "1025"),
+        ("usd", "1000000", "1000001"),
+        ("spot_usd", "1000000", "1000001"),
+        ("provider", "p" * 100, "p" * 101),
+        ("source", "s" * 300, "s" * 301),
+    ],
+)
+def test_the_most_that_a_price_may_say(write: Callable[[str], Path], key: str, most: str, beyond: str) -> None:
+    row = {"provider": "mine", "device": "a10", "usd": "1"}
+    for value, fits in ((most, True), (beyond, False)):
+        text = "- {" + ", ".join(f"{name}: {each}" for name, each in (row | {key: value}).items()) + "}\n"
+        if fits:
+            assert len(load_prices(write(text))) == 1
+        else:
+            with pytest.raises(UsageError, match=f"0.{key}: "):
+                load_prices(write(text))
+
+
 def test_ones_own_goes_before_all_others(write: Callable[[str], Path]) -> None:
     own = load_prices(write(MINE))
     # Their own is dearer than what is shipped, and one GPU goes before half of two.
