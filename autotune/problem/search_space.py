@@ -15,7 +15,7 @@ from typing import Any
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import read_user_yaml
 from autotune.core.knobs import KNOBS, Kind, check_value
-from autotune.core.train_config import TrainConfig, digest_of
+from autotune.core.train_config import TrainConfig
 
 _DEFAULTS = TrainConfig()
 
@@ -88,11 +88,6 @@ class SearchSpace:
 
     name: str
     knobs: tuple[Knob, ...]
-
-    @property
-    def digest(self) -> str:
-        """Twelve hex digits, which differ for other knobs or values."""
-        return digest_of(self.describe())
 
     def describe(self) -> dict[str, Any]:
         """Plain data, which is compared when a study is continued."""

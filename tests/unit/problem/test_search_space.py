@@ -272,7 +272,7 @@ def test_an_impossible_pin_is_a_usage_error(knob, value, message):
         assert caught.value.remedy == "the knobs are " + ", ".join(KNOBS)
 
 
-# --- clip and digest
+# --- clip and description
 
 
 @pytest.mark.parametrize(
@@ -291,11 +291,11 @@ def test_clip_takes_the_nearest(knobs, wanted, chosen):
     assert space(**knobs).clip(TrainConfig(**wanted)) == chosen
 
 
-def test_the_digest_follows_what_can_be_chosen():
+def test_the_description_follows_what_can_be_chosen():
     one = space(seq_len=(512, 1024))
-    assert one.digest == SearchSpace(name="other", knobs=one.knobs).digest
-    assert one.digest != space(seq_len=(512, 1024, 2048)).digest
-    assert one.digest != one.pin("seq_len", 512).digest
+    assert one.describe() == SearchSpace(name="other", knobs=one.knobs).describe()
+    assert one.describe() != space(seq_len=(512, 1024, 2048)).describe()
+    assert one.describe() != one.pin("seq_len", 512).describe()
     assert one.describe() == {"seq_len": {"values": [512, 1024], "range": [None, None, False], "when": None}}
 
 
