@@ -14,7 +14,7 @@ OF_TORCHTUNE = {"has_builder": True, "obstacle": "", "looks_back_less": False}
 @pytest.mark.parametrize("tool", keys.TOOLS)
 def test_conditions_and_texts_name_settings_that_exist(tool: str) -> None:
     about = load_data("autotune.export", "tools")[tool]
-    settings = tool_file._settings(recipe(TrainConfig()), tool) | (OF_TORCHTUNE if tool == "torchtune" else {})
+    settings = tool_file.settings_of(recipe(TrainConfig()), tool) | (OF_TORCHTUNE if tool == "torchtune" else {})
     lists = ("warnings", "commands", "differences", "notes")
     items = [item for name in lists for item in about.get(name, ())]
     assert len(items) > 5 and "{" not in about["run"].format_map(settings)

@@ -1,0 +1,215 @@
+"""Which changes of a file are tried, how much each changes what is learned, and which of them go together."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.planning.fixes import (
+    ADAPTERS,
+    CUT_CROSS_ENTROPY,
+    OTHER_OPTIMIZER,
+    QUANTIZED,
+    SAME_RESULT,
+    SHORTER,
+    FixSearch,
+    _subsets,
+    fixes_of,
+)
+from autotune.planning.foreign_config import parse
+from autotune.planning.run_check import CheckReport, check
+from autotune.prediction.memory_formula import CONTEXT_GIB
+from autotune.problem.run_cost import FITS, TIGHT
+from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL_7B, changed
+
+BF16, EIGHT_BIT = (SAME_RESULT, {"dtype": "bfloat16"}), (OTHER_OPTIMIZER, {"optim": "adamw_bnb_8bit"})
+LIGER = "axolotl.integrations.liger.LigerPlugin"
+
+
+@pytest.mark.parametrize(
+    ("tool", "text", "changes", "expected"),
+    [
+        ("trl", TRL_7B, {}, [BF16, EIGHT_BIT, (QUANTIZED, {"load_in_4bit": True})]),
+        ("trl", TRL_7B, {"dtype": "bfloat16", "load_in_4bit": True}, [EIGHT_BIT]),
+        (
+            "trl",
+            TRL_7B,
+            {"load_in_8bit": True, "optim": "adamw_torch", "dtype": "bfloat16"},
+            [EIGHT_BIT, (QUANTIZED, {"load_in_4bit": True, "load_in_8bit": False})],
+        ),
+        (
+            "trl",
+            TRL_7B,
+            {"gradient_checkpointing": False, "optim": "adafactor", "dtype": "bfloat16", "load_in_4bit": True},
+            [(SAME_RESULT, {"gradient_checkpointing": True})],
+        ),
+        (
+            "trl",
+            TRL_7B,
+            {"activation_checkpointing": False, "optim": "adafactor", "dtype": "bfloat16", "load_in_4bit": True},
+            [(SAME_RESULT, {"activation_checkpointing": True})],
+        ),
+        (
+            "trl",
+            TRL_7B,
+            {"use_dora": True, "optim": "adafactor", "dtype": "bfloat16", "load_in_4bit": True},
+            [(OTHER_OPTIMIZER, {"use_dora": False})],
+        ),
+        (
+            "trl",
+            TRL_7B,
+            {"use_peft": None, "lora_r": None, "lora_alpha": None},
+            [
+                EIGHT_BIT,
+                (QUANTIZED, {"dtype": "bfloat16"}),
+                (ADAPTERS, {"use_peft": True, "dtype": "bfloat16"}),
+                (ADAPTERS, {"use_peft": True, "dtype": "bfloat16", "load_in_4bit": True}),
+            ],
+        ),
+        (
+            "axolotl",
+            AXOLOTL,
+            {"gradient_checkpointing": False, "activation_checkpointing": False, "optimizer": "adafactor"},
+            [
+                (SAME_RESULT, {"plugins": [CUT_CROSS_ENTROPY], "cut_cross_entropy": True}),
+                (SAME_RESULT, {"gradient_checkpointing": True}),
+            ],
+        ),
+        (
+            "axolotl",
+            AXOLOTL,
+            {"plugins": f"some.Other, {LIGER}", "liger_cross_entropy": True, "optimizer": "adafactor"},
+            [(SAME_RESULT, {"liger_fused_linear_cross_entropy": True, "liger_cross_entropy": False})],
+        ),
+        (
+            "axolotl",
+            AXOLOTL,
+            {"plugins": ["some.Other", CUT_CROSS_ENTROPY], "cut_cross_entropy": False, "optimizer": "adafactor"},
+            [(SAME_RESULT, {"plugins": ["some.Other", CUT_CROSS_ENTROPY], "cut_cross_entropy": True})],
+        ),
+        (
+            "axolotl",
+            AXOLOTL_FULL,
+            {"optimizer": "adafactor"},
+            [
+                (ADAPTERS, {"adapter": "lora", "lora_target_linear": True, "lora_r": 16}),
+                (ADAPTERS, {"adapter": "qlora", "lora_target_linear": True, "lora_r": 16, "load_in_4bit": True}),
+            ],
+        ),
+        (
+            "axolotl",
+            AXOLOTL_FULL,
+            {"lora_r": 8, "optimizer": "adamw_torch"},
+            [
+                (OTHER_OPTIMIZER, {"optimizer": "adamw_bnb_8bit"}),
+                (ADAPTERS, {"adapter": "lora", "lora_target_linear": True, "lora_r": 8}),
+                (ADAPTERS, {"adapter": "qlora", "lora_target_linear": True, "lora_r": 8, "load_in_4bit": True}),
+            ],
+        ),
+        (
+            "llamafactory",
+            FACTORY,
+            {"disable_gradient_checkpointing": True},
+            [
+                (SAME_RESULT, {"enable_liger_kernel": True}),
+                (SAME_RESULT, {"disable_gradient_checkpointing": False}),
+                EIGHT_BIT,
+                (QUANTIZED, {"quantization_bit": 4}),
+            ],
+        ),
+        (
+            "llamafactory",
+            FACTORY_FULL,
+            {"enable_liger_kernel": True, "pure_bf16": True},
+            [
+                EIGHT_BIT,
+                (ADAPTERS, {"finetuning_type": "lora"}),
+                (ADAPTERS, {"finetuning_type": "lora", "quantization_bit": 4}),
+            ],
+        ),
+    ],
+)
+def test_the_changes_that_are_tried(
+    tool: str, text: str, changes: dict[str, Any], expected: list[tuple[int, dict[str, Any]]]
+) -> None:
+    run = parse(yaml.safe_load(changed(text, **changes)), tool)
+    assert list(fixes_of(run)) == expected
+
+
+def test_which_changes_go_together() -> None:
+    """0 and 0 change nothing that is learned, 1 the optimizer, 4 and 4 are two ways to train adapters."""
+    fixes = [(SAME_RESULT, {"a": 1}), (SAME_RESULT, {"b": 1}), (OTHER_OPTIMIZER, {"c": 1})]
+    fixes += [(ADAPTERS, {"d": 1}), (ADAPTERS, {"d": 2})]
+
+    def combinations(rank: int) -> list[tuple[int, str]]:
+        return [
+            (count, "".join(f"{key}{value}" for key, value in edits.items())) for count, edits in _subsets(fixes, rank)
+        ]
+
+    without_c = [(0, ""), (1, "a1"), (1, "b1"), (2, "a1b1")]
+    with_c = [(1, "c1"), (2, "a1c1"), (2, "b1c1"), (3, "a1b1c1")]
+    assert combinations(SAME_RESULT) == without_c
+    assert combinations(OTHER_OPTIMIZER) == with_c
+    assert combinations(QUANTIZED) == []
+    assert sorted(combinations(SHORTER)) == sorted(without_c + with_c)
+    assert sorted(combinations(ADAPTERS)) == sorted(
+        (count + 1, f"{edits}d{which}") for count, edits in without_c + with_c for which in (1, 2)
+    )
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Callable[..., FixSearch]:
+    def made(text: str, gpu: str = "a10", **options: Any) -> FixSearch:
+        (tmp_path / "run.yml").write_text(text)
+        found: CheckReport = check(tmp_path / "run.yml", {"gpu": gpu, **options})
+        return FixSearch(context=found.context, checked=found.checked)
+
+    return made
+
+
+def test_lengths_are_halved_down_to_256(search: Callable[..., FixSearch]) -> None:
+    def shorter(**keys: Any) -> list[dict[str, int]]:
+        found = search(changed(TRL_7B, **keys))
+        return found._shorter(found.checked.run)
+
+    assert shorter() == [{"max_length": 512}, {"max_length": 256}]  # of 1,024
+    assert shorter(max_seq_length=1025) == [{"max_seq_length": length} for length in (1024, 512, 256)]
+    assert shorter(max_length=600, max_seq_length=9) == [{"max_length": 512}, {"max_length": 256}]
+    assert shorter(max_length=257) == [{"max_length": 256}] and shorter(max_length=256) == []
+
+
+def test_micro_batches_divide_the_global_batch(search: Callable[..., FixSearch]) -> None:
+    found = search(changed(TRL_7B, per_device_train_batch_size=6, gradient_accumulation_steps=2))
+    sizes = found._smaller_batches(found.checked.run)
+    assert [tuple(size.values()) for size in sizes] == [(4, 3), (3, 4), (2, 6), (1, 12)]
+    assert {tuple(size) for size in sizes} == {("per_device_train_batch_size", "gradient_accumulation_steps")}
+
+
+def test_each_change_alone_saves_memory_or_makes_it_fit(search: Callable[..., FixSearch]) -> None:
+    """Also what does not make it fit is named with what it saves; what saves nothing is not."""
+    found = search(changed(AXOLOTL_FULL, gradient_checkpointing=True), "t4")
+    alone = found.each_alone()
+    assert [list(one.edits) for one in alone] == [
+        ["optimizer"],
+        ["adapter", "lora_target_linear", "lora_r"],
+        ["adapter", "lora_target_linear", "lora_r", "load_in_4bit"],
+        ["micro_batch_size", "gradient_accumulation_steps"],
+        ["sequence_len"],
+    ]
+    assert all(found.saved_gib(one) > 0.005 for one in alone) and not any(one.state == FITS for one in alone[:2])
+    assert alone[3].edits == {"micro_batch_size": 1, "gradient_accumulation_steps": 8}, "the smallest where none fits"
+    assert alone[4].edits == {"sequence_len": 2048}, "the longest where none fits"
+
+
+def test_a_run_too_close_to_tell_is_the_last_resort(search: Callable[..., FixSearch]) -> None:
+    """A run that does not fit is advised what may fit, where nothing surely does; one that may fit already is not."""
+    text = changed(FACTORY, quantization_bit=4, enable_liger_kernel=True, optim="adafactor", cutoff_len=256)
+    need = search(text, "h100-sxm").checked.estimate.need_gib
+    larger = changed(text, cutoff_len=512)
+    grown = search(larger, "h100-sxm").checked.estimate.need_gib
+    assert grown > need
+    best = search(larger, "h100-sxm", memory_gib=(need + 0.001) + CONTEXT_GIB, headroom=0.0).best()
+    assert best is not None and best.state == TIGHT and best.edits == {"cutoff_len": 256}
+    assert search(text, "h100-sxm", memory_gib=(need + 0.001) + CONTEXT_GIB, headroom=0.0).best() is None
