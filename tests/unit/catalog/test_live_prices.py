@@ -99,18 +99,23 @@ def test_a_file_of_ones_own(write: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "most", "beyond"),
+    ("key", "fitting", "beyond"),
     [
         ("count", "1024", "1025"),
+        ("count", "1", "0"),
         ("usd", "1000000", "1000001"),
+        ("usd", "0", "-1"),
         ("spot_usd", "1000000", "1000001"),
+        ("spot_usd", "0", "-1"),
         ("provider", "p" * 100, "p" * 101),
+        ("provider", "p", "''"),
         ("source", "s" * 300, "s" * 301),
+        ("source", "s", "''"),
     ],
 )
-def test_the_most_that_a_price_may_say(write: Callable[[str], Path], key: str, most: str, beyond: str) -> None:
+def test_the_ends_of_what_a_price_may_say(write: Callable[[str], Path], key: str, fitting: str, beyond: str) -> None:
     row = {"provider": "mine", "device": "a10", "usd": "1"}
-    for value, fits in ((most, True), (beyond, False)):
+    for value, fits in ((fitting, True), (beyond, False)):
         text = "- {" + ", ".join(f"{name}: {each}" for name, each in (row | {key: value}).items()) + "}\n"
         if fits:
             assert len(load_prices(write(text))) == 1

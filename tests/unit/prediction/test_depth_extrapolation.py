@@ -208,6 +208,13 @@ def test_what_the_timed_steps_held_beyond_the_first_is_kept() -> None:
     assert reported.peak_allocated_gib == pytest.approx(affine(LAYERS).peak_allocated_gib + extra)
 
 
+def test_a_segment_that_only_one_depth_has_has_no_line() -> None:
+    low, high = affine(2), affine(8)
+    lacking = replace(low, segment_peak_gib={"forward": low.segment_peak_gib["forward"]})
+    for pair in ((lacking, high), (low, replace(high, segment_peak_gib={"forward": 7.0}))):
+        assert set(extrapolate([(2, pair[0]), (8, pair[1])], LAYERS).measurement.segment_peak_gib) == {"forward"}
+
+
 def test_reserved_memory_is_never_below_allocated() -> None:
     shrinking = replace(affine(8), peak_reserved_gib=affine(8).peak_allocated_gib)
     reported = predicted(affine(2), shrinking).measurement
