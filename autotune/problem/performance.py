@@ -16,6 +16,9 @@ from autotune.problem.workload import RunShape, Workload
 # Times differ from one probe to the next by this share, however well the steps of each agree: on an H200 two
 # confirmations by 0.1 %, the shorter probes of the search from them by 0.4 to 1 %, since a GPU grows warm.
 AGAIN = 0.01
+# Speeds within this share are equal: their intervals overlap. Of two H200s of one host, side by side, one measured the
+# same two configurations 1.2 % apart, the other level.
+TIE = 2 * AGAIN
 UNSEEN = 0.02  # relative spread of a single time: an assumption, about twice the scatter of steps on an H200
 
 

@@ -4,13 +4,14 @@ Adapters are passed in: nothing here knows a database, a GPU or a screen. Every 
 so that a killed study continues with nothing lost.
 """
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.problem.performance import AGAIN
+from autotune.problem.performance import TIE
 from autotune.study.confirmation import confirm_finalists, measure_close_calls
 from autotune.study.coordinate_search import TOO_LARGE, CoordinateSearch, smaller_batches
 from autotune.study.distributed import SharedTrials
@@ -122,16 +123,16 @@ class Study:
                 self._try_sizes(config)
 
     def _about_as_fast(self, best: TrialRecord) -> list[TrainConfig]:
-        """The three fastest configurations within the error of one probe, with the likely winner's learning knobs."""
+        """Of all that tie with the best the three with the least memory, with the likely winner's learning knobs."""
         likely = next(iter(self.trials.selection.finalists(1)), None)
         if likely is None:
             return []
-        space, min_speed = self.trials.task.space, (best.tokens_per_second or 0.0) * (1 - AGAIN)
+        space, min_speed = self.trials.task.space, (best.tokens_per_second or 0.0) * (1 - TIE)
         learned = {knob.name: getattr(likely, knob.name) for knob in space.knobs if knob.kind == "learning"}
         rows = [row for row in self.trials.rows if row.outcome is Outcome.OK and row.config.method == likely.method]
-        rows.sort(key=lambda row: row.tokens_per_second or 0.0, reverse=True)
-        fast = [row.config for row in rows if (row.tokens_per_second or 0.0) >= min_speed]
-        return list(dict.fromkeys(space.config(space.clip(replace(config, **learned))) for config in fast))[:3]
+        fast = [row for row in rows if (row.tokens_per_second or 0.0) >= min_speed]
+        fast.sort(key=lambda row: row.peak_reserved_gib or math.inf)
+        return list(dict.fromkeys(space.config(space.clip(replace(row.config, **learned))) for row in fast))[:3]
 
     def _try_sizes(self, config: TrainConfig) -> None:
         """Try this configuration and, while it does not fit, ever smaller micro batches of it.

@@ -13,7 +13,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.problem.constraints import UNASKED
 from autotune.problem.length_distribution import SAYS
-from autotune.problem.performance import AGAIN, step_time_s
+from autotune.problem.performance import AGAIN, TIE, step_time_s
 from autotune.problem.run_cost import TABLE_EXAMPLES, project
 from autotune.problem.task import Task
 from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
@@ -344,7 +344,7 @@ class Selection:
                 continue
             performance = self.task.performance(record.config, measurements)
             used = max(measurement.peak_reserved_gib / measurement.limit_gib for measurement in measurements)
-            noise = max(AGAIN, self.noise(record.config))
+            noise = max(TIE, self.noise(record.config))
             speed = performance.tokens_per_second
             pool.append(Scored(config=record.config, score=speed, free_fraction=1.0 - used, noise=noise))
         return pool

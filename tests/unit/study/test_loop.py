@@ -148,6 +148,20 @@ def test_the_winner_does_not_hang_on_which_of_two_equals_was_the_faster(start: S
     assert (64, 4) in {(row.config.lora_rank, row.config.micro_batch_size) for row in session.study.trials.rows}
 
 
+@pytest.mark.parametrize("faster", [1.0, 1.015])
+def test_of_speeds_that_two_cards_of_one_model_do_not_put_in_the_same_order_the_least_memory_wins(
+    start: Start, faster: float
+) -> None:
+    def rate(config: TrainConfig) -> float:
+        speed = 1000.0 * {4: 0.96, 8: 1.0, 16: faster, 32: faster * 0.999}.get(config.micro_batch_size, 0.7)
+        return speed * (0.985 if config.lora_rank == 64 else 1.0)
+
+    wide = space(micro_batch_size=(1, 2, 4, 8, 16, 32), seq_len=(256,), lora_rank=(16, 64), optimizer=OPTIMIZERS)
+    session = whole(start, machine(rate=rate, limit_gib=100.0), task=subject_of(wide), patience=30)
+    winner = session.winner()
+    assert (winner.lora_rank, winner.micro_batch_size) == (64, 8)
+
+
 def test_what_equals_the_best_is_found_among_its_own_ranks(start: Start) -> None:
     """The other attention, 0.8 % slower than the best with rank 16 and 1 % faster with 64, is raised as well."""
 
