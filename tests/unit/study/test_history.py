@@ -126,9 +126,7 @@ def test_what_was_measured_again_and_references_are_no_results_of_the_search() -
 
 
 def summary(selection: Selection, task: Task = TASK, **fields: Any) -> StudySummary:
-    return summarize(
-        record_of(task, **fields), [], selection, [stored(3)], cards=lambda selection, winner: (), wall_seconds=1800.0
-    )
+    return summarize(record_of(task, **fields), [], selection, [stored(3)], cards=lambda *_: (), wall_seconds=1800.0)
 
 
 def test_the_search_costs_the_hours_of_all_workers() -> None:

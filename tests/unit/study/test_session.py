@@ -94,7 +94,7 @@ def probed(leader: Leader) -> list[Rung]:
     return [request.rung for request in leader.session.prober.requests]  # type: ignore[attr-defined]
 
 
-def nowhere(selection: object, winner: object) -> tuple[()]:
+def nowhere(*_: object) -> tuple[()]:
     return ()
 
 
