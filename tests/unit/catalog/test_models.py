@@ -79,6 +79,12 @@ def test_local_directory(tmp_path):
     assert resolve_model(str(path)).weights == str(path)
 
 
+def test_the_largest_size_that_is_believed(tmp_path):
+    assert resolve_model(str(write_config(tmp_path / "a", LLAMA | {"vocab_size": 2**31}))).vocab_size == 2**31
+    with pytest.raises(UsageError, match="no positive integer vocab_size"):
+        resolve_model(str(write_config(tmp_path / "b", LLAMA | {"vocab_size": 2**31 + 1})))
+
+
 def test_a_catalogue_name_goes_before_a_directory(tmp_path, monkeypatch):
     write_config(tmp_path / "gpt2", LLAMA)
     monkeypatch.chdir(tmp_path)
