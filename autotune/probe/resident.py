@@ -23,12 +23,11 @@ from autotune.probe.runtime.model_builder import build, config_of, decoder_layer
 class ResidentModel:
     """A base model on the device, and its adapters, which stay for the next probe that wants the same ones.
 
-    `family` and `depth` say which requests it can serve. `model_gib` is the size of the base's weights and buffers,
+    `family` says which requests of its depth it can serve. `model_gib` is the size of the base's weights and buffers,
     `base_gib` what building it took of the device's memory.
     """
 
     family: tuple[Any, ...]
-    depth: int | None
     base: PreTrainedModel
     model_gib: float
     base_gib: float = 0.0
@@ -77,7 +76,7 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
         base = load(request.weights, settings, device, config)
     else:
         base = build(config, settings, device)
-    return ResidentModel(family=family_of(request), depth=request.depth, base=base, model_gib=parameter_gib(base))
+    return ResidentModel(family=family_of(request), base=base, model_gib=parameter_gib(base))
 
 
 def attach(resident: ResidentModel, config: TrainConfig, device: torch.device, seed: int) -> nn.Module:

@@ -47,7 +47,6 @@ class FinishedTrial:
     value: float | None
     reused: bool
     reason: str | None
-    constraints: dict[str, float]
 
 
 class Optimizer:
@@ -289,7 +288,6 @@ class Optimizer:
                 value=trial.value if trial.state is TrialState.COMPLETE else None,
                 reused=bool(trial.user_attrs.get("reused")),
                 reason=trial.user_attrs.get("reason"),
-                constraints=trial.constraints,
             )
             for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)
             if "config" in trial.user_attrs

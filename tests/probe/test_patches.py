@@ -167,7 +167,7 @@ def test_kernels_that_stand_in_for_methods_are_taken_out_again() -> None:
         module.forward = lambda hidden: 2 * hidden
         module._get_name = lambda: "Other"
     assert not torch.equal(model(input_ids=tokens).logits, expected)
-    clean(ResidentModel(family=(), depth=None, base=model, model_gib=0.0))
+    clean(ResidentModel(family=(), base=model, model_gib=0.0))
     assert torch.equal(model(input_ids=tokens).logits, expected)
     assert "apply_rotary_pos_emb" in before and module_names(model) == before
 

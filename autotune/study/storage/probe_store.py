@@ -46,7 +46,6 @@ class StoredProbe:
 
     trial: int | None
     result: ProbeResult
-    fingerprint: str
 
 
 class ProbeStore:
@@ -159,12 +158,7 @@ class ProbeStore:
         self._known.update(row["id"] for row in rows)
         self._read_to = max((self._read_to, *(row["id"] for row in rows)))
         return [
-            StoredProbe(
-                trial=row["trial"],
-                result=from_data(ProbeResult, json.loads(row["result"])),
-                fingerprint=row["fingerprint"],
-            )
-            for row in rows
+            StoredProbe(trial=row["trial"], result=from_data(ProbeResult, json.loads(row["result"]))) for row in rows
         ]
 
     def close(self) -> None:

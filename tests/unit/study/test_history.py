@@ -26,12 +26,12 @@ OUT = OomDetail(phase=Phase.BACKWARD, requested_gib=1.0, allocated_gib=4.0, rese
 
 
 def finished(number: int, config: TrainConfig, outcome: Outcome = Outcome.OK, **changes: Any) -> FinishedTrial:
-    values: dict[str, Any] = {"value": None, "reused": False, "reason": None, "constraints": {}}
+    values: dict[str, Any] = {"value": None, "reused": False, "reason": None}
     return FinishedTrial(number=number, config=config, outcome=outcome, **(values | changes))
 
 
 def stored(trial: int | None, config: TrainConfig = BASELINE, outcome: Outcome = Outcome.OK, **changes: Any) -> Any:
-    return StoredProbe(trial=trial, result=result(config, outcome, **changes), fingerprint="f")
+    return StoredProbe(trial=trial, result=result(config, outcome, **changes))
 
 
 # --- one trial
