@@ -1,0 +1,216 @@
+"""A suite, with recorded probes: each case as its own subject, what becomes of it, and how it is compared."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.core.errors import Cancelled, UsageError
+from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.transfer import SpeedTransfer
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.study_spec import NamedConfig, Published, StudySpec
+from autotune.problem.workload import Workload
+from autotune.study.named_configs import ConfigResult, cases, probe_configs, to_config_result
+from autotune.study.storage.probe_store import ProbeStore
+from tests.helpers.factories import measurement, result
+from tests.helpers.replay import ReplayProber, machine
+from tests.helpers.sessions import subject_of
+
+TASK = replace(subject_of(), workload=Workload(examples=1000, lengths=Lengths.of([512, 256], "given"), global_batch=32))
+PLAIN = TrainConfig()
+
+
+def spec(*configs: NamedConfig, **changes: Any) -> StudySpec:
+    return StudySpec(**{"model": "demo-3m", "gpu": "cpu", "configs": configs} | changes)
+
+
+def of(outcome: Outcome = Outcome.OK, published: Published = Published(), **values: Any) -> ConfigResult:  # noqa: B008
+    case = NamedConfig(name="a|b", published=published)
+    return ConfigResult(case=case, config=PLAIN, outcome=outcome, evidence=Evidence.MEASURED, **values)
+
+
+def test_a_case_has_full_rows_its_own_batch_and_model() -> None:
+    made = spec(
+        NamedConfig(name="one", knobs={"micro_batch_size": 2, "seq_len": 128}, accumulation=3),
+        NamedConfig(name="two", knobs={"packing": True}, model="qwen2.5-0.5b"),
+        pins={"checkpointing": "none", "micro_batch_size": 4},
+    )
+    (_, first, one), (_, second, two) = cases(made, TASK)
+    assert (first.micro_batch_size, second.micro_batch_size) == (2, 4)
+    assert first.checkpointing == second.checkpointing == "none"
+    assert (one.workload.global_batch, two.workload.global_batch) == (6, 4)
+    assert one.workload.lengths == Lengths.constant(128) and two.workload.lengths == TASK.workload.lengths
+    assert one.model == TASK.model and "Qwen2.5-0.5B" in two.model.name
+    assert one.workload.examples == 1000
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"lora_rnk": 8}, "odd: there is no knob 'lora_rnk'; did you mean 'lora_rank'?"),
+        ({"precision": "bf17"}, "odd: precision is one of"),
+    ],
+)
+def test_a_case_that_cannot_be_is_named(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        list(cases(spec(NamedConfig(name="odd", knobs=knobs)), TASK))
+    assert str(caught.value).startswith(said) and caught.value.remedy
+
+
+def test_speeds_are_of_whole_rows_and_memory_of_the_whole_process() -> None:
+    """Two rows of 1,024 tokens in 0.5 s, three times a step, and 0.1 s for the rest: 6 rows in 1.6 s."""
+    config = TrainConfig(micro_batch_size=2, seq_len=1024)
+    (case, _, task), *_ = cases(spec(NamedConfig(name="x", knobs=config.as_dict(), accumulation=3)), TASK)
+    found = measurement(0.5, rest_s=(0.1,), peak_reserved_gib=20.0, managed_gib=1.5, context_gib=0.5)
+    made = to_config_result(case, config, task, result(config, measurement=found))
+    assert made.samples_per_s == pytest.approx(6 / 1.6)
+    assert made.tokens_per_s == pytest.approx(6 * 1024 / 1.6)
+    assert (made.step_time_s, made.peak_reserved_gib) == (pytest.approx(1.6), 20.0)
+    assert (made.with_context_gib, made.evidence, made.outcome) == (22.0, Evidence.MEASURED, Outcome.OK)
+    hidden = to_config_result(case, config, task, result(config, measurement=replace(found, context_gib=None)))
+    assert hidden.with_context_gib is None
+    carried = replace(task, carried=SpeedTransfer(ratio=0.5, error=0.1))
+    assert to_config_result(case, config, carried, result(config)).evidence is Evidence.PROJECTED
+
+
+def test_a_packed_row_has_its_examples() -> None:
+    """512 and 256 tokens fill rows of 1,024 as two and as four: 2.67 examples each, and whole rows count."""
+    config = TrainConfig(micro_batch_size=2, packing=True)
+    (case, _, task), *_ = cases(spec(NamedConfig(name="x", knobs=config.as_dict())), TASK)
+    found = measurement(0.5, rest_s=())
+    made = to_config_result(case, config, task, result(config, measurement=found))
+    assert made.tokens_per_s == pytest.approx(2 * 1024 / 0.5)
+    assert made.samples_per_s == pytest.approx(2 * 8 / 3 / 0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OOM, Outcome.CRASH])
+def test_what_failed_has_its_reason_and_no_numbers(outcome: Outcome) -> None:
+    failed = result(PLAIN, outcome, reason="it did not work", measurement=measurement())
+    made = to_config_result(NamedConfig(name="x"), PLAIN, TASK, failed)
+    assert (made.outcome, made.reason, made.tokens_per_s) == (outcome, "it did not work", None)
+
+
+NUMBERS = {"tokens_per_s": 1100.0, "samples_per_s": 3.0, "step_time_s": 2.0, "peak_reserved_gib": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("made", "pairs"),
+    [
+        (of(published=Published(tokens_per_s=1000.0), **NUMBERS), {"tokens/s": (1000.0, 1100.0)}),
+        (
+            of(published=Published(samples_per_s=2.0, s_per_step=4.0, peak_gib=8.0), **NUMBERS),
+            {"samples/s": (2.0, 3.0), "s/step": (4.0, 2.0), "peak GiB": (8.0, 10.0)},
+        ),
+        (of(published=Published(peak_gb=20.0), with_context_gib=10.0), {"whole GB": (20.0, 10.73741824)}),
+        (of(published=Published(peak_gb=20.0)), {}),
+        (of(Outcome.OOM, Published(tokens_per_s=9.0)), {"outcome": ("ok", "oom")}),
+        (of(published=Published(outcome="oom"), **NUMBERS), {"outcome": ("oom", "ok")}),
+        (of(Outcome.CRASH), {}),
+    ],
+)
+def test_what_was_published_is_compared_number_by_number(made: ConfigResult, pairs: dict[str, Any]) -> None:
+    assert made.against() == pairs
+
+
+def test_a_row_says_everything_in_words() -> None:
+    published = Published(tokens_per_s=1000.0, peak_gib=8.0)
+    assert of(published=published, **NUMBERS).cells() == (
+        "a|b",
+        PLAIN.label(),
+        "ok",
+        "1,100 [measured]",
+        "10.0",
+        "tokens/s 1,000, here 1,100 (+10%); peak GiB 8, here 10 (+25%)",
+    )
+    bare = of(Outcome.OOM, Published(), reason="in backward").cells()
+    assert bare[2:] == ("oom: in backward", "–", "–", "outcome ok, here oom")
+    assert of(Outcome.CRASH).cells()[2:] == ("crash", "–", "–", "–")
+    slow = of(published=Published(samples_per_s=0.01234), samples_per_s=100.0)
+    assert slow.cells()[-1].startswith("samples/s 0.0123, here 100 (+")
+
+
+# --- probing
+
+
+class Worker(ReplayProber):
+    device = "cpu"
+
+
+Probe = Callable[..., tuple[list[ConfigResult], Worker, list[str]]]
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Any:
+    def run(
+        made: StudySpec, answers: Any = None, should_stop: Callable[[], bool] = lambda: False
+    ) -> tuple[list[ConfigResult], Worker, list[str]]:
+        worker, said = Worker(answers or machine(limit_gib=100.0)), list[str]()
+        store: Any = ProbeStore(f"sqlite:///{tmp_path / 'a.db'}")
+        prober: Any = worker
+        try:
+            found = probe_configs(
+                made, TASK, prober, store, tmp_path, memory_gib=80.0, say=said.append, should_stop=should_stop
+            )
+        finally:
+            store.close()
+        return found, worker, said
+
+    return run
+
+
+CASES = tuple(NamedConfig(name=f"of {size}", knobs={"micro_batch_size": size}, accumulation=5) for size in (1, 2, 4))
+
+
+def test_each_case_is_probed_once_with_the_steps_of_a_confirmation(probe: Probe, tmp_path: Path) -> None:
+    found, worker, said = probe(spec(*CASES, headroom=0.1, seed=7))
+    assert [one.case.name for one in found] == ["of 1", "of 2", "of 4"]
+    assert said == [f"{one.case.name}: {one.config.label()}" for one in found]
+    for request in worker.requests:
+        assert (request.micro_steps, request.min_timed_s, request.device) == (4, 2.0, "cpu")
+        assert (request.memory_gib, request.headroom, request.seed) == (80.0, 0.1, 7)
+        assert (request.trainer, request.weights, request.model) == ("transformers", None, TASK.model.config)
+    data = json.loads((tmp_path / "suite.json").read_text())
+    assert [row["name"] for row in data] == ["of 1", "of 2", "of 4"]
+    assert data[0]["config"] == found[0].config.as_dict() and data[0]["published"] == {}
+    head, rule, *rows = (tmp_path / "suite.md").read_text().splitlines()
+    assert (
+        head == "| case | configuration | outcome | tokens/s | GiB | published |"
+        and rule == "|---|---|---|---|---|---|"
+    )
+    assert len(rows) == 3 and rows[0].startswith("| of 1 | lora r16")
+    again, worker, _ = probe(spec(*CASES, headroom=0.1, seed=7))
+    assert again == found and worker.requests == []
+
+
+def test_a_bar_in_a_name_does_not_divide_a_cell(probe: Probe, tmp_path: Path) -> None:
+    probe(spec(NamedConfig(name="a|b")))
+    assert (tmp_path / "suite.md").read_text().splitlines()[2].startswith("| a\\|b | ")
+
+
+def test_a_suite_that_is_stopped_keeps_what_it_has(probe: Probe, tmp_path: Path) -> None:
+    count = iter([False, False, True])
+    found, _, said = probe(spec(*CASES), should_stop=lambda: next(count))
+    assert len(found) == len(said) == 2 == len(json.loads((tmp_path / "suite.json").read_text()))
+
+    def cancel(request: ProbeRequest) -> ProbeResult:
+        raise Cancelled
+
+    found, _, said = probe(spec(CASES[0], NamedConfig(name="new", knobs={"seq_len": 64}), CASES[1]), cancel)
+    assert len(found) == 1 and len(said) == 2
+
+
+def test_a_case_that_the_model_or_trainer_cannot_do_is_refused(probe: Probe) -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        if request.config.micro_batch_size == 2:
+            raise UsageError("this model has no such layers", remedy="none")
+        return machine(limit_gib=100.0)(request)
+
+    found, worker, _ = probe(spec(*CASES[:2], CASES[2]), answer)
+    assert [one.outcome for one in found] == [Outcome.OK, Outcome.REFUSED, Outcome.OK]
+    assert found[1].reason == "this model has no such layers" and found[1].evidence is Evidence.MEASURED
+    assert len(worker.requests) == 3
