@@ -34,6 +34,7 @@ from autotune.core.units import gib
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.prediction.memory_formula import NF4_STATISTICS, Sizes, kept_bytes, memory_breakdown, moving_bytes
 from autotune.prediction.step_time import estimate_step_time
+from autotune.prediction.transfer import interval
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.study_spec import make_spec
 
@@ -147,6 +148,7 @@ def compare(measured: Measured) -> dict[str, Any] | None:
         assert sizes is not None
         second_copy_gib = gib(sizes.linear_params * NF4_STATISTICS[measured.config.double_quant])
     peak, reserved = measured.peak_gib - second_copy_gib, measured.reserved_gib - second_copy_gib
+    low, high = interval(step.micro_s, step.error) if step else (0.0, 0.0)
     return {
         "model": measured.model.short,
         "config": measured.config.label(),
@@ -158,7 +160,7 @@ def compare(measured: Measured) -> dict[str, Any] | None:
         "reserved_error": memory.peak_reserved_gib / reserved - 1,
         "micro_s": measured.micro_s,
         "pace_error": step and step.micro_s / measured.micro_s - 1,
-        "pace_inside": step and step.interval[0] <= measured.micro_s <= step.interval[1],
+        "pace_inside": step and low <= measured.micro_s <= high,
         "host_bound": step and step.host_bound,
     }
 
