@@ -261,7 +261,7 @@ def _compute(file: _File, tool: str) -> dict[str, Any]:
             file.note(file.has(key), name, key=key)
     file.note(any(file.whole(key, default=1) > 1 for key in _table("parallel")), "sharded")
     older = next((name for name in _table("attention_flags") if file.flag(f"{name}_attention")), "")
-    attention = file.text("flash_attn" if tool == "llamafactory" else key_of(tool, "attention"), default=older)
+    attention = file.text(key_of(tool, "attention"), default=older)
     attentions = {name: name for name in KNOBS["attention"].choices} | _table("attentions")
     file.note(attention not in attentions, "attention", name=_shown(attention))
     optimizer = file.text(key_of(tool, "optimizer"), default=str(KNOBS["optimizer"].default))

@@ -43,6 +43,7 @@ def test_the_job_is_of_the_documented_form() -> None:
     job = loaded(text)
     assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
     assert set(job["spec"]) == {"backoffLimit", "podFailurePolicy", "template"}
+    assert job["spec"]["backoffLimit"] == 1
     pod = job["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"  # which a podFailurePolicy needs
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}

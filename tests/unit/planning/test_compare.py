@@ -394,3 +394,24 @@ def test_impossible_options(args: list[str], message: str) -> None:
     result = run(*args)
     assert isinstance(result.exception, UsageError) and str(result.exception).startswith(message)
     assert result.exception.remedy and "\n" not in str(result.exception) and result.stdout == ""
+
+
+def test_one_card_stands_for_all_with_bf16_and_one_for_those_without() -> None:
+    spec = StudySpec(**SMALL)
+    for here, other in (("a10", False), ("t4", True)):
+        limit = device_limit_gib(resolve_device(here), 0.05)
+        needs = rules._least_by_bf16(spec, [compare_card(setup(here), limit)], lambda text: None)
+        assert needs[not other].device.name == here
+        assert needs[other].device.supports_bf16 is other and needs[other].device.kind != "cpu"
+        assert needs[True].config.precision.startswith("bf16") and needs[False].config.precision == "fp16_mixed"
+        assert needs[other].state == FITS
+    assert rules._least_by_bf16(spec, [], lambda text: None) == {}
+
+
+def test_methods_are_for_specs_without_a_space_or_configurations() -> None:
+    plain, own = StudySpec(model="a"), StudySpec(model="b", space="full")
+    assert [one.space for one in rules._studies([plain], ["lora, full", "lora"])] == ["lora", "full"]
+    assert rules._studies([plain, own], []) == [plain, own]
+    for specs in ([own], [plain, own], [own, plain]):
+        with pytest.raises(UsageError, match="cannot both be"):
+            rules._studies(specs, ["lora"])

@@ -14,7 +14,13 @@ from autotune.cli.commands import plan as command
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import device_limit_gib, estimate, measured_ratios, planned_device
+from autotune.planning.device_estimate import (
+    corrected_by_observations,
+    device_limit_gib,
+    estimate,
+    measured_ratios,
+    planned_device,
+)
 from autotune.planning.observations import Observation, published_observations
 from autotune.planning.plan import Plan, plan_data, plan_task, planned_setup, table_cells
 from autotune.prediction.memory_formula import CONTEXT_GIB
@@ -69,6 +75,22 @@ def test_an_observation_on_a_card_corrects_its_estimated_speed() -> None:
     assert slow.tokens_per_s < alone.tokens_per_s
     assert slow.interval[1] / slow.interval[0] < alone.interval[1] / alone.interval[0]
     assert slow.num_observations == 1 and slow.cost and slow.cost.evidence is Evidence.ESTIMATED
+
+
+def test_examples_a_second_follow_from_tokens_a_second() -> None:
+    """Nobody gave lengths: each row of 512 tokens holds an example of 1,024 that is cut."""
+    found = estimate(task(), TrainConfig(micro_batch_size=4, seq_len=512), 100.0)
+    assert found and found.tokens_per_s and found.samples_per_s == pytest.approx(found.tokens_per_s / 512)
+
+
+def test_a_projection_is_corrected_only_by_what_was_measured_on_its_card() -> None:
+    case = task()
+    assert corrected_by_observations(case, [observation(500.0)]) is case
+    carried = replace(case, measured_on=H100)
+    assert corrected_by_observations(carried, []) is carried
+    assert corrected_by_observations(carried, [observation(500.0, device="l4")]) is carried
+    slow, fast = (corrected_by_observations(carried, [observation(speed)]).carried for speed in (500.0, 800.0))
+    assert slow and fast and slow.basis == fast.basis == 1 and slow.ratio < fast.ratio
 
 
 @pytest.mark.parametrize(

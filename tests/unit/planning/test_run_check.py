@@ -1,5 +1,6 @@
 """What a run needs and takes by formula, and which changes make it fit."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,12 +18,25 @@ from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.fixes import edited
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import published_observations
-from autotune.planning.run_check import CheckReport, check
-from autotune.planning.run_estimate import memory_bounds, padded_length
+from autotune.planning.run_check import CheckReport, check, find_model
+from autotune.planning.run_estimate import _cast_s, memory_bounds, padded_length
 from autotune.prediction.memory_formula import Sizes
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, TIGHT
 from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL, TRL_7B, changed
+
+RUN = ForeignConfig(
+    format="trl",
+    model="m",
+    config=TrainConfig(),
+    accumulation=2,
+    num_gpus=None,
+    epochs=1.0,
+    max_steps=None,
+    max_examples=None,
+    dataset=None,
+    notes=(),
+)
 
 
 @pytest.fixture
@@ -352,29 +366,72 @@ def test_faster(answer: Callable[..., CheckReport]) -> None:
     assert answer(best, "h100-sxm", tokens_per_example=1024).faster is None
 
 
+def test_the_faster_configuration_packs_as_the_run_does(answer: Callable[..., CheckReport]) -> None:
+    """It fills no more of a row than is known of the lengths; a run without packing may gain by it."""
+    for packs in (True, False):
+        text = changed(AXOLOTL, sample_packing=packs)
+        unknown = answer(text, "h100-sxm").faster
+        known = answer(text, "h100-sxm", tokens_per_example=512).faster
+        assert unknown is not None and unknown.config.packing is False
+        assert known is not None and known.config.packing is True
+        assert 1.05 <= unknown.times < 3 and "--tokens-per-example 512" in known.command
+
+
+def test_sequences_beyond_the_context(answer: Callable[..., CheckReport]) -> None:
+    """Qwen2.5-0.5B has a context of 32,768 tokens."""
+    longer = "Sequences of 32,769 tokens are longer than the model's context of 32,768."
+    slow = {"gradient_checkpointing": True, "dtype": "bfloat16", "per_device_train_batch_size": 1}
+    whole, beyond = (answer(changed(TRL, max_length=length, **slow), "h200-sxm") for length in (32768, 32769))
+    assert longer in beyond.notes and not any("longer than" in note for note in whole.notes)
+    assert beyond.faster is None and whole.faster is not None
+    taken = answer(changed(TRL, max_length=32769, model_name_or_path="somebody/Qwen2.5-0.5B"), "h200-sxm")
+    assert not any("longer than" in note for note in taken.notes)
+
+
+def test_the_gradients_that_several_gpus_hold_twice(answer: Callable[..., CheckReport]) -> None:
+    """Qwen3-4B has 4.02e9 parameters; LoRA of rank 8 adds 16.5 million, in four bytes each."""
+    for text, more in ((FACTORY_FULL, "15.0 GiB"), (FACTORY, "0.06 GiB")):
+        notes = answer(changed(text, num_processes=2), "h200-sxm").notes
+        assert (
+            f"Their communication is not counted, nor that torch then holds the gradients twice ({more} more)." in notes
+        )
+    assert not any("Their communication" in note for note in answer(changed(FACTORY, num_processes=1)).notes)
+
+
+def test_a_directory_is_read_although_its_name_is_that_of_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "Mistral-7B-v0.3"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(resolve_model("smollm2-135m").config))
+    model, assumption = find_model(str(folder))
+    assert (model.num_layers, assumption) == (30, None)
+
+
+def test_casts_of_a_base_in_fp32_take_the_time_to_read_and_write_them() -> None:
+    """6 bytes for each value; the recomputation casts the layers again. 4.8 TB/s of an H200."""
+    sizes = Sizes.of(resolve_model("mistral-7b"))
+    assert sizes is not None
+    head, layers = 32768 * 4096, 32 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)
+    assert (sizes.embedding, sizes.linear_params) == (head, layers)
+    for checkpointing, passes in (("none", 1), ("full", 2), ("every_2", 1.5)):
+        run = replace(RUN, config=TrainConfig(checkpointing=checkpointing), notes=(FP32_BASE,))
+        seconds = 6 * (head + passes * layers) / 4.8e12
+        assert _cast_s(resolve_model("mistral-7b"), run) == pytest.approx(seconds)
+        assert _cast_s(resolve_model("mistral-7b"), replace(run, notes=())) == 0
+    four = replace(RUN, config=TrainConfig(quantization="nf4"), notes=(FP32_BASE,))
+    assert _cast_s(resolve_model("mistral-7b"), four) == pytest.approx(6 * head / 4.8e12)
+
+
 def test_the_need_grows_with_the_micro_batch() -> None:
-    run = ForeignConfig(
-        format="trl",
-        model="m",
-        config=TrainConfig(),
-        accumulation=2,
-        num_gpus=None,
-        epochs=1.0,
-        max_steps=None,
-        max_examples=None,
-        dataset=None,
-        notes=(),
-    )
     model = resolve_model("mistral-7b")
 
     def peak(**knobs: Any) -> float:
-        need = memory_bounds(model, replace(run, config=replace(run.config, **knobs)))
+        need = memory_bounds(model, replace(RUN, config=replace(RUN.config, **knobs)))
         assert need is not None
         return need.least.peak_reserved_gib
 
     for size in (1, 2, 4, 8, 16):  # what the search for the largest micro batch rests on
         assert peak(micro_batch_size=size) < peak(micro_batch_size=2 * size)
-    assert memory_bounds(resolve_model("gpt2"), run) is None
+    assert memory_bounds(resolve_model("gpt2"), RUN) is None
 
 
 @pytest.mark.parametrize("text", [TRL_7B, AXOLOTL, AXOLOTL_FULL, FACTORY_FULL])
