@@ -47,6 +47,7 @@ PACKAGES = (
 MORE_TESTS = {
     "prediction/": ("tests/unit/test_benchmarks.py",),
     "study/": ("tests/unit/test_benchmarks.py",),
+    "study/optimizer.py": ("tests/contract/test_optimizer.py",),
     "study/storage/": ("tests/contract",),
     "probe/": ("tests/probe/test_truncation.py", "tests/probe/test_supervisor.py"),
     "probe/runtime/": ("tests/probe/test_train_script.py",),

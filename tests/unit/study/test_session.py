@@ -16,7 +16,7 @@ from autotune.study import session as session_module
 from autotune.study.optimizer import Optimizer
 from autotune.study.preparation import prepare_session
 from autotune.study.progress import TextProgress
-from autotune.study.session import Leader, Session, await_study, find_record, read_summary, work, worker_folder
+from autotune.study.session import Leader, Session, await_study, explain, find_record, read_summary, work, worker_folder
 from autotune.study.storage.leases import Leases, Worker
 from autotune.study.storage.optuna_storage import read_record
 from autotune.study.storage.study_record import Limits, StudyPhase, StudyRecord, update_record
@@ -193,6 +193,21 @@ def test_layers_that_cannot_be_left_out_exclude_shallow_only() -> None:
     Recorded.shape = ModelShape(num_layers=8, prefix=0, period=1)
     leader = lead(shallow_only=True)
     assert set(probed(leader)) == {Rung.SHALLOW} and record().shallow_only
+
+
+@pytest.mark.parametrize(("layers", "rungs"), [(8, {Rung.SHALLOW}), (None, {Rung.FULL})])
+def test_an_explanation_is_kept_with_the_study_and_its_probes_apart(layers: int | None, rungs: set[Rung]) -> None:
+    lead()
+    made = read_summary(record(), URL, nowhere)
+    assert made.recipe is not None and made.recipe.baseline is not None and made.explanation is None
+    Recorded.shape = layers and ModelShape(num_layers=layers, prefix=0, period=1)
+    with Session(URL, Path("explained"), "cpu") as session:
+        found = explain(session, record(), made.recipe.config, made.recipe.baseline.config)
+        stored = {row.result.rung for row in session.store.of_study("mine, explained")}
+    assert record().ablation == found == read_summary(record(), URL, nowhere).explanation
+    assert stored - {Rung.FULL} == rungs - {Rung.FULL} and len(read_summary(record(), URL, nowhere).probes) == len(
+        made.probes
+    )
 
 
 # --- joining
