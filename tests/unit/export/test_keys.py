@@ -89,3 +89,44 @@ def test_writing_leaves_the_table_as_it_is(tool: str, config: TrainConfig) -> No
     first = {section: keys.write(tool, section, made) for section in keys.sections()}
     keys.write(tool, "schedule", replace(made, winner=replace(made.winner, config=TrainConfig(optimizer="lion_8bit"))))
     assert first == {section: keys.write(tool, section, made) for section in keys.sections()}
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (TrainConfig(attention="sdpa"), ("sdpa", "sdpa", "sdpa", "sdpa")),
+        (TrainConfig(attention="sdpa_cudnn"), ("sdpa", "sdpa", "sdpa", "sdpa")),
+        (TrainConfig(attention="eager"), ("eager", "eager", "disabled", "sdpa")),
+        (TrainConfig(attention="flash_attention_2"), ("flash_attention_2", "flash_attention_2", "fa2", "sdpa")),
+        (
+            TrainConfig(attention="flash_attention_2", packing=True, micro_batch_size=1),
+            ("flash_attention_2", "flash_attention_2", "fa2", "flex_attention"),
+        ),
+        (
+            TrainConfig(attention="flash_attention_2", packing=True, micro_batch_size=2),
+            ("flash_attention_2", "flash_attention_2", "sdpa", "flex_attention"),
+        ),
+    ],
+)
+def test_the_attention_by_each_tools_name(config: TrainConfig, names: tuple[str, ...]) -> None:
+    assert tuple(keys.attention_of(tool, config) for tool in keys.TOOLS) == names
+
+
+@pytest.mark.parametrize(("packing", "length"), [(True, 4 * 512), (False, 512)])
+def test_compiled_rows_have_one_length(packing: bool, length: int) -> None:
+    """TRL makes the packed rows of a micro batch one row."""
+    config = TrainConfig(compile="per_layer", packing=packing, micro_batch_size=4, seq_len=512)
+    assert keys.write("trl", "batch", recipe(config))["pad_to_multiple_of"] == length
+
+
+def test_values_that_follow_from_a_configuration() -> None:
+    config = TrainConfig(lora_rank=16, rslora=True, seq_len=520, checkpointing="every_3", kernels="liger")
+    found = keys.settings("trl", recipe(config))
+    expected = {"lora_alpha": 8, "lora_alpha_of_rank": 32.0, "unusual_seq_len": 520, "skips_layers": True}
+    assert {name: found[name] for name in expected} == expected  # 8 / sqrt(16) = 2 = 32 / 16
+    assert found["needs_liger"] and found["by_layer"] is False and not found["probed_with_trl"]
+    plain = keys.settings("trl", recipe(TrainConfig(method="full", seq_len=512, checkpointing="full")))
+    expected = {"lora_alpha": None, "lora_alpha_of_rank": None, "unusual_seq_len": None, "skips_layers": False}
+    assert {name: plain[name] for name in expected} == expected and not plain["needs_liger"]
+    assert keys.settings("trl", recipe(TrainConfig(loss="chunked")))["needs_liger"]
+    assert keys.settings("trl", recipe(TrainConfig(checkpointing="none")))["skips_layers"] is False

@@ -134,6 +134,35 @@ def test_the_components_of_families() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "component", "sizes"),
+    [  # as their papers and cards give them: vocabulary, layers, heads, key heads, width, inner width, rope base
+        ("llama-2-7b", "llama2.lora_llama2", (32000, 32, 32, 32, 4096, 11008, None)),
+        ("mistral-7b", "mistral.lora_mistral", (32768, 32, 32, 8, 4096, 14336, 1e6)),
+        ("llama-3.1-8b", "llama3_1.lora_llama3_1", (128256, 32, 32, 8, 4096, 14336, 5e5)),
+        ("llama-3.2-1b", "llama3_2.lora_llama3_2", (128256, 16, 32, 8, 2048, 8192, 5e5)),
+        ("qwen2.5-0.5b", "qwen2.lora_qwen2", (151936, 24, 14, 2, 896, 4864, 1e6)),
+        ("gemma-2b", "gemma.lora_gemma", (256000, 18, 8, 1, 2048, 16384, 1e4)),
+    ],
+)
+def test_the_sizes_of_a_model(name: str, component: str, sizes: tuple[float | None, ...]) -> None:
+    model = exported(recipe(TrainConfig(seq_len=512), model=resolve_model(name)))[1]["model"]
+    assert model["_component_"] == f"torchtune.models.{component}"
+    names = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "rope_base")
+    assert tuple(model.get(one) for one in names) == sizes and model["max_seq_len"] == 512
+    assert model["norm_eps"] == (1e-6 if name.startswith(("qwen", "gemma")) else 1e-5)
+    assert model.get("scale_factor") == {"llama-3.1-8b": 8, "llama-3.2-1b": 32}.get(name)
+    assert model.get("tie_word_embeddings") is (True if name.startswith("qwen") else None)
+    assert model.get("head_dim") == (256 if name.startswith("gemma") else None)
+
+
+def test_a_shape_without_key_heads_has_one_for_each_head() -> None:
+    llama = resolve_model("llama-2-7b")
+    shape = {key: value for key, value in llama.config.items() if key != "num_key_value_heads"}
+    model = exported(recipe(TrainConfig(), model=replace(llama, config=shape)))[1]["model"]
+    assert model["num_heads"] == model["num_kv_heads"] == 32
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
         ("mistral-7b", {"head_dim": 96}, "heads of a size of their own"),

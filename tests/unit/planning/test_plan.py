@@ -19,11 +19,13 @@ from autotune.planning.device_estimate import (
     device_limit_gib,
     estimate,
     measured_ratios,
+    observed_transfer,
     planned_device,
 )
 from autotune.planning.observations import Observation, published_observations
 from autotune.planning.plan import Plan, plan_data, plan_task, planned_setup, table_cells
 from autotune.prediction.memory_formula import CONTEXT_GIB
+from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import BASELINE
@@ -81,6 +83,20 @@ def test_examples_a_second_follow_from_tokens_a_second() -> None:
     """Nobody gave lengths: each row of 512 tokens holds an example of 1,024 that is cut."""
     found = estimate(task(), TrainConfig(micro_batch_size=4, seq_len=512), 100.0)
     assert found and found.tokens_per_s and found.samples_per_s == pytest.approx(found.tokens_per_s / 512)
+
+
+def test_8_bit_products_take_a_card_that_has_them() -> None:
+    fp8 = TrainConfig(quantization="fp8", compile="per_layer", seq_len=512)
+    found, without = (estimate(task(gpu), fp8, 100.0) for gpu in ("h100", "a100-80gb"))
+    assert found and found.tokens_per_s and without and without.tokens_per_s is None
+
+
+def test_a_projection_from_another_card_is_corrected_as_one_from_the_reference() -> None:
+    """H200 to A10 is H200 to H100 and then H100 to A10, whatever was measured on the A10."""
+    h200, config, seen = resolve_device("h200"), TrainConfig(), [observation(500.0)]
+    whole, rest = (observed_transfer(card, A10, config, seen) for card in (h200, H100))
+    first = speed_transfer(h200, H100)
+    assert whole and rest and first and whole.ratio == pytest.approx(first.ratio * rest.ratio, rel=0.02)
 
 
 def test_a_projection_is_corrected_only_by_what_was_measured_on_its_card() -> None:

@@ -326,6 +326,8 @@ def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
     assert b.tokens_per_s == pytest.approx(a.tokens_per_s) and b.samples_per_s == pytest.approx(a.samples_per_s)
     assert b.cost.full_run_hours == pytest.approx(a.cost.full_run_hours / 4, rel=0.01)
     assert b.cost.full_run_usd == pytest.approx(a.cost.full_run_usd, rel=0.01)
+    assert a.cost.kwh == pytest.approx(0.15 * a.cost.full_run_hours)  # 150 W
+    assert b.cost.kwh == pytest.approx(a.cost.kwh, rel=0.01)
     out = printed(four)
     assert "GiB on each of 4 a10, " in out and "useful tokens/s a GPU (" in out
     assert "as data parallel: each holds all of it, sharding is not modelled" in out
