@@ -23,7 +23,7 @@ from bisect import bisect, bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,25 +33,26 @@ import yaml
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "autotune"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
-PACKAGES = (
-    "core",
-    "catalog",
-    "prediction",
-    "problem",
-    "probe",
-    "study",
-    "export",
-    "planning",
-)  # compute, decide, store
-# A module is asked about by the unit tests of its package, and by these where they see nothing.
+# What computes, decides, stores and exports.
+PACKAGES = ("core", "catalog", "prediction", "problem", "probe", "study", "export", "planning")
+# A module is asked about by the unit tests of its package, and where these see nothing by the first of these that fits.
 MORE_TESTS = {
-    "prediction/": ("tests/unit/test_benchmarks.py",),
-    "study/": ("tests/unit/test_benchmarks.py",),
-    "study/optimizer.py": ("tests/contract/test_optimizer.py",),
-    "study/storage/": ("tests/contract",),
-    "probe/": ("tests/probe/test_truncation.py", "tests/probe/test_supervisor.py"),
-    "probe/runtime/": ("tests/probe/test_train_script.py",),
-    "export/run/": ("tests/system/test_train.py", "tests/system/test_verify.py", "tests/system/test_quality.py"),
+    "prediction/": "unit/test_benchmarks.py",
+    "study/storage/": "contract",
+    "study/optimizer": "contract/test_optimizer.py",
+    "study/": "unit/test_benchmarks.py",
+    "probe/runtime/patches": "probe/test_patches.py",
+    "probe/runtime/chunked_loss": "probe/test_chunked_loss.py",
+    "probe/runtime/rows": "probe/test_packing.py",
+    "probe/runtime/": "probe/test_train_script.py",
+    "probe/trl": "probe/test_trl_trainer.py",
+    "probe/health": "probe/test_health.py",
+    "probe/supervisor": "probe/test_supervisor.py",
+    "probe/worker": "probe/test_supervisor.py",
+    "probe/": "probe/test_truncation.py",
+    "export/run/quality": "system/test_quality.py",
+    "export/run/train": "system/test_train.py",
+    "export/run/": "system/test_verify.py",
 }
 
 OPPOSITES = {
@@ -70,6 +71,9 @@ BOOLEAN = {ast.And: ("and", "or"), ast.Or: ("or", "and")}
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor", "abs": "float"}
 TEXT = (ast.List, ast.Tuple, ast.JoinedStr)  # what is only ever joined
 WORD = re.compile(r"[a-z0-9_.-]+")
+
+
+Limits = dict[frozenset[str], float]  # seconds that a group of tests may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,16 +331,12 @@ def _is_python(mutant: Mutant) -> bool:
     return True
 
 
-def tests_for(file: str) -> tuple[list[str], list[str]]:
-    """The unit tests to ask about a module, those with its name first, and the tests to ask if these pass."""
+def tests_for(file: str) -> list[tuple[str, ...]]:
+    """The groups of tests to ask about a module, one after another: the unit tests with its name first."""
     folder, own = ROOT / "tests" / "unit" / file.split("/")[0], f"test_{Path(file).stem}"
     unit = sorted(folder.glob("test_*.py"), key=lambda path: (not path.stem.startswith(own), path))
-    more = [path for prefix, paths in MORE_TESTS.items() if file.startswith(prefix) for path in paths]
-    return [str(path.relative_to(ROOT)) for path in unit], more
-
-
-def _all_tests(file: str) -> frozenset[str]:
-    return frozenset(itertools.chain(*tests_for(file)))
+    more = next((f"tests/{tests}" for prefix, tests in MORE_TESTS.items() if file.startswith(prefix)), None)
+    return [tuple(str(path.relative_to(ROOT)) for path in unit), *([(more,)] if more else [])]
 
 
 class Copies:
@@ -349,20 +349,29 @@ class Copies:
             shutil.copytree(ROOT, folder / str(job), ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
             self._free.put(folder / str(job))
 
-    def try_tests(self, file: str, mutant: Mutant | None = None, limit_s: float = 3600) -> tuple[bool, float]:
-        """Whether the tests of a module pass in time, with a change in it, and how many seconds that took."""
+    def try_tests(
+        self, groups: list[tuple[str, ...]], limits: Limits | None = None, mutant: Mutant | None = None
+    ) -> tuple[bool, float]:
+        """Whether these tests pass, each group in its time, with this change; and how many seconds that took."""
         tree = self._free.get()
-        path = tree / PACKAGE.name / file
-        source = path.read_bytes()
         start = time.monotonic()
         try:
-            if mutant:
-                _write(path, changed(mutant, source))
-            passed = all(_pass(tree, tests, limit_s) for tests in tests_for(file) if tests)
+            with _changed(tree, mutant) if mutant else nullcontext():
+                passed = all(_pass(tree, tests, limits[frozenset(tests)] if limits else 3600) for tests in groups)
             return passed, time.monotonic() - start
         finally:
-            _write(path, source)
             self._free.put(tree)
+
+
+@contextmanager
+def _changed(tree: Path, mutant: Mutant) -> Iterator[None]:
+    path = tree / PACKAGE.name / mutant.file
+    source = path.read_bytes()
+    _write(path, changed(mutant, source))
+    try:
+        yield
+    finally:
+        _write(path, source)
 
 
 def _write(path: Path, source: bytes) -> None:
@@ -372,21 +381,12 @@ def _write(path: Path, source: bytes) -> None:
         compiled.unlink()
 
 
-def _pass(tree: Path, tests: list[str], limit_s: float) -> bool:
+def _pass(tree: Path, tests: tuple[str, ...], limit_s: float) -> bool:
     """Whether all these tests pass in time, in a session of its own of which nothing stays."""
-    options = [
-        "-x",
-        "-q",
-        "-n0",
-        "--tb=line",
-        "-p",
-        "no:cacheprovider",
-        "--hypothesis-seed=0",
-        f"--basetemp={tree / 't'}",
-    ]
+    options = "-x -q -n0 --tb=line -p no:cacheprovider --hypothesis-seed=0".split()
     with (tree / "pytest.log").open("w") as log:
         process = psutil.Popen(
-            [sys.executable, "-m", "pytest", *options, *tests],
+            [sys.executable, "-m", "pytest", *options, f"--basetemp={tree / 't'}", *tests],
             cwd=tree,
             env=os.environ | {"PYTHONPATH": str(tree)},
             stdin=subprocess.DEVNULL,
@@ -406,19 +406,16 @@ def _pass(tree: Path, tests: list[str], limit_s: float) -> bool:
 
 def ask(chosen: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, bool]]:
     """Each mutant and whether the tests notice it, in the order in which they end. A test without an end notices."""
-    modules = {_all_tests(mutant.file): mutant.file for mutant in chosen}
+    groups = {frozenset(tests): tests for mutant in chosen for tests in tests_for(mutant.file)}
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies = Copies(Path(folder), jobs)
-        limits = {}
-        for tests, (is_green, seconds) in zip(modules, pool.map(copies.try_tests, modules.values()), strict=True):
-            print(f"{seconds:.0f} s without a mutant: the tests of {modules[tests]}", flush=True)
+        limits: Limits = {}
+        for tests, (is_green, seconds) in zip(groups, pool.map(copies.try_tests, zip(groups.values())), strict=True):
+            print(f"{seconds:.0f} s without a mutant: {groups[tests][0]}{' ...' * (len(tests) > 1)}", flush=True)
             if not is_green:
                 raise SystemExit(f"they fail: pytest {' '.join(sorted(tests))}")
             limits[tests] = 60 + 4 * seconds
-        tasks = {
-            pool.submit(copies.try_tests, mutant.file, mutant, limits[_all_tests(mutant.file)]): mutant
-            for mutant in chosen
-        }
+        tasks = {pool.submit(copies.try_tests, tests_for(mutant.file), limits, mutant): mutant for mutant in chosen}
         for number, task in enumerate(as_completed(tasks), 1):
             passed, seconds = task.result()
             mutant = tasks[task]
