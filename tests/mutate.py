@@ -383,7 +383,7 @@ def _write(path: Path, source: bytes) -> None:
 
 def _pass(tree: Path, tests: tuple[str, ...], limit_s: float) -> bool:
     """Whether all these tests pass in time, in a session of its own of which nothing stays."""
-    options = "-x -q -n0 --tb=line -p no:cacheprovider --hypothesis-seed=0".split()
+    options = ["-x", "-q", "-n0", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     with (tree / "pytest.log").open("w") as log:
         process = psutil.Popen(
             [sys.executable, "-m", "pytest", *options, f"--basetemp={tree / 't'}", *tests],
