@@ -21,7 +21,7 @@ def storage_url(storage: str | None) -> str:
         storage = os.environ.get("AUTOTUNE_STORAGE")
     if storage is None:
         with write_errors(DEFAULT_ROOT.absolute()):
-            DEFAULT_ROOT.mkdir(parents=True, exist_ok=True)
+            DEFAULT_ROOT.mkdir(exist_ok=True)
         return f"sqlite:///{DEFAULT_ROOT / 'autotune.db'}"
     return storage
 

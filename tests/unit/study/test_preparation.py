@@ -1,5 +1,6 @@
 """Preparing a session: what the budget counts, and which options exclude each other."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 
 from autotune.core.errors import UsageError
 from autotune.problem.setup import set_up
-from autotune.problem.study_spec import StudySpec
+from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.study import preparation
+from autotune.study.optimizer import Optimizer
 from autotune.study.preparation import prepare_session
 
 
@@ -34,7 +36,13 @@ def test_reading_the_dataset_does_not_count_against_the_budget(tmp_path: Path, m
 
 @pytest.mark.parametrize(
     "options",
-    [{"quality": True, "shallow_only": True}, {"verify": True, "shallow_only": True}, {"budget": "soon"}],
+    [
+        {"quality": True, "shallow_only": True},
+        {"verify": True, "shallow_only": True},
+        {"budget": "soon"},
+        {"quality": True, "trainer": "trl"},
+        *({"configs": (NamedConfig(name="a"),), option: True} for option in ("quality", "verify", "shallow_only")),
+    ],
     ids=str,
 )
 def test_options_that_exclude_each_other_are_refused(
@@ -44,3 +52,30 @@ def test_options_that_exclude_each_other_are_refused(
     with pytest.raises(UsageError):
         prepare_session(spec(**options))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_session_is_resolved_and_its_directory_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = prepare_session(spec(budget="90s", workers=3, out="here"))
+    assert (plan.budget_s, plan.cards, plan.out, plan.url) == (90.0, [None, None], tmp_path / "here", "sqlite:///a.db")
+    assert (plan.study, plan.task.model.name, plan.task.device.kind) == ("mine", "demo-3m", "cpu")
+    assert (plan.out / "logs").is_dir() and plan.started > 0 and plan.preparation_s >= 0
+    adjusted = prepare_session(spec(), adjust=lambda setup: replace(setup, task=replace(setup.task, study="another")))
+    assert adjusted.study == "another" and adjusted.out == tmp_path / "runs" / "another"
+    monkeypatch.setattr("autotune.study.storage.database.network_drive", lambda url: "nfs")
+    assert prepare_session(spec()).cards == []  # alone on a network drive
+    with pytest.raises(UsageError, match="network drive"):
+        prepare_session(spec(workers=2))
+
+
+def test_a_study_without_a_name_gets_one_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for _ in range(3):
+        plan = prepare_session(spec(study=None))
+        names.append(plan.study)
+        Optimizer.create(plan.url, plan.study, plan.task.space, seed=0).close()
+    assert names == [names[0], f"{names[0]}-2", f"{names[0]}-3"]
+    suite = prepare_session(spec(study=None, configs=(NamedConfig(name="a"),), pins={"lora_rank": 16}))
+    assert suite.study == f"{names[0]}-suite" and suite.spec.pins == {"lora_rank": 16}
+    assert suite.task.space.choices("lora_rank") != (16,)  # pins are of the cases, not of the space
