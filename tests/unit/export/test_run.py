@@ -1,0 +1,345 @@
+"""Running exported scripts: processes, limits, logs, and what verification and quality make of what is printed.
+
+The scripts here are a few lines instead of a training.
+"""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_device, resolve_model
+from autotune.core.errors import Cancelled, StorageError, UsageError
+from autotune.core.train_config import TrainConfig
+from autotune.export import script
+from autotune.export.run import process, quality, verify
+from autotune.export.run.process import AddedLines, last_error, run_exported, scratch_folder, time_limit_s, write_files
+from autotune.problem.length_distribution import Lengths
+from autotune.problem.workload import Workload
+from autotune.study.summary import Quality, Recipe, Verification
+from tests.helpers.factories import summary
+from tests.unit.export.test_script import demo, recipe
+
+
+def run(folder: Path, text: str, *arguments: str, limit_s: float = 60.0, **options: Any) -> dict[str, Any] | str:
+    write_files(folder, {"train.py": text})
+    stops = {"should_stop": lambda: False}
+    return run_exported(folder, arguments, folder / "log", limit_s=limit_s, **(stops | options))
+
+
+def test_a_run_hangs_after_a_quarter_of_an_hour_and_ten_times_its_steps() -> None:
+    assert time_limit_s(30, 2.0) == 900 + 10 * 60
+
+
+def test_what_a_script_prints_last_is_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    ticks: list[int] = []
+    text = "import json, os, sys, time\ntime.sleep(0.3)\nprint('first')\nprint(json.dumps({'arguments': sys.argv[1:], "
+    text += "'more': os.environ['MORE'], 'secret': os.environ.get('SECRET_TOKEN'), 'in': sys.stdin.read(),"
+    text += " 'folder': os.getcwd()}))\n"
+    more = {"environment": {"MORE": "m"}, "while_running": lambda: ticks.append(1)}
+    assert run(tmp_path, text, "a", "b c", **more) == {
+        "arguments": ["a", "b c"],
+        "more": "m",
+        "secret": None,
+        "in": "",
+        "folder": str(tmp_path),
+    }
+    assert ticks
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("print('no object')", "the script printed no result"),
+        ("print('[1]')", "the script printed no result"),
+        ("pass", "the script printed no result"),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("raise ValueError('no')", "ValueError: no"),
+        ("import sys; print('train.py: error: no rows', file=sys.stderr); print('50%|', file=sys.stderr); sys.exit(1)",
+         "train.py: error: no rows"),
+    ],
+)  # fmt: skip
+def test_why_there_is_no_result(text: str, reason: str, tmp_path: Path) -> None:
+    assert run(tmp_path, text) == reason
+
+
+def test_a_script_that_hangs_is_killed(tmp_path: Path) -> None:
+    assert str(run(tmp_path, "import time; time.sleep(60)", limit_s=0.5)).startswith("not done after ")
+    with pytest.raises(Cancelled):
+        run(tmp_path, "import time; time.sleep(60)", should_stop=lambda: True)
+
+
+def test_a_module_is_run_in_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import sys; print('{\"said\": \"' + sys.argv[1] + '\"}')")
+    assert run(tmp_path, "", "yes", script="mine") == {"said": "yes"}
+
+
+def test_the_last_error_of_a_log_from_a_place_on(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    before = b"RuntimeError: old\n"
+    log.write_bytes(before + b"Traceback\nsome.Module.OutOfMemoryError: CUDA\xff\n 100%|###\n")
+    assert last_error(log) == last_error(log, len(before)) == "some.Module.OutOfMemoryError: CUDA\ufffd"
+    assert last_error(log, log.stat().st_size) == ""
+    log.write_text("KeyError: 1\nan Error in the middle\nValueError: " + "x" * 400)
+    assert last_error(log) == "ValueError: " + "x" * 288
+
+
+def test_only_whole_lines_are_read_and_each_once(tmp_path: Path) -> None:
+    lines = AddedLines(tmp_path / "f")
+    assert lines.read() == []
+    with (tmp_path / "f").open("ab", buffering=0) as file:
+        file.write(b"a\nb")
+        assert lines.read() == [b"a\n"] and lines.read() == []
+        file.write(b"c\nd\n")
+        assert lines.read() == [b"bc\n", b"d\n"]
+
+
+def test_a_scratch_folder_begins_empty_and_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    (folder / "left").touch()
+    with scratch_folder(folder) as made:
+        assert made == folder and not list(folder.iterdir())
+        (folder / "new").touch()
+    assert not folder.exists()
+
+
+# --- verification
+
+# Prints its arguments as the train.py of an export would print its result, from a step of 2 s.
+ECHO = "import json, sys\nprint(json.dumps({'steps': int(sys.argv[3]), 'seconds_per_step': 2, 'argv': sys.argv[1:]}))\n"
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Scripts are ECHO; what they printed."""
+    results: list[Any] = []
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        results.append((arguments, options, run_exported(*arguments, **options)))
+        return results[-1][2]
+
+    monkeypatch.setattr(script, "export", lambda recipe: {"train.py": ECHO})
+    monkeypatch.setattr(verify, "run_exported", kept)
+    monkeypatch.setattr(quality, "run_exported", kept)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 101), ({"micro_steps": 1}, 3), ({"micro_steps": 5}, 4), ({"micro_steps": 1, "soak": True}, 5)],
+    ids=str,
+)
+def test_verification_runs_enough_steps_and_one_to_warm_up(
+    options: dict[str, Any], steps: int, ran: list[Any], tmp_path: Path
+) -> None:
+    """Two micro batches a step."""
+    made = demo(TrainConfig(micro_batch_size=4, seq_len=32))
+    (tmp_path / "logs").mkdir()
+    said: list[str] = []
+    done = verify.verify(made, tmp_path, say=said.append, **options)
+    assert done.reason is None and done.seconds_per_step == 2.0 and done.micro_steps == 2 * (steps - 1)
+    assert (done.file, done.probed, done.soak, done.tolerance) == ("train.py", True, "soak" in options, 0.05)
+    assert done.promised_step_s == made.winner.performance.step_time_s
+    assert done.promised_gib == made.winner.measurement.peak_reserved_gib
+    argv = ran[0][2]["argv"]
+    expected = ["--random-weights", "--max-steps", str(steps), "--held-out", "1", "32", "--progress", verify.STEPS]
+    expected += ["--output-dir", "saved", *(["--lengths", "lengths.txt"] if "soak" in options else [])]
+    assert argv == expected
+    assert ran[0][1]["limit_s"] == time_limit_s(steps, done.promised_step_s)
+    assert said[0].startswith(f"running the exported train.py for {steps} steps, about ")
+    assert not (tmp_path / ".verify").exists()
+
+
+def test_full_fine_tuning_saves_nothing_in_a_verification(ran: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    verify.verify(demo(TrainConfig(method="full", seq_len=32)), tmp_path, micro_steps=1)
+    assert ran[0][2]["argv"][-2:] == ["--output-dir", ""]
+
+
+def test_a_tenth_of_the_steps_is_reported(tmp_path: Path) -> None:
+    said: list[str] = []
+    reporter = verify._StepReporter(tmp_path / "steps", 20, 3.0, said.append)
+    for _ in range(20):
+        with (tmp_path / "steps").open("a") as file:
+            file.write("x\n")
+        reporter.report()
+    assert len(said) == 10
+    assert said[0] == "verifying: step 2 of 20, about 54 s left" and said[-1] == "verifying: step 20 of 20, the last"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_rows_of_a_soak(batch: int) -> None:
+    """Half the micro batches have a row of the whole length; all other rows have a quarter at most."""
+    lengths = verify.straining_lengths(TrainConfig(micro_batch_size=batch, seq_len=100))
+    assert len(lengths) == 1024 and lengths[:2] == [100, 25]
+    assert {length for length in lengths if length != 100} == set(range(2, 26))
+    share = sum(100 in lengths[at : at + batch] for at in range(0, 1024 - batch, batch)) / (1024 // batch)
+    assert share == pytest.approx(0.5, abs=0.06)
+    assert set(verify.straining_lengths(TrainConfig(seq_len=4))) == {2, 4}
+
+
+def test_what_is_made_for_trl() -> None:
+    """Rows for whole steps, no more than are needed and about 1,024 at most."""
+    made = replace(demo(TrainConfig(micro_batch_size=8, seq_len=32)), device=resolve_device("cpu"))
+    data = verify._made_for_trl(made, 3, None)
+    assert data == {
+        "model": made.model.config,
+        "device": "cpu",
+        "rows": 16 * 3,
+        "lengths": [32] * 16,
+        "held_out": [32] * 8,
+    }
+    many = verify._made_for_trl(replace(made, device=resolve_device("a10")), 500, [5, 6])
+    assert (many["rows"], many["device"], many["lengths"]) == (1024, "cuda", [5, 6])
+
+
+@pytest.mark.parametrize(
+    ("method", "precision", "bytes_each"), [("lora", "fp32", 2), ("full", "bf16_pure", 4), ("full", "fp32", 6)]
+)
+def test_the_room_for_random_weights(
+    method: str, precision: str, bytes_each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(TrainConfig(method=method, precision=precision))
+    needed = made.winner.measurement.total_params * bytes_each
+    monkeypatch.setattr(verify.shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed))
+    verify._check_room(made, tmp_path)
+    monkeypatch.setattr(verify.shutil, "disk_usage", lambda folder: SimpleNamespace(free=needed - 2**20))
+    with pytest.raises(StorageError, match="random weights of this model take"):
+        verify._check_room(made, tmp_path)
+
+
+def promise() -> Verification:
+    values = {"micro_steps": 2, "tolerance": 0.05, "promised_tokens_per_s": 1.0, "promised_step_s": 2.0}
+    return Verification(config=TrainConfig(), promised_gib=2.0, **values)
+
+
+def test_what_a_run_printed_is_kept() -> None:
+    printed = {"steps": 3, "seconds_per_step": 4, "peak_reserved_gib": 5.0, "peaks_gib": [1.0, 2.0]}
+    done = verify.with_result(promise(), printed, 3)
+    assert (done.seconds_per_step, done.reserved_gib, done.peaks_gib, done.reason) == (4.0, 5.0, (1.0, 2.0), None)
+    assert verify.with_result(promise(), printed | {"peaks_gib": None}, 3).peaks_gib == ()
+    for wrong in ({"steps": 2}, {"seconds_per_step": 0}, {"seconds_per_step": "4"}):
+        assert verify.with_result(promise(), printed | wrong, 3).reason is not None
+
+
+# --- quality
+
+
+def study(rows: int = 700, batch: int = 32) -> tuple[Recipe, Quality]:
+    made = summary().recipe
+    assert made is not None
+    workload = Workload(examples=rows, lengths=Lengths.of([8] * rows, "counted"), global_batch=batch)
+    return replace(made, workload=workload), Quality(steps=1, trained_on=4, held_out=2, tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "steps", "held_out"),
+    [(10_000, 32, 20, 64), (640, 32, 18, 64), (300, 32, 8, 30), (10, 3, 3, 1), (4, 3, 1, 1), (3, 3, 0, 1)],
+)
+def test_how_many_steps_and_examples(rows: int, batch: int, steps: int, held_out: int) -> None:
+    """A tenth is held out, 64 at most, at least one; twenty steps at most of what is left."""
+    workload = study(rows, batch)[0].workload
+    assert (quality._num_steps(workload), quality._num_held_out(workload)) == (steps, held_out)
+
+
+def test_why_no_loss_can_be_measured() -> None:
+    model = replace(resolve_model("demo-3m"), weights="w", tokenizer="w")
+    workload = study()[0].workload
+    assert quality.impossible(model, workload, "d") is None
+    assert "real weights" in str(quality.impossible(replace(model, weights=None), workload, "d"))
+    assert "examples to learn from" in str(quality.impossible(model, workload, None))
+    assert "tokenizer" in str(quality.impossible(replace(model, tokenizer="t"), workload, "d"))
+    few = study(3, 3)[0].workload
+    assert quality.impossible(model, few, "d") == "3 examples are too few for a step of 3"
+    assert quality.impossible(model, study(4, 3)[0].workload, "d") is None
+
+
+def test_the_sample_has_each_chosen_row_once_and_only_its_columns(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    rows = [{"text": f"row {number}", "other": 1, "prompt": None} for number in range(9)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    _, asked = study()
+    lines = quality._sample(data, 9, asked).splitlines()
+    found = [json.loads(line) for line in lines]
+    assert len(found) == 6 and all(row.keys() == {"text"} for row in found)
+    assert len({row["text"] for row in found}) == 6 and found != sorted(found, key=lambda row: row["text"])
+    assert quality._sample(data, 9, asked).splitlines() == lines
+    with pytest.raises(UsageError, match="fewer rows than at the start"):
+        quality._sample(data, 12, replace(asked, trained_on=10))
+
+
+def test_all_finalists_train_on_the_same_sample(
+    ran: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = study(50, 4)
+    assert made.baseline is not None
+    others = [replace(made.winner, config=replace(made.config, lora_rank=rank)) for rank in (4, 8, 64, 128)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps({"text": str(number)}) for number in range(50)))
+    (tmp_path / "logs").mkdir()
+    text = "import json, sys\nrows = open('../examples.jsonl').read().splitlines()\n"
+    text += "print(json.dumps({'held_out_loss': [len(rows), 2.5], 'steps': int(sys.argv[4]), 'argv': sys.argv[1:]}))"
+    lengths: list[int] = []
+
+    def export(recipe: Recipe) -> dict[str, str]:
+        lengths.append(recipe.winner.cost.num_steps)
+        return {"train.py": text}
+
+    monkeypatch.setattr(script, "export", export)
+    said: list[str] = []
+    found = quality.compare(made, [made.winner, *others], data, tmp_path, said.append, lambda: False)
+    assert (found.steps, found.trained_on, found.held_out) == (11, 44, 5)
+    configs = [made.winner.config, made.baseline.config, others[0].config, others[1].config]
+    assert [one.config for one in found.learned] == configs and lengths == [11] * 4
+    assert {(one.loss_before, one.loss_after, one.reason) for one in found.learned} == {(49, 2.5, None)}
+    tokens = max(config.seq_len for config in configs)
+    assert found.tokens == tokens
+    expected = [
+        "--dataset",
+        "../examples.jsonl",
+        "--max-steps",
+        "11",
+        "--output-dir",
+        "",
+        "--held-out",
+        "5",
+        str(tokens),
+    ]
+    assert all(result["argv"] == expected for *_, result in ran)
+    assert said[0].startswith("learning, 1 of 4: ") and len(said) == 4
+    assert found.learned[0].full_run_hours == made.winner.cost.full_run_hours and found.learned[0].seconds > 0
+    assert not (tmp_path / ".quality").exists()
+    stopped = quality.compare(made, others, data, tmp_path, said.append, lambda: True)
+    assert stopped.learned == ()
+
+
+@pytest.mark.parametrize(
+    ("printed", "losses"),
+    [
+        ({"held_out_loss": [3.0, 2.0], "steps": 5}, {"loss_before": 3.0, "loss_after": 2.0}),
+        ("killed", {"reason": "killed"}),
+        ({"steps": 5}, {"reason": "the script printed no losses"}),
+        ({"held_out_loss": [3.0], "steps": 5}, {"reason": "the script printed no losses"}),
+        ({"held_out_loss": None, "steps": 5}, {"reason": "the script printed no losses"}),
+        ({"held_out_loss": [3.0, 2.0], "steps": 4}, {"reason": "it took 4 steps of 5"}),
+        ({"held_out_loss": [3.0, float("nan")], "steps": 5}, {"reason": "its loss went from 3.0 to nan"}),
+        ({"held_out_loss": [float("inf"), 2.0], "steps": 5}, {"reason": "its loss went from inf to 2.0"}),
+    ],
+    ids=str,
+)
+def test_losses_that_count(printed: Any, losses: dict[str, Any]) -> None:
+    assert quality._losses(printed, 5) == losses
+
+
+def test_the_command_gets_a_signal_when_its_parent_dies() -> None:
+    by_default = process.command("a.py", ["x"])
+    assert by_default == [sys.executable, process.child.__file__, "9", str(os.getpid()), "a.py", "x"]
+    assert process.command("a.py", [], signal.SIGTERM)[2] == "15"
