@@ -135,6 +135,12 @@ def test_an_alias_bomb_is_refused_unread(tmp_path):
     assert len(read(tmp_path, bomb(levels=3)).anything) == 3  # 9 + 90 + 819 values are fine
 
 
+def test_a_file_of_just_the_most_values_is_read(tmp_path):
+    """Its mapping, its key and its list are values too."""
+    assert len(read(tmp_path, f"anything: [{'x, ' * 9_997}]").anything) == 9_997
+    assert "more than 10,000 values" in failure(tmp_path, f"anything: [{'x, ' * 9_998}]")
+
+
 @pytest.mark.parametrize("text", ["[" * 3000, "anything: " + "{a: " * 3000 + "1" + "}" * 3000])
 def test_deep_nesting_is_refused(tmp_path, text):
     assert failure(tmp_path, text) == "FILE: not valid YAML: nested too deeply"

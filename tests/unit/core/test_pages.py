@@ -11,3 +11,16 @@ def test_pages_escape_text_and_know_all_their_names() -> None:
     assert template.render(name="<b>") == "&lt;b&gt;"
     with pytest.raises(jinja2.UndefinedError):
         template.render()
+
+
+@pytest.mark.parametrize(
+    ("text", "rendered"),
+    [
+        ("{{ 0.1234 | percent }}, {{ none | percent }}", "12.3%, –"),
+        ("{{ 0.1234 | signed }}, {{ -0.5 | signed }}, {{ none | signed }}", "+12.3%, -50.0%, –"),
+        ("{{ 2.5 | hours }}, {{ none | hours }}", "2 h 30 min, –"),
+        ("a\n  {% if true %}\n  b\n  {% endif %}\nc", "a\n  b\nc"),  # lines of statements leave nothing behind
+    ],
+)
+def test_numbers_and_statements_in_a_page(text: str, rendered: str) -> None:
+    assert environment("autotune.report").from_string(text).render() == rendered

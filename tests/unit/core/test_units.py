@@ -3,7 +3,18 @@
 import pytest
 
 from autotune.core import errors
-from autotune.core.units import DASH, GIB, fmt_count, fmt_gib, fmt_seconds, fmt_usd, gib, parse_duration
+from autotune.core.units import (
+    DASH,
+    GIB,
+    fmt_count,
+    fmt_difference,
+    fmt_gib,
+    fmt_hours,
+    fmt_seconds,
+    fmt_usd,
+    gib,
+    parse_duration,
+)
 
 
 @pytest.mark.parametrize("fmt", [fmt_gib, fmt_count, fmt_usd, fmt_seconds])
@@ -142,3 +153,14 @@ def test_did_you_mean(name, hint):
 
 def test_did_you_mean_names_three_at_most():
     assert errors.did_you_mean("a10x", ["a10", "a100", "a10g", "a40"]) == "; did you mean 'a10' or 'a10g' or 'a100'?"
+
+
+def test_hours_are_printed_as_seconds_are():
+    assert [fmt_hours(value) for value in (2.5, 1 / 60, None)] == ["2 h 30 min", "1 min", DASH]
+
+
+def test_a_difference_names_what_changed_at_any_depth():
+    then = {"a": 1, "b": {"c": 2, "d": 3}, "gone": 4}
+    now = {"a": 1, "b": {"c": 5, "d": 3}, "new": 6}
+    assert fmt_difference(then, now) == "b: c: 2 then, 5 now; gone: 4 then, None now; new: None then, 6 now"
+    assert fmt_difference({"a": 1}, [2]) == "{'a': 1} then, [2] now"
