@@ -157,6 +157,13 @@ def test_a_global_batch_in_tokens_fits_what_there_is(installed):
     assert set_up(pinned, H200).task.workload.global_batch == 12
 
 
+def test_a_global_batch_in_tokens_is_a_micro_batch_at_least(installed, tmp_path):
+    file = tmp_path / "two.yaml"
+    file.write_text("version: 1\nknobs: {micro_batch_size: {values: [4, 6]}}\n")
+    asked = StudySpec(model="mistral-7b", space=str(file), global_batch_tokens=1024, tokens_per_example=1024)
+    assert set_up(asked, H200).task.workload.global_batch == 4
+
+
 @pytest.mark.parametrize("size", [3, 4, 7, 32])
 @pytest.mark.parametrize("examples", [1, 13, 31.4, 100, 1001])
 def test_a_global_batch_in_tokens_is_the_nearest_that_a_pinned_micro_batch_divides(installed, size, examples):
