@@ -8,7 +8,6 @@ import pytest
 from autotune.core.errors import Cancelled
 from autotune.core.probe_types import Outcome, Phase, ProbeRequest, ProbeResult, Rung
 from autotune.core.train_config import TrainConfig
-from autotune.problem.search_space import Knob
 from autotune.study.summary import TrialRecord
 from tests.helpers.factories import result
 from tests.helpers.replay import machine, need_gib
@@ -163,23 +162,6 @@ def test_confirming_measures_all_finalists_and_the_baseline_once_and_the_winner_
     assert evaluated == [first[0]]
 
 
-def test_close_rivals_get_a_second_measurement(start: Start) -> None:
-    """Two configurations of equal capability that differ by half a percent in speed."""
-    alike = space(micro_batch_size=(8,), seq_len=(256,), lora_rank=(16,), checkpointing=("none", "full"))
-    alike = replace(alike, knobs=(*alike.knobs, Knob(name="compile", values=("none", "per_layer"))))
-
-    def rate(config: TrainConfig) -> float:
-        return (1000.0 if config.compile == "none" else 1005.0) * (0.7 if config.checkpointing == "full" else 1.0)
-
-    session = whole(start, machine(rate=rate), task=subject_of(alike), finalists=3, rounds=2)
-    plain = replace(BASELINE, checkpointing="none")
-    compiled = replace(plain, compile="per_layer")
-    asked = confirmations(session)
-    assert [asked.count(config) for config in (plain, compiled, BASELINE)] == [2, 2, 1]
-    evaluated = [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM and one.evaluate]
-    assert set(evaluated) == {plain, compiled} and len(evaluated) == 2
-
-
 def test_a_disturbed_measurement_of_the_baseline_is_outvoted(start: Start) -> None:
     """Its first confirmation is 20 % slow, two others agree, and the speed-up is the true one."""
     answers, slower = machine(rate=by_tokens), machine(rate=lambda config: by_tokens(config) / 1.2)
@@ -196,37 +178,6 @@ def test_a_disturbed_measurement_of_the_baseline_is_outvoted(start: Start) -> No
     recipe = session.summary().recipe
     assert recipe is not None and any(BASELINE.label() in caveat for caveat in recipe.caveats)
     assert undisturbed is not None and recipe.speedup == pytest.approx(undisturbed.speedup, rel=0.01)
-
-
-def test_the_final_best_is_evaluated_and_measured_twice(start: Start) -> None:
-    """The first candidate is slow in its second measurement."""
-    answers, slower = machine(rate=by_tokens), machine(rate=lambda config: by_tokens(config) / 1.5)
-    confirmed: list[TrainConfig] = []
-
-    def answer(request: ProbeRequest) -> ProbeResult:
-        confirmed.extend([request.config] if request.rung is Rung.CONFIRM else [])
-        again = request.rung is Rung.CONFIRM and request.config == confirmed[0] and confirmed.count(confirmed[0]) > 1
-        return (slower if again else answers)(request)
-
-    session = whole(start, answer, trials=16, finalists=3, rounds=2)
-    winner = session.winner()
-    assert winner != confirmed[0]
-    assert len(session.study.trials.selection.record(winner).confirmed) >= 2
-    asked = [one for one in session.prober.requests if one.rung is Rung.CONFIRM and one.config == winner]
-    assert any(request.evaluate for request in asked)
-
-
-def test_confirmation_uses_up_to_four_micro_batches_a_step(start: Start) -> None:
-    large = space(micro_batch_size=(1, 16, 32), seq_len=(256,), lora_rank=(16,), checkpointing=("none",))
-    session = start(machine(limit_gib=100.0), task=subject_of(large), finalists=3, rounds=1)
-    session.study.run()
-    session.study.confirm()
-    steps = {
-        request.config.micro_batch_size: request.micro_steps
-        for request in session.prober.requests
-        if request.rung is Rung.CONFIRM
-    }
-    assert steps == {1: 4, 16: 2, 32: 1}
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OOM, Outcome.CRASH])
@@ -268,34 +219,3 @@ def test_confirmed_measurements_replace_those_of_the_search(start: Start) -> Non
     session = whole(start, answer, patience=100)
     assert favourite in confirmations(session)
     assert session.winner() != favourite
-
-
-def test_the_replacement_of_a_failed_finalist_is_confirmed_too(start: Start) -> None:
-    answers = machine(rate=by_tokens)
-
-    def fails_without_recomputing(request: ProbeRequest) -> ProbeResult:
-        if request.rung is Rung.CONFIRM and request.config.checkpointing == "none":
-            return result(request.config, Outcome.OOM, phase=Phase.EVALUATE)
-        return answers(request)
-
-    session = whole(start, fails_without_recomputing, patience=100, finalists=1, rounds=1)
-    winner = session.winner()
-    assert winner.checkpointing == "full"
-    assert confirmations(session).count(winner) == 1
-    assert len(confirmations(session)) == len(set(confirmations(session)))
-
-
-def test_a_stop_during_confirmation_keeps_earlier_confirmations(start: Start) -> None:
-    answers = machine(rate=by_tokens)
-    confirmed: list[TrainConfig] = []
-
-    def answer(request: ProbeRequest) -> ProbeResult:
-        if request.rung is Rung.CONFIRM:
-            confirmed.append(request.config)
-            if len(confirmed) == 2:
-                raise Cancelled
-        return answers(request)
-
-    session = whole(start, answer, trials=6)
-    assert len(confirmed) == 2
-    assert session.winner() == confirmed[0]

@@ -177,9 +177,19 @@ def test_the_budget_ends_it_at_any_point(start: Start, budget_s: float, order: s
     assert session.study.trials.too_short_for == ["measuring the finalists again"] * (budget_s < 60.0)
 
 
+@pytest.mark.parametrize(("batch", "steps"), [(32, 4), (16, 2), (8, 1)])
+def test_a_step_has_up_to_four_micro_batches(start: Start, batch: int, steps: int) -> None:
+    """As many as in the run: four of A's eight rows come to 32, four of D's two rows to 8."""
+    task = subject_of(CHOICES)
+    task = replace(task, workload=replace(task.workload, global_batch=batch))
+    session, _ = searched(start, {A: 1000.0, D: 900.0}, task=task, rounds=1)
+    session.study.confirm()
+    assert [(one.config, one.micro_steps) for one in session.prober.requests] == [(A, steps), (D, 4)]
+
+
 def test_a_probe_that_is_cancelled_ends_it(start: Start) -> None:
     session, _ = searched(start, {A: 1000.0, C: 900.0, B: 600.0}, {B: (Cancelled,)})
-    assert confirmed(session) == ["A1+", "B1"]
+    assert confirmed(session) == ["A1+", "B1"] and session.winner() == A
     assert session.study.trials.too_short_for == ["measuring the finalists again"]
 
 

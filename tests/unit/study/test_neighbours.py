@@ -10,7 +10,7 @@ SPACE = SearchSpace(
         Knob(name="compile", values=("none", "per_layer")),
         Knob(name="micro_batch_size", values=(1, 2, 4, 8, 16)),
         Knob(name="checkpointing", values=("none", "every_2", "full")),
-        Knob(name="lora_rank", low=8, high=24, log=True),
+        Knob(name="lora_rank", low=14, high=18, log=True),
     ),
 )
 MIDDLE = TrainConfig(micro_batch_size=4, checkpointing="full", lora_rank=16)
