@@ -6,7 +6,7 @@ import pytest
 
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.export import keys, tool_file
+from autotune.export import header, keys, tool_file
 from autotune.probe.runtime.settings import LIGER_KERNELS
 from tests.unit.export.test_tool_file_axolotl import CONFIGS, recipe
 
@@ -130,3 +130,14 @@ def test_values_that_follow_from_a_configuration() -> None:
     assert {name: plain[name] for name in expected} == expected and not plain["needs_liger"]
     assert keys.settings("trl", recipe(TrainConfig(loss="chunked")))["needs_liger"]
     assert keys.settings("trl", recipe(TrainConfig(checkpointing="none")))["skips_layers"] is False
+
+
+@pytest.mark.parametrize(
+    ("step_s", "steps", "saves"), [(2.0, 5000, 900), (2.0, 100, 100), (7200.0, 100, 1), (2.0, 0, 1)]
+)
+def test_a_checkpoint_every_half_hour_and_warm_up_for_three_hundredths(step_s: float, steps: int, saves: int) -> None:
+    made = recipe(TrainConfig())
+    speed, cost = replace(made.winner.performance, step_time_s=step_s), replace(made.winner.cost, num_steps=steps)
+    made = replace(made, winner=replace(made.winner, performance=speed, cost=cost))
+    assert header.save_steps(made) == saves
+    assert header.warmup_steps(made) == 3 * steps / 100

@@ -23,7 +23,7 @@ from autotune.planning.device_estimate import (
     planned_device,
 )
 from autotune.planning.observations import Observation, published_observations
-from autotune.planning.plan import Plan, plan_data, plan_task, planned_setup, table_cells
+from autotune.planning.plan import Plan, memory_tables, plan_data, plan_task, planned_setup, table_cells
 from autotune.prediction.memory_formula import CONTEXT_GIB
 from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_cost import FITS, OOM, TIGHT
@@ -212,6 +212,24 @@ def test_a_table_grows_in_both_directions() -> None:
     needs = [cell.recomputed.need_gib for cell in cells]
     assert needs[0] < needs[1] < needs[3] and needs[1] == pytest.approx(needs[2])
     assert all(cell.chosen is (cell.plain if cell.plain.state == FITS else cell.recomputed) for cell in cells)
+
+
+def test_tables_are_of_what_guides_write() -> None:
+    """LoRA, QLoRA, and two ways of full fine-tuning; lengths by powers of two up to the model's context of 4,096."""
+    made = planned(task("h100", model="llama-2-7b"))
+    tables = memory_tables(made)
+    assert list(tables) == [
+        "LoRA r16, bf16_mixed, adamw_torch_fused",
+        "LoRA r16 on nf4, bf16_mixed, adamw_torch_fused",
+        "full fine-tuning, bf16_mixed, adamw_torch_fused",
+        "full fine-tuning, bf16_pure, adamw_8bit",
+    ]
+    for cells in tables.values():
+        shapes = [(cell.seq_len, cell.micro_batch_size) for cell in cells]
+        assert shapes == [(length, size) for length in (512, 1024, 2048, 4096) for size in (1, 2, 4, 8, 16, 32)]
+        assert all(cell.plain.config.checkpointing == "none" for cell in cells)
+        assert all(cell.recomputed.config.checkpointing == "full" for cell in cells)
+        assert all(cell.recomputed.need_gib <= cell.plain.need_gib for cell in cells)
 
 
 # The command
