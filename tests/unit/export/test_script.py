@@ -195,6 +195,12 @@ def test_the_script_is_the_code_that_the_probe_runs() -> None:
     assert not any("autotune." in text for text in copied.values())
 
 
+@pytest.mark.parametrize(("examples", "expected"), [(10_000, 10_000), (2, 4)])
+def test_random_rows_are_as_many_as_the_examples_and_fill_a_micro_batch(examples: int, expected: int) -> None:
+    made = recipe(TrainConfig(micro_batch_size=4), workload=Workload(examples=examples))
+    assert script.settings(made).examples == expected
+
+
 def test_formats_are_chosen_by_name() -> None:
     made = recipe(TrainConfig())
     usual = {"recipe.yaml", "trl_sft.yaml", "train.py", "train_config.json", "launch.sh", "model_config.json"}

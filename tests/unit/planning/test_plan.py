@@ -12,7 +12,7 @@ import pytest
 from autotune.catalog import list_devices, resolve_device, resolve_model
 from autotune.cli.commands import plan as command
 from autotune.core.errors import NothingFits, UsageError
-from autotune.core.probe_types import Evidence
+from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
     corrected_by_observations,
@@ -23,11 +23,19 @@ from autotune.planning.device_estimate import (
     planned_device,
 )
 from autotune.planning.observations import Observation, published_observations
-from autotune.planning.plan import Plan, memory_tables, plan_data, plan_task, planned_setup, table_cells
+from autotune.planning.plan import (
+    Plan,
+    estimate_named_configs,
+    memory_tables,
+    plan_data,
+    plan_task,
+    planned_setup,
+    table_cells,
+)
 from autotune.prediction.memory_formula import CONTEXT_GIB
 from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_cost import FITS, OOM, TIGHT
-from autotune.problem.study_spec import StudySpec
+from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import BASELINE
 
 A10, H100 = resolve_device("a10"), resolve_device("h100")
@@ -212,6 +220,25 @@ def test_a_table_grows_in_both_directions() -> None:
     needs = [cell.recomputed.need_gib for cell in cells]
     assert needs[0] < needs[1] < needs[3] and needs[1] == pytest.approx(needs[2])
     assert all(cell.chosen is (cell.plain if cell.plain.state == FITS else cell.recomputed) for cell in cells)
+
+
+def test_configurations_that_are_named_are_estimated_one_by_one() -> None:
+    """Rows of 512 tokens, 4 in a micro batch, 2 of these in a step."""
+    fits = {"micro_batch_size": 4, "seq_len": 512, "packing": False}
+    named = {
+        "fits": fits,
+        "large": fits | {"micro_batch_size": 64, "checkpointing": "none"},
+        "int8": {"quantization": "int8"},
+    }
+    configs = tuple(NamedConfig(name=name, knobs=knobs, accumulation=2) for name, knobs in named.items())
+    spec = StudySpec(model="mistral-7b", gpu="a10", configs=configs)
+    one, large, without = estimate_named_configs(spec, device=A10)
+    assert (one.outcome, large.outcome, without.outcome) == (Outcome.OK, Outcome.OOM, Outcome.REFUSED)
+    assert without.reason == "there is no formula for int8 bases" and one.reason is None
+    assert one.evidence is Evidence.ESTIMATED and one.tokens_per_s and one.samples_per_s and one.step_time_s
+    assert one.samples_per_s == pytest.approx(one.tokens_per_s / 512)
+    assert one.step_time_s == pytest.approx(2 * 4 * 512 / one.tokens_per_s)
+    assert one.peak_reserved_gib and one.with_context_gib == pytest.approx(one.peak_reserved_gib + CONTEXT_GIB)
 
 
 def test_tables_are_of_what_guides_write() -> None:
