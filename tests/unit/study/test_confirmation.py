@@ -193,14 +193,14 @@ def test_a_probe_that_is_cancelled_ends_it(start: Start) -> None:
     assert session.study.trials.too_short_for == ["measuring the finalists again"]
 
 
-@pytest.mark.parametrize(("loss", "order"), [(3.09, "B1 B2+"), (3.0, "A1+ B1 A2")])
+@pytest.mark.parametrize(("loss", "order"), [(3.09, "B1 C1 C2+"), (3.0, "A1+ B1 A2")])
 def test_a_finalist_with_other_losses_than_its_reference_is_not_confirmed(
     start: Start, loss: float, order: str
 ) -> None:
     """A with 8-bit state: 3 % more loss than with 32 bits is too much."""
     task = subject_of(CHOICES)
     task = replace(task, model=replace(task.model, weights="/weights"))
-    session, _ = searched(start, {COARSE: 1000.0, B: 700.0}, task=task, rounds=2)
+    session, _ = searched(start, {COARSE: 1000.0, B: 700.0, C: 900.0}, task=task, rounds=2, finalists=1)
     found = measured(COARSE, 1000.0, losses=(loss,))
     session.study.trials.selection.add_result(result(COARSE, measurement=found, seconds={}))
     answers = session.prober._answers
