@@ -4,7 +4,7 @@ Where no formula covers the configuration, its memory is bounded by two configur
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
@@ -72,7 +72,7 @@ class CheckedRun:
     run: ForeignConfig
     bounds: MemoryBounds
     estimate: DeviceEstimate
-    edits: Edits = field(default_factory=dict)
+    edits: Edits
 
     @property
     def state(self) -> str:
