@@ -97,3 +97,8 @@ def test_a_wrong_line_of_a_file_is_named(tmp_path, text: str, message: str) -> N
 def test_no_distribution_has_examples_without_tokens_or_lengths_without_examples(counts) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Lengths(counts=counts, source="given")
+
+
+def test_an_example_of_one_token_counts(tmp_path) -> None:
+    (tmp_path / "lengths.txt").write_text("1\n\n1\n7\n")
+    assert read_lengths(tmp_path / "lengths.txt").counts == ((1, 2), (7, 1))
