@@ -356,7 +356,7 @@ def test_a_stopped_study_is_stored_and_resumes(tmp_path: Path) -> None:
     code, err = interrupted(folder, signal.SIGINT, after=1, total=TOTAL)
     assert code == 130
     assert err.splitlines()[-2].startswith("error: stopped")
-    assert "--study mine" in err.splitlines()[-1]
+    assert "--study=mine" in err.splitlines()[-1]
     assert "Traceback" not in err
     before = lines(out)
     data = json.loads((out / "summary.json").read_text())
