@@ -25,7 +25,7 @@ TERMS = ("weights", "adapters", "gradients", "optimizer", "activations and the r
 # Groups of the parallel coordinates, as shares of the fastest speed.
 CLOSE, HALF = 0.95, 0.5
 SHORTEST_ROW = 128
-# A knob's share of the variation is told from so many measured configurations on, of two values so many each.
+# The share of the variation needs so many measured configurations, and so many of each of two values of the knob.
 MIN_MEASURED, MIN_OF_VALUE = 20, 3
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.api import load_study
+from autotune.api import StudyResult, load_study
 from autotune.cli.commands.catalogs import print_note
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
@@ -58,24 +58,7 @@ def train(
     """
     result = load_study(study, storage)
     recipe = result.recipe
-    if recipe.trainer != "transformers":
-        (command,) = training_commands(result.summary, recipe, short_path(result.out)).values()
-        raise UsageError("the study was measured with TRL, which trains by itself", remedy=command)
-    if (dataset is None) is not random_weights:
-        raise UsageError(
-            "give either --dataset FILE.jsonl to train on, or --random-weights to try the speed",
-            remedy=_command(["--dataset", training_data(result.summary) or "data.jsonl"], recipe.study),
-        )
-    if missing := [name for name in pass_env or () if name not in os.environ]:
-        raise UsageError(f"--pass-env {missing[0]}: there is no such variable", remedy="export it before")
-    if dataset is not None and not dataset.is_file():
-        raise UsageError(f"there is no file {dataset}", remedy="name a .jsonl file")
-    try:
-        require_device(recipe.device, "train there, or here with --other-device: slower, or out of memory")
-    except EnvironmentProblem as difference:
-        if not other_device:
-            raise
-        print_note(f"warning: {difference}: its speed, its memory and its cost do not hold")
+    _check(result, dataset, random_weights=random_weights, pass_env=pass_env or [], other_device=other_device)
     # A run that only tries the speed saves nothing, unless a directory is given.
     saves = output is not None or not random_weights
     output = (output or result.out / ("trained" if saves else "tried")).absolute()
@@ -108,6 +91,31 @@ def train(
         again = _command([*options, "--resume"], recipe.study)
         raise interruption(output, again, 128 + stop.signal if stop.signal else PREEMPTED)
     raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
+
+
+def _check(
+    result: StudyResult, dataset: Path | None, *, random_weights: bool, pass_env: list[str], other_device: bool
+) -> None:
+    """Refuse what cannot be trained with these options, before anything is written."""
+    recipe = result.recipe
+    if recipe.trainer != "transformers":
+        (command,) = training_commands(result.summary, recipe, short_path(result.out)).values()
+        raise UsageError("the study was measured with TRL, which trains by itself", remedy=command)
+    if (dataset is None) is not random_weights:
+        raise UsageError(
+            "give either --dataset FILE.jsonl to train on, or --random-weights to try the speed",
+            remedy=_command(["--dataset", training_data(result.summary) or "data.jsonl"], recipe.study),
+        )
+    if missing := [name for name in pass_env if name not in os.environ]:
+        raise UsageError(f"--pass-env {missing[0]}: there is no such variable", remedy="export it before")
+    if dataset is not None and not dataset.is_file():
+        raise UsageError(f"there is no file {dataset}", remedy="name a .jsonl file")
+    try:
+        require_device(recipe.device, "train there, or here with --other-device: slower, or out of memory")
+    except EnvironmentProblem as difference:
+        if not other_device:
+            raise
+        print_note(f"warning: {difference}: its speed, its memory and its cost do not hold")
 
 
 def _command(options: list[str], study: str) -> str:

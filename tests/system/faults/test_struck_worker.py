@@ -213,17 +213,23 @@ time.sleep(600)
 """
 
 
+@contextmanager
+def tuning(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int, Path]]:
+    """A process with a worker: the process, the worker's pid, and the directory of their temporary files."""
+    files = folder / "tmp"
+    files.mkdir()
+    command, environment = [sys.executable, "-c", TUNER, str(folder)], os.environ | {"TMPDIR": str(files)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tuner:
+        assert tuner.stdout is not None
+        yield tuner, int(tuner.stdout.readline()), files
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda one: one.name)
 def test_a_killed_tuner_leaves_no_process_and_no_file(
     faulty: Faulty, record_fault: RecordFault, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Neither the worker, its children nor its temporary files remain."""
-    files = tmp_path / "tmp"
-    files.mkdir()
-    command, environment = [sys.executable, "-c", TUNER, str(tmp_path)], os.environ | {"TMPDIR": str(files)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tuner:
-        assert tuner.stdout is not None
-        group = int(tuner.stdout.readline())
+    with tuning(tmp_path) as (tuner, group, files):
         assert len(members(group)) == GROUP and list(files.glob("autotune-*"))
         tuner.send_signal(number)
     until(lambda: members(group) == [], "the group to end")
@@ -234,12 +240,8 @@ def test_a_killed_tuner_leaves_no_process_and_no_file(
 def test_what_a_tuner_killed_with_its_watchdog_leaves_is_removed_at_the_next_start(
     faulty: Faulty, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = tmp_path / "tmp"
-    files.mkdir()
-    command, environment = [sys.executable, "-c", TUNER, str(tmp_path)], os.environ | {"TMPDIR": str(files)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tuner:
-        assert tuner.stdout is not None
-        worker = psutil.Process(int(tuner.stdout.readline()))
+    with tuning(tmp_path) as (tuner, pid, files):
+        worker = psutil.Process(pid)
         (watchdog,) = (child for child in worker.children() if "autotune.probe.worker" in child.cmdline())
         watchdog.suspend()  # so that it does nothing between the two deaths
         tuner.kill()

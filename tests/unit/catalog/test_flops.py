@@ -60,7 +60,7 @@ FREE, WINDOWED = 8192 / 2, 2048 / 2 / 4 + 2048 * 3 / 4  # the first quarter of t
     ("config", "windowed"),
     [
         ({}, 0),
-        ({"sliding_window": 2048}, 0),  # which Qwen does not use unless it is told to
+        ({"sliding_window": 2048}, 0),  # which Qwen does not use by default
         ({"sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 7}, 3),
         ({"sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 7, "model_type": "mistral"}, 10),
         ({"sliding_window": 2048, "model_type": "mistral", "use_sliding_window": False}, 0),
