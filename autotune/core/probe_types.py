@@ -11,7 +11,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-PROBE_VERSION = 3  # raised when probes measure something else than before; stored results are then measured again
+PROBE_VERSION = 4  # raised when probes measure something else than before; stored results are then measured again
 SHARDINGS = ("none",)
 
 
@@ -104,6 +104,19 @@ class Parallelism:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """A kind of micro batch of the run: the lengths of the examples in each of its rows, and what these are padded to.
+
+    `length` is in tokens, and `share` the kind's share of the run's micro batches. A kind with a share of 0 is not
+    timed: it is the longest that can occur, which sets the peak of the memory.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    length: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
     """One probe.
 
@@ -112,8 +125,8 @@ class ProbeRequest:
     accumulates at all, since gradients that stay alive raise the second one's peak). Whole steps are timed, for at
     least `min_timed_s` and `min_timed_micros` micro batches; with `evaluate` one evaluation batch and one adapter save
     follow, since full runs die there. `memory_gib` is the memory that the run may use, `headroom` the share of it that
-    must stay free. `depth` is None for the whole model. `rows` has the lengths of the examples in rows to train on, in
-    turn; what they leave of `seq_len` is padding. Without them rows are full.
+    must stay free. `depth` is None for the whole model. `micro_batches` are the kinds of micro batch that stand for
+    those of the run, in an order in which neighbours differ much; without them all rows are full.
     """
 
     config: TrainConfig
@@ -132,7 +145,19 @@ class ProbeRequest:
     min_timed_s: float = 1.0
     evaluate: bool = False
     seed: int = 0
-    rows: tuple[tuple[int, ...], ...] = ()
+    micro_batches: tuple[MicroBatch, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[MicroBatch, ...]:
+        """The kinds of micro batch to train on; a single one, of full rows, where none were named."""
+        config = self.config
+        full = MicroBatch(rows=((config.seq_len,),) * config.micro_batch_size, length=config.seq_len, share=1.0)
+        return self.micro_batches or (full,)
+
+    @property
+    def longest(self) -> MicroBatch:
+        """The kind with the longest rows."""
+        return max(self.kinds, key=lambda kind: kind.length)
 
     @property
     def digest(self) -> str:
@@ -151,7 +176,7 @@ class ProbeRequest:
                 "trainer": self.trainer,
                 "num_gpus": self.parallelism.world_size,
                 "strategy": self.parallelism.sharding,
-                "rows": self.rows,
+                "micro_batches": [(kind.rows, kind.length, round(kind.share, 6)) for kind in self.micro_batches],
             }
         )
 
@@ -222,9 +247,11 @@ class Measurement:
 
     `step_s` is start to start of whole probed optimizer steps; `micro_step_s` of each of their micro batches (the whole
     step where there is a single one); `rest_s` what each step takes beyond its micro batches: clipping, optimizer,
-    logging. `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is
-    finer: it divides the backward pass where its peak may move as depth grows. `host_micro_s`
-    is what the host takes to issue a micro batch; with many layers the device's queue fills, and it includes waiting.
+    logging. Where the run has several kinds of micro batch, `micro_step_s` are means over all kinds by their shares,
+    `step_s` what steps of such micro batches take, and `kind_s` pairs of each kind's share and its own seconds.
+    `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is finer: it divides the backward pass where
+    its peak may move as depth grows. `host_micro_s` is what the host takes to issue a micro batch; with many layers the
+    device's queue fills, and it includes waiting.
     So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models; None
     where there are none. `time_error` is the relative error that extrapolated times may have, 0 where they were
     measured.
@@ -237,9 +264,11 @@ class Measurement:
     phase_s: dict[Phase, float]
     phase_peak_gib: dict[Phase, float]
     segment_peak_gib: dict[str, float] = field(default_factory=dict)
+    kind_s: tuple[tuple[float, float], ...] = ()
     host_micro_s: float | None = None
     host_share: float | None = None
     time_error: float = 0.0
+    row_length: int | None = None  # tokens of the longest rows, padding included
     model_gib: float  # resident base weights
     adapters_gib: float
     gradients_gib: float

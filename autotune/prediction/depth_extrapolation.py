@@ -140,7 +140,7 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
     rest, rest_error = _time(low.rest_s, high.rest_s, reach, typical) if high.rest_s else (0.0, 0.0)
     if host is not None:
         # In a few layers the work of the head hides the time of the host; with all layers it shows.
-        micro = max(micro, host)
+        micro = _at_pace(host, low, high, reach, micro)
     step = high.micro_steps * micro + rest
     host_weight = min(max((share - FREE_SHARE) / (HOST_SHARE - FREE_SHARE), 0.0), 1.0)
     unseen = ON_CPU if host is None else DEVICE_BOUND + (HOST_BOUND - DEVICE_BOUND) * host_weight
@@ -153,6 +153,7 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
             micro_step_s=(micro,),
             rest_s=(rest,) if high.rest_s else (),
             phase_s=_lines(low.phase_s, high.phase_s, reach),
+            kind_s=(),
             host_micro_s=host,
             host_share=None if host is None else share,
             time_error=math.hypot(unseen, noise),
@@ -162,6 +163,14 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
         noise=noise,
         rest_noise=2 * rest_error / step,
     )
+
+
+def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, micro: float) -> float:
+    """Seconds of a micro batch of the whole model, where the host needs `host` for a micro batch of any kind."""
+    if len(low.kind_s) != len(high.kind_s) or not high.kind_s:
+        return max(micro, host)
+    pairs = zip(low.kind_s, high.kind_s, strict=True)
+    return micro + sum(share * max(host - _line(before, after, reach), 0.0) for (_, before), (share, after) in pairs)
 
 
 def _with_memory(timed: Measurement, low: Measurement, high: Measurement, reach: float) -> Measurement:

@@ -8,6 +8,7 @@ run's step from them. Failures leave as exceptions: nothing here decides what an
 import math
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from autotune.core.probe_types import Measurement, Phase, ProbeRequest
+from autotune.core.probe_types import Measurement, MicroBatch, Phase, ProbeRequest
 from autotune.core.units import gib
 from autotune.probe.accounting import logical_params, optimizer_gib, paged_state_gib, tensor_gib, trained_parameters
 from autotune.probe.meters import Meter
 from autotune.probe.model_settings import model_settings
-from autotune.probe.recorder import MAX_WARMUP_STEPS, Recorder, compiled_graphs
+from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.runtime import rows
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
@@ -31,7 +32,9 @@ from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointi
 
 RECORDED_LOSSES = 8
 RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
-DIFFERENT_ROWS = 64  # at most; a longer probe repeats them
+DIFFERENT_ROWS = 64  # about as many; a longer probe repeats them
+
+Tensors = dict[str, torch.Tensor]  # a row: its token ids, labels and, if packed, positions
 
 
 class BadLoss(Exception):
@@ -42,24 +45,16 @@ class WrongPrecision(Exception):
     """Autocast was on or off against the request: another configuration would be measured."""
 
 
-def random_rows(
-    num_rows: int, seq_len: int, vocab_size: int, seed: int, lengths: tuple[tuple[int, ...], ...] = (), *, packing: bool
-) -> list[dict[str, torch.Tensor]]:
-    """Rows of `seq_len` random tokens, without attention mask; after DIFFERENT_ROWS they repeat.
+def random_rows(kind: MicroBatch, vocab_size: int, generator: torch.Generator, *, packing: bool) -> list[Tensors]:
+    """The rows of a micro batch of this kind, of random tokens and without attention mask, as the full run's are.
 
-    They are full, or hold examples of the given lengths, row after row in turn, and padding, as the full run's rows do.
     Their tokens differ: a card at its power limit may multiply equal ones faster.
     """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocab_size, (min(num_rows, DIFFERENT_ROWS), seq_len), generator=generator)
-    different = [{"input_ids": row, "labels": row} for row in tokens]
-    if lengths:
-        for index, row in enumerate(tokens):
-            in_row = lengths[index % len(lengths)]
-            examples = list(row[: sum(in_row)].split(in_row))
-            batch = rows.collate([examples], seq_len, packing)
-            different[index] = {name: values[0] for name, values in batch.items()}
-    return [different[index % len(different)] for index in range(num_rows)]
+    examples = [
+        [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths] for lengths in kind.rows
+    ]
+    batch = rows.collate(examples, kind.length, packing)
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
 
 class _StepEnds(TrainerCallback):
@@ -80,7 +75,7 @@ class Recorded:
     train_dataset: Any
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
-        """In order: packed rows are of several kinds, ordered so that any few in succession stand for all."""
+        """In order: rows stand in the order of the schedule."""
         return SequentialSampler(self.train_dataset)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -245,7 +240,8 @@ class Probe:
         """
         config, phase = self.request.config, self.recorder.phase
         element_bytes = 4 if config.precision == "fp32" else 2
-        tokens = min(config.tokens, CHUNK_TOKENS) if config.loss == "chunked" else config.tokens
+        tokens = config.micro_batch_size * self.request.longest.length
+        tokens = min(tokens, CHUNK_TOKENS) if config.loss == "chunked" else tokens
         logits = gib(tokens * self.base.config.vocab_size * (element_bytes + 4))
         has_more = self.meter.allocated_gib() > self.resident.model_gib + logits
         return logits if phase is Phase.BACKWARD or (phase is Phase.FORWARD and has_more) else 0.0
@@ -254,7 +250,9 @@ class Probe:
 
     def _make_trainer(self, scratch: str) -> Any:
         request, config = self.request, self.request.config
-        num_steps = MAX_WARMUP_STEPS + request.max_timed_steps + 1
+        schedule = self.recorder.schedule
+        each = len(schedule.round)
+        num_steps = len(schedule.lead) + each * MAX_WARMUP_ROUNDS + request.max_timed_steps + each
         on_cpu = self.meter.torch_device.type == "cpu"
         settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=on_cpu) | {
             "output_dir": scratch,
@@ -266,14 +264,15 @@ class Probe:
             "prediction_loss_only": True,
             "seed": request.seed,
         }
-        train = self._rows(num_steps * request.micro_steps * config.micro_batch_size, request.seed)
-        held_out = self._rows(config.micro_batch_size, request.seed + 1)
+        order = [index for step in range(num_steps) for index in schedule.at(step)]
+        train = self._rows(order, request.seed)
+        held_out = self._rows([request.kinds.index(request.longest)], request.seed + 1)
         trainer: Any
         if request.trainer == "trl":
             from autotune.probe.trl_trainer import trl_trainer
 
             settings |= {"max_length": config.seq_len}
-            trainer = trl_trainer(Recorded, self.model, settings, train[:DIFFERENT_ROWS], len(train), held_out)
+            trainer = trl_trainer(Recorded, self.model, settings, train, held_out)
         else:
             trainer = ProbeTrainer(
                 model=self.model,
@@ -288,10 +287,21 @@ class Probe:
         trainer.recorder = self.recorder
         return trainer
 
-    def _rows(self, number: int, seed: int) -> list[dict[str, torch.Tensor]]:
-        config = self.request.config
-        vocab_size = self.base.config.vocab_size
-        return random_rows(number, config.seq_len, vocab_size, seed, self.request.rows, packing=config.packing)
+    def _rows(self, order: list[int], seed: int) -> list[Tensors]:
+        """The rows of micro batches of these kinds, one after another. Each kind has a few different micro batches."""
+        request, generator = self.request, torch.Generator().manual_seed(seed)
+        kinds, packing = request.kinds, request.config.packing
+        num_different = math.ceil(DIFFERENT_ROWS / (len(kinds) * request.config.micro_batch_size))
+        made: dict[tuple[int, int], list[Tensors]] = {}
+        seen = Counter[int]()
+        in_order = []
+        for index in order:
+            key = index, seen[index] % num_different
+            if key not in made:
+                made[key] = random_rows(kinds[index], self.base.config.vocab_size, generator, packing=packing)
+            in_order += made[key]
+            seen[index] += 1
+        return in_order
 
     def _evaluate_and_save(self, scratch: str) -> None:
         """One evaluation batch and one save of the adapters."""
@@ -318,7 +328,9 @@ class Probe:
             phase_s={phase: seconds for phase, seconds in times.phases.items() if phase is not Phase.STEADY},
             phase_peak_gib={phase: peak for phase, peak in recorder.peaks.items() if phase not in whole},
             segment_peak_gib={name: peak for name, peak in recorder.segments.items() if name not in whole},
+            kind_s=times.kinds,
             host_micro_s=recorder.host_micro_s(),
+            row_length=self.request.longest.length,
             model_gib=self.resident.model_gib,
             adapters_gib=self.resident.adapters_gib(),
             gradients_gib=sum(map(tensor_gib, trained)),

@@ -5,18 +5,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autotune.core.probe_types import Phase, ProbeRequest
 from autotune.probe.meters import Meter
+from autotune.probe.schedule import Schedule
 
-MAX_WARMUP_STEPS = 5
-# Relative spread of step times: below the first, more steps add nothing; above the second, more steps are taken.
+MAX_WARMUP_ROUNDS = 4
+LONG_S = 2.0  # a step of this length counts although it was the first with its rows, or had its peaks read
+# Relative spread of the times of rounds: below the first, more of them add nothing; above the second, more are taken.
 AGREE_SPREAD, DISAGREE_SPREAD = 0.01, 0.02
-ENOUGH_STEPS, ENOUGH_S = 2, 0.3  # two short steps may agree by chance
+ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3  # two short rounds may agree by chance
 
 
 class NotSteady(Exception):
@@ -29,21 +31,23 @@ class StepTimes:
 
     `steps` is start to start of whole steps, `micro_batches` each of their micro batches (what the device waits for
     while batches are made included), `rests` what each step takes beyond its micro batches, `phases` the seconds a step
-    spends in each phase.
+    spends in each phase. With several kinds of micro batch, steps and micro batches are means over all kinds, one for
+    each round, and `kinds` has the share and the seconds of each kind.
     """
 
     steps: tuple[float, ...]
     micro_batches: tuple[float, ...]
     rests: tuple[float, ...]
     phases: dict[Phase, float]
+    kinds: tuple[tuple[float, float], ...] = ()
 
 
 class Recorder:
     """Records the phases of each training step, and decides how many steps are timed.
 
-    Step 0 warms up. Step 1 (a later one while something still compiles) shows how long a step takes. From then on steps
-    are timed: for `min_timed_s`, fewer if they agree, more if those of a whole model do not. Where reading a peak takes
-    time (CPU), peaks are not read in timed steps.
+    The lead of the schedule warms up. The first round (a later one while something still compiles) shows how long a
+    step takes. From then on whole rounds are timed: for `min_timed_s`, fewer if they agree, more if those of a whole
+    model do not. Where reading a peak takes time (CPU), peaks are not read in timed steps.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Recorder:
         """`emit` reports a phase to the parent; `state_gib` is the size of what is alive between two steps."""
         self.meter = meter
         self.request = request
+        self.schedule = Schedule.of(request)
         self.emit = emit
         self._state_gib = state_gib
         self.phase = Phase.LOAD
@@ -61,7 +66,7 @@ class Recorder:
         self.starts: list[list[Any]] = [[]]  # by step: a mark at the start of each micro batch
         self.ends: list[list[Any]] = [[]]  # by step: a mark at the end of each micro batch
         self.fetches: list[tuple[Any, Any]] = []  # by step: marks around the making of all its batches
-        self.spans: list[tuple[int, Phase, Any, Any]] = []  # step, phase, and its two marks
+        self.spans: list[tuple[int, int, Phase, Any, Any]] = []  # step, micro batches begun in it, phase, two marks
         self.peaks: dict[Phase, float] = {}
         self.segments: dict[str, float] = {}
         self.segment = ""  # a part of the phase, where it has parts
@@ -72,7 +77,7 @@ class Recorder:
         self._mark: Any = None
         self._graphs = 0
         self._began = 0.0
-        self._agree_at = ENOUGH_STEPS
+        self._agree_at = ENOUGH_ROUNDS
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase of the whole probe, not of a training step, and report it to the parent."""
@@ -86,7 +91,7 @@ class Recorder:
             self.meter.reset_peak()
         mark = self.meter.mark()
         if self._mark is not None:
-            self.spans.append((self.step, self.phase, self._mark, mark))
+            self.spans.append((self.step, len(self.starts[self.step]), self.phase, self._mark, mark))
         self._mark, self.phase, self.segment = mark, phase, ""
 
     def enter_segment(self, name: str) -> None:
@@ -138,11 +143,8 @@ class Recorder:
         return done
 
     def _plan(self) -> None:
-        """After a step that is not timed: plan the timed steps, once nothing compiles any more."""
+        """After a step that is not timed: plan the timed rounds, once nothing compiles any more."""
         self.meter.synchronize()
-        graphs = compiled_graphs()
-        settled = graphs == self._graphs
-        self._graphs = graphs
         if not self.meter.peaks_are_free:
             # Buffers that libraries have made meanwhile count as context. Between steps the only tensors alive are
             # weights, adapters and optimizer state, whose size is known.
@@ -151,31 +153,41 @@ class Recorder:
                 self.peaks.clear()
                 self.segments.clear()
                 self.reserved = 0.0
-        if self.step == 0 or (not settled and self.step < MAX_WARMUP_STEPS - 1):
+        schedule, request = self.schedule, self.request
+        num_rounds, each = schedule.in_rounds(self.step), len(schedule.round)
+        if not num_rounds and self.step >= len(schedule.lead):
             return
-        step_s = max(self.meter.seconds(self.starts[self.step][0], self._now()), 1e-6)
+        graphs = compiled_graphs()
+        settled = graphs == self._graphs
+        self._graphs = graphs
+        if not num_rounds or (not settled and num_rounds < MAX_WARMUP_ROUNDS):
+            return
+        begin = self.step + 1 - each
+        step_s = max(self.meter.seconds(self.starts[begin][0], self._now()) / each, 1e-6)
         self.emit(Phase.STEADY)
-        request = self.request
         enough = max(request.min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
-        wanted = min(math.ceil(enough), request.max_timed_steps)
-        # Where reading peaks costs milliseconds, the step that had them read counts only if it was long.
-        self.first_timed = self.step if self.meter.peaks_are_free or step_s > 2.0 else self.step + 1
-        self.last_timed = self.first_timed + wanted - 1
-        # Packed rows differ: only all of them in turn have the mean of a run.
-        self._agree_at = max(ENOUGH_STEPS, math.ceil(ENOUGH_S / step_s), wanted if request.config.packing else 0)
+        wanted = math.ceil(min(math.ceil(enough), request.max_timed_steps) / each)
+        # Where reading peaks costs milliseconds, what had them read counts only if it was long. So does the first
+        # micro batch of a length, for which libraries load kernels.
+        known = self.meter.peaks_are_free and (num_rounds > 1 or not schedule.uneven)
+        self.first_timed = begin if known or step_s > LONG_S else self.step + 1
+        self.last_timed = self.first_timed + wanted * each - 1
+        self._agree_at = max(ENOUGH_ROUNDS, math.ceil(ENOUGH_S / (step_s * each)))
 
     def _adapt(self) -> None:
-        """After a timed step: stop early if steps agree, add one if they disagree, since a busy host adds noise."""
+        """After a timed round: stop early if rounds agree, add one if they disagree, since a busy host adds noise."""
         assert self.first_timed is not None and self.last_timed is not None
-        ends = [self.starts[index + 1][0] for index in range(self.first_timed, self.step)]
-        if len(ends) + 1 == self._agree_at or self.step == self.last_timed:
-            ends.append(self._now())  # waiting for the device may save a step, or show that one is missing
-        finished = [
-            self.meter.seconds(self.starts[self.first_timed + index][0], end)
-            for index, end in enumerate(ends)
-            if self.meter.passed(end)
-        ]
-        if len(finished) < ENOUGH_STEPS:
+        each = len(self.schedule.round)
+        num_rounds, inside = divmod(self.step + 1 - self.first_timed, each)
+        if inside:
+            return
+        starts = [self.starts[self.first_timed + index * each][0] for index in range(num_rounds)]
+        ends = starts[1:]
+        if num_rounds == self._agree_at or self.step == self.last_timed:
+            ends.append(self._now())  # waiting for the device may save a round, or show that one is missing
+        marks = zip(starts, ends, strict=False)
+        finished = [self.meter.seconds(start, end) for start, end in marks if self.meter.passed(end)]
+        if len(finished) < ENOUGH_ROUNDS:
             return
         spread = (max(finished) - min(finished)) / min(finished)
         if spread < AGREE_SPREAD and len(finished) >= self._agree_at:
@@ -183,7 +195,7 @@ class Recorder:
         elif spread > DISAGREE_SPREAD and self.step == self.last_timed and self.request.depth is None:
             num_steps = self.last_timed - self.first_timed + 1
             if num_steps < self.request.max_timed_steps and sum(finished) < 2 * self.request.min_timed_s:
-                self.last_timed += 1
+                self.last_timed += each
 
     def _now(self) -> Any:
         mark = self.meter.mark()
@@ -234,13 +246,44 @@ class Recorder:
             rests.append(rest)
             micros += [micro + fetch for micro in map(seconds, starts[:-1], starts[1:])]
             micros.append(seconds(starts[-1], after) - rest - next_fetch + fetch)
-        if self.request.config.packing:
-            micros = [statistics.fmean(micros)]  # packed rows differ: a run takes their mean
         phases: dict[Phase, float] = {}
-        for index, phase, start, end in self.spans:
+        for index, place, phase, start, end in self.spans:
             if index in timed:
-                phases[phase] = phases.get(phase, 0.0) + seconds(start, end) / len(timed)
-        return StepTimes(steps=tuple(steps), micro_batches=tuple(micros), rests=tuple(rests), phases=phases)
+                phases[phase] = phases.get(phase, 0.0) + seconds(start, end) * self._weight(index, place, phase)
+        return self._over_kinds(
+            StepTimes(steps=tuple(steps), micro_batches=tuple(micros), rests=tuple(rests), phases=phases)
+        )
+
+    def _weight(self, step: int, place: int, phase: Phase) -> float:
+        """What a phase of a timed step counts in a step of the run; `place` micro batches of its step have begun."""
+        assert self.first_timed is not None and self.last_timed is not None
+        num_timed, each = self.last_timed + 1 - self.first_timed, self.request.micro_steps
+        if phase not in (Phase.FORWARD, Phase.BACKWARD):
+            return 1 / num_timed
+        num_rounds, slot = num_timed / len(self.schedule.round), (step - self.first_timed) * each + place - 1
+        return self.schedule.weights[slot % len(self.schedule.weights)] * each / num_rounds
+
+    def _over_kinds(self, times: StepTimes) -> StepTimes:
+        """The same for a step of the run, where the kinds of micro batch differ: one value for each timed round."""
+        schedule, each = self.schedule, self.request.micro_steps
+        if schedule.num_kinds == 1:
+            return times
+        slots = [index for step in schedule.round for index in step]
+        rounds = [times.micro_batches[begin:][: len(slots)] for begin in range(0, len(times.micro_batches), len(slots))]
+        means = [schedule.mean(micros) for micros in rounds]
+        rest = statistics.fmean(times.rests) if times.rests else 0.0
+        by_slot = [statistics.fmean(micros) for micros in zip(*rounds, strict=True)]
+        kinds = []
+        for kind in dict.fromkeys(slots):
+            places = [place for place, index in enumerate(slots) if index == kind]
+            share = sum(schedule.weights[place] for place in places)
+            kinds.append((share, statistics.fmean(by_slot[place] for place in places)))
+        return replace(
+            times,
+            steps=tuple(each * mean + rest for mean in means),
+            micro_batches=tuple(means),
+            kinds=tuple(kinds),
+        )
 
 
 def compiled_graphs() -> int:

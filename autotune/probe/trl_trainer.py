@@ -16,19 +16,19 @@ def trl_trainer(
     model: nn.Module,
     settings: dict[str, Any],
     rows: list[dict[str, torch.Tensor]],
-    num_rows: int,
     held_out: list[dict[str, torch.Tensor]],
 ) -> Any:
-    """An SFTTrainer on `num_rows` rows, which repeat `rows`, with the class `recorded` mixed in.
+    """An SFTTrainer on these rows, with the class `recorded` mixed in. Most rows are there several times.
 
     `settings` are keyword arguments of SFTConfig. The rows are tokenised already.
     """
     trainer: Any = type("TrlProbeTrainer", (recorded, SFTTrainer), {})
-    different = _dataset(rows)
+    different = {id(row): row for row in rows}
+    places = {key: place for place, key in enumerate(different)}
     return trainer(
         model=model,
         args=SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings),
-        train_dataset=different.select([index % len(rows) for index in range(num_rows)]),
+        train_dataset=_dataset(list(different.values())).select([places[id(row)] for row in rows]),
         eval_dataset=_dataset(held_out),
         processing_class=tokenizer(),
     )

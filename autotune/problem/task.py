@@ -1,6 +1,5 @@
 """Task: a study with all names resolved, and what follows from it for a probe and for its result."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -64,7 +63,7 @@ class Task:
         """The request for a probe of the whole model; `memory_gib` and `headroom` are cap and reserve of the budget."""
         workload = self.workload
         # TRL pads to the longest row of a batch and packs in its own way: its probes have full rows.
-        rows = workload.rows(config) if self.trainer == "transformers" else ()
+        micro_batches = workload.micro_batches(config) if self.trainer == "transformers" else ()
         return ProbeRequest(
             config=config,
             model=self.model.config,
@@ -72,8 +71,7 @@ class Task:
             device=device,
             trainer=self.trainer,
             micro_steps=workload.run_shape(config).probe_micro_steps,
-            rows=rows,
-            min_timed_micros=max(2, math.ceil(len(rows) / config.micro_batch_size)) if config.packing else 2,
+            micro_batches=micro_batches,
             memory_gib=memory_gib,
             headroom=headroom,
             seed=seed,

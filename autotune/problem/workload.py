@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.core.probe_types import MicroBatch
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.packing import Rows, packed_rows
 
 PROBED_ROWS = 8  # different rows that a probe trains on in turn
-GRAIN = 16  # padded rows are as long as a multiple of 1/16 of seq_len, so that other data can reuse the probe
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # an order of rows sorted by length in which any few neighbours differ much
 PROBED_MICRO_BATCHES = 2  # the second one peaks higher, since the gradients of the first are still allocated
 CONFIRMED_MICRO_BATCHES = 4  # a confirmation times longer steps, nearer to those of the run
@@ -146,22 +146,31 @@ class Workload:
         """The share of all tokens that is cut off at `seq_len`."""
         return 1.0 - self.lengths.tokens_within(seq_len) / self.lengths.total
 
-    def rows(self, config: TrainConfig) -> tuple[tuple[int, ...], ...]:
-        """Rows for a probe that represent those of the run: the lengths of the examples in each; () if all are full.
-
-        Of packed rows the first has several examples, and the second is filled by one, where there are both kinds:
-        transformers makes a mask only for the first kind, and a probe compiles and measures both in its first steps.
-        """
-        return self._packed_rows(config.seq_len) if config.packing else self._padded_rows(config.seq_len)
-
-    def _padded_rows(self, seq_len: int) -> tuple[tuple[int, ...], ...]:
-        lengths = sorted(self.lengths.sample(PROBED_ROWS, seq_len))
-        parts = [max(1, round(GRAIN * length / seq_len)) for length in lengths]
-        if min(parts) == GRAIN:
+    def micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
+        """Kinds of micro batch for a probe that represent those of the run; () if all rows are full."""
+        if config.packing:
+            return self._packed_micro_batches(config)
+        rows = tuple((max(2, length),) for length in self.lengths.sample(config.micro_batch_size, config.seq_len))
+        if min(rows) == (config.seq_len,):
             return ()
-        return tuple((max(2, parts[index] * seq_len // GRAIN),) for index in _SPREAD)
+        return (MicroBatch(rows=rows, length=config.seq_len, share=1.0),)
+
+    def _packed_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
+        """Micro batches of PROBED_ROWS packed rows, with the same share each."""
+        size = config.micro_batch_size
+        number = math.ceil(PROBED_ROWS / size)
+        endless = itertools.cycle(self._packed_rows(config.seq_len))
+        return tuple(
+            MicroBatch(rows=tuple(itertools.islice(endless, size)), length=config.seq_len, share=1 / number)
+            for _ in range(number)
+        )
 
     def _packed_rows(self, seq_len: int) -> tuple[tuple[int, ...], ...]:
+        """Rows that represent all packed ones.
+
+        The first has several examples, and the second is filled by one, where there are both kinds: transformers makes
+        a mask only for the first kind, and a probe compiles and measures both in its first steps.
+        """
         rows = self._packed(seq_len)
         ends = list(itertools.accumulate(group.number for group in rows))
         # Rows at equal distances in the order in which they were filled, so that all kinds are represented.

@@ -303,8 +303,7 @@ def shortened(request: ProbeRequest, depth: int) -> ProbeRequest:
     A card at its power limit swings within tenths of a second, so that less would not do.
     """
     min_timed_s = min(request.min_timed_s, 0.7)
-    min_timed_micros = request.min_timed_micros if request.config.packing else 3
-    return replace(request, depth=depth, rung=Rung.SHALLOW, min_timed_s=min_timed_s, min_timed_micros=min_timed_micros)
+    return replace(request, depth=depth, rung=Rung.SHALLOW, min_timed_s=min_timed_s, min_timed_micros=3)
 
 
 def _ran_out_on_device(result: ProbeResult) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import ProbeRequest
+from autotune.core.probe_types import MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.constraints import ATTENTIONS, NO_SDPA, PACKED_APART
@@ -45,7 +45,8 @@ def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SHAPE, use_cache=False)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    rows = random_rows(2, 48, 128, seed=0, lengths=(EXAMPLES,), packing=True)
+    kind = MicroBatch(rows=(EXAMPLES, EXAMPLES), length=48, share=1.0)
+    rows = random_rows(kind, 128, torch.Generator().manual_seed(0), packing=True)
     batch = {key: torch.stack([rows[0][key], rows[1][key]]) for key in rows[0]}
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
     for row in (0, 1):
@@ -57,9 +58,12 @@ def test_nobody_sees_a_neighbour(model_type: str, attention: str) -> None:
 
 @pytest.mark.probe
 def test_the_seams_and_the_padding_of_a_packed_row_are_not_learned() -> None:
+    import torch
+
     from autotune.probe.harness import random_rows
 
-    row = random_rows(1, 8, 128, seed=0, lengths=((3, 2),), packing=True)[0]
+    kind = MicroBatch(rows=((3, 2),), length=8, share=1.0)
+    (row,) = random_rows(kind, 128, torch.Generator().manual_seed(0), packing=True)
     assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     ids = row["input_ids"].tolist()
     assert row["labels"].tolist() == [-100, ids[1], ids[2], -100, ids[4], -100, -100, -100]
@@ -74,10 +78,10 @@ def test_a_packed_probe_is_a_probe_and_leaves_no_trace(prober: WorkerProber, tmp
     def request(packing: bool) -> ProbeRequest:
         config = TrainConfig(micro_batch_size=2, seq_len=128, precision="fp32", checkpointing="full", packing=packing)
         model = resolve_model("demo-3m").config
-        rows = workload.rows(config)
+        kinds = workload.micro_batches(config)
         # How many steps are timed depends on how well they agree, and so would the last loss.
         short: dict[str, Any] = {"min_timed_s": 0.0, "min_timed_micros": 1, "max_timed_steps": 1, "evaluate": True}
-        return ProbeRequest(config=config, model=model, device="cpu", memory_gib=2.0, rows=rows, **short)
+        return ProbeRequest(config=config, model=model, device="cpu", memory_gib=2.0, micro_batches=kinds, **short)
 
     prober.fingerprint  # noqa: B018 (the worker is up from here on)
     starts = prober.starts

@@ -44,6 +44,7 @@ CHILD = (
     "model_shape",
     "recorder",
     "resident",
+    "schedule",
     "synthetic_model",
     "tiny_probe",
     "trl_entry",

@@ -381,3 +381,17 @@ def test_a_step_whose_micro_batches_stood_apart_does_not_shorten_the_rest(distur
 def test_two_depths_are_needed_the_smaller_first(found: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"depths|unpack"):
         extrapolate([(depth, affine(depth)) for depth in found], LAYERS)
+
+
+def test_the_host_sets_the_pace_of_the_kinds_that_are_shorter_than_what_it_needs() -> None:
+    """Half of the micro batches take 0.1 s at 8 layers and 0.4 s at 32, half 0.3 s and 1.2 s; the host needs 0.5 s."""
+
+    def at(num_layers: int, kinds: tuple[float, float]) -> Measurement:
+        kind_s = tuple((0.5, seconds * num_layers / 8) for seconds in kinds)
+        micro = sum(share * seconds for share, seconds in kind_s)
+        own = {"micro_step_s": (micro,), "step_s": (2 * micro,), "rest_s": (0.0,), "kind_s": kind_s}
+        return replace(measurement(), host_micro_s=0.5 * num_layers / 32, **own)
+
+    predicted = extrapolate([(2, at(2, (0.1, 0.3))), (8, at(8, (0.1, 0.3)))], LAYERS).measurement
+    assert predicted.micro_step_s[0] == pytest.approx((0.5 + 1.2) / 2)
+    assert predicted.kind_s == ()

@@ -1,12 +1,14 @@
 """The plan of how many steps are timed, and what their marks say, against a clock that the test turns."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import Phase, ProbeRequest
+from autotune.core.probe_types import MicroBatch, Phase, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe.recorder import Recorder
+from autotune.probe.schedule import Schedule
 
 
 class Clock:
@@ -35,6 +37,22 @@ class Clock:
 
     def alloc_retries(self) -> int:
         return 0
+
+
+KINDS = (
+    MicroBatch(rows=((10,),), length=10, share=0.5),
+    MicroBatch(rows=((40,),), length=40, share=0.3),
+    MicroBatch(rows=((20,),), length=20, share=0.2),
+    MicroBatch(rows=((90,),), length=90, share=0.0),
+)
+
+
+def of_kinds(seconds: Sequence[float], **wanted: Any) -> Recorder:
+    """Steps of two micro batches; each takes what its kind of KINDS does."""
+    asked = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_batches=KINDS)
+    plan = Schedule.of(asked)
+    order = [index for step in range(60) for index in plan.at(step)]
+    return recorded([seconds[index] for index in order], optimizer=0.1, micro_batches=KINDS, **wanted)
 
 
 def recorded(
@@ -120,3 +138,32 @@ def test_steps_that_disagree_are_followed_by_more() -> None:
     assert len(recorded(swinging, min_timed_s=1.8).times().steps) == 4
     assert len(recorded(swinging, min_timed_s=1.8, max_timed_steps=3).times().steps) == 3
     assert len(recorded(swinging, min_timed_s=1.8, depth=2).times().steps) == 2  # its error is predicted with it
+
+
+def test_the_time_of_a_run_is_the_mean_over_its_kinds_of_micro_batch() -> None:
+    """By hand: half take 0.1 s, three tenths 0.4 s, a fifth 0.2 s. The longest, of 0.9 s, is not timed."""
+    recorder = of_kinds([0.1, 0.4, 0.2, 0.9])
+    times = recorder.times()
+    mean = 0.5 * 0.1 + 0.3 * 0.4 + 0.2 * 0.2
+    assert times.micro_batches == pytest.approx([mean] * len(times.micro_batches))
+    assert times.steps == pytest.approx([2 * mean + 0.1] * len(times.steps))
+    assert sorted(times.kinds) == [pytest.approx(pair) for pair in ((0.2, 0.2), (0.3, 0.4), (0.5, 0.1))]
+    assert times.rests == pytest.approx([0.1] * len(times.rests))
+    assert times.phases[Phase.FORWARD] == pytest.approx(2 * mean / 3)
+    assert times.phases[Phase.BACKWARD] == pytest.approx(4 * mean / 3)
+    assert times.phases[Phase.OPTIMIZER] == pytest.approx(0.1)
+    assert recorder.first_timed == 4  # after the longest twice and each other kind once
+
+
+def test_long_steps_count_although_they_are_the_first_of_their_length() -> None:
+    recorder = of_kinds([2.0, 4.0, 3.0, 9.0])
+    assert (recorder.first_timed, recorder.last_timed) == (2, 3)
+    assert of_kinds([0.2, 0.4, 0.3, 0.9]).first_timed == 4
+
+
+def test_whole_rounds_are_timed_and_compared() -> None:
+    assert len(of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=3.0).times().micro_batches) == 2  # two rounds agree
+    assert len(of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=0.1).times().micro_batches) == 1
+    noisy = [0.1 + 0.03 * (index % 7) for index in range(7)]
+    request_s = {"min_timed_s": 3.0, "micro_batches": KINDS}
+    assert len(recorded(noisy, optimizer=0.1, **request_s).times().micro_batches) > 2

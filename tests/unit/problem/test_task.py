@@ -55,16 +55,13 @@ def test_flops_are_compared_with_the_peak_that_the_products_have() -> None:
     assert mfu[T4.name, "none"] == pytest.approx(ratio * (mfu[H200.name, "none"] or 0))
 
 
-def test_a_request_has_the_rows_of_the_run_and_time_for_each_kind() -> None:
+def test_a_request_has_the_micro_batches_of_the_run() -> None:
     task = subject_of(workload=PADDED)
     plain = asked(task, micro_batch_size=8, seq_len=1024)
     assert (plain.micro_steps, plain.min_timed_micros, plain.seed, plain.headroom) == (2, 2, 3, 0.05)
-    assert len(plain.rows) == 8 and {len(row) for row in plain.rows} == {1}
+    assert plain.micro_batches == task.workload.micro_batches(plain.config) != ()
     assert asked(task, micro_batch_size=32, seq_len=1024).micro_steps == 1
-    assert [
-        asked(task, micro_batch_size=size, seq_len=1024, packing=True).min_timed_micros for size in (1, 2, 3, 4, 8)
-    ] == [8, 4, 3, 2, 2]  # eight packed rows are seen once, and two micro batches at least
-    assert asked(replace(task, trainer="trl"), micro_batch_size=8, seq_len=1024).rows == ()
+    assert asked(replace(task, trainer="trl"), micro_batch_size=8, seq_len=1024).micro_batches == ()
 
 
 def test_probes_of_one_trainer_say_nothing_of_the_other() -> None:

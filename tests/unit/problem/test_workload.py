@@ -77,21 +77,22 @@ def test_one_known_length_stands_for_all_examples() -> None:
 
 def test_probed_rows_represent_all_rows() -> None:
     workload = Workload(lengths=Lengths.of([10] * 75 + [5] * 50, "counted"))
-    rows = workload.rows(PACKED)
-    assert rows[:2] == ((5, 5), (10,))  # with a mask, and without: both are compiled and weighed at the start
+    kinds = workload.micro_batches(PACKED)
+    rows = [row for kind in kinds for row in kind.rows]
+    assert rows[:2] == [(5, 5), (10,)]  # with a mask, and without: both are compiled and weighed at the start
     assert sorted(rows) == [(5, 5)] * 2 + [(10,)] * 6 and len(rows) == PROBED_ROWS
+    assert {(kind.length, kind.share) for kind in kinds} == {(10, 1 / 8)}
+    by_three = workload.micro_batches(replace(PACKED, micro_batch_size=3))
+    assert [kind.rows for kind in by_three] == [tuple(rows[:3]), tuple(rows[3:6]), (*rows[6:], rows[0])]
+    assert sum(kind.share for kind in by_three) == pytest.approx(1)
 
 
-def test_padded_rows_are_as_long_as_the_examples_and_full_rows_are_left_out() -> None:
-    config = TrainConfig(seq_len=1024)
-    rows = Workload(lengths=Lengths.of([100] * 50 + [500] * 25 + [4000] * 25, "counted")).rows(config)
-    assert sorted(rows) == [(128,)] * 4 + [(512,)] * 2 + [(1024,)] * 2  # in sixteenths of a row
-    assert all({sum(pair[0]), sum(pair[1])} != {128} for pair in zip(rows[::2], rows[1::2], strict=True))  # mixed
-    almost = Workload(lengths=Lengths.of([101] * 50 + [510] * 25 + [3000] * 25, "counted")).rows(config)
-    assert almost == rows  # what was measured of the one serves the other
-    assert Workload(lengths=Lengths.constant(1024)).rows(config) == Workload(lengths=Lengths.constant(5000)).rows(
-        config
-    )
-    assert Workload(lengths=Lengths.constant(1024)).rows(config) == ()
-    assert set(Workload(lengths=Lengths.constant(10)).rows(config)) == {(64,)}  # a sixteenth of a row at least
-    assert set(Workload(lengths=Lengths.constant(1)).rows(replace(config, seq_len=16))) == {(2,)}  # one has no loss
+def test_padded_rows_have_the_lengths_of_the_examples_and_full_rows_are_left_out() -> None:
+    config = TrainConfig(seq_len=1024, micro_batch_size=4)
+    (kind,) = Workload(lengths=Lengths.of([100] * 50 + [500] * 25 + [4000] * 25, "counted")).micro_batches(config)
+    assert sorted(kind.rows) == [(100,), (100,), (500,), (1024,)]
+    assert (kind.length, kind.share) == (1024, 1)
+    assert Workload(lengths=Lengths.constant(1024)).micro_batches(config) == ()
+    assert Workload(lengths=Lengths.constant(5000)).micro_batches(config) == ()
+    (short,) = Workload(lengths=Lengths.constant(1)).micro_batches(config)
+    assert set(short.rows) == {(2,)}  # one has no loss

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.core.errors import TooManyFailures
-from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
+from autotune.core.probe_types import MicroBatch, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.study.evaluator import Evaluator
 from autotune.study.feasibility import find_feasible
@@ -29,13 +29,13 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
     def start(
         answers: Callable[[ProbeRequest], ProbeResult],
-        rows: Callable[[TrainConfig], tuple[tuple[int, ...], ...]] = lambda config: (),
+        micro_batches: Callable[[TrainConfig], tuple[MicroBatch, ...]] = lambda config: (),
     ) -> tuple[Evaluator, ReplayProber]:
         prober, store = ReplayProber(answers, shape=SHAPE), ProbeStore(f"sqlite:///{tmp_path / 'autotune.db'}")
         opened.append(store)
 
         def request(config: TrainConfig) -> ProbeRequest:
-            return ProbeRequest(config=config, model={}, memory_gib=100.0, rows=rows(config))
+            return ProbeRequest(config=config, model={}, memory_gib=100.0, micro_batches=micro_batches(config))
 
         return Evaluator(
             prober, store, study="one", logs=tmp_path / "logs", request=request, model="m", shape=SHAPE
@@ -84,9 +84,13 @@ def test_probes_that_are_fine_while_truncated_do_not_hide_that_whole_models_fail
 def test_rows_of_other_data_tell_nothing_of_time(session: Session, packed: bool) -> None:
     """They took half as long for as many tokens: everything like them would be predicted that much faster."""
     asked = replace(BASE, packing=packed)
-    others, _ = session(layered(lambda config: 2000.0), lambda config: ((256,),))
+
+    def of(*examples: int) -> tuple[MicroBatch, ...]:
+        return (MicroBatch(rows=(examples,), length=256, share=1.0),)
+
+    others, _ = session(layered(lambda config: 2000.0), lambda config: of(256))
     others.evaluate(asked, 0)
-    evaluator, prober = session(layered(), lambda config: ((100, 156) if packed else (100,),))
+    evaluator, prober = session(layered(), lambda config: of(100, 156) if packed else of(100))
     evaluator.learn_from_others()
     verdict = evaluator.evaluate(asked, 1, never)
     assert [request.depth for request in prober.requests] == [2, 8]  # nothing was known
