@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from autotune.core.errors import Cancelled, StorageError
 
@@ -37,6 +38,16 @@ def take_group_along(*handles: int, scratch: str) -> None:
         signal.sigwait((signal.SIGUSR2,))
     shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(worker, signal.SIGKILL)  # this process as well
+
+
+def module_command(module: str) -> list[str]:
+    """The command that runs a module of this package.
+
+    By itself Python takes every module from the working directory first, where files may be anybody's. `-P` forbids
+    that; it is left out only where the package itself is in the working directory.
+    """
+    safe = [] if Path.cwd() == Path(__file__).parents[2] else ["-P"]
+    return [sys.executable, *safe, "-m", module]
 
 
 class StopToken:

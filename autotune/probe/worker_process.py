@@ -12,12 +12,12 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import Cancelled
+from autotune.core.process import module_command
 from autotune.core.scratch import scratch_directory
 from autotune.probe.monitor import Monitor
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, one_gpu
@@ -80,7 +80,7 @@ class WorkerProcess:
         arguments = [str(theirs.fileno()), device, str(os.getpid()), scratch]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.probe.worker", *arguments],
+                [*module_command("autotune.probe.worker"), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -7,7 +7,6 @@ queued again when its leases expire, so neither group restarts anything.
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from typing import Any
 from autotune.catalog import DeviceSpec
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.process import module_command
 from autotune.study.progress import Progress
 from autotune.study.storage.location import make_writable
 
@@ -53,7 +53,7 @@ def require_ray(address: str | None) -> None:
 
 def _worker_command(study: str, *arguments: str) -> list[str]:
     """The command of a worker that ends with this process."""
-    command = [sys.executable, "-m", "autotune", "worker", "--study", study, *arguments]
+    command = [*module_command("autotune"), "worker", "--study", study, *arguments]
     return [*command, "--parent", str(os.getpid())]
 
 

@@ -235,6 +235,10 @@ def test_nothing_imports_the_worker():
     assert [module for module, target, _ in edges() if target == "probe.worker"] == []
 
 
+def test_processes_of_ours_are_started_by_one_command():
+    assert [path.name for path in PACKAGE.rglob("*.py") if '"-m"' in path.read_text()] == ["process.py"]
+
+
 def test_what_runs_in_the_child_knows_values_only():
     wrong = [
         f"{module} imports {target}"

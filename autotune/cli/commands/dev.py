@@ -21,6 +21,7 @@ import typer
 from autotune.cli.commands.catalogs import print_json, print_table
 from autotune.cli.options import Json
 from autotune.core.errors import TooManyFailures, UsageError, did_you_mean
+from autotune.core.process import module_command
 from autotune.core.scratch import scratch_directory
 from autotune.probe.fault_injection import VARIABLE
 
@@ -154,7 +155,7 @@ def _study(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
     """Run or continue the study; its exit code. `meanwhile` is called again and again until it ends."""
-    command = [sys.executable, "-m", "autotune", "run", "--quiet", "--gpu", gpu, "--model", "demo-3m"]
+    command = [*module_command("autotune"), "run", "--quiet", "--gpu", gpu, "--model", "demo-3m"]
     command += ["--space", "space.yaml", "--trials", str(TRIALS), "--study", "injected", "--out", "out"]
     command += ["--storage", "sqlite:///study.db"]
     environment = os.environ | {VARIABLE: struck, "TMPDIR": str(folder / "tmp")}

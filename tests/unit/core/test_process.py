@@ -1,11 +1,15 @@
-"""A stop is requested once, and ends what it interrupts without an error."""
+"""A stop is requested once, and ends what it interrupts without an error. Processes load no foreign modules."""
 
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import autotune
 from autotune.core.errors import Cancelled, StorageError
-from autotune.core.process import StopToken
+from autotune.core.process import StopToken, module_command
 
 
 def test_a_stop_is_seen_after_it_was_requested() -> None:
@@ -33,3 +37,17 @@ def test_errors_that_no_stop_explains_are_raised(requested: bool, error: type[Ex
         token.request()
     with pytest.raises(error), token.ending():
         raise error("for another reason")
+
+
+def test_no_module_is_loaded_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("typer", "typing_extensions", "yaml"):
+        (tmp_path / f"{name}.py").write_text("open('was_here', 'w')\nraise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(autotune.__file__).parents[1]))
+    ran = subprocess.run([*module_command("autotune"), "gpus", "--json"], capture_output=True, check=True)
+    assert ran.stdout and not (tmp_path / "was_here").exists()
+
+
+def test_the_package_may_be_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(autotune.__file__).parents[1])
+    assert module_command("autotune") == [sys.executable, "-m", "autotune"]
