@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ import psutil
 from autotune.core.probe_types import OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.process import die_with_parent, take_group_along
 from autotune.core.serialization import from_data, to_data
+from autotune.core.units import GIB
 from autotune.probe.fault_injection import strike
 from autotune.probe.tiny_probe import tiny_request
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from autotune.probe.resident import ResidentModel
 
 MAX_LOST_GIB = 0.5
+DESCRIBED_GIB = 8  # of a model without weights; 100,000 linear layers take 3, with adapters
 
 
 def main() -> None:
@@ -74,11 +77,19 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
     """Send how a model's layers repeat."""
     from autotune.probe.model_shape import describe
 
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
     try:
+        # A stranger's config may have two billion layers or labels: the machine's memory is not theirs.
+        most = psutil.Process().memory_info().data + int(DESCRIBED_GIB * GIB)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
         send(event="described", shape=to_data(describe(model)))
+    except MemoryError:
+        send(event="broken", reason=f"without weights it takes more than {DESCRIBED_GIB} GiB")
     except Exception as error:
         traceback.print_exc()
         send(event="broken", reason=" ".join(str(error).split())[:300] or type(error).__name__)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
 class Worker:
