@@ -135,6 +135,11 @@ def _from_directory(path: Path) -> ModelSpec:
     refuse_special_files(path)
     # model*.safetensors is what transformers loads; other checkpoints there (adapters, consolidated) are not the model.
     has_weights = any(path.glob("model*.safetensors"))
+    if (path / "adapter_config.json").exists():
+        raise UsageError(
+            f"{path} has adapters beside the model (adapter_config.json), which would be loaded with it",
+            remedy="merge them into the weights, or move the files adapter_* away",
+        )
     return ModelSpec(
         name=path.name,
         config=_read_config(path / "config.json"),

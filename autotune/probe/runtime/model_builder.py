@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import find_adapter_config_file
 
 from .patches import multiply_in_fp8, offload_checkpoints, register_cudnn_attention
 from .settings import ModelSettings
@@ -36,8 +37,11 @@ def config_of(shape: dict[str, Any]) -> Any:
 def load(source: str, settings: ModelSettings, device: torch.device, config: Any = None) -> PreTrainedModel:
     """The base with real weights, frozen. `source` is a Hub name or a directory; `config` takes the place of its own.
 
-    Only safetensors are read, and no code of the repository is run.
+    Only safetensors are read, and no code of the repository is run. Raises ValueError for a base with adapters beside
+    it: transformers would load them too, and the new ones would be trained on top of them.
     """
+    if find_adapter_config_file(source) is not None:
+        raise ValueError(f"{source} has adapters (adapter_config.json): merge them into the weights, or move them away")
     register_cudnn_attention()
     arguments: dict[str, Any] = {} if config is None else {"config": config}
     if (quantization := settings.bitsandbytes_arguments()) is not None:

@@ -171,6 +171,13 @@ def test_a_pipe_in_a_model_is_refused_and_not_waited_for(tmp_path, name):
         resolve_model(str(tmp_path))
 
 
+def test_adapters_beside_a_model_are_refused(tmp_path):
+    write_config(tmp_path, LLAMA)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match="adapters beside the model"):
+        resolve_model(str(tmp_path))
+
+
 @pytest.fixture
 def hub(monkeypatch):
     """huggingface_hub with an empty cache, and with its network calls recorded instead of made."""

@@ -195,3 +195,14 @@ def test_cudnn_attention_is_known_by_its_name() -> None:
 
     built(LLAMA, attention="sdpa_cudnn")
     assert "sdpa_cudnn" in AttentionInterface() and AttentionMaskInterface()["sdpa_cudnn"] is sdpa_mask
+
+
+def test_adapters_beside_the_weights_are_not_trained_upon(tmp_path: Path) -> None:
+    base = built(LLAMA)
+    base.save_pretrained(tmp_path)
+    adapted = model_builder.to_train(base, settings(lora_rank=4), CPU)
+    adapted.save_pretrained(tmp_path / "adapters")
+    for file in (tmp_path / "adapters").glob("adapter_*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match=r"adapter_config\.json"):
+        model_builder.load(str(tmp_path), settings(), CPU)
