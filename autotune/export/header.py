@@ -9,7 +9,6 @@ from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
 
 WARMUP_SHARE = 0.03
-SAVE_EVERY_S = 1800.0
 
 
 def on_cpu(recipe: Recipe) -> bool:
@@ -77,8 +76,15 @@ def warmup_steps(recipe: Recipe) -> int:
 
 
 def save_steps(recipe: Recipe) -> int:
-    """A checkpoint about every half hour, and at most one at the end of a shorter run."""
-    return max(1, min(round(SAVE_EVERY_S / recipe.winner.performance.step_time_s), recipe.winner.cost.num_steps))
+    """Optimizer steps from one checkpoint to the next."""
+    winner = recipe.winner
+    return recipe.run_options.steps_between_saves(winner.cost.num_steps, winner.performance.step_time_s)
+
+
+def eval_steps(recipe: Recipe) -> int:
+    """Optimizer steps from one evaluation of the examples that are held out to the next, where any are."""
+    winner = recipe.winner
+    return recipe.run_options.steps_between_evaluations(winner.cost.num_steps, winner.performance.step_time_s)
 
 
 def model_source(recipe: Recipe) -> str:

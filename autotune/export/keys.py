@@ -12,7 +12,8 @@ from typing import Any
 
 from autotune.core.files import load_data
 from autotune.core.train_config import TrainConfig, checkpoints_some
-from autotune.export.header import model_source, on_cpu, save_steps, warmup_steps
+from autotune.export.header import eval_steps, model_source, on_cpu, save_steps, warmup_steps
+from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 
 TOOLS = {"trl": "TRL", "axolotl": "Axolotl", "llamafactory": "LLaMA-Factory", "torchtune": "torchtune"}
@@ -66,7 +67,7 @@ def gaps() -> dict[str, list[Entries]]:
 
 def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     """What rows and gaps refer to: the knobs that have an effect, and what follows from them and from the run."""
-    config = recipe.config
+    config, report_to, evaluates = recipe.config, recipe.run_options.report_to, recipe.workload.held_out() > 0
     attention, rank, alpha = attention_of(tool, config), config.lora_rank or 1, config.lora_alpha
     scale = None if alpha is None else alpha / (rank**0.5 if config.rslora else rank)
     return config.as_dict() | {
@@ -80,6 +81,13 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "warmup_steps": warmup_steps(recipe),
         "epochs": recipe.workload.epochs,
         "save_steps": save_steps(recipe),
+        "save_total_limit": KEPT_CHECKPOINTS,
+        "evaluates": evaluates,
+        "eval_share": recipe.workload.eval_share if evaluates else None,
+        "eval_steps": eval_steps(recipe) if evaluates else None,
+        "report_to": report_to,
+        # LLaMA-Factory and torchtune read their files with OmegaConf, which fills in what stands in ${...}.
+        "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
         "unusual_seq_len": config.seq_len if config.seq_len % 64 else None,  # Axolotl pads to multiples of 64
         "row_length": config.tokens if config.packing else config.seq_len,  # TRL makes packed rows a single row
         "attention": attention,

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from autotune.core.serialization import to_data
-from autotune.export.header import comment, summary_lines
+from autotune.export.header import comment, eval_steps, save_steps, summary_lines
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe, candidate_data
 
@@ -38,6 +38,11 @@ def _data(recipe: Recipe) -> dict[str, Any]:
                 "accumulation": recipe.accumulation,
             },
             "num_steps": recipe.winner.cost.num_steps,
+        },
+        "run": {
+            "eval_steps": eval_steps(recipe) if recipe.workload.held_out() else None,
+            "save_steps": save_steps(recipe),
+            "report_to": recipe.run_options.report_to,
         },
         "config": winner["config"],
         "evidence": winner["evidence"],

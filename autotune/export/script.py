@@ -5,9 +5,18 @@ import math
 from functools import cache
 from importlib import resources
 
-from autotune.export.header import has_published_weights, model_source, on_cpu, save_steps, summary_lines, warmup_steps
+from autotune.export.header import (
+    eval_steps,
+    has_published_weights,
+    model_source,
+    on_cpu,
+    save_steps,
+    summary_lines,
+    warmup_steps,
+)
 from autotune.probe.model_settings import model_settings
 from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, RunSettings
+from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 
 SAMPLED = 16  # lengths that stand for all of them
@@ -86,6 +95,11 @@ def settings(recipe: Recipe) -> RunSettings:
         learning_rate=config.learning_rate,
         warmup_steps=warmup_steps(recipe),
         save_steps=save_steps(recipe),
-        examples=max(recipe.workload.examples, one_batch),  # fewer would be no batch at all
+        save_total_limit=KEPT_CHECKPOINTS,
+        eval_share=recipe.workload.eval_share,
+        eval_steps=eval_steps(recipe),
+        report_to=recipe.run_options.report_to,
+        run_name=recipe.study,
+        examples=max(recipe.workload.trained, one_batch),  # fewer would be no batch at all
         lengths=lengths if len(set(lengths)) > 1 else lengths[:1],
     )

@@ -45,6 +45,7 @@ PASSED_ON = (
 )
 PASSED_ON_PREFIXES = (
     *("LC_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "OMP_", "MKL_", "XDG_CACHE", "HF_HOME", "HF_HUB_"),
+    *("WANDB_", "MLFLOW_", "TRACKIO_", "TENSORBOARD_"),
 )
 SECRET_NAME = re.compile("TOKEN|KEY|SECRET|CREDENTIAL|PASS", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"://\S*@")  # a URL with a password

@@ -91,7 +91,7 @@ class Narrowing:
 
 def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) -> None:
     """Remove what the model, the global batch, or the number of examples makes impossible."""
-    batch, examples = workload.global_batch, workload.examples
+    batch, examples = workload.global_batch, workload.trained
     uneven = {size for size in narrowing.space.choices("micro_batch_size") if batch % size}
     narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {batch} (--global-batch)")
     if not workload.examples_assumed:  # a micro batch that is not full is left out of the run
@@ -294,7 +294,7 @@ def _packing_conditions(
     def is_near_batch(length: int, size: int) -> bool:
         step = workload.run_shape(replace(rows[length], micro_batch_size=size)).examples_per_step
         near = abs(step / workload.global_batch - 1) <= OFF_BATCH
-        return near and step <= max(workload.examples, examples_per_row[length])
+        return near and step <= max(workload.trained, examples_per_row[length])
 
     # The shortest rows allow most micro batches; a longer row removes some, and is left out where it removes all.
     allowed_sizes, allowed_lengths = set(sizes), []

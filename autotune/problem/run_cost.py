@@ -105,5 +105,6 @@ def project(
     examples: int | None = None,
 ) -> CostProjection:
     """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance."""
-    shape = replace(workload.run_shape(config), examples=examples or workload.examples)
-    return run_cost(shape, performance, price, power_w)
+    examples = examples or workload.examples
+    shape = replace(workload.run_shape(config), examples=examples - workload.held_out(examples))
+    return replace(run_cost(shape, performance, price, power_w), examples=examples)

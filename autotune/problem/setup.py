@@ -100,6 +100,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         trainer=spec.trainer,
         measured_on=target.measured_on,
         carried=target.carried,
+        run_options=spec.run_options,
     )
     setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
     shape = None if probes_run_here else known_shape(model)
@@ -174,6 +175,7 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
         lengths=lengths,
         examples_assumed=examples is None,
         global_batch=global_batch,
+        eval_share=spec.eval_share,
     )
 
 
@@ -189,8 +191,8 @@ def _warnings(spec: StudySpec, narrowing: Narrowing, workload: Workload) -> tupl
     for name, (floor, may_win, _) in constraints.UNASKED.items():
         if getattr(spec, floor) and all(map(may_win, space.choices(name))):
             warnings.append(f"--{floor.replace('_', '-')} has no effect: the space has no such {name}")
-    if workload.examples < workload.global_batch:
-        fewer = f"{workload.examples} examples do not fill a global batch of {workload.global_batch} (--global-batch)"
+    if workload.trained < workload.global_batch:
+        fewer = f"{workload.trained} examples do not fill a global batch of {workload.global_batch} (--global-batch)"
         warnings.append(f"{fewer}: a pass over them is one smaller step, and its time is overestimated")
     longest = max(space.choices("seq_len"))
     cut = workload.truncated(longest)

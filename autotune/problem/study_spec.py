@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from autotune.core.errors import UsageError
 from autotune.core.files import read_user_yaml
+from autotune.problem.run_options import TRACKERS, RunOptions
 from autotune.problem.search_space import SearchSpace
 
 if TYPE_CHECKING:
@@ -141,6 +142,22 @@ class StudySpec:
     global_batch_tokens: int | None = _count(
         None, "Tokens in each optimizer step, instead of --global-batch; met approximately."
     )
+    eval_share: float = _option(
+        0.0,
+        "Share of the examples that the full run holds out and evaluates.",
+        allows=lambda share: 0 <= share <= 0.5,
+    )
+    eval_steps: int | None = _count(
+        None, "Optimizer steps from one evaluation to the next.", shown_default="as often as it saves"
+    )
+    save_steps: int | None = _count(
+        None, "Optimizer steps from one checkpoint to the next.", shown_default="about half an hour"
+    )
+    report_to: str = _option(
+        "none",
+        f"Tracker that the full run reports to: {', '.join(TRACKERS)}.",
+        allows=TRACKERS.__contains__,
+    )
     budget: str = _option("15m", "Wall time from the start of the worker to the last confirmation: 90s, 15m, 1h.")
     trials: int | None = _count(None, "Largest number of trials, refused ones included.")
     patience: int = _count(40, "Stop after so many trials without an improvement.")
@@ -195,9 +212,16 @@ class StudySpec:
             raise InvalidSpec("give mean_tokens and p99_tokens together")
         if self.tokenizer is not None and self.dataset is None:
             raise InvalidSpec("a tokenizer counts the examples of a dataset: give dataset too")
+        if self.eval_steps is not None and not self.eval_share:
+            raise InvalidSpec("eval_steps needs examples that are held out: give eval_share too")
         given = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidSpec(f"the lengths of the examples are given in more than one way: {', '.join(given)}")
+
+    @property
+    def run_options(self) -> RunOptions:
+        """What the full run does between its steps."""
+        return RunOptions(eval_steps=self.eval_steps, save_steps=self.save_steps, report_to=self.report_to)
 
     @property
     def space_name(self) -> str | None:

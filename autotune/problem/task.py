@@ -9,6 +9,7 @@ from autotune.core.train_config import TrainConfig, digest_of
 from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.constraints import Floors
 from autotune.problem.performance import Performance, performance, score
+from autotune.problem.run_options import RunOptions
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.workload import Workload
 
@@ -33,6 +34,7 @@ class Task:
     trainer: str = "transformers"
     measured_on: DeviceSpec | None = None
     carried: SpeedTransfer | None = None
+    run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
 
     @property
     def search_price(self) -> Price | None:

@@ -79,8 +79,8 @@ class RunShape:
 class Workload:
     """The examples of one pass with their lengths, the number of passes, and the examples of an optimizer step.
 
-    The global batch is the user's and the same for every candidate, as nearly as whole rows of packed examples allow.
-    Raises ValueError for a number below 1.
+    Of the examples, `eval_share` is held out: evaluated, and not trained on. The global batch is the user's and the
+    same for every candidate, as nearly as whole rows of packed examples allow. Raises ValueError for a number below 1.
     """
 
     examples: int = 10_000
@@ -88,11 +88,25 @@ class Workload:
     lengths: Lengths = Lengths.constant(1024, "assumed")  # noqa: RUF009 (frozen)
     examples_assumed: bool = True
     global_batch: int = 32
+    eval_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("examples", "epochs", "global_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    def held_out(self, examples: int | None = None) -> int:
+        """Examples that are held out, rounded up as all trainers do; of `examples` instead of all, where that is given.
+
+        At least one example is left to train on.
+        """
+        total = self.examples if examples is None else examples
+        return min(math.ceil(self.eval_share * total), total - 1)
+
+    @property
+    def trained(self) -> int:
+        """Examples that are trained on in each pass."""
+        return self.examples - self.held_out()
 
     def examples_per_row(self, config: TrainConfig) -> float:
         """Examples in a row, on average: 1 unless they are packed."""
@@ -102,8 +116,8 @@ class Workload:
         return sum(group.number * len(group.examples) for group in rows) / sum(group.number for group in rows)
 
     def _packed(self, seq_len: int) -> tuple[Rows, ...]:
-        """All examples in packed rows. The known lengths are repeated to come to their number."""
-        return packed_rows(self.lengths, seq_len, max(1, round(self.examples / self.lengths.number)))
+        """All trained examples in packed rows. The known lengths are repeated to come to their number."""
+        return packed_rows(self.lengths, seq_len, max(1, round(self.trained / self.lengths.number)))
 
     def run_shape(self, config: TrainConfig, *, accumulation: int | None = None, world_size: int = 1) -> RunShape:
         """How the full run divides these examples into steps.
@@ -118,7 +132,7 @@ class Workload:
             seq_len=config.seq_len,
             examples_per_row=self.examples_per_row(config),
             useful_tokens_per_row=self.useful_tokens_per_row(config),
-            examples=self.examples,
+            examples=self.trained,
             epochs=self.epochs,
         )
 
@@ -191,4 +205,5 @@ class Workload:
             "epochs": self.epochs,
             "tokens_per_example": self.lengths.facts(),
             "global_batch": self.global_batch,
+            "eval_share": self.eval_share,
         }

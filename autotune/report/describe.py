@@ -114,8 +114,9 @@ def evidence(candidate: Candidate) -> str:
 
 
 def workload(task: Workload) -> str:
-    """'10,000 examples (assumed), 1 epoch'."""
+    """'10,000 examples (assumed), 500 of them held out, 1 epoch'."""
     examples = f"{task.examples:,} examples" + (" (assumed)" if task.examples_assumed else "")
+    examples += f", {held_out:,} of them held out" if (held_out := task.held_out()) else ""
     return f"{examples}, 1 epoch" if task.epochs == 1 else f"{examples}, {task.epochs} epochs"
 
 

@@ -302,6 +302,7 @@ class Selection:
             ),
             cells=tuple(self.candidate(scored.config) for scored in _best_of_cells(everything)),
             numerics=self._numerics(winner.config),
+            run_options=task.run_options,
             caveats=(*self.caveats, *_assumptions(task, winner.config), *self._doubts(winner, pool)),
         )
 

@@ -10,6 +10,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import CostProjection, DeviceEstimate
+from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import RunShape, Workload
 from autotune.study.ablation import Ablation
 
@@ -49,6 +50,7 @@ class Recipe:
     by_examples: tuple[CostProjection, ...]
     cells: tuple[Candidate, ...] = ()  # the best of each learning cell
     numerics: str = ""  # what is known of the winner's number formats
+    run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     caveats: tuple[str, ...] = ()
 
     @property

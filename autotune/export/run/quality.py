@@ -109,6 +109,7 @@ def _train(candidate: Candidate, quality: Quality, folder: Path, log: Path, shou
     """One finalist's training by the script in `folder`. Raises Cancelled."""
     arguments = ["--dataset", "../examples.jsonl", "--max-steps", str(quality.steps), "--output-dir", ""]
     arguments += ["--held-out", str(quality.held_out), str(quality.tokens)]
+    arguments += ["--report-to", "none"]
     limit_s = time_limit_s(quality.steps, candidate.performance.step_time_s)
     started = time.monotonic()
     result = run_exported(folder, arguments, log, limit_s=limit_s, should_stop=should_stop)

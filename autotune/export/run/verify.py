@@ -19,6 +19,7 @@ from autotune.export import script, tool_file
 from autotune.export.header import on_cpu
 from autotune.export.run.process import AddedLines, run_exported, scratch_folder, time_limit_s, write_files
 from autotune.probe.trl_entry import STEPS
+from autotune.problem.run_options import RunOptions
 from autotune.study.summary import Recipe, Verification
 
 TOLERANCE = 0.05
@@ -51,6 +52,8 @@ def verify(
         Cancelled: `should_stop` returned true.
         StorageError: the disk has no room for the random weights that `trl sft` reads.
     """
+    # Of its run options, it evaluates and saves once, and reports nowhere.
+    recipe = replace(recipe, workload=replace(recipe.workload, eval_share=0.0), run_options=RunOptions())
     winner = recipe.winner
     step_s = winner.performance.step_time_s
     form = form or probed_format(recipe)

@@ -31,6 +31,8 @@ class Clock(TrainerCallback):
         self._progress = open(progress, "a", encoding="utf-8", buffering=1) if progress else None  # noqa: SIM115
         self._began = time.time()
         self._starts: list[float] = []
+        self._paused: list[float] = []  # seconds of evaluations and saves since each start, which are not the step's
+        self._step_ended: float | None = None  # where an evaluation or a save follows
         self._peaks_allocated: list[float] = []  # GiB, of what ended at each start
         self._peaks_reserved: list[float] = []
         self._loss: float | None = None
@@ -53,8 +55,8 @@ class Clock(TrainerCallback):
 
     def mark(self) -> None:
         """Note the time and the peaks since the last mark, once the device has done all its work."""
+        self._synchronize()
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
             self._peaks_allocated.append(torch.cuda.max_memory_allocated() / GIB)
             self._peaks_reserved.append(torch.cuda.max_memory_reserved() / GIB)
             torch.cuda.reset_peak_memory_stats()
@@ -62,6 +64,11 @@ class Clock(TrainerCallback):
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
             self._peaks_allocated.append(pages * os.sysconf("SC_PAGE_SIZE") / GIB)
         self._starts.append(time.perf_counter())
+        self._paused.append(0.0)
+
+    def _synchronize(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Keep the last training loss that was logged."""
@@ -75,12 +82,30 @@ class Clock(TrainerCallback):
                 "step": state.global_step,
                 "of": state.max_steps,
                 "seconds": time.perf_counter() - self._starts[0],
+                "paused": sum(self._paused),
                 "loss": self._loss,
             }
             self._progress.write(json.dumps(line) + "\n")
         if self._signal is not None:
             control.should_training_stop = True
             control.should_save = self._saves
+        if control.should_evaluate or control.should_save:
+            self._synchronize()
+            self._step_ended = time.perf_counter()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the time of an evaluation between two steps."""
+        self._pause()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the time of a checkpoint."""
+        self._pause()
+
+    def _pause(self) -> None:
+        if self._step_ended is not None:
+            now = time.perf_counter()
+            self._paused[-1] += now - self._step_ended
+            self._step_ended = now
 
     def exit_if_stopped(self) -> None:
         """End the process if a signal stopped the run, with the exit code that says which."""
@@ -92,9 +117,11 @@ class Clock(TrainerCallback):
     def measured(self) -> dict[str, Any]:
         """Median seconds of a step, the first of which warms up; the reserved peak, and the allocated one by quarter.
 
-        Peaks are in GiB. A value is None where nothing was measured, as reserved memory on a CPU.
+        Evaluations and saves between two steps do not count as time, but their peaks do. Peaks are in GiB. A value is
+        None where nothing was measured, as reserved memory on a CPU.
         """
-        seconds = [end - start for start, end in pairwise(self._starts[1:])]
+        starts, paused = self._starts[1:], self._paused[1:]
+        seconds = [end - start - pause for (start, end), pause in zip(pairwise(starts), paused, strict=False)]
         peaks = self._peaks_allocated[1:]
         bounds = [len(peaks) * quarter // 4 for quarter in range(5)]
         quarters = [peaks[start:end] for start, end in pairwise(bounds)]

@@ -1,11 +1,13 @@
 """The command line of train.py. torch and transformers are imported only once its options are known to be right."""
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 from .settings import Options, RunSettings, prepare_environment
 
 DEFAULT_OUTPUT = "out"
+TRACKERS = ("none", "wandb", "mlflow", "tensorboard", "trackio")
 
 
 def start(folder: Path) -> None:
@@ -34,6 +36,10 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
     checkpoint = last_checkpoint(given.output_dir) if saves else None
     if checkpoint and not given.resume:
         parser.error(f"{checkpoint} exists: continue it with --resume, or give another --output-dir")
+    # A run that only measures the speed reports nowhere, unless it is asked to.
+    report_to = given.report_to or (settings.report_to if given.dataset else "none")
+    if report_to != "none" and importlib.util.find_spec(report_to) is None:
+        parser.error(f"to report to {report_to}, pip install {report_to}; or report nowhere with --report-to none")
     held_out, held_out_tokens = given.held_out
     return Options(
         model=given.model,
@@ -46,6 +52,7 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
         saves=saves,
         checkpoint=checkpoint,
         progress=given.progress,
+        report_to=report_to,
     )
 
 
@@ -74,6 +81,7 @@ def _parser(model: str) -> argparse.ArgumentParser:
         "--output-dir", default=DEFAULT_OUTPUT, help="directory for checkpoints and the result; '' saves nothing"
     )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output-dir")
+    parser.add_argument("--report-to", choices=TRACKERS, help="tracker of a run on a dataset [of train_config.json]")
     parser.add_argument("--progress", metavar="FILE", help="append a line of JSON to this file after each step")
     return parser
 

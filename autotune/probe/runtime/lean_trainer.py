@@ -45,6 +45,22 @@ class LeanTrainer(Trainer):
         super().__init__(*args, **kwargs)
         visit_modules_on_change(self.model)
 
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """All examples that are held out: a last batch that is not full is dropped in training alone."""
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        loader = super().get_eval_dataloader(*args, **kwargs)
+        self.args.dataloader_drop_last = drop_last
+        return loader
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate with layers that are not compiled: to compile them for it takes longer than most evaluations."""
+        compiled = {module: module._compiled_call_impl for module in self.model.modules()}
+        run_layers_eagerly(list(compiled))
+        metrics = super().evaluate(*args, **kwargs)
+        for module, implementation in compiled.items():
+            module._compiled_call_impl = implementation
+        return metrics
+
     def floating_point_ops(self, inputs: Any) -> int:
         """Zero: counting them visits every parameter."""
         return 0

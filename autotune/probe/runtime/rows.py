@@ -73,6 +73,18 @@ def split(
     return trained, evaluated
 
 
+def hold_out(examples: list[torch.Tensor], share: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The examples to train on, and the share that is held out: drawn at random, always the same ones.
+
+    Their number is rounded up, as `datasets` rounds it. A single token predicts nothing: such examples are left out.
+    """
+    number = min(math.ceil(share * len(examples)), len(examples) - 1)
+    drawn = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))[:number]
+    held_out = set(drawn.tolist())
+    trained = [example for index, example in enumerate(examples) if index not in held_out]
+    return trained, [examples[index] for index in sorted(held_out) if len(examples[index]) > 1]
+
+
 def pack(examples: list[torch.Tensor], seq_len: int) -> list[Row]:
     """Best-fit decreasing: the longest example first, each into the fullest row that has room for it."""
     rows: list[Row] = []

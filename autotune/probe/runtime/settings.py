@@ -71,6 +71,8 @@ class RunSettings:
     directory of weights. `use_cpu` leaves GPUs alone. A micro batch has `micro_batch_size` rows of `seq_len` tokens, an
     optimizer step `accumulation` micro batches. `examples` and `lengths` (in tokens, repeated in turn) describe the
     random rows of a run that only measures the speed. The learning rate is a common default: it was not tuned.
+    `eval_share` of the examples is held out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or
+    the tracker that knows this run as `run_name`.
     """
 
     about: list[str]
@@ -94,6 +96,11 @@ class RunSettings:
     learning_rate: float
     warmup_steps: int
     save_steps: int
+    save_total_limit: int
+    eval_share: float
+    eval_steps: int
+    report_to: str
+    run_name: str
     examples: int
     lengths: list[int]
 
@@ -114,8 +121,9 @@ class Options:
     """What was asked for on the command line, checked.
 
     Without `dataset` the rows and the weights are random. `lengths` is a file of lengths for random rows. `held_out`
-    examples at the end of the data, cut at `held_out_tokens`, are only evaluated. `saves` is whether the run leaves
-    checkpoints and what it trained in `output_dir`, and `checkpoint` the one that it continues from.
+    examples at the end of the data, cut at `held_out_tokens`, are only evaluated, before the training and after it.
+    `saves` is whether the run leaves checkpoints and what it trained in `output_dir`, and `checkpoint` the one that it
+    continues from. `report_to` is a tracker, or none.
     """
 
     model: str
@@ -128,6 +136,7 @@ class Options:
     saves: bool
     checkpoint: str | None
     progress: str | None
+    report_to: str
 
 
 def one_gpu(visible: str) -> dict[str, str]:

@@ -34,8 +34,9 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
         shape = json.loads(model_config.read_text(encoding="utf-8"))
         base = model_builder.build(model_builder.config_of(shape), settings.model_settings, device)
         examples = random_examples(settings, options, base.config.vocab_size)
+    examples, drawn = rows.hold_out(examples, held_out_share(settings, options))
     trained, held_out = rows.split(examples, settings.seq_len, options.held_out, options.held_out_tokens)
-    train_rows = rows.pack(trained, settings.seq_len) if settings.packing else [[example] for example in trained]
+    train_rows, eval_rows = make_rows(settings, trained), held_out or make_rows(settings, drawn)
     if len(train_rows) < (size := settings.micro_batch_size):
         sys.exit(f"train.py: error: {len(train_rows)} rows do not fill a micro batch of {size}: give more examples")
 
@@ -44,17 +45,18 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     loss = chunked_loss(base) if settings.loss == "chunked" else None
     model = add_adapters(base, settings, device)
     clock = Clock(options.saves, options.progress)
-    trainer = make_trainer(settings, options, model, loss, clock, train_rows, held_out)
+    trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)
 
     losses = [trainer.evaluate()["eval_loss"]] if held_out else []
     layers = model_builder.decoder_layers(model)
-    if settings.compile == "per_layer":  # only now: evaluation has rows of other lengths than training
+    if settings.compile == "per_layer":
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         if settings.model_settings.lora_rank is not None:
             base.enable_input_require_grads()  # or the first layer would be compiled apart from the others
         compile_layers(layers)
     torch.cuda.empty_cache()
     num_steps = trainer.train(resume_from_checkpoint=options.checkpoint).global_step
+    losses += [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     clock.exit_if_stopped()
     run_layers_eagerly(layers)
     if options.saves:
@@ -63,6 +65,16 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
         losses.append(trainer.evaluate()["eval_loss"])
     print(json.dumps(summary(settings, clock, num_steps, trained, len(train_rows)) | {"held_out_loss": losses}))
     return model
+
+
+def held_out_share(settings: RunSettings, options: Options) -> float:
+    """The share of the examples to evaluate during the training; 0 where others are held out, or all are random."""
+    return settings.eval_share if options.dataset and not options.held_out else 0.0
+
+
+def make_rows(settings: RunSettings, examples: list[torch.Tensor]) -> list[rows.Row]:
+    """The examples in rows: packed, or each in one of its own."""
+    return rows.pack(examples, settings.seq_len) if settings.packing else [[example] for example in examples]
 
 
 def read_examples(settings: RunSettings, options: Options) -> list[torch.Tensor]:
@@ -98,12 +110,14 @@ def make_trainer(
     loss: Callable[..., torch.Tensor] | None,
     clock: Clock,
     train_rows: list[rows.Row],
-    held_out: list[rows.Row],
+    eval_rows: list[rows.Row],
 ) -> LeanTrainer:
     """The Trainer of this run. Only a run on a dataset saves checkpoints, and not where it stops after some steps."""
+    evaluates = held_out_share(settings, options) > 0
     checkpoints = options.saves and options.dataset is not None and options.max_steps < 1
     on_cpu = not torch.cuda.is_available()
     arguments = training_arguments(settings, accumulation=settings.accumulation, on_cpu=on_cpu)
+    arguments |= {"report_to": options.report_to}
     return LeanTrainer(
         model,
         TrainingArguments(
@@ -114,13 +128,17 @@ def make_trainer(
             warmup_steps=settings.warmup_steps,
             save_strategy="steps" if checkpoints else "no",
             save_steps=settings.save_steps,
-            save_total_limit=2,
-            per_device_eval_batch_size=1,
+            save_total_limit=settings.save_total_limit,
+            eval_strategy="steps" if evaluates else "no",
+            eval_steps=settings.eval_steps,
+            per_device_eval_batch_size=settings.micro_batch_size if evaluates else 1,
+            prediction_loss_only=True,
+            run_name=settings.run_name,
             **arguments,
         ),
         functools.partial(rows.collate, seq_len=settings.seq_len, packing=settings.packing),
         train_rows,
-        held_out,
+        eval_rows,
         compute_loss_func=loss,
         callbacks=[clock],
     )

@@ -1,13 +1,18 @@
 """The key table: each knob has a row or a reason for each tool, and a reader finds the keys that are written."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import yaml
 
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.export import header, keys, tool_file
+from autotune.export import header, keys, tool_file, torchtune
 from autotune.probe.runtime.settings import LIGER_KERNELS
+from autotune.problem.run_options import TRACKERS, RunOptions
+from autotune.study.summary import Recipe
+from tests.helpers.refresh_export_keys import KEYS
 from tests.unit.export.test_tool_file_axolotl import CONFIGS, recipe
 
 each_tool = pytest.mark.parametrize("tool", keys.TOOLS)
@@ -139,5 +144,65 @@ def test_a_checkpoint_every_half_hour_and_warm_up_for_three_hundredths(step_s: f
     made = recipe(TrainConfig())
     speed, cost = replace(made.winner.performance, step_time_s=step_s), replace(made.winner.cost, num_steps=steps)
     made = replace(made, winner=replace(made.winner, performance=speed, cost=cost))
-    assert header.save_steps(made) == saves
+    assert header.save_steps(made) == header.eval_steps(made) == saves
+    asked = replace(made, run_options=RunOptions(save_steps=7))
+    assert header.save_steps(asked) == header.eval_steps(asked) == max(min(7, steps), 1)
+    assert header.eval_steps(replace(made, run_options=RunOptions(eval_steps=1, save_steps=7))) == 1
     assert header.warmup_steps(made) == 3 * steps / 100
+
+
+def evaluating(tracker: str = "none", study: str = "my study") -> Recipe:
+    made = recipe(TrainConfig(micro_batch_size=4))
+    workload = replace(made.workload, eval_share=0.05)
+    return replace(made, study=study, workload=workload, run_options=RunOptions(eval_steps=50, report_to=tracker))
+
+
+def written(tool: str, made: Recipe) -> dict[str, Any]:
+    return {key: value for section in tool_file.SECTIONS for key, value in keys.write(tool, section, made).items()}
+
+
+OF_TRAINER = {"eval_strategy": "steps", "eval_steps": 50, "per_device_eval_batch_size": 4, "save_total_limit": 2}
+
+
+@pytest.mark.parametrize(
+    ("tool", "expected"),
+    [
+        ("trl", OF_TRAINER | {"test_split_size": 0.05, "datasets": [{"path": "your/dataset"}]}),
+        ("llamafactory", OF_TRAINER | {"val_size": 0.05}),
+        ("axolotl", {"eval_strategy": "steps", "eval_steps": 50, "eval_batch_size": 4, "val_set_size": 0.05}),
+    ],
+)
+def test_the_tools_evaluate_what_is_held_out(tool: str, expected: dict[str, Any]) -> None:
+    known = yaml.safe_load(KEYS.read_text()).get(tool, {}).get("keys", "").split()
+    found = written(tool, evaluating())
+    assert found.items() >= expected.items() and "dataset_name" not in found
+    assert not known or set(found) <= set(known)
+    without = written(tool, recipe(TrainConfig()))
+    assert not any("eval" in key or "val_" in key or "test_split" in key for key in without)
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_the_tools_report_to_the_tracker(tracker: str) -> None:
+    made = evaluating(tracker, "a ${b}")  # OmegaConf would fill it in
+    name = {} if tracker == "none" else {"run_name": "a {b}"}
+    for tool in ("trl", "llamafactory"):
+        found = written(tool, made)
+        assert {key: found[key] for key in found if key in ("report_to", "run_name")} == {"report_to": tracker} | name
+    found = written("axolotl", made)
+    own = {"wandb": "wandb_name", "mlflow": "mlflow_run_name", "trackio": "trackio_run_name"}
+    expected = {f"use_{tracker}": True} if tracker != "none" else {}
+    expected |= {own[tracker]: "a {b}"} if tracker in own else {}
+    assert {key: found[key] for key in found if any(one in key for one in TRACKERS)} == expected
+    logger = written("torchtune", made)["metric_logger"]
+    loggers = {"wandb": "WandBLogger", "mlflow": "MLFlowLogger", "tensorboard": "TensorBoardLogger"}
+    assert logger.pop("_component_").rpartition(".")[2] == loggers.get(tracker, "DiskLogger")
+    logs = {} if tracker == "mlflow" else {"log_dir": "out/logs"}
+    assert logger == logs | {"wandb": {"name": "a {b}"}, "mlflow": {"run_name": "a {b}"}}.get(tracker, {})
+
+
+def test_what_a_tool_cannot_evaluate_or_report_is_in_its_head() -> None:
+    text = tool_file.export(evaluating("trackio"), "trl")["trl_sft.yaml"]
+    assert "leaves out the last batch" in text and "draws the examples that are held out anew" in text
+    text = torchtune.export(evaluating("trackio"))["torchtune.yaml"]
+    assert "It cannot evaluate on one GPU" in text and "no logger for trackio" in text
+    assert "evaluat" not in tool_file.export(recipe(TrainConfig()), "trl")["trl_sft.yaml"]

@@ -312,6 +312,8 @@ def test_all_finalists_train_on_the_same_sample(
         "--held-out",
         "5",
         str(tokens),
+        "--report-to",
+        "none",
     ]
     assert all(result["argv"] == expected for *_, result in ran)
     assert said[0].startswith("learning, 1 of 4: ") and len(said) == 4

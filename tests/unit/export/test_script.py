@@ -18,6 +18,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export import FORMATS, USUAL, export_all, keys, script
 from autotune.probe.runtime.settings import ModelSettings, RunSettings
 from autotune.problem.length_distribution import Lengths
+from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
 from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
@@ -161,6 +162,25 @@ def test_trl_takes_the_file_of_a_cpu_study_as_it_is(tmp_path: Path) -> None:
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig))
     _, training, _ = parser.parse_args_and_config(["--config", str(tmp_path / "trl_sft.yaml")])
     assert training.use_cpu and training.bf16 and training.device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trl_evaluates_what_it_holds_out(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    base = recipe(TrainConfig(), device=resolve_device("cpu"))
+    options = RunOptions(eval_steps=7, report_to="tensorboard")
+    made = replace(base, workload=replace(base.workload, eval_share=0.25), run_options=options)
+    write(export_all(made, ["trl"]), tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 6)
+    text = (tmp_path / "trl_sft.yaml").read_text()
+    (tmp_path / "trl_sft.yaml").write_text(text.replace("your/dataset", str(tmp_path)))
+    parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
+    script_args, training, _, mixture = parser.parse_args_and_config(["--config", str(tmp_path / "trl_sft.yaml")])
+    assert script_args.dataset_name is None and training.report_to == ["tensorboard"]
+    assert (training.eval_strategy, training.eval_steps, training.run_name) == ("steps", 7, made.study)
+    split = trl.get_dataset(mixture)
+    assert {name: len(rows) for name, rows in split.items()} == {"train": 4, "test": 2}
+    assert script_args.dataset_test_split == "test"
 
 
 @each_config

@@ -183,6 +183,7 @@ def test_the_whole_of_one() -> None:
         "logging_steps": 10,
         "include_tkps": False,
         "save_steps": 313,
+        "save_total_limit": 2,
         "output_dir": "out",
     }
     assert "was not tuned" in text

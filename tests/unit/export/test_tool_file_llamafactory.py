@@ -145,6 +145,7 @@ def test_the_whole_of_one() -> None:
         "report_to": "none",
         "save_strategy": "steps",
         "save_steps": 313,
+        "save_total_limit": 2,
         "output_dir": "out",
     }
     assert "was not tuned" in text

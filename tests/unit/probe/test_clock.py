@@ -26,7 +26,7 @@ def _restore_signals() -> Iterator[None]:
 
 def train(clock: Clock, steps: int, stop_at: int | None = None) -> Any:
     """Runs a Trainer's callbacks for so many steps; a SIGTERM comes in step `stop_at`."""
-    control = SimpleNamespace(should_training_stop=False, should_save=False)
+    control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
     for step in range(1, steps + 1):
         clock.on_step_begin(None, None, control)
         if step == stop_at:
@@ -89,6 +89,25 @@ def test_a_peak_on_a_cpu_is_what_the_process_holds() -> None:
     assert two.measured()["seconds_per_step"] > 0
 
 
+def test_evaluations_and_saves_are_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps of 2 s; after the second an evaluation of 7 s and a save of 30 s."""
+    times = iter([0, 2, 4, 11, 41, 41, 43, 43, 45])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    clock = Clock(saves=False)
+    idle = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
+    busy = SimpleNamespace(should_training_stop=False, should_save=True, should_evaluate=True)
+    clock.on_evaluate(None, None, idle)  # before the training
+    for step in (1, 2, 3):
+        clock.on_step_begin(None, None, idle)  # at 0, 2 and 41
+        state = SimpleNamespace(global_step=step, max_steps=3)
+        clock.on_step_end(None, state, busy if step == 2 else idle)  # the second at 4
+        if step == 2:
+            clock.on_evaluate(None, None, busy)
+            clock.on_save(None, None, busy)
+    clock.on_train_end(None, None, idle)
+    assert clock.measured()["seconds_per_step"] == 2
+
+
 def test_each_step_appends_a_line_of_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "progress.jsonl"
     file.write_text("{}\n")
@@ -99,7 +118,7 @@ def test_each_step_appends_a_line_of_progress(tmp_path: Path, monkeypatch: pytes
     assert clock._progress is not None
     lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]  # before the run has ended
     clock._progress.close()
-    common = {"began": 1234.5, "of": 3, "loss": 2.5}
+    common = {"began": 1234.5, "of": 3, "loss": 2.5, "paused": 0}
     assert lines == [common | {"step": step, "seconds": seconds} for step, seconds in ((1, 1), (2, 3), (3, 6))]
 
 

@@ -1,13 +1,16 @@
 """The options of the exported script: what is refused, and what follows from them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autotune.core.train_config import TrainConfig
 from autotune.export.script import settings
+from autotune.probe.runtime import command_line
 from autotune.probe.runtime.command_line import _parser, last_checkpoint, parse_options
 from autotune.probe.runtime.settings import Options, one_gpu
+from autotune.problem.run_options import TRACKERS, RunOptions
 from tests.unit.export.test_script import demo, recipe
 
 
@@ -35,6 +38,7 @@ def test_what_the_options_are_without_others() -> None:
         saves=False,
         checkpoint=None,
         progress=None,
+        report_to="none",
     )
 
 
@@ -54,6 +58,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
         saves=True,
         checkpoint=None,
         progress="p",
+        report_to="none",
     )
 
 
@@ -64,7 +69,8 @@ def test_the_help_explains_each_option(capsys: pytest.CaptureFixture[str]) -> No
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(
         "usage: train.py [-h] [--model NAME_OR_DIR] [--dataset FILE.jsonl] [--random-weights] [--lengths FILE]"
-        " [--max-steps N] [--held-out N TOKENS] [--output-dir OUTPUT_DIR] [--resume] [--progress FILE]"
+        " [--max-steps N] [--held-out N TOKENS] [--output-dir OUTPUT_DIR] [--resume] [--report-to"
+        " {none,wandb,mlflow,tensorboard,trackio}] [--progress FILE]"
         " Fine-tune with exactly the configuration in train_config.json."
     )
     assert all(action.help for action in _parser("m")._actions)
@@ -104,6 +110,23 @@ def test_a_checkpoint_is_continued_only_on_request(capsys: pytest.CaptureFixture
     assert "continue it with --resume" in refused(capsys, *arguments)
     assert parsed(*arguments, "--resume").checkpoint == str(tmp_path / "checkpoint-10")
     assert last_checkpoint(str(tmp_path / "nowhere")) is None
+
+
+def test_a_tracker_must_be_installed_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that only measures the speed reports to none of its own accord."""
+    made = settings(replace(recipe(TrainConfig()), run_options=RunOptions(report_to="trackio")))
+    (data := tmp_path / "rows").touch()
+    with pytest.raises(SystemExit):
+        parse_options(made, ["--dataset", str(data)])
+    assert "pip install trackio; or report nowhere with --report-to none" in capsys.readouterr().err
+    assert parse_options(made, ["--dataset", str(data), "--report-to", "none"]).report_to == "none"
+    assert parse_options(made, ["--random-weights"]).report_to == "none"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert parse_options(made, ["--dataset", str(data)]).report_to == "trackio"
+    assert parse_options(made, ["--random-weights", "--report-to", "mlflow"]).report_to == "mlflow"
+    assert command_line.TRACKERS == TRACKERS
 
 
 def test_the_first_of_several_gpus_is_used_alone() -> None:

@@ -121,3 +121,17 @@ def test_what_can_be_held_out() -> None:
 def test_a_length_of_one_is_a_length(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_text("1")
     assert rows.read_lengths(str(tmp_path / "lengths"), 100) == [1]
+
+
+def test_the_same_share_of_the_examples_is_held_out_at_each_start() -> None:
+    """A resumed run must not have trained on them. One token predicts nothing."""
+    examples = [torch.arange(index + 2) for index in range(100)]
+    trained, held_out = rows.hold_out(examples, 0.1)
+    torch.manual_seed(5)
+    assert [len(example) for example in rows.hold_out(examples, 0.1)[1]] == [len(example) for example in held_out]
+    lengths = [len(example) for example in trained], [len(example) for example in held_out]
+    assert len(held_out) == 10 and sorted([*lengths[0], *lengths[1]]) == [*range(2, 102)]
+    assert all(part == sorted(part) for part in lengths) and lengths[1] != [*range(92, 102)]
+    assert rows.hold_out(examples, 0.0) == (examples, [])
+    assert [len(rows.hold_out([torch.arange(1)] * number, 0.5)[0]) for number in (1, 2, 3)] == [1, 1, 1]
+    assert rows.hold_out([torch.arange(1)] * 3, 0.5)[1] == []

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from autotune.core.train_config import TrainConfig
 from autotune.export import script
-from autotune.probe.runtime import model_builder, train
+from autotune.probe.runtime import model_builder, rows, train
 from autotune.probe.runtime.clock import Clock
 from autotune.probe.runtime.settings import Options, RunSettings
 from tests.helpers.factories import TINY
@@ -34,6 +34,7 @@ OPTIONS = Options(
     saves=False,
     checkpoint=None,
     progress=None,
+    report_to="none",
 )
 
 
@@ -85,6 +86,42 @@ def test_without_held_out_examples_there_is_no_loss(tmp_path: Path, capsys: pyte
         run(settings({"examples": 1}), tmp_path, capsys)
     with pytest.raises(SystemExit, match="1 rows do not fill a micro batch of 2"):
         run(settings({"examples": 2}), tmp_path, capsys, held_out=1, held_out_tokens=16)
+
+
+def test_a_share_of_the_dataset_is_evaluated_during_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 13 examples 3 are held out, more than a micro batch; 10 make five micro batches, 5 steps in two passes."""
+    examples = [torch.arange(16) + index for index in range(13)]
+    monkeypatch.setattr(train, "read_examples", lambda *_: list(examples))
+    seen: list[list[int]] = []
+    collate = rows.collate
+
+    def watched(batch: list[rows.Row], *args: Any, **kwargs: Any) -> Any:
+        seen.append([int(row[0][0]) for row in batch])
+        return collate(batch, *args, **kwargs)
+
+    monkeypatch.setattr(rows, "collate", watched)
+    build, shape = model_builder.build, model_builder.config_of(SHAPE)
+    monkeypatch.setattr(model_builder, "load", lambda _, asked, device: build(shape, asked, device))
+    made = settings({"eval_share": 0.2, "eval_steps": 2, "save_steps": 3, "accumulation": 2, "epochs": 2})
+    printed = run(made, tmp_path, capsys, dataset="d", max_steps=-1, output_dir=str(tmp_path / "o"), saves=True)
+    assert printed["steps"] == 6 and len(printed["held_out_loss"]) == 3 and len(set(printed["held_out_loss"])) == 3
+    evaluated, trained = rows.hold_out(examples, 0.2)[::-1]
+    held_out = {int(example[0]) for example in evaluated}
+    assert len(held_out) == 3 and len(trained) == 10
+    batches = [set(batch) for batch in seen]
+    assert sum(batch <= held_out for batch in batches) == 3 * 2  # two rows, and the one that is left
+    assert all(batch <= held_out or not batch & held_out for batch in batches)
+    left = sorted(path.name for path in (tmp_path / "o").glob("checkpoint-*"))
+    assert left == ["checkpoint-3", "checkpoint-6"]
+
+
+@pytest.mark.parametrize(
+    ("options", "share"), [({"dataset": "d"}, 0.3), ({}, 0.0), ({"dataset": "d", "held_out": 2}, 0.0)], ids=str
+)
+def test_what_is_held_out_of_a_dataset(options: dict[str, Any], share: float) -> None:
+    assert train.held_out_share(settings({"eval_share": 0.3}), replace(OPTIONS, **options)) == share
 
 
 class _Steep(nn.Module):

@@ -67,3 +67,9 @@ def test_other_sizes_of_the_dataset_take_steps_like_the_measured_ones() -> None:
     small, large = (project(workload, config, speed, None, examples=size) for size in (10_000, 50_000))
     assert small.num_steps == math.ceil(10_000 / workload.run_shape(config).examples_per_step)
     assert large.full_run_hours == pytest.approx(5 * small.full_run_hours, rel=1e-2)
+
+
+def test_examples_that_are_held_out_take_no_training_step() -> None:
+    half = replace(WORKLOAD, eval_share=0.5)
+    costs = [project(half, TrainConfig(), SPEED, None, examples=size) for size in (None, 1600)]
+    assert [(cost.examples, cost.num_steps) for cost in costs] == [(3200, 100), (1600, 50)]

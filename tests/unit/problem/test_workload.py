@@ -96,3 +96,13 @@ def test_padded_rows_have_the_lengths_of_the_examples_and_full_rows_are_left_out
     assert Workload(lengths=Lengths.constant(5000)).micro_batches(config) == ()
     (short,) = Workload(lengths=Lengths.constant(1)).micro_batches(config)
     assert set(short.rows) == {(2,)}  # one has no loss
+
+
+@pytest.mark.parametrize(
+    ("examples", "share", "held_out"), [(1000, 0.05, 50), (1000, 0.0501, 51), (3, 0.1, 1), (1, 0.5, 0), (1000, 0.0, 0)]
+)
+def test_held_out_examples_are_not_trained_on(examples: int, share: float, held_out: int) -> None:
+    workload = Workload(examples=examples, eval_share=share, global_batch=1)
+    assert (workload.held_out(), workload.trained) == (held_out, examples - held_out)
+    assert workload.run_shape(TrainConfig(micro_batch_size=1)).num_steps == examples - held_out
+    assert workload.held_out(2 * examples) == min(math.ceil(2 * examples * share), 2 * examples - 1)
