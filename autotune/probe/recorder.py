@@ -47,7 +47,8 @@ class Recorder:
 
     The lead of the schedule warms up. The first round (a later one while something still compiles) shows how long a
     step takes. From then on whole rounds are timed: for `min_timed_s`, fewer if they agree, more if those of a whole
-    model do not. Where reading a peak takes time (CPU), peaks are not read in timed steps.
+    model do not. Where reading a peak takes time (CPU), peaks are not read in timed steps. A CPU's steps are timed half
+    as long, and no more are added: they never agree, since every other process of the machine delays some of them.
     """
 
     def __init__(
@@ -78,6 +79,9 @@ class Recorder:
         self._graphs = 0
         self._began = 0.0
         self._agree_at = ENOUGH_ROUNDS
+        on_cpu = not meter.peaks_are_free
+        self._min_timed_s = request.min_timed_s / 2 if on_cpu else request.min_timed_s
+        self._max_timed_s = 0.0 if on_cpu else 2 * request.min_timed_s
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase of the whole probe, not of a training step, and report it to the parent."""
@@ -165,7 +169,7 @@ class Recorder:
         begin = self.step + 1 - each
         step_s = max(self.meter.seconds(self.starts[begin][0], self._now()) / each, 1e-6)
         self.emit(Phase.STEADY)
-        enough = max(request.min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
+        enough = max(self._min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
         wanted = math.ceil(min(math.ceil(enough), request.max_timed_steps) / each)
         # Where reading peaks costs milliseconds, what had them read counts only if it was long. So does the first
         # micro batch of a length, for which libraries load kernels.
@@ -194,7 +198,7 @@ class Recorder:
             self.last_timed = min(self.last_timed, self.step)
         elif spread > DISAGREE_SPREAD and self.step == self.last_timed and self.request.depth is None:
             num_steps = self.last_timed - self.first_timed + 1
-            if num_steps < self.request.max_timed_steps and sum(finished) < 2 * self.request.min_timed_s:
+            if num_steps < self.request.max_timed_steps and sum(finished) < self._max_timed_s:
                 self.last_timed += each
 
     def _now(self) -> Any:

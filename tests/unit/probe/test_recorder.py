@@ -12,12 +12,11 @@ from autotune.probe.schedule import Schedule
 
 
 class Clock:
-    """A device whose time passes when the test says so. Peaks cost nothing to read, as on a GPU."""
+    """A device whose time passes when the test says so. Peaks cost nothing to read on a GPU."""
 
-    peaks_are_free = True
-
-    def __init__(self) -> None:
+    def __init__(self, *, peaks_are_free: bool = True) -> None:
         self.now = 0.0
+        self.peaks_are_free = peaks_are_free
 
     def mark(self) -> float:
         return self.now
@@ -31,6 +30,8 @@ class Clock:
     def synchronize(self) -> None: ...
 
     def reset_peak(self) -> None: ...
+
+    def rebase(self, resident_gib: float) -> None: ...
 
     def peak_gib(self) -> tuple[float, float]:
         return 1.0, 2.0
@@ -56,10 +57,16 @@ def of_kinds(seconds: Sequence[float], **wanted: Any) -> Recorder:
 
 
 def recorded(
-    micros: list[float], gap: float = 0.0, optimizer: float = 0.0, fetch: float = 0.0, steps_of: int = 2, **wanted: Any
+    micros: list[float],
+    gap: float = 0.0,
+    optimizer: float = 0.0,
+    fetch: float = 0.0,
+    steps_of: int = 2,
+    on_cpu: bool = False,
+    **wanted: Any,
 ) -> Recorder:
     """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first."""
-    clock: Any = Clock()
+    clock: Any = Clock(peaks_are_free=not on_cpu)
     request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=steps_of, **wanted)
     recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0)
     count, done = 0, False
