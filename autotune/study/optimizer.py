@@ -17,10 +17,11 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.core.errors import StorageError
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace
-from autotune.study.storage.database import Outages, one_at_a_time, retried
+from autotune.study.storage.database import OTHER, Outages, one_at_a_time, retried
 from autotune.study.storage.optuna_storage import opened_storage, optuna_errors, optuna_storage
 
 STARTUP_TRIALS = 8
@@ -279,19 +280,9 @@ class Optimizer:
         return {trial.number for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)}
 
     def finished(self) -> list[FinishedTrial]:
-        """The trials with an outcome, in order, without those that were given back."""
-        return [
-            FinishedTrial(
-                number=trial.number,
-                config=TrainConfig(**trial.user_attrs["config"]),
-                outcome=Outcome(trial.user_attrs.get("outcome", Outcome.CRASH)),
-                value=trial.value if trial.state is TrialState.COMPLETE else None,
-                reused=bool(trial.user_attrs.get("reused")),
-                reason=trial.user_attrs.get("reason"),
-            )
-            for trial in self._in_state(TrialState.COMPLETE, TrialState.PRUNED)
-            if "config" in trial.user_attrs
-        ]
+        """The trials with an outcome, in order, without those that were given back. Raises StorageError."""
+        trials = self._in_state(TrialState.COMPLETE, TrialState.PRUNED)
+        return [_finished(trial) for trial in trials if "config" in trial.user_attrs]
 
     @retried
     def record(self) -> tuple[dict[str, Any], list[FrozenTrial]]:
@@ -309,6 +300,21 @@ class Optimizer:
     def _trial(self, number: int) -> FrozenTrial:
         with optuna_errors(self._url):
             return self._study.get_trials(deepcopy=False)[number]
+
+
+def _finished(trial: FrozenTrial) -> FinishedTrial:
+    """The trial with its outcome. Raises StorageError for attributes that are not those of a trial."""
+    try:
+        return FinishedTrial(
+            number=trial.number,
+            config=TrainConfig(**trial.user_attrs["config"]),
+            outcome=Outcome(trial.user_attrs.get("outcome", Outcome.CRASH)),
+            value=trial.value if trial.state is TrialState.COMPLETE else None,
+            reused=bool(trial.user_attrs.get("reused")),
+            reason=trial.user_attrs.get("reason"),
+        )
+    except (TypeError, ValueError) as error:
+        raise StorageError(f"trial {trial.number} of the study cannot be read: {error}", remedy=OTHER) from None
 
 
 def distribution(knob: Knob) -> BaseDistribution:

@@ -1,9 +1,11 @@
 """The Optuna study on SQLite and PostgreSQL: states, constraints and repair."""
 
+import json
 from collections.abc import Callable, Iterator
 
 import optuna
 import pytest
+import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.errors import StorageError
@@ -162,6 +164,21 @@ def test_repair_reports_stored_results_and_queues_the_rest_again(begin: Begin, t
     search.tell(again.number, Outcome.OK, 6.0, FITS)
     assert [one.number for one in search.finished()] == [done.number, stored.number, again.number]
     assert begin().repair(settle) == 0
+
+
+@pytest.mark.parametrize("damage", [{"outcome": "won"}, {"config": {"seq_len": "long"}}, {"config": []}])
+def test_a_trial_of_no_known_form_is_a_storage_error(begin: Begin, database: str, damage: dict[str, object]) -> None:
+    search = begin()
+    trial = search.ask()
+    search.tell(trial.number, Outcome.OK, 5.0, FITS)
+    storage = optuna.storages.RDBStorage(database)
+    with storage.engine.begin() as connection:
+        for key, value in damage.items():
+            query = "UPDATE trial_user_attributes SET value_json = :value WHERE key = :key"
+            connection.execute(sa.text(query), {"key": key, "value": json.dumps(value)})
+    storage.engine.dispose()
+    with pytest.raises(StorageError, match=f"^trial {trial.number} of the study cannot be read"):
+        begin().finished()
 
 
 def test_a_returned_trial_is_proposed_again(begin: Begin) -> None:

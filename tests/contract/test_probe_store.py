@@ -57,6 +57,15 @@ def test_round_trip(store: ProbeStore, database: str) -> None:
     assert store.of_study("nobody's") == []
 
 
+@pytest.mark.parametrize("text", ['{"outcome": "won"}', "[]", "half a {"])
+def test_a_row_of_no_known_form_is_a_storage_error(store: ProbeStore, text: str) -> None:
+    store.add("one", 0, result(), FINGERPRINT)
+    with store._database.begin() as connection:
+        connection.execute(probe_store._probes.update().values(result=text))
+    with pytest.raises(StorageError, match=r"^row 1 of the probes cannot be read: \S"):
+        store.of_study("one")
+
+
 def test_the_table_is_that_of_earlier_versions() -> None:
     """Results of years may be in it, and SQLite would take other columns in silence."""
     made = " ".join(str(CreateTable(probe_store._probes)).split())

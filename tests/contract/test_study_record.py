@@ -121,8 +121,9 @@ def test_a_changed_space_is_refused_and_named(begin: Begin) -> None:
     [
         ({"facts": {"model": "demo-3m"}, "subject": {"carried": None}}, "an earlier version of autotune"),
         ({"schema_version": SCHEMA_VERSION + 1}, "a newer version of autotune"),
+        ({"schema_version": "9"}, "an earlier version of autotune"),
     ],
-    ids=["string keys", "newer"],
+    ids=["string keys", "newer", "no number"],
 )
 def test_a_study_of_another_version_is_refused_in_one_sentence(
     begin: Begin, database: str, attributes: dict[str, Any], says: str

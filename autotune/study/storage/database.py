@@ -30,6 +30,9 @@ from autotune.core.units import fmt_seconds, parse_duration
 
 WAIT_VARIABLE = "AUTOTUNE_DATABASE_WAIT"
 WAIT_S = 300.0
+OTHER = (
+    "open it with the version that wrote it, or name another database with --storage"  # a row that has no known form
+)
 RETRY_EVERY_S = 1.0
 TRIES = 4  # of an operation whose connection breaks
 TABLE_TRIES = 30  # more than there are tables, each of which another process may be creating

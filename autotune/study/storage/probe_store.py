@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from autotune.core.errors import StorageError
 from autotune.core.probe_types import Fingerprint, Outcome, ProbeResult, Rung
 from autotune.core.serialization import from_data, to_data
-from autotune.study.storage.database import Database, Outages, retried
+from autotune.study.storage.database import OTHER, Database, Outages, retried
 from autotune.study.storage.outbox import Outbox
 
 _metadata = sa.MetaData()
@@ -157,10 +157,17 @@ class ProbeStore:
             rows = connection.execute(query).mappings().all()
         self._known.update(row["id"] for row in rows)
         self._read_to = max((self._read_to, *(row["id"] for row in rows)))
-        return [
-            StoredProbe(trial=row["trial"], result=from_data(ProbeResult, json.loads(row["result"]))) for row in rows
-        ]
+        return [StoredProbe(trial=row["trial"], result=_result(row["id"], row["result"])) for row in rows]
 
     def close(self) -> None:
         """Close all connections."""
         self._database.close()
+
+
+def _result(row: int, text: str) -> ProbeResult:
+    """The result in a row. Raises StorageError for any other text."""
+    try:
+        return from_data(ProbeResult, json.loads(text))
+    except (TypeError, ValueError) as error:  # pydantic's error is a ValueError
+        reason = str(error).splitlines()[0]
+        raise StorageError(f"row {row} of the probes cannot be read: {reason}", remedy=OTHER) from None

@@ -127,8 +127,9 @@ class StudyRecord:
         if version is None and "facts" not in attributes:
             return None
         if version != SCHEMA_VERSION:
+            is_newer = isinstance(version, int) and version > SCHEMA_VERSION
             raise UsageError(
-                f"study {name!r} was written by {'a newer' if (version or 1) > SCHEMA_VERSION else 'an earlier'} "
+                f"study {name!r} was written by {'a newer' if is_newer else 'an earlier'} "
                 f"version of autotune (record version {version or 1}, this one reads {SCHEMA_VERSION})",
                 remedy="open it with the version that wrote it, or run the study again under another name",
             )
