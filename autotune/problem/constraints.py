@@ -241,7 +241,7 @@ def _apply_floor_of_length(narrowing: Narrowing, workload: Workload, max_truncat
             remedy=f"give {math.ceil(least * 1000) / 1000} or more, or pin a longer seq_len with --seq-len",
         )
     limit = max(MAX_TRUNCATED if max_truncated is None else max_truncated, least)
-    reason = f"would cut off more than {limit:.0%} of the tokens (--max-truncated)"
+    reason = f"would cut off more than {100 * limit:.3g}% of the tokens (--max-truncated)"
     narrowing.prefer("seq_len", lambda length: workload.truncated(length) <= limit + 1e-9, reason, reserve=True)
     longest = workload.lengths.longest
     shortest = min((length for length in narrowing.space.choices("seq_len") if length >= longest), default=math.inf)

@@ -7,6 +7,7 @@ header of their own (`export.header`), since exports come before reports.
 import math
 import shlex
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 
 from autotune.core.knobs import KNOBS
@@ -189,7 +190,7 @@ def training_commands(summary: StudySummary, recipe: Recipe, out_dir: str) -> di
 
 def training_data(summary: StudySummary) -> str | None:
     """The path of the study's dataset, if the exported script can read it."""
-    path = Path(summary.dataset or "").expanduser()
+    path = Path(expanduser(summary.dataset or ""))
     return str(path) if path.suffix == ".jsonl" else None
 
 

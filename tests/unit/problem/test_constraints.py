@@ -64,6 +64,12 @@ def test_the_default_floors():
     ]
 
 
+def test_a_floor_below_a_percent_is_named_as_it_is():
+    lengths = Lengths.of([512] * 999 + [4096], "counted")
+    narrowing = floored(SearchSpace.of(seq_len=[512, 1024, 4096]), Workload(lengths=lengths), max_truncated=0.0065)
+    assert str(narrowing.removals[0]) == "seq_len 512: would cut off more than 0.65% of the tokens (--max-truncated)"
+
+
 @pytest.mark.parametrize(
     ("length", "max_truncated", "kept"),
     [

@@ -66,7 +66,10 @@ def test_the_printed_commands_run_as_they_are(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("dataset", "wanted"),
-    [("~/rows.jsonl", "/home/me/rows.jsonl"), ("a/rows.jsonl", "a/rows.jsonl"), ("rows.parquet", None), (None, None)],
+    [
+        *(("~/rows.jsonl", "/home/me/rows.jsonl"), ("a/rows.jsonl", "a/rows.jsonl"), ("rows.parquet", None)),
+        *(("~nobody-here/rows.jsonl", "'~nobody-here/rows.jsonl'"), (None, None)),  # of another machine
+    ],
 )
 def test_the_command_names_the_dataset_that_the_script_can_read(
     dataset: str | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
