@@ -105,7 +105,9 @@ def _loaded(path: Path, loader: str) -> Iterator[dict[str, Any]]:
         ) from None
     datasets.disable_progress_bars()
     try:  # which takes a path for a pattern
-        yield from datasets.load_dataset(loader, data_files=glob.escape(str(path)), split="train", streaming=True)
+        rows = datasets.load_dataset(loader, data_files=glob.escape(str(path)), split="train", streaming=True)
+        # Parquet may say that a column holds images or sounds by their addresses, which would be fetched.
+        yield from rows.decode(False) if rows.features else rows
     except Exception as error:  # errors of pyarrow, of pandas and of the library
         raise UsageError(
             f"cannot read {path}: {_first_line(error)}", remedy="check the file, or convert it to JSON lines"

@@ -48,6 +48,21 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def test_nothing_that_a_file_names_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Pillow, rows with an image by its address would send a request each; without, they could not be read."""
+    import datasets
+
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    decoded: list[Any] = []
+    monkeypatch.setattr(datasets.Image, "decode_example", lambda self, value, **_: decoded.append(value))
+    pictures = [{"bytes": b"", "path": "http://127.0.0.1:9/picture.png"}] * 3
+    features = {"text": {"dtype": "string", "_type": "Value"}, "picture": {"_type": "Image"}}
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    rows = arrow.table({"text": ["one two"] * 3, "picture": pictures}).replace_schema_metadata(about)
+    parquet.write_table(rows, tmp_path / "data.parquet")
+    assert dataset_lengths(tmp_path / "data.parquet", None).counts == ((2, 3),) and not decoded
+
+
 IN_EACH_KIND = [(kind, *form) for kind in (".jsonl", ".parquet", ".csv") for form in FORMS]
 
 
