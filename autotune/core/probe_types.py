@@ -123,10 +123,11 @@ class ProbeRequest:
     `model` is the transformers config as plain data; `weights` a local directory with safetensors, or None for random
     weights. `micro_steps` is the number of micro batches in each probed optimizer step (2 whenever the full run
     accumulates at all, since gradients that stay alive raise the second one's peak). Whole steps are timed, for at
-    least `min_timed_s` and `min_timed_micros` micro batches; with `evaluate` one evaluation batch and one adapter save
-    follow, since full runs die there. `memory_gib` is the memory that the run may use, `headroom` the share of it that
-    must stay free. `depth` is None for the whole model. `micro_batches` are the kinds of micro batch that stand for
-    those of the run, in an order in which neighbours differ much; without them all rows are full.
+    least `min_timed_s` and `min_timed_micros` micro batches; with `evaluate` a few micro batches are evaluated and a
+    checkpoint of the adapters is saved, since full runs die there. `memory_gib` is the memory that the run may use,
+    `headroom` the share of it that must stay free. `depth` is None for the whole model. `micro_batches` are the kinds
+    of micro batch that stand for those of the run, in an order in which neighbours differ much; without them all rows
+    are full.
     """
 
     config: TrainConfig
@@ -254,7 +255,8 @@ class Measurement:
     device's queue fills, and it includes waiting.
     So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models; None
     where there are none. `time_error` is the relative error that extrapolated times may have, 0 where they were
-    measured.
+    measured. `evaluation_s` is the mean time of a micro batch that is only evaluated, `checkpoint_s` what writing a
+    checkpoint takes; None where that was not tried.
     """
 
     step_s: tuple[float, ...]
@@ -269,6 +271,8 @@ class Measurement:
     host_share: float | None = None
     time_error: float = 0.0
     row_length: int | None = None  # tokens of the longest rows, padding included
+    evaluation_s: float | None = None
+    checkpoint_s: float | None = None
     model_gib: float  # resident base weights
     adapters_gib: float
     gradients_gib: float
@@ -290,6 +294,11 @@ class Measurement:
     def host_bound(self) -> bool:
         """Whether the host is known to set the pace: speed then depends on what else runs on it."""
         return (self.host_share or 0.0) >= HOST_SHARE
+
+    @property
+    def checkpoint_gib(self) -> float:
+        """The size of a checkpoint: what is trained, which is as large as its gradients, and the optimizer's state."""
+        return self.gradients_gib + self.optimizer_gib + self.managed_gib
 
     def terms_gib(self, peak_gib: float) -> dict[str, float]:
         """What a peak consists of: weights, adapters, gradients, optimizer state; activations are the rest."""

@@ -96,6 +96,7 @@ def settings(recipe: Recipe) -> RunSettings:
         warmup_steps=warmup_steps(recipe),
         save_steps=save_steps(recipe),
         save_total_limit=KEPT_CHECKPOINTS,
+        checkpoints_gib=pauses.disk_gib if (pauses := recipe.winner.cost.pauses) else None,
         eval_share=recipe.workload.eval_share,
         eval_steps=eval_steps(recipe),
         report_to=recipe.run_options.report_to,

@@ -6,10 +6,13 @@ run's step from them. Failures leave as exceptions: nothing here decides what an
 """
 
 import math
+import operator
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, tra
 from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
 
 RECORDED_LOSSES = 8
+LARGEST_CHECKPOINT_GIB = 4.0  # of a larger one only the weights are saved in a probe
 RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
 DIFFERENT_ROWS = 64  # about as many; a longer probe repeats them
 
@@ -93,6 +97,12 @@ class Recorded:
         self.recorder.losses.append(loss)
         return loss
 
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Mark the end of a micro batch that is only evaluated."""
+        result = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+        self.recorder.evaluated.append(self.recorder.meter.mark())
+        return result
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Record that the backward pass begins."""
         loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -135,6 +145,8 @@ class Probe:
         self.limit_gib = 0.0
         self.context_gib: float | None = None
         self._loss: Callable[..., torch.Tensor] | None = None  # None leaves it to the model
+        self._evaluation_s: float | None = None
+        self._checkpoint_s: float | None = None
         self._hooks: list[Any] = []
         self._names = dict(module_names(self.base))
 
@@ -153,7 +165,7 @@ class Probe:
             if not all(math.isfinite(loss) and loss != 0.0 for loss in losses):
                 raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
             if self.request.evaluate:
-                self._evaluate_and_save(scratch)
+                self._evaluate_and_save()
         return self._measurement(losses)
 
     def _prepare(self) -> None:
@@ -266,7 +278,7 @@ class Probe:
         }
         order = [index for step in range(num_steps) for index in schedule.at(step)]
         train = self._rows(order, request.seed)
-        held_out = self._rows([request.kinds.index(request.longest)], request.seed + 1)
+        held_out = self._rows(self._evaluated, request.seed + 1)
         trainer: Any
         if request.trainer == "trl":
             from autotune.probe.trl_trainer import trl_trainer
@@ -303,14 +315,34 @@ class Probe:
             seen[index] += 1
         return in_order
 
-    def _evaluate_and_save(self, scratch: str) -> None:
-        """One evaluation batch and one save of the adapters."""
-        self.recorder.begin(Phase.EVALUATE)
+    @property
+    def _evaluated(self) -> list[int]:
+        """Indices of the kinds of micro batch to evaluate: the longest first, which warms up, then those of the run."""
+        kinds = self.request.kinds
+        return [kinds.index(self.request.longest), *(index for index, kind in enumerate(kinds) if kind.share)]
+
+    def _evaluate_and_save(self) -> None:
+        """Evaluate a micro batch of each kind, and save adapters as the run does: in a checkpoint, if that is small.
+
+        A checkpoint of all weights is not tried.
+        """
+        recorder, meter = self.recorder, self.meter
+        recorder.begin(Phase.EVALUATE)
         self.trainer.evaluate()
-        self.recorder.weigh()
-        if self.request.config.method == "lora":
-            self.recorder.begin(Phase.SAVE)
-            self.trainer.save_model(f"{scratch}/adapter")
+        recorder.weigh()
+        meter.synchronize()
+        shares = [self.request.kinds[index].share for index in self._evaluated[1:]]
+        seconds = [meter.seconds(*marks) for marks in pairwise(recorder.evaluated)]
+        self._evaluation_s = sum(map(operator.mul, shares, seconds)) / sum(shares)
+        if self.request.config.method != "lora":
+            return
+        recorder.begin(Phase.SAVE)
+        if self._state_gib() - self.resident.model_gib > LARGEST_CHECKPOINT_GIB:
+            self.trainer.save_model()
+            return
+        began = time.perf_counter()
+        self.trainer._save_checkpoint(self.model, None)
+        self._checkpoint_s = time.perf_counter() - began
 
     # --- the end
 
@@ -330,6 +362,8 @@ class Probe:
             segment_peak_gib={name: peak for name, peak in recorder.segments.items() if name not in whole},
             kind_s=times.kinds,
             host_micro_s=recorder.host_micro_s(),
+            evaluation_s=self._evaluation_s,
+            checkpoint_s=self._checkpoint_s,
             row_length=self.request.longest.length,
             model_gib=self.resident.model_gib,
             adapters_gib=self.resident.adapters_gib(),

@@ -74,6 +74,7 @@ class Recorder:
         self.issued: list[float] = []  # seconds the host took for each micro batch, until the next one of its step
         self.reserved = 0.0
         self.losses: list[torch.Tensor] = []
+        self.evaluated: list[Any] = []  # a mark at the end of each micro batch that is only evaluated
         self.retried_in: Phase | None = None  # where the allocator first had to return cached memory and try again
         self._mark: Any = None
         self._graphs = 0

@@ -1,12 +1,16 @@
 """What the full run takes: hours, USD and kWh, from a step time. Without a price no USD, without a power no kWh."""
 
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autotune.catalog import DeviceSpec, Price
-from autotune.core.probe_types import Evidence
+from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.problem.performance import Performance
+from autotune.problem.run_options import KEPT_CHECKPOINTS, RunOptions
 from autotune.problem.workload import RunShape, Workload
 
 FITS, TIGHT, OOM = "fits", "tight", "out of memory"
@@ -14,10 +18,35 @@ TABLE_EXAMPLES = (10_000, 50_000, 100_000)  # the sizes for which a report has t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostProjection:
-    """What the full run will take, without start-up (`startup_s`, if known), checkpoint saves and evaluation.
+class Pauses:
+    """The evaluations and checkpoints of a run, and the seconds of all of them; None where their time is not known.
 
-    Intervals are (low, high) from the spread of the measured steps. `spot_usd` leaves out what interruptions cost.
+    `disk_gib` is what the checkpoints take at most: those that are kept, and one more while that is written.
+    """
+
+    num_evaluations: int
+    evaluation_s: float | None
+    num_checkpoints: int
+    checkpoint_s: float | None
+    checkpoint_gib: float
+
+    @property
+    def known_s(self) -> float:
+        """Seconds of what is known."""
+        return (self.evaluation_s or 0.0) + (self.checkpoint_s or 0.0)
+
+    @property
+    def disk_gib(self) -> float:
+        """GiB of the checkpoints on the disk."""
+        return self.checkpoint_gib * min(self.num_checkpoints, KEPT_CHECKPOINTS + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostProjection:
+    """What the full run will take, without start-up (`startup_s`, if known).
+
+    Its evaluations and checkpoints count as far as their time is known; without `pauses` they do not. Intervals are
+    (low, high) from the spread of the measured steps. `spot_usd` leaves out what interruptions cost.
     """
 
     examples: int
@@ -33,6 +62,15 @@ class CostProjection:
     kwh: float | None
     evidence: Evidence = Evidence.MEASURED
     startup_s: float | None = None
+    pauses: Pauses | None = None
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What takes time in the run and is not counted."""
+        pauses = self.pauses
+        evaluates = pauses is None or (pauses.num_evaluations and pauses.evaluation_s is None)
+        saves = pauses is None or pauses.checkpoint_s is None
+        return ("start-up", *["checkpoint saves"] * bool(saves), *["evaluation"] * bool(evaluates))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +109,13 @@ def run_cost(
     power_w: float | None = None,
     *,
     num_steps: int | None = None,
+    pauses: Pauses | None = None,
 ) -> CostProjection:
     """The cost of a run of this shape, or of its first `num_steps`. All arguments are of all its devices together."""
     num_steps = shape.num_steps if num_steps is None else num_steps
-    hours = num_steps * performance.step_time_s / 3600
+    training, paused = num_steps * performance.step_time_s / 3600, (pauses.known_s if pauses else 0.0) / 3600
     low, high = performance.spread
-    interval = (hours * (1 + low), hours * (1 + high))
+    hours, interval = training + paused, (training * (1 + low) + paused, training * (1 + high) + paused)
     usd_per_hour = price.usd_per_hour if price else None
     spot = price.spot_usd_per_hour if price else None
     hours_per_sample = 1 / performance.samples_per_second / 3600
@@ -92,6 +131,7 @@ def run_cost(
         spot_usd=None if spot is None else hours * spot,
         cost_per_1000_samples_usd=None if usd_per_hour is None else 1000 * hours_per_sample * usd_per_hour,
         kwh=None if power_w is None else power_w * hours / 1000,
+        pauses=pauses,
     )
 
 
@@ -103,8 +143,42 @@ def project(
     power_w: float | None = None,
     *,
     examples: int | None = None,
+    options: RunOptions | None = None,
+    measurements: Sequence[Measurement] = (),
 ) -> CostProjection:
-    """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance."""
+    """The cost of `workload`, or of so many examples like its own, with `config` at the measured performance.
+
+    With `options`, evaluations and checkpoints count as they were measured on the device of the run.
+    """
     examples = examples or workload.examples
-    shape = replace(workload.run_shape(config), examples=examples - workload.held_out(examples))
-    return replace(run_cost(shape, performance, price, power_w), examples=examples)
+    held_out = workload.held_out(examples)
+    shape = replace(workload.run_shape(config), examples=examples - held_out)
+    pauses = None
+    if options is not None and measurements:
+        pauses = _pauses(shape, held_out, options, performance.step_time_s, measurements)
+    return replace(run_cost(shape, performance, price, power_w, pauses=pauses), examples=examples)
+
+
+def _pauses(
+    shape: RunShape, held_out: int, options: RunOptions, step_time_s: float, measurements: Sequence[Measurement]
+) -> Pauses:
+    """The evaluations and checkpoints of a run, the last ones at its end included."""
+    num_steps = shape.num_steps
+    between = options.steps_between_evaluations(num_steps, step_time_s)
+    num_evaluations = math.ceil(num_steps / between) if held_out else 0
+    num_checkpoints = math.ceil(num_steps / options.steps_between_saves(num_steps, step_time_s))
+    micro_batches = math.ceil(round(held_out / shape.examples_per_row, 6) / shape.micro_batch_size)
+    evaluation_s = _median([one.evaluation_s for one in measurements])
+    checkpoint_s = _median([one.checkpoint_s for one in measurements])
+    return Pauses(
+        num_evaluations=num_evaluations,
+        evaluation_s=None if evaluation_s is None else num_evaluations * micro_batches * evaluation_s,
+        num_checkpoints=num_checkpoints,
+        checkpoint_s=None if checkpoint_s is None else num_checkpoints * checkpoint_s,
+        checkpoint_gib=max(one.checkpoint_gib for one in measurements),
+    )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

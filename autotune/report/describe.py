@@ -121,6 +121,28 @@ def workload(task: Workload) -> str:
     return f"{examples}, 1 epoch" if task.epochs == 1 else f"{examples}, {task.epochs} epochs"
 
 
+def pauses(cost: CostProjection) -> tuple[str, ...]:
+    """'3 evaluations in 2 min 5 s', '4 checkpoints in 1.2 s', as far as their times are known."""
+    between = cost.pauses
+    if between is None:
+        return ()
+    counted = (
+        (between.num_evaluations, "evaluation", between.evaluation_s),
+        (between.num_checkpoints, "checkpoint", between.checkpoint_s),
+    )
+    return tuple(
+        f"{number:,} {name}{'s' * (number > 1)} in {fmt_seconds(seconds)}"
+        for number, name, seconds in counted
+        if number and seconds is not None
+    )
+
+
+def left_out(cost: CostProjection) -> str:
+    """'They do not include start-up, checkpoint saves and evaluation.'."""
+    *others, last = cost.left_out
+    return f"They do not include {', '.join(others)}{' and ' * bool(others)}{last}."
+
+
 def hours_range(cost: CostProjection) -> str:
     """'10 min 13 s to 10 min 26 s'."""
     return " to ".join(fmt_seconds(hours * 3600) for hours in cost.interval_hours)
@@ -136,6 +158,8 @@ def full_run(cost: CostProjection) -> str:
     text = hours_range(cost)
     if cost.startup_s is not None:
         text += f" after about {fmt_seconds(cost.startup_s)} to start"
+    if between := pauses(cost):
+        text += f", {' and '.join(between)} included"
     if cost.interval_usd is not None:
         text += f", {usd_range(cost)}, {fmt_usd(cost.cost_per_1000_samples_usd)} per 1,000 samples"
     if cost.kwh is not None:

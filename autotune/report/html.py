@@ -78,6 +78,8 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     time = f"{hours}; {cost.num_steps:,} steps of {text['optimizer step']}"
     if cost.startup_s is not None:
         time += f"; about {fmt_seconds(cost.startup_s)} more to start"
+    if between := describe.pauses(cost):
+        time += f"; {' and '.join(between)} included"
     mfu = "" if winner.performance.mfu is None else f"; MFU {winner.performance.mfu:.0%}"
     free = f"{text['free below the limit']} free of a limit of {text['limit']}"
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
@@ -144,7 +146,7 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
             "stats": stats(recipe, summary),
             "price": _price(recipe),
             "commands": describe.training_commands(summary, recipe, out_dir),
-            "intervals": describe.intervals(recipe.winner),
+            "intervals": f"{describe.intervals(recipe.winner)} {describe.left_out(recipe.winner.cost)}",
             "compare": infos.compare(recipe),
             "costs": infos.costs(recipe),
             "cells": infos.learning_cells(recipe),

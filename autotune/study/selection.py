@@ -13,8 +13,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
 from autotune.problem.constraints import UNASKED
 from autotune.problem.length_distribution import SAYS
-from autotune.problem.performance import AGAIN, TIE, step_time_s
-from autotune.problem.run_cost import TABLE_EXAMPLES, project
+from autotune.problem.performance import AGAIN, TIE, Performance, step_time_s
+from autotune.problem.run_cost import TABLE_EXAMPLES, CostProjection, project
 from autotune.problem.task import Task
 from autotune.study.numerics import BOUND, REFERENCE, deviation, in_question, reference_of
 from autotune.study.ranking import Scored, choose, to_beat, why
@@ -253,7 +253,7 @@ class Selection:
         task, record = self.task, self.record(config)
         performance = task.performance(config, record.best_known)
         largest = max(record.best_known, key=lambda measurement: measurement.peak_reserved_gib)
-        cost = project(task.workload, config, performance, task.price, self._power_w(largest))
+        cost = self._project(config, performance, largest)
         evidence = record.evidence if task.carried is None else Evidence.PROJECTED
         return Candidate(
             config=config,
@@ -262,6 +262,22 @@ class Selection:
             cost=replace(cost, evidence=evidence, startup_s=self.startup_s(config)),
             evidence=evidence,
             memory_evidence=record.evidence,
+        )
+
+    def _project(
+        self, config: TrainConfig, performance: Performance, largest: Measurement, examples: int | None = None
+    ) -> CostProjection:
+        """The cost of the run, of so many examples; pauses are unknown if another card stood in for the target."""
+        task = self.task
+        return project(
+            task.workload,
+            config,
+            performance,
+            task.price,
+            self._power_w(largest),
+            examples=examples,
+            options=task.run_options if task.measured_on is None else None,
+            measurements=self.record(config).best_known,
         )
 
     def _power_w(self, measurement: Measurement) -> float | None:
@@ -280,7 +296,6 @@ class Selection:
             return None
         winner = choose(pool, self.task.floors.slack)
         task, baseline, best = self.task, self.baseline(), self.candidate(winner.config)
-        power_w = self._power_w(best.measurement)
         everything = self._scored((record, record.best_known) for record in self._by_evidence())
         return Recipe(
             study=task.study,
@@ -295,7 +310,7 @@ class Selection:
             fingerprint=fingerprint,
             by_examples=tuple(
                 replace(
-                    project(task.workload, best.config, best.performance, task.price, power_w, examples=examples),
+                    self._project(best.config, best.performance, best.measurement, examples),
                     evidence=best.cost.evidence,
                 )
                 for examples in TABLE_EXAMPLES

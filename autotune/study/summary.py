@@ -16,7 +16,7 @@ from autotune.study.ablation import Ablation
 
 COST_KEYS = (
     *("usd_per_hour", "cost_per_1000_samples_usd", "full_run_hours", "full_run_usd"),
-    *("interval_usd", "interval_hours", "startup_s", "kwh"),
+    *("interval_usd", "interval_hours", "startup_s", "kwh", "pauses"),
 )
 CREEP, CREEP_GIB = 0.02, 0.1  # what peaks may grow by and be called the same: relative, and at least
 

@@ -49,7 +49,18 @@ def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:
     result = prober.probe(replace(request(rung=Rung.CONFIRM), evaluate=True), prober.logs / "confirm.log")
     assert result.outcome is Outcome.OK and result.rung is Rung.CONFIRM
     assert {"evaluate", "save"} <= result.seconds.keys()
-    assert result.measurement is not None and Phase.EVALUATE in result.measurement.phase_peak_gib
+    measured = result.measurement
+    assert measured is not None and Phase.EVALUATE in measured.phase_peak_gib
+    assert measured.evaluation_s is not None and measured.evaluation_s > 0
+    assert measured.checkpoint_s is not None and measured.checkpoint_s > 0
+    plain = prober.probe(request(), prober.logs / "plain.log").measurement
+    assert plain is not None and (plain.evaluation_s, plain.checkpoint_s) == (None, None)
+
+
+def test_a_checkpoint_of_all_weights_is_not_tried(prober: WorkerProber) -> None:
+    whole = replace(request(rung=Rung.CONFIRM, method="full"), evaluate=True)
+    measured = prober.probe(whole, prober.logs / "whole.log").measurement
+    assert measured is not None and measured.evaluation_s is not None and measured.checkpoint_s is None
 
 
 def test_the_first_whole_model_says_how_long_its_worker_took_to_start(tmp_path: Path) -> None:

@@ -160,18 +160,25 @@ class Run:
         trained_s = sum(self._sessions.values())
         steps = last["step"] - first["step"]
         measured_s = self._recipe.winner.performance.step_time_s
-        step_s = (last["seconds"] - first["seconds"]) / steps if steps else measured_s
-        projected_s = last["of"] * measured_s
+        step_s = (_in_steps(last) - _in_steps(first)) / steps if steps else measured_s
+        pauses = self._recipe.winner.cost.pauses
+        paused_s = pauses.known_s if pauses else 0.0
+        projected_s = last["of"] * measured_s + paused_s
         usd_per_s = self._recipe.price.usd_per_hour / 3600 if self._recipe.price else None
         is_settled = steps >= SETTLED_STEPS and self._recipe.device.kind != "cpu"
         return Progress(
             step=last["step"],
             of=last["of"],
             trained_s=trained_s,
-            left_s=(last["of"] - last["step"]) * step_s,
+            left_s=(last["of"] - last["step"]) * (step_s + paused_s / last["of"]),
             spent_usd=None if usd_per_s is None else trained_s * usd_per_s,
             projected_s=projected_s,
             projected_usd=None if usd_per_s is None else projected_s * usd_per_s,
             loss=last["loss"],
             slowdown=step_s / measured_s - 1 if is_settled else None,
         )
+
+
+def _in_steps(line: dict[str, Any]) -> float:
+    """Seconds of a session until this line, without its evaluations and saves; older scripts did not count these."""
+    return float(line["seconds"] - line.get("paused", 0.0))

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import importlib.util
+import shutil
 from pathlib import Path
 
 from .settings import Options, RunSettings, prepare_environment
@@ -40,6 +41,13 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
     checkpoint = last_checkpoint(given.output_dir) if saves else None
     if checkpoint and not given.resume:
         parser.error(f"{checkpoint} exists: continue it with --resume, or give another --output-dir")
+    if given.dataset and saves and given.max_steps < 1:
+        free = free_gib(given.output_dir)
+        if settings.checkpoints_gib is not None and settings.checkpoints_gib > free:
+            parser.error(
+                f"the checkpoints take up to {settings.checkpoints_gib:.3g} GiB, and {free:.3g} GiB are free in"
+                f" {given.output_dir}: free some, or give another --output-dir"
+            )
     # A run that only measures the speed reports nowhere, unless it is asked to.
     report_to = given.report_to or (settings.report_to if given.dataset else "none")
     if report_to != "none" and importlib.util.find_spec(report_to) is None:
@@ -88,6 +96,12 @@ def _parser(model: str) -> argparse.ArgumentParser:
     parser.add_argument("--report-to", choices=TRACKERS, help="tracker of a run on a dataset [of train_config.json]")
     parser.add_argument("--progress", metavar="FILE", help="append a line of JSON to this file after each step")
     return parser
+
+
+def free_gib(folder: str) -> float:
+    """What is free on the disk that `folder` is on, or will be."""
+    parents = (Path(folder).absolute(), *Path(folder).absolute().parents)
+    return shutil.disk_usage(next(path for path in parents if path.exists())).free / 2**30
 
 
 def last_checkpoint(folder: str) -> str | None:

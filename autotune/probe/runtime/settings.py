@@ -72,7 +72,8 @@ class RunSettings:
     optimizer step `accumulation` micro batches. `examples` and `lengths` (in tokens, repeated in turn) describe the
     random rows of a run that only measures the speed. The learning rate is a common default: it was not tuned.
     `eval_share` of the examples is held out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or
-    the tracker that knows this run as `run_name`.
+    the tracker that knows this run as `run_name`. Checkpoints take up to `checkpoints_gib` of the
+    disk, None where that is not known.
     """
 
     about: list[str]
@@ -97,6 +98,7 @@ class RunSettings:
     warmup_steps: int
     save_steps: int
     save_total_limit: int
+    checkpoints_gib: float | None
     eval_share: float
     eval_steps: int
     report_to: str

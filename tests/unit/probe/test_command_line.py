@@ -132,3 +132,15 @@ def test_a_tracker_must_be_installed_before_anything_is_loaded(
 def test_the_first_of_several_gpus_is_used_alone() -> None:
     assert one_gpu("3, 1") == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "3"}
     assert one_gpu("")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_checkpoints_must_fit_on_the_disk(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = replace(settings(recipe(TrainConfig())), checkpoints_gib=1e9)
+    (data := tmp_path / "rows").touch()
+    out = ["--output-dir", str(tmp_path / "not" / "yet")]
+    with pytest.raises(SystemExit):
+        parse_options(made, ["--dataset", str(data), *out])
+    assert "the checkpoints take up to 1e+09 GiB" in capsys.readouterr().err
+    assert parse_options(made, ["--dataset", str(data), *out, "--max-steps", "9"]).saves  # no checkpoint
+    assert parse_options(made, ["--random-weights", *out]).saves
+    assert parse_options(replace(made, checkpoints_gib=1e-9), ["--dataset", str(data), *out]).saves

@@ -2,16 +2,19 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from autotune.catalog import Price
-from autotune.core.probe_types import Evidence
+from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import TABLE_EXAMPLES, project
+from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
+from tests.helpers.factories import measurement
 
 PRICE = Price(provider="p", device="d", usd_per_hour=3.0, spot_usd_per_hour=1.0, source="s")
 # 100 steps an epoch of 36 s: an hour a pass.
@@ -73,3 +76,45 @@ def test_examples_that_are_held_out_take_no_training_step() -> None:
     half = replace(WORKLOAD, eval_share=0.5)
     costs = [project(half, TrainConfig(), SPEED, None, examples=size) for size in (None, 1600)]
     assert [(cost.examples, cost.num_steps) for cost in costs] == [(3200, 100), (1600, 50)]
+
+
+def measured(**changes: Any) -> Measurement:
+    return measurement(gradients_gib=1.0, optimizer_gib=2.0, managed_gib=0.5, **changes)
+
+
+def test_evaluations_and_checkpoints_count_as_they_were_measured() -> None:
+    """100 steps of 36 s: evaluations after 40, 80 and 100 steps, checkpoints after 30, 60, 90 and 100."""
+    workload = replace(WORKLOAD, examples=3211, epochs=1, eval_share=0.0034)  # 11 held out, 3,200 trained on
+    options = RunOptions(eval_steps=40, save_steps=30)
+    config = TrainConfig(micro_batch_size=4)  # 3 micro batches hold 11 examples
+    known = [measured(evaluation_s=30.0, checkpoint_s=90.0), measured()]
+    cost = project(workload, config, SPEED, PRICE, 1000.0, options=options, measurements=known)
+    pauses = cost.pauses
+    assert pauses is not None and (pauses.num_evaluations, pauses.num_checkpoints) == (3, 4)
+    assert (pauses.evaluation_s, pauses.checkpoint_s) == (3 * 3 * 30.0, 4 * 90.0)
+    assert pauses.disk_gib == 3 * 3.5  # two are kept, and one more is written
+    assert cost.full_run_hours == pytest.approx(1 + 630 / 3600)
+    assert cost.interval_hours == pytest.approx((0.9 + 630 / 3600, 1.25 + 630 / 3600))
+    assert cost.full_run_usd == pytest.approx(3 * cost.full_run_hours) and cost.kwh == cost.full_run_hours
+    assert cost.left_out == ("start-up",)
+
+
+def test_pauses_that_were_not_measured_are_unknown_and_left_out() -> None:
+    workload = replace(WORKLOAD, eval_share=0.5)
+    cost = project(workload, TrainConfig(), SPEED, PRICE, options=RunOptions(), measurements=[measured()])
+    assert cost.pauses is not None and (cost.pauses.evaluation_s, cost.pauses.checkpoint_s) == (None, None)
+    assert cost.full_run_hours == pytest.approx(1) and cost.left_out == ("start-up", "checkpoint saves", "evaluation")
+    estimated = project(workload, TrainConfig(), SPEED, PRICE)
+    assert estimated.pauses is None and estimated.left_out == cost.left_out
+    nothing = project(WORKLOAD, TrainConfig(), SPEED, PRICE, options=RunOptions(), measurements=[measured()])
+    assert nothing.pauses is not None and nothing.pauses.num_evaluations == 0
+    assert nothing.left_out == ("start-up", "checkpoint saves")
+
+
+def test_packed_examples_are_evaluated_in_packed_rows() -> None:
+    """Four examples of 256 tokens share a row: 100 of them fill 25 rows, which are 7 micro batches of 4."""
+    workload = Workload(examples=3300, lengths=Lengths.constant(256), eval_share=100 / 3300, global_batch=32)
+    config = TrainConfig(seq_len=1024, micro_batch_size=4, packing=True)
+    known = [measured(evaluation_s=1.0)]
+    cost = project(workload, config, SPEED, None, options=RunOptions(save_steps=9999), measurements=known)
+    assert cost.pauses is not None and cost.pauses.evaluation_s == 7.0

@@ -13,6 +13,7 @@ import pytest
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
+from autotune.problem.run_cost import Pauses
 from autotune.report import describe
 from autotune.report.study_directory import write_exports
 from autotune.study.ablation import AblatedKnob, Ablation
@@ -172,3 +173,19 @@ def test_the_effect_of_a_knob(changes: dict[str, Any], words: str) -> None:
     undone = ablated("checkpointing", TrainConfig(checkpointing="full"), **changes)
     found = Ablation(winner=winner, baseline=TrainConfig(), undone=(undone,))
     assert describe.ablation(found) == [f"checkpointing none instead of full: {words} [measured]"]
+
+
+def test_evaluations_and_checkpoints_are_said_as_far_as_they_are_known() -> None:
+    recipe = summary().recipe
+    assert recipe is not None
+    pauses = Pauses(num_evaluations=3, evaluation_s=90.0, num_checkpoints=1, checkpoint_s=1.5, checkpoint_gib=0.5)
+    cost = replace(recipe.winner.cost, pauses=pauses)
+    assert describe.pauses(cost) == ("3 evaluations in 1 min 30 s", "1 checkpoint in 1.5 s")
+    assert "3 evaluations in 1 min 30 s and 1 checkpoint in 1.5 s included" in describe.full_run(cost)
+    assert describe.left_out(cost) == "They do not include start-up."
+    unknown = replace(cost, pauses=replace(pauses, evaluation_s=None))
+    assert describe.pauses(unknown) == ("1 checkpoint in 1.5 s",)
+    assert describe.left_out(unknown) == "They do not include start-up and evaluation."
+    none = replace(cost, pauses=replace(pauses, num_evaluations=0, evaluation_s=0.0, checkpoint_s=None))
+    assert describe.pauses(none) == () and "included" not in describe.full_run(none)
+    assert describe.left_out(recipe.winner.cost) == "They do not include start-up, checkpoint saves and evaluation."
