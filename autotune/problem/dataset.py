@@ -55,7 +55,7 @@ def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> s
     except (KeyError, TypeError, AttributeError):
         problem, remedy = f"it has none of the known forms; its columns: {', '.join(map(str, row))}", ROWS
     except Exception as error:  # chat templates raise errors of all kinds
-        problem = f"the tokenizer's chat template refuses it: {error}"
+        problem = f"the tokenizer's chat template refuses it: {_first_line(error)}"
         remedy = "change the messages, or leave the tokenizer out for an estimate"
     raise UsageError(f"{path}, row {number}: {problem}", remedy=remedy)
 

@@ -152,6 +152,9 @@ def test_an_unusable_tokenizer_is_a_usage_error(tmp_path: Path, tokenizer: str) 
     (mute / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UsageError, match="roles must alternate"):
         dataset_lengths(fine, str(mute))
+    (mute / "chat_template.jinja").write_text("{{ raise_exception('') }}")
+    with pytest.raises(UsageError, match="refuses it: TemplateError"):
+        dataset_lengths(fine, str(mute))
 
 
 def test_a_study_takes_its_examples_from_the_file(tmp_path: Path, tokenizer: str) -> None:
