@@ -160,7 +160,7 @@ class TrainingDisplay:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, emoji=False)
 
     def stopping(self) -> bool:
         """Report once that a stop was requested."""

@@ -1,6 +1,7 @@
 """The further workers of a run on this machine: failures are reported, and they are waited for."""
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def test_busy_workers_are_waited_for_unless_the_user_stops(
     sleeper = tmp_path / "sleeper"  # a worker that does not leave by itself
     sleeper.write_text("#!/bin/sh\nexec sleep 60\n")
     sleeper.chmod(0o755)
-    monkeypatch.setattr(worker_group.sys, "executable", str(sleeper))
+    monkeypatch.setattr(sys, "executable", str(sleeper))
     begun = time.monotonic()
     lines: list[str] = []
     stop = StopToken()
@@ -94,8 +95,9 @@ def test_a_worker_on_a_card_sees_that_card_and_the_url_in_its_environment(
     recorder = tmp_path / "recorder"
     recorder.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $AUTOTUNE_STORAGE $*"\n')
     recorder.chmod(0o755)
-    monkeypatch.setattr(worker_group.sys, "executable", str(recorder))
+    monkeypatch.setattr(sys, "executable", str(recorder))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.chdir(tmp_path)
     lines: list[str] = []
     with local_workers([3, None], "one", "sqlite:///a.db", tmp_path, TextProgress(lines.append), StopToken()):
         pass
@@ -103,7 +105,7 @@ def test_a_worker_on_a_card_sees_that_card_and_the_url_in_its_environment(
     for number, card in ((2, "3"), (3, "7")):
         folder = tmp_path / f"worker-{number}"
         assert (folder / "logs" / "tuner.log").read_text() == (
-            f"{card} sqlite:///a.db -m autotune worker --study one --out {folder} --parent {parent}\n"
+            f"{card} sqlite:///a.db -P -m autotune worker --study one --out {folder} --parent {parent}\n"
         )
     assert not any("failed" in line for line in lines)
 
