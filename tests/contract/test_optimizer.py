@@ -181,6 +181,13 @@ def test_a_trial_of_no_known_form_is_a_storage_error(begin: Begin, database: str
         begin().finished()
 
 
+def test_a_new_session_leaves_running_trials_to_repair(begin: Begin, trials: Read) -> None:
+    """Only what this session's own interrupted `ask` left behind goes back at once."""
+    number = begin().ask(worker="me").number
+    begin().ask(worker="me")
+    assert trials()[number].state is TrialState.RUNNING
+
+
 def test_a_returned_trial_is_proposed_again(begin: Begin) -> None:
     """Also after two interruptions, and if it came from the queue."""
     search = begin()

@@ -119,6 +119,14 @@ def _rows(text: str, size: int, accumulation: int) -> dict[str, int]:
     return {batch: size, "gradient_accumulation_steps": accumulation}
 
 
+def test_a_need_without_a_formula_says_between_what_it_lies(answer: Callable[..., CheckReport]) -> None:
+    int8 = answer(changed(TRL_7B, load_in_8bit=True), "a10")
+    assert "A base in 8 bits has no formula: the need lies between that of 4 bits and of 16" in " ".join(int8.notes)
+    offloaded = answer(changed(AXOLOTL, gradient_checkpointing="offload"), "a10")
+    least, notes = "none of it on the GPU and all", " ".join(offloaded.notes)
+    assert f"What is offloaded has no formula: the need lies between {least}" in notes
+
+
 def test_changes_that_affect_learning_come_last(answer: Callable[..., CheckReport]) -> None:
     """Nothing that is learned with changes where micro batch, checkpoints or the loss suffice; then the least."""
 
