@@ -28,6 +28,12 @@ def _do_not_wait_for_the_disk(connection: Any, record: Any) -> None:
         connection.execute("PRAGMA synchronous=OFF")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tokens_in_a_folder_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Examples that tests tokenise are not kept in the user's cache."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 # These start real probes and real training, and take minutes.
 LONGEST = (
     "system/faults/test_struck_worker",

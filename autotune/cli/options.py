@@ -55,7 +55,10 @@ _PINS: dict[str, Any] = {  # options that are not fields of StudySpec of their o
     "set_": Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")],
     "storage": Storage,
 }
-LENGTHS = ("examples", "dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example", "tokens")
+LENGTHS = (
+    *("examples", "dataset", "split", "tokenizer", "loss_on", "lengths"),
+    *("mean_tokens", "p99_tokens", "tokens_per_example", "tokens"),
+)
 CARD = ("memory_gib", "headroom", "price", "prices")
 PLANNED = (
     *("spec", "space", *LENGTHS, "epochs", "global_batch", "global_batch_tokens", "seq_len", "rank", "set_", *CARD),

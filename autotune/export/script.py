@@ -86,6 +86,8 @@ def settings(recipe: Recipe) -> RunSettings:
         accumulation=recipe.accumulation,
         seq_len=config.seq_len,
         packing=config.packing,
+        loss_on=recipe.workload.loss_on,
+        trained_share=recipe.workload.lengths.trained_share,
         optimizer=config.optimizer,
         loss=config.loss,
         kernels=config.kernels,

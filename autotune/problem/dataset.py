@@ -1,163 +1,112 @@
-"""The user's examples: text, prompt and completion, or messages. They are read as the exported script reads them."""
+"""The user's examples: their lengths in tokens. They are read by the code of the exported script."""
 
-import glob
-import json
-import time
 from collections.abc import Callable, Iterator
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.files import refuse_special_files
+from autotune.probe.runtime.examples import FORMS, Chat, parsed
+from autotune.probe.runtime.reading import BadDataset, files_of, read_rows
+from autotune.probe.runtime.token_cache import read_about, read_ends, tokenise
 from autotune.problem.length_distribution import Lengths
 
-LOADERS = {".jsonl": "lines", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with the vocabularies of today
-ROWS = "give rows with `text`, `prompt` and `completion`, or `messages` with a `role` and a `content` each"
-COLUMNS = ("text", "prompt", "completion", "messages")
-BATCH = 1000  # rows that are counted at once, since a tokenizer counts several in parallel
-Render = Callable[[dict[str, Any]], str]
-Count = Callable[[list[str], bool], list[int]]
 
 
-def dataset_lengths(path: Path, tokenizer: str | None, say: Callable[[str], None] = lambda text: None) -> Lengths:
+def dataset_lengths(
+    path: Path,
+    tokenizer: str | None,
+    *,
+    split: str | None = None,
+    loss_on: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Lengths:
     """The length of each example in tokens: counted with the tokenizer of a directory, or estimated from its bytes.
 
-    `say` gets progress messages. Raises UsageError, which names a row of no known form, and EnvironmentProblem where
-    the `datasets` library is needed and not installed.
+    Counted tokens are kept (`token_cache`), so that a training on the same files does not make them again. `say` gets
+    progress messages. Raises UsageError, which names a row of no known form, and EnvironmentProblem where a package is
+    needed and not installed.
     """
     say(f"reading {path.name}")
-    render, count = _counting(tokenizer) if tokenizer else (_joined, _estimated)
-    rows = enumerate(read_rows(path), 1)
-    lengths: list[int] = []
-    last_message = time.monotonic()
-    while batch := list(islice(rows, BATCH)):
-        for is_chat in (False, True):  # a chat template writes its own special tokens
-            of_form = [(number, row) for number, row in batch if is_chat is (row.get("messages") is not None)]
-            if of_form:
-                lengths += count([_rendered(path, number, row, render) for number, row in of_form], is_chat)
-        if time.monotonic() - last_message > 2:
-            say(f"{len(lengths):,} examples of {path.name}")
-            last_message = time.monotonic()
-    if not lengths:
-        raise _no_rows(path)
-    return Lengths.of((max(tokens, 1) for tokens in lengths), "counted" if tokenizer else "characters")
+    with dataset_errors():
+        if tokenizer is None:
+            return _estimated(path, split, loss_on)
+        loaded = _load(tokenizer)
+        folder = tokenise(path, loaded, split=split, loss_on=loss_on, say=say)
+    about = read_about(folder)
+    ends = read_ends(folder)
+    lengths = (max(1, end - start) for start, end in zip([0, *ends], ends, strict=False))
+    return Lengths.of(lengths, "counted", _share(about["trained"], about["tokens"]))
 
 
-def _rendered(path: Path, number: int, row: dict[str, Any], render: Render) -> str:
+@contextmanager
+def dataset_errors() -> Iterator[None]:
+    """Turns what the reading code raises into errors with a remedy."""
     try:
-        text = render(row)
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        problem, remedy = "half of a surrogate pair is not a character", "write the text again as UTF-8"
-    except (KeyError, TypeError, AttributeError):
-        problem, remedy = f"it has none of the known forms; its columns: {', '.join(map(str, row))}", ROWS
-    except Exception as error:  # chat templates raise errors of all kinds
-        problem = f"the tokenizer's chat template refuses it: {_first_line(error)}"
-        remedy = "change the messages, or leave the tokenizer out for an estimate"
-    raise UsageError(f"{path}, row {number}: {problem}", remedy=remedy)
+        yield
+    except BadDataset as error:
+        raise UsageError(f"--dataset: {error}", remedy=f"give rows with {FORMS}, in UTF-8") from None
+    except ImportError as error:
+        raise EnvironmentProblem(f"--dataset: {error}", remedy="or give JSON lines or --lengths FILE") from None
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield each row of a file. Raises the same errors as `dataset_lengths`."""
-    loader = LOADERS.get(path.suffix.lower())
-    if loader is None:
-        raise UsageError(f"--dataset: {path.name} is none of {', '.join(LOADERS)}", remedy="convert it to JSON lines")
-    if not path.is_file():
-        raise UsageError(f"--dataset: there is no file {path}", remedy="name a file on this machine")
-    if not path.stat().st_size:
-        raise _no_rows(path)
-    yield from _json_lines(path) if loader == "lines" else _loaded(path, loader)
+def check_exists(path: Path, split: str | None) -> None:
+    """Raises UsageError where there is no such dataset."""
+    with dataset_errors():
+        files_of(path, split)
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of JSON lines. Each line is read by itself, so that rows of several forms may be mixed."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _row(path, number, line)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", remedy="check who may read it") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8: {error}", remedy="write it again as UTF-8") from None
-
-
-def _row(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}, line {number} is not JSON: {error}", remedy=ROWS) from None
-    if not isinstance(row, dict):
-        raise UsageError(f"{path}, line {number} is not a JSON object", remedy=ROWS)
-    return row
-
-
-def _loaded(path: Path, loader: str) -> Iterator[dict[str, Any]]:
-    try:
-        import datasets
-    except ImportError:
-        raise EnvironmentProblem(
-            f"--dataset {path.name} needs the datasets library",
-            remedy="pip install datasets, or give JSON lines or --lengths FILE",
-        ) from None
-    datasets.disable_progress_bars()
-    try:  # which takes a path for a pattern
-        rows = datasets.load_dataset(loader, data_files=glob.escape(str(path)), split="train", streaming=True)
-        # Parquet may say that a column holds images or sounds by their addresses, which would be fetched.
-        yield from rows.decode(False) if rows.features else rows
-    except Exception as error:  # errors of pyarrow, of pandas and of the library
-        raise UsageError(
-            f"cannot read {path}: {_first_line(error)}", remedy="check the file, or convert it to JSON lines"
-        ) from None
-
-
-def _counting(directory: str) -> tuple[Render, Count]:
+def _load(directory: str) -> Any:
     from transformers import AutoTokenizer
 
     refuse_special_files(Path(directory))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # errors of many kinds, depending on the files
         raise UsageError(
             f"the tokenizer in {directory} cannot be loaded: {_first_line(error)}",
             remedy="put tokenizer.json and tokenizer_config.json of the model there, or estimate without --tokenizer",
         ) from None
 
-    def render(row: dict[str, Any]) -> str:
-        if row.get("messages") is None:
-            return _text(row) + (tokenizer.eos_token or "")
-        chat: str = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        return chat
 
-    def count(texts: list[str], is_chat: bool) -> list[int]:
-        return [len(ids) for ids in tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]]
-
-    return render, count
-
-
-def _joined(row: dict[str, Any]) -> str:
-    if row.get("messages") is None:
-        return _text(row)
-    return "".join(f"{message['role']}{message['content']}" for message in row["messages"])
+def _estimated(path: Path, split: str | None, loss_on: str | None) -> Lengths:
+    lengths, read, trained = [], 0, 0
+    for where, row in read_rows(path, split):
+        form = parsed(where, row)
+        before, after = _bytes(where, form, loss_on)
+        lengths.append(max(1, round((before + after) / BYTES_PER_TOKEN)))
+        read, trained = read + before + after, trained + after
+    if not lengths:
+        raise BadDataset(f"{path} has no rows")
+    return Lengths.of(lengths, "characters", _share(trained, read))
 
 
-def _estimated(texts: list[str], is_chat: bool) -> list[int]:
-    return [round(len(text.encode()) / BYTES_PER_TOKEN) for text in texts]
+def _bytes(where: str, form: Any, loss_on: str | None) -> tuple[int, int]:
+    """The bytes of an example that are only read, and those that are trained on."""
+    try:
+        if not isinstance(form, Chat):
+            prompt, completion = (form.prompt or "").encode(), form.completion.encode()
+            return (0, len(prompt + completion)) if loss_on == "all" else (len(prompt), len(completion))
+        sizes = [
+            len(f"{one['role']}{one.get('content', '')}{one.get('tool_calls', '')}".encode()) for one in form.messages
+        ]
+    except UnicodeEncodeError:
+        raise BadDataset(f"{where}: half of a surrogate pair is not a character") from None
+    chosen = [message["role"] == "assistant" for message in form.messages]
+    if loss_on == "completion" or (loss_on is None and form.completion is not None):
+        first = len(sizes) - 1 if form.completion is None else form.completion
+        chosen = [index >= first for index in range(len(sizes))]
+    trained = sum(size for size, is_chosen in zip(sizes, chosen, strict=True) if is_chosen or loss_on == "all")
+    return sum(sizes) - trained, trained
 
 
-def _text(row: dict[str, Any]) -> str:
-    text: str = row["text"] if row.get("text") is not None else row["prompt"] + row["completion"]  # as train.py does
-    if not isinstance(text, str):
-        raise TypeError("not text")
-    return text
+def _share(trained: int, tokens: int) -> float:
+    if not trained:
+        raise UsageError("--dataset: none of its tokens would be trained on", remedy="give --loss-on all")
+    return trained / tokens
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _no_rows(path: Path) -> UsageError:
-    return UsageError(f"{path} has no rows", remedy=ROWS)

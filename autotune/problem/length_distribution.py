@@ -32,16 +32,22 @@ SAYS: dict[Source, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """A distribution: pairs (tokens, number of examples), ascending. `source` says how far to trust it."""
+    """A distribution: pairs (tokens, number of examples), ascending. `source` says how far to trust it.
+
+    `trained_share` of the tokens are trained on; the others are only read.
+    """
 
     counts: tuple[tuple[int, int], ...]
     source: Source
+    trained_share: float = 1.0
     _hash: int = field(init=False, repr=False, compare=False)  # computed once: there are thousands of counts
 
     def __post_init__(self) -> None:
         if not self.counts or self.counts[0][0] < 1 or any(number < 1 for _, number in self.counts):
             raise ValueError("tokens_per_example must be at least 1")
-        object.__setattr__(self, "_hash", hash((self.counts, self.source)))
+        if not 0 < self.trained_share <= 1:
+            raise ValueError(f"a share of {self.trained_share} of the tokens cannot be trained on")
+        object.__setattr__(self, "_hash", hash((self.counts, self.source, self.trained_share)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -52,9 +58,9 @@ class Lengths:
         return cls(counts=((tokens, 1),), source=source)
 
     @classmethod
-    def of(cls, lengths: Iterable[int], source: Source) -> "Lengths":
+    def of(cls, lengths: Iterable[int], source: Source, trained_share: float = 1.0) -> "Lengths":
         """The distribution of these lengths, one per example. Raises ValueError without any, or for one below 1."""
-        return cls(counts=tuple(sorted(Counter(lengths).items())), source=source)
+        return cls(counts=tuple(sorted(Counter(lengths).items())), source=source, trained_share=trained_share)
 
     @classmethod
     def described(cls, mean: float, p99: float) -> "Lengths":
@@ -127,6 +133,7 @@ class Lengths:
             "median": self.quantile(0.5),
             "p99": self.quantile(0.99),
             "longest": self.longest,
+            "trained_share": self.trained_share,
             "digest": hashlib.sha256(repr(self.counts).encode()).hexdigest()[:12],
         }
 

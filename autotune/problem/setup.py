@@ -176,6 +176,7 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
         examples_assumed=examples is None,
         global_batch=global_batch,
         eval_share=spec.eval_share,
+        loss_on=spec.loss_on,
     )
 
 
@@ -218,7 +219,8 @@ def _warnings_of_layers(space: SearchSpace, shape: ModelShape | None) -> list[st
 def _lengths(spec: StudySpec, model: ModelSpec, space: SearchSpace, say: Callable[[str], None]) -> Lengths:
     """The lengths of the examples; where nothing is known of them, a usual length that the space has room for."""
     if spec.dataset is not None:
-        return dataset_lengths(Path(expanduser(spec.dataset)), expanduser(spec.tokenizer or "") or model.tokenizer, say)
+        path, tokenizer = Path(expanduser(spec.dataset)), expanduser(spec.tokenizer or "") or model.tokenizer
+        return dataset_lengths(path, tokenizer, split=spec.split, loss_on=spec.loss_on, say=say)
     if spec.lengths is not None:
         return read_lengths(Path(expanduser(spec.lengths)))
     if spec.mean_tokens is not None and spec.p99_tokens is not None:

@@ -16,11 +16,12 @@ from autotune.problem.search_space import SearchSpace
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+LOSS_ON = ("completion", "assistant", "all")
 LENGTH_KEYS = ("tokens_per_example", "mean_tokens", "lengths", "dataset")
 ALTERNATIVES = (
     ("tokens", "examples"),
     ("global_batch", "global_batch_tokens"),
-    (*LENGTH_KEYS, "p99_tokens", "tokenizer"),
+    (*LENGTH_KEYS, "p99_tokens", "tokenizer", "split"),
 )
 MAX_COUNT = 10**15  # no study is as large; beyond it the arithmetic of the projection would fail
 
@@ -133,7 +134,17 @@ class StudySpec:
     p99_tokens: float | None = _count(None, "99th percentile of the lengths of the examples.")
     lengths: str | None = _option(None, "Lengths of the examples in tokens, one per line.", metavar="FILE")
     dataset: str | None = _option(
-        None, "Your examples (.jsonl, .json, .parquet, .csv), to measure their lengths.", metavar="FILE"
+        None,
+        "Your examples, to measure their lengths: a file (.jsonl, .json, .parquet, .csv, .arrow), a folder of such"
+        " files, or a dataset that `datasets` has saved.",
+        metavar="PATH",
+    )
+    split: str | None = _option(None, "Part of --dataset to take.", metavar="NAME", shown_default="train, if any")
+    loss_on: str | None = _option(
+        None,
+        "What is trained on: completion, assistant (what the assistant says), or all.",
+        allows=LOSS_ON.__contains__,
+        shown_default="completions or what the assistant says, where the rows have them; else all",
     )
     tokenizer: str | None = _option(
         None, "Tokenizer that counts the tokens of --dataset.", metavar="DIR", shown_default="the model's"
@@ -214,6 +225,8 @@ class StudySpec:
             raise InvalidSpec("a tokenizer counts the examples of a dataset: give dataset too")
         if self.eval_steps is not None and not self.eval_share:
             raise InvalidSpec("eval_steps needs examples that are held out: give eval_share too")
+        if self.split is not None and self.dataset is None:
+            raise InvalidSpec("a split is a part of a dataset: give dataset too")
         given = [name for name in LENGTH_KEYS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidSpec(f"the lengths of the examples are given in more than one way: {', '.join(given)}")

@@ -79,7 +79,8 @@ class RunShape:
 class Workload:
     """The examples of one pass with their lengths, the number of passes, and the examples of an optimizer step.
 
-    Of the examples, `eval_share` is held out: evaluated, and not trained on. The global batch is the user's and the
+    Of the examples, `eval_share` is held out: evaluated, and not trained on. `loss_on` says which tokens are trained
+    on: completion, assistant or all; None goes by each row of the dataset. The global batch is the user's and the
     same for every candidate, as nearly as whole rows of packed examples allow. Raises ValueError for a number below 1.
     """
 
@@ -89,6 +90,7 @@ class Workload:
     examples_assumed: bool = True
     global_batch: int = 32
     eval_share: float = 0.0
+    loss_on: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("examples", "epochs", "global_batch"):
@@ -206,4 +208,5 @@ class Workload:
             "tokens_per_example": self.lengths.facts(),
             "global_batch": self.global_batch,
             "eval_share": self.eval_share,
+            "loss_on": self.loss_on,
         }

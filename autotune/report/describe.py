@@ -8,7 +8,6 @@ import math
 import shlex
 from dataclasses import dataclass
 from os.path import expanduser
-from pathlib import Path
 
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Outcome
@@ -208,14 +207,16 @@ def training_commands(summary: StudySummary, recipe: Recipe, out_dir: str) -> di
     if has_published_weights(recipe):
         dataset = training_data(summary)
         purpose = "start the full run" if dataset else "write your examples as lines of JSON, then start the full run"
-        commands[purpose] = f"{launch} {shlex.join(['--dataset', dataset or 'data.jsonl'])}"
+        commands[purpose] = f"{launch} {shlex.join(['--dataset', *(dataset or ['data.jsonl'])])}"
     return commands
 
 
-def training_data(summary: StudySummary) -> str | None:
-    """The path of the study's dataset, if the exported script can read it."""
-    path = Path(expanduser(summary.dataset or ""))
-    return str(path) if path.suffix == ".jsonl" else None
+def training_data(summary: StudySummary) -> list[str]:
+    """The path of the study's dataset, and the option that names its split; empty if it has none."""
+    if summary.dataset is None:
+        return []
+    split = ["--split", summary.split] if summary.split else []
+    return [expanduser(summary.dataset), *split]
 
 
 def learned(finalist: Learned) -> str:

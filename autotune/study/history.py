@@ -105,4 +105,5 @@ def summarize(
         explanation=record.ablation if recipe and record.ablation and record.ablation.of(recipe.config) else None,
         notes=tuple(notes),
         dataset=record.spec.dataset,
+        split=record.spec.split,
     )

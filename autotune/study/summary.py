@@ -258,7 +258,8 @@ class StudySummary:
     verification: Verification | None = None
     explanation: Ablation | None = None
     notes: tuple[str, ...] = ()
-    dataset: str | None = None  # the user's file of examples, as it was named
+    dataset: str | None = None  # the user's examples, as they were named
+    split: str | None = None
 
     @property
     def probe_seconds(self) -> float:

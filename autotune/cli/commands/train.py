@@ -21,6 +21,7 @@ from autotune.core.units import fmt_seconds, fmt_usd
 from autotune.export.clusters import PREEMPTED
 from autotune.export.run.train import Progress, Run
 from autotune.export.run.verify import TOLERANCE
+from autotune.problem.dataset import check_exists
 from autotune.report.describe import training_commands, training_data
 from autotune.report.study_directory import write_exports
 from autotune.study.session import require_device
@@ -32,7 +33,8 @@ STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes; the 
 
 def train(
     study: StudyName = None,
-    dataset: Annotated[Path | None, typer.Option(metavar="FILE", help="Lines of JSON to train on.")] = None,
+    dataset: Annotated[Path | None, typer.Option(metavar="PATH", help="File or folder of examples.")] = None,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="Part of --dataset. [train, if any]")] = None,
     model: Annotated[str | None, typer.Option(help="Directory or Hub name of the weights. [the study's]")] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Try the speed, without data.")] = False,
     output: Annotated[Path | None, typer.Option("--output-dir", help="[trained/ in the study's directory]")] = None,
@@ -58,7 +60,7 @@ def train(
     """
     result = load_study(study, storage)
     recipe = result.recipe
-    _check(result, dataset, random_weights=random_weights, pass_env=pass_env or [], other_device=other_device)
+    _check(result, dataset, split, random_weights=random_weights, pass_env=pass_env or [], other_device=other_device)
     # A run that only tries the speed saves nothing, unless a directory is given.
     saves = output is not None or not random_weights
     output = (output or result.out / ("trained" if saves else "tried")).absolute()
@@ -69,6 +71,7 @@ def train(
     if not (resume and script.is_file()):  # a run is continued with its own script, whichever configuration wins by now
         write_exports(output, recipe, ["train"])
     options = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
+    options += ["--split", split] if split else []
     options += ["--model", model] if model else []
     options += ["--max-steps", str(max_steps)] if max_steps else []
     directory = ["--output-dir", str(output)] if saves else []
@@ -94,7 +97,13 @@ def train(
 
 
 def _check(
-    result: StudyResult, dataset: Path | None, *, random_weights: bool, pass_env: list[str], other_device: bool
+    result: StudyResult,
+    dataset: Path | None,
+    split: str | None,
+    *,
+    random_weights: bool,
+    pass_env: list[str],
+    other_device: bool,
 ) -> None:
     """Refuse what cannot be trained with these options, before anything is written."""
     recipe = result.recipe
@@ -103,13 +112,13 @@ def _check(
         raise UsageError("the study was measured with TRL, which trains by itself", remedy=command)
     if (dataset is None) is not random_weights:
         raise UsageError(
-            "give either --dataset FILE.jsonl to train on, or --random-weights to try the speed",
-            remedy=_command(["--dataset", training_data(result.summary) or "data.jsonl"], recipe.study),
+            "give either --dataset PATH to train on, or --random-weights to try the speed",
+            remedy=_command(["--dataset", *(training_data(result.summary) or ["data.jsonl"])], recipe.study),
         )
     if missing := [name for name in pass_env if name not in os.environ]:
         raise UsageError(f"--pass-env {missing[0]}: there is no such variable", remedy="export it before")
-    if dataset is not None and not dataset.is_file():
-        raise UsageError(f"there is no file {dataset}", remedy="name a .jsonl file")
+    if dataset is not None:
+        check_exists(dataset, split)
     try:
         require_device(recipe.device, "train there, or here with --other-device: slower, or out of memory")
     except EnvironmentProblem as difference:

@@ -19,7 +19,9 @@ from autotune.catalog import ModelSpec
 from autotune.core.errors import Cancelled, UsageError
 from autotune.export import script
 from autotune.export.run.process import run_exported, scratch_folder, time_limit_s, write_files
-from autotune.problem.dataset import COLUMNS, read_rows
+from autotune.probe.runtime.examples import COLUMNS
+from autotune.probe.runtime.reading import read_rows
+from autotune.problem.dataset import dataset_errors
 from autotune.problem.workload import Workload
 from autotune.study.summary import Candidate, Learned, Quality, Recipe
 
@@ -46,6 +48,7 @@ def compare(
     recipe: Recipe,
     others: list[Candidate],
     dataset: Path,
+    split: str | None,
     out: Path,
     say: Callable[[str], None],
     should_stop: Callable[[], bool],
@@ -70,7 +73,7 @@ def compare(
     )
     learned: list[Learned] = []
     with suppress(Cancelled), scratch_folder(out / ".quality") as scratch:
-        sample = _sample(dataset, recipe.workload.lengths.number, quality)
+        sample = _sample(dataset, split, recipe.workload.lengths.number, quality)
         write_files(scratch, {"examples.jsonl": sample})
         for number, candidate in enumerate(finalists, 1):
             say(f"learning, {number} of {len(finalists)}: {candidate.config.label()}")
@@ -91,15 +94,16 @@ def _num_held_out(workload: Workload) -> int:
     return min(HELD_OUT, max(1, round(HELD_OUT_SHARE * workload.lengths.number)))
 
 
-def _sample(dataset: Path, number: int, quality: Quality) -> str:
+def _sample(dataset: Path, split: str | None, number: int, quality: Quality) -> str:
     """JSON lines: the examples to train on, in a random order, then those held out."""
     chosen = random.Random(0).sample(range(number), quality.trained_on + quality.held_out)  # noqa: S311
     places = {row: place for place, row in enumerate(chosen)}
     lines = [""] * len(chosen)
-    for index, row in enumerate(read_rows(dataset)):
-        if index in places:
-            example = {name: row[name] for name in COLUMNS if row.get(name) is not None}
-            lines[places[index]] = json.dumps(example)
+    with dataset_errors():
+        for index, (_, row) in enumerate(read_rows(dataset, split)):
+            if index in places:
+                example = {name: row[name] for name in COLUMNS if row.get(name) is not None}
+                lines[places[index]] = json.dumps(example)
     if "" in lines:
         raise UsageError(f"{dataset} has fewer rows than at the start", remedy="run again on the whole file")
     return "\n".join(lines) + "\n"

@@ -1,5 +1,6 @@
 """Cross-entropy without the logits of all tokens: head, loss and their gradients, one chunk of tokens at a time.
 
+Positions that nothing is predicted at (padding, prompts) do not reach the head.
 Each chunk's gradients are computed at once, so that nothing is computed twice. With a frozen head only the gradients of
 the hidden states are kept.
 """
@@ -91,14 +92,12 @@ class _Chunks(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         needs_gradients = any(ctx.needs_input_grad)
         gradients = [torch.zeros_like(tensor) for tensor in (hidden, *weights)] if needs_gradients else []
-        for start in range(0, len(hidden), CHUNK_TOKENS):
-            chunk_of = slice(start, start + CHUNK_TOKENS)
+        predicting = (targets != IGNORED).nonzero().squeeze(1)
+        for chunk_of in predicting.split(CHUNK_TOKENS):
             with torch.set_grad_enabled(needs_gradients):
                 chunk = hidden[chunk_of].detach().requires_grad_(needs_gradients)
                 # Not by a name of their own: logits must be freed before the next chunk's.
-                loss = cross_entropy(
-                    compute_logits(chunk).float(), targets[chunk_of], reduction="sum", ignore_index=IGNORED
-                )
+                loss = cross_entropy(compute_logits(chunk).float(), targets[chunk_of], reduction="sum")
             if needs_gradients:
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
                 gradients[0][chunk_of] = of_hidden

@@ -33,10 +33,13 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
     if made_up and given.dataset:
         parser.error("this model has no published weights: name another with --model, or leave --dataset out")
     if given.random_weights == bool(given.dataset) and not made_up:
-        parser.error("give either --dataset FILE.jsonl to train, or --random-weights to measure the speed alone")
-    for file in (given.dataset, given.lengths):
-        if file and not Path(file).is_file():
-            parser.error(f"there is no file {file}")
+        parser.error("give either --dataset PATH to train, or --random-weights to measure the speed alone")
+    if given.split and not given.dataset:
+        parser.error("--split is a part of --dataset")
+    if given.lengths and not Path(given.lengths).is_file():
+        parser.error(f"there is no file {given.lengths}")
+    if given.dataset and not Path(given.dataset).exists():
+        parser.error(f"there is no file {given.dataset}")
     saves = bool(given.output_dir) and (bool(given.dataset) or given.output_dir != DEFAULT_OUTPUT)
     checkpoint = last_checkpoint(given.output_dir) if saves else None
     if checkpoint and not given.resume:
@@ -56,6 +59,7 @@ def parse_options(settings: RunSettings, arguments: list[str] | None = None) -> 
     return Options(
         model=given.model,
         dataset=given.dataset,
+        split=given.split,
         lengths=given.lengths,
         max_steps=given.max_steps,
         held_out=held_out,
@@ -74,8 +78,11 @@ def _parser(model: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default=model, metavar="NAME_OR_DIR", help="Hub name or directory of the weights")
     parser.add_argument(
-        "--dataset", metavar="FILE.jsonl", help="JSON lines, each with text, prompt and completion, or messages"
+        "--dataset",
+        metavar="PATH",
+        help="a file (.jsonl, .json, .parquet, .csv, .arrow), a folder of such files, or what datasets has saved",
     )
+    parser.add_argument("--split", metavar="NAME", help="the part of --dataset to train on, by default train, if any")
     parser.add_argument(
         "--random-weights", action="store_true", help="train random weights on random tokens, to measure the speed"
     )

@@ -1,52 +1,46 @@
 """The rows to train on: one example a row, or several packed into it; padded on the right, without attention mask."""
 
 import bisect
-import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from . import token_cache
+
 IGNORED = -100  # the label of a token that is not to be predicted
 
-Row = list[torch.Tensor]  # the examples of a row, each a tensor of token ids
+# The examples of a row. Each is a tensor of token ids; a token that is not trained on stands as -1 - token.
+Row = list[torch.Tensor]
 
 
-def read(path: str, tokenizer: Any, seq_len: int) -> list[torch.Tensor]:
-    """The examples of a JSON Lines file, tokenised and cut at `seq_len` tokens.
+class Stored(Sequence[torch.Tensor]):
+    """The examples in a folder of `token_cache`. They stay on the disk, mapped into memory."""
 
-    A line has text, prompt and completion, or messages. Ends the process on any other line, naming it.
-    """
-    examples = []
-    for number, line in _lines(path):
-        try:
-            text, is_chat = _text(json.loads(line), tokenizer)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            sys.exit(f"{path}:{number}: needs text, prompt and completion, or messages: {error!r}")
-        # A chat template writes its own special tokens.
-        encoded = tokenizer(text, truncation=True, max_length=seq_len, add_special_tokens=not is_chat)
-        examples.append(torch.tensor(encoded["input_ids"], dtype=torch.long))
-    return examples
+    def __init__(self, folder: Path) -> None:
+        self._ends = token_cache.read_ends(folder)
+        self._tokens = torch.from_file(str(folder / "tokens"), size=self._ends[-1], dtype=torch.int32)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        return self._tokens[self._ends[index - 1] if index else 0 : self._ends[index]]
 
 
-def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are not blank, with their numbers."""
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, line
+class Part(Sequence[torch.Tensor]):
+    """The examples with these indices, cut at `seq_len` tokens."""
 
+    def __init__(self, examples: Sequence[torch.Tensor], indices: Sequence[int], seq_len: int | None = None) -> None:
+        self._examples, self._indices, self._seq_len = examples, indices, seq_len
 
-def _text(example: dict[str, Any], tokenizer: Any) -> tuple[str, bool]:
-    """The text of an example, and whether a chat template wrote it. A column that is null counts as missing."""
-    columns = {name: value for name, value in example.items() if value is not None}
-    if "messages" in columns:
-        return tokenizer.apply_chat_template(columns["messages"], tokenize=False), True
-    text = columns["text"] if "text" in columns else columns["prompt"] + columns["completion"]
-    return text + (tokenizer.eos_token or ""), False
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, place: int) -> torch.Tensor:  # type: ignore[override]
+        return self._examples[self._indices[place]][: self._seq_len]
 
 
 def read_lengths(path: str, seq_len: int) -> list[int]:
@@ -60,44 +54,80 @@ def read_lengths(path: str, seq_len: int) -> list[int]:
     return lengths
 
 
+def num_targets(example: torch.Tensor) -> int:
+    """The tokens of an example that are trained on. The first is never predicted."""
+    return int((example[1:] >= 0).sum())
+
+
+def with_prompt(example: torch.Tensor, trained_share: float) -> torch.Tensor:
+    """An example of which only this share is trained on, at its end."""
+    num_read = round(len(example) * (1 - trained_share))
+    return torch.cat([-1 - example[:num_read], example[num_read:]])
+
+
 def split(
-    examples: list[torch.Tensor], seq_len: int, held_out: int, held_out_tokens: int
-) -> tuple[list[torch.Tensor], list[Row]]:
-    """The examples to train on, cut at `seq_len`; and as rows the last `held_out`, cut at `held_out_tokens`."""
+    examples: Sequence[torch.Tensor], seq_len: int, held_out: int, held_out_tokens: int
+) -> tuple[Sequence[torch.Tensor], "Rows"]:
+    """The examples to train on, cut at `seq_len`; and as rows the last `held_out`, cut at `held_out_tokens`.
+
+    Those that have nothing to train on there are left out, since their loss is not a number.
+    """
     num_trained = len(examples) - held_out
     if held_out < 0 or num_trained < 1 or (held_out and held_out_tokens < 2):
         sys.exit(f"{held_out} of {len(examples)} examples, cut at {held_out_tokens} tokens, cannot be held out")
-    trained = [example[:seq_len] for example in examples[:num_trained]]
-    # A single token predicts nothing, and has no loss.
-    evaluated = [[example[:held_out_tokens]] for example in examples[num_trained:] if len(example) > 1]
-    return trained, evaluated
+    trained = _with_targets(examples, range(num_trained), seq_len)
+    if len(trained) < num_trained:
+        left_out = f"{num_trained - len(trained)} of {num_trained} examples"
+        print(f"train.py: {left_out} have nothing to train on in {seq_len} tokens", file=sys.stderr)
+    return trained, Rows(_with_targets(examples, range(num_trained, len(examples)), held_out_tokens))
 
 
-def hold_out(examples: list[torch.Tensor], share: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The examples to train on, and the share that is held out: drawn at random, always the same ones.
+def hold_out(
+    examples: Sequence[torch.Tensor], share: float, seq_len: int
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """The examples to train on; and the share that is held out, drawn at random and always the same, cut at `seq_len`.
 
-    Their number is rounded up, as `datasets` rounds it. A single token predicts nothing: such examples are left out.
+    Their number is rounded up, as `datasets` rounds it. Those that have nothing to predict there are left out.
     """
     number = min(math.ceil(share * len(examples)), len(examples) - 1)
     drawn = torch.randperm(len(examples), generator=torch.Generator().manual_seed(0))[:number]
     held_out = set(drawn.tolist())
-    trained = [example for index, example in enumerate(examples) if index not in held_out]
-    return trained, [examples[index] for index in sorted(held_out) if len(examples[index]) > 1]
+    trained = [index for index in range(len(examples)) if index not in held_out]
+    return Part(examples, trained), _with_targets(examples, sorted(held_out), seq_len)
 
 
-def pack(examples: list[torch.Tensor], seq_len: int) -> list[Row]:
+def _with_targets(examples: Sequence[torch.Tensor], indices: Iterable[int], seq_len: int) -> Part:
+    return Part(examples, [index for index in indices if num_targets(examples[index][:seq_len])], seq_len)
+
+
+class Rows(Sequence[Row]):
+    """Rows of these examples: those with the indices of a group in each, or one in each."""
+
+    def __init__(self, examples: Sequence[torch.Tensor], groups: Sequence[Sequence[int]] | None = None) -> None:
+        self._examples = examples
+        self._groups = groups
+
+    def __len__(self) -> int:
+        return len(self._examples if self._groups is None else self._groups)
+
+    def __getitem__(self, place: int) -> Row:  # type: ignore[override]
+        return [self._examples[index] for index in ([place] if self._groups is None else self._groups[place])]
+
+
+def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Best-fit decreasing: the longest example first, each into the fullest row that has room for it."""
-    rows: list[Row] = []
+    rows: list[list[int]] = []
     rooms: list[tuple[int, float]] = []  # (-free tokens, index of the row), ascending: the emptiest row first
-    for example in sorted(examples, key=len, reverse=True):
-        place = bisect.bisect(rooms, (-len(example), math.inf)) - 1
+    for example in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        length = lengths[example]
+        place = bisect.bisect(rooms, (-length, math.inf)) - 1
         if place >= 0:
             room, index = rooms.pop(place)
         else:
             room, index = -seq_len, len(rows)
             rows.append([])
         rows[int(index)].append(example)
-        bisect.insort(rooms, (room + len(example), index))
+        bisect.insort(rooms, (room + length, index))
     return rows
 
 
@@ -105,7 +135,8 @@ def collate(rows: list[Row], seq_len: int, packing: bool) -> dict[str, torch.Ten
     """A batch (rows x seq_len) of input_ids and labels; with `packing` also position_ids.
 
     Positions that restart keep packed examples apart: no example attends to another in its row. No token is predicted
-    across a seam, and no padding is. Rows are longer than `seq_len` only where held-out examples are.
+    across a seam, no padding is, and none that is not trained on. Rows are longer than `seq_len` only where held-out
+    examples are.
     """
     length = max(seq_len, *(_num_tokens(row) for row in rows))
     tokens, labels, positions = [], [], []
@@ -113,10 +144,10 @@ def collate(rows: list[Row], seq_len: int, packing: bool) -> dict[str, torch.Ten
         padding = torch.zeros(length - _num_tokens(row), dtype=torch.long)
         parts = [*row, padding]
         places = torch.cat([torch.arange(len(part)) for part in parts])
-        targets = torch.cat([*row, torch.full_like(padding, IGNORED)])
-        tokens.append(torch.cat(parts))
+        stored = torch.cat([*row, padding - 1]).long()
+        tokens.append(torch.where(stored < 0, -1 - stored, stored))
         positions.append(places)
-        labels.append(targets.masked_fill(places == 0, IGNORED))
+        labels.append(stored.masked_fill((stored < 0) | (places == 0), IGNORED))
     batch = {"input_ids": torch.stack(tokens), "labels": torch.stack(labels)}
     if packing:
         batch["position_ids"] = torch.stack(positions)

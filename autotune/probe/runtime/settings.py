@@ -70,7 +70,8 @@ class RunSettings:
     `about` and `versions` only inform: what was measured, where, and with which packages. `model` is a Hub name or a
     directory of weights. `use_cpu` leaves GPUs alone. A micro batch has `micro_batch_size` rows of `seq_len` tokens, an
     optimizer step `accumulation` micro batches. `examples` and `lengths` (in tokens, repeated in turn) describe the
-    random rows of a run that only measures the speed. The learning rate is a common default: it was not tuned.
+    random rows of a run that only measures the speed. `loss_on` says what is trained on (`examples.Encoder`); None goes
+    by each row; `trained_share` of the random tokens are. The learning rate is a common default: it was not tuned.
     `eval_share` of the examples is held out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or
     the tracker that knows this run as `run_name`. Checkpoints take up to `checkpoints_gib` of the
     disk, None where that is not known.
@@ -88,6 +89,8 @@ class RunSettings:
     accumulation: int
     seq_len: int
     packing: bool
+    loss_on: str | None
+    trained_share: float
     optimizer: str
     loss: str
     kernels: str
@@ -122,14 +125,15 @@ class RunSettings:
 class Options:
     """What was asked for on the command line, checked.
 
-    Without `dataset` the rows and the weights are random. `lengths` is a file of lengths for random rows. `held_out`
-    examples at the end of the data, cut at `held_out_tokens`, are only evaluated, before the training and after it.
-    `saves` is whether the run leaves checkpoints and what it trained in `output_dir`, and `checkpoint` the one that it
-    continues from. `report_to` is a tracker, or none.
+    Without `dataset` the rows and the weights are random; `split` is the part of it to train on. `lengths` is a file of
+    lengths for random rows. `held_out` examples at the end of the data, cut at `held_out_tokens`, are only evaluated,
+    before the training and after it. `saves` is whether the run leaves checkpoints and what it trained in
+    `output_dir`, and `checkpoint` the one that it continues from. `report_to` is a tracker, or none.
     """
 
     model: str
     dataset: str | None
+    split: str | None
     lengths: str | None
     max_steps: int
     held_out: int

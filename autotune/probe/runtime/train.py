@@ -4,7 +4,7 @@ import functools
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from . import model_builder, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
 from .lean_trainer import LeanTrainer, compile_layers, run_layers_eagerly, training_arguments
+from .reading import BadDataset
 from .settings import Options, RunSettings
+from .token_cache import tokenise
 
 SEED = 0
 RECOMPILE_LIMIT = 64  # every shape that was compiled in the measurement is compiled here: nothing falls back to eager
@@ -28,13 +30,13 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     set_seed(SEED)
     if options.dataset:
+        examples = read_examples(settings, options)  # first, since a bad row ends the run
         base = model_builder.load(options.model, settings.model_settings, device)
-        examples = read_examples(settings, options)
     else:
         shape = json.loads(model_config.read_text(encoding="utf-8"))
         base = model_builder.build(model_builder.config_of(shape), settings.model_settings, device)
         examples = random_examples(settings, options, base.config.vocab_size)
-    examples, drawn = rows.hold_out(examples, held_out_share(settings, options))
+    examples, drawn = rows.hold_out(examples, held_out_share(settings, options), settings.seq_len)
     trained, held_out = rows.split(examples, settings.seq_len, options.held_out, options.held_out_tokens)
     train_rows, eval_rows = make_rows(settings, trained), held_out or make_rows(settings, drawn)
     if len(train_rows) < (size := settings.micro_batch_size):
@@ -72,23 +74,36 @@ def held_out_share(settings: RunSettings, options: Options) -> float:
     return settings.eval_share if options.dataset and not options.held_out else 0.0
 
 
-def make_rows(settings: RunSettings, examples: list[torch.Tensor]) -> list[rows.Row]:
+def make_rows(settings: RunSettings, examples: Sequence[torch.Tensor]) -> rows.Rows:
     """The examples in rows: packed, or each in one of its own."""
-    return rows.pack(examples, settings.seq_len) if settings.packing else [[example] for example in examples]
+    if not settings.packing:
+        return rows.Rows(examples)
+    return rows.Rows(examples, rows.pack([len(example) for example in examples], settings.seq_len))
 
 
-def read_examples(settings: RunSettings, options: Options) -> list[torch.Tensor]:
+def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Tensor]:
     """The examples of the dataset, tokenised. No code of a model's repository is run."""
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     assert options.dataset is not None
-    return rows.read(options.dataset, tokenizer, max(settings.seq_len, options.held_out_tokens))
+    try:
+        folder = tokenise(
+            Path(options.dataset),
+            tokenizer,
+            split=options.split,
+            loss_on=settings.loss_on,
+            say=lambda text: print(text, file=sys.stderr),
+        )
+    except (BadDataset, ImportError) as error:
+        sys.exit(f"train.py: error: {error}")
+    return rows.Stored(folder)
 
 
 def random_examples(settings: RunSettings, options: Options, vocab_size: int) -> list[torch.Tensor]:
     """As many examples as the run has, of random tokens, with the lengths that were measured or those of a file."""
     lengths = rows.read_lengths(options.lengths, settings.seq_len) if options.lengths else settings.lengths
     lengths = lengths * max(1, RANDOM_EXAMPLES // len(lengths))
-    examples = [torch.randint(0, vocab_size, (length,)) for length in lengths]
+    share = settings.trained_share
+    examples = [rows.with_prompt(torch.randint(0, vocab_size, (length,)), share) for length in lengths]
     repeats = settings.examples // len(examples) + 1
     return (examples * repeats)[: settings.examples]
 
@@ -109,8 +124,8 @@ def make_trainer(
     model: nn.Module,
     loss: Callable[..., torch.Tensor] | None,
     clock: Clock,
-    train_rows: list[rows.Row],
-    eval_rows: list[rows.Row],
+    train_rows: rows.Rows,
+    eval_rows: rows.Rows,
 ) -> LeanTrainer:
     """The Trainer of this run. Only a run on a dataset saves checkpoints, and not where it stops after some steps."""
     evaluates = held_out_share(settings, options) > 0
@@ -145,11 +160,18 @@ def make_trainer(
 
 
 def summary(
-    settings: RunSettings, clock: Clock, num_steps: int, trained: list[torch.Tensor], num_rows: int
+    settings: RunSettings, clock: Clock, num_steps: int, trained: Sequence[torch.Tensor], num_rows: int
 ) -> dict[str, Any]:
-    """What was measured: the clock's values, the number of steps, and tokens per second, padding not counted."""
+    """What was measured: the clock's values, the number of steps, and tokens per second, padding not counted.
+
+    `trained_share` is the share of these tokens that was trained on.
+    """
     measured = clock.measured()
     seconds = measured["seconds_per_step"]
-    tokens_per_row = sum(len(example) for example in trained) / num_rows
-    tokens_per_step = settings.micro_batch_size * settings.accumulation * tokens_per_row
-    return measured | {"steps": num_steps, "tokens_per_second": tokens_per_step / seconds if seconds else None}
+    tokens = sum(len(example) for example in trained)
+    tokens_per_step = settings.micro_batch_size * settings.accumulation * tokens / num_rows
+    return measured | {
+        "steps": num_steps,
+        "tokens_per_second": tokens_per_step / seconds if seconds else None,
+        "trained_share": sum(int((example >= 0).sum()) for example in trained) / tokens,
+    }

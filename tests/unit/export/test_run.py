@@ -267,13 +267,13 @@ def test_the_sample_has_each_chosen_row_once_and_only_its_columns(tmp_path: Path
     rows = [{"text": f"row {number}", "other": 1, "prompt": None} for number in range(9)]
     data.write_text("\n".join(map(json.dumps, rows)))
     _, asked = study()
-    lines = quality._sample(data, 9, asked).splitlines()
+    lines = quality._sample(data, None, 9, asked).splitlines()
     found = [json.loads(line) for line in lines]
     assert len(found) == 6 and all(row.keys() == {"text"} for row in found)
     assert len({row["text"] for row in found}) == 6 and found != sorted(found, key=lambda row: row["text"])
-    assert quality._sample(data, 9, asked).splitlines() == lines
+    assert quality._sample(data, None, 9, asked).splitlines() == lines
     with pytest.raises(UsageError, match="fewer rows than at the start"):
-        quality._sample(data, 12, replace(asked, trained_on=10))
+        quality._sample(data, None, 12, replace(asked, trained_on=10))
 
 
 def test_all_finalists_train_on_the_same_sample(
@@ -295,7 +295,7 @@ def test_all_finalists_train_on_the_same_sample(
 
     monkeypatch.setattr(script, "export", export)
     said: list[str] = []
-    found = quality.compare(made, [made.winner, *others], data, tmp_path, said.append, lambda: False)
+    found = quality.compare(made, [made.winner, *others], data, None, tmp_path, said.append, lambda: False)
     assert (found.steps, found.trained_on, found.held_out) == (11, 44, 5)
     configs = [made.winner.config, made.baseline.config, others[0].config, others[1].config]
     assert [one.config for one in found.learned] == configs and lengths == [11] * 4
@@ -319,7 +319,7 @@ def test_all_finalists_train_on_the_same_sample(
     assert said[0].startswith("learning, 1 of 4: ") and len(said) == 4
     assert found.learned[0].full_run_hours == made.winner.cost.full_run_hours and found.learned[0].seconds > 0
     assert not (tmp_path / ".quality").exists()
-    stopped = quality.compare(made, others, data, tmp_path, said.append, lambda: True)
+    stopped = quality.compare(made, others, data, None, tmp_path, said.append, lambda: True)
     assert stopped.learned == ()
 
 

@@ -239,7 +239,7 @@ def test_a_published_model_needs_data_or_random_weights(tmp_path: Path) -> None:
     for arguments in ([], ["--dataset", "rows.jsonl", "--random-weights"]):
         done = run(directory, *arguments)
         assert done.returncode == 2
-        assert "give either --dataset FILE.jsonl to train, or --random-weights" in done.stderr
+        assert "give either --dataset PATH to train, or --random-weights" in done.stderr
     directory = write(export_all(demo(TrainConfig()), ["train"]), tmp_path / "demo")
     done = run(directory, "--dataset", "rows.jsonl")
     assert done.returncode == 2

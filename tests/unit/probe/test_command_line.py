@@ -30,6 +30,7 @@ def test_what_the_options_are_without_others() -> None:
     assert parsed("--random-weights") == Options(
         model="mistralai/Mistral-7B-v0.3",
         dataset=None,
+        split=None,
         lengths=None,
         max_steps=-1,
         held_out=0,
@@ -50,6 +51,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     assert parsed(*given, "--output-dir", out, "--resume", "--progress", "p") == Options(
         model="a/b",
         dataset=data,
+        split=None,
         lengths=lengths,
         max_steps=7,
         held_out=3,
@@ -68,8 +70,8 @@ def test_the_help_explains_each_option(capsys: pytest.CaptureFixture[str]) -> No
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith(
-        "usage: train.py [-h] [--model NAME_OR_DIR] [--dataset FILE.jsonl] [--random-weights] [--lengths FILE]"
-        " [--max-steps N] [--held-out N TOKENS] [--output-dir OUTPUT_DIR] [--resume] [--report-to"
+        "usage: train.py [-h] [--model NAME_OR_DIR] [--dataset PATH] [--split NAME] [--random-weights]"
+        " [--lengths FILE] [--max-steps N] [--held-out N TOKENS] [--output-dir OUTPUT_DIR] [--resume] [--report-to"
         " {none,wandb,mlflow,tensorboard,trackio}] [--progress FILE]"
         " Fine-tune with exactly the configuration in train_config.json."
     )
@@ -79,7 +81,7 @@ def test_the_help_explains_each_option(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_run_needs_a_dataset_or_random_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("{}")
-    assert "give either --dataset FILE.jsonl to train, or --random-weights" in refused(capsys)
+    assert "give either --dataset PATH to train, or --random-weights" in refused(capsys)
     assert "give either" in refused(capsys, "--dataset", str(data), "--random-weights")
     assert "no published weights" in refused(capsys, "--dataset", str(data), published=False)
     assert parsed(published=False).dataset is None

@@ -1,8 +1,7 @@
 """The rows that the exported script trains on, which are those of the probe."""
 
-import json
+from array import array
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,10 @@ from autotune.problem.packing import packed_rows
 
 def test_rows_are_packed_as_the_workload_counts_them() -> None:
     lengths = [3, 60, 100, 7, 7, 41, 12, 99, 1, 64] * 30
-    packed = rows.pack([torch.full((length,), length) for length in lengths], 100)
+    packed = rows.pack(lengths, 100)
     planned = [row.examples for row in packed_rows(Lengths.of(lengths, "counted"), 100) for _ in range(row.number)]
-    assert sorted(tuple(map(len, row)) for row in packed) == sorted(planned)
+    assert sorted(tuple(lengths[index] for index in row) for row in packed) == sorted(planned)
+    assert sorted(index for row in packed for index in row) == list(range(len(lengths)))
 
 
 def test_a_packed_batch_has_each_token_in_its_place() -> None:
@@ -56,53 +56,6 @@ def test_an_example_that_predicts_nothing_is_not_held_out() -> None:
             rows.split(examples, 4, number, tokens)
 
 
-@pytest.fixture
-def tokenizer() -> Any:
-    """Of a few words, with <s> before each text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<s>", "</s>", "a", "b", "c", "user:", "?"]
-    by_word = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
-    by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    by_word.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    made = PreTrainedTokenizerFast(tokenizer_object=by_word, unk_token="?", eos_token="</s>")
-    made.chat_template = "<s> {% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-    return made
-
-
-def written(folder: Path, *examples: Any, between: str = "\n") -> str:
-    (folder / "rows.jsonl").write_text(between.join(map(json.dumps, examples)), encoding="utf-8-sig")
-    return str(folder / "rows.jsonl")
-
-
-def test_examples_are_read_from_each_kind_of_line(tokenizer: Any, tmp_path: Path) -> None:
-    """A byte order mark and blank lines are no examples; a chat's template writes its own first token."""
-    file = written(
-        tmp_path,
-        {"text": "a b"},
-        {"prompt": "a", "completion": " b c", "text": None},
-        {"messages": [{"role": "user", "content": "c"}], "text": "a"},
-        {"text": "a a a a a a a"},
-        between="\n\n",
-    )
-    assert [example.tolist() for example in rows.read(file, tokenizer, 6)] == [
-        [0, 2, 3, 1],
-        [0, 2, 3, 4, 1],
-        [0, 5, 4],
-        [0, 2, 2, 2, 2, 2],
-    ]
-    tokenizer.eos_token = None
-    assert [example.tolist() for example in rows.read(file, tokenizer, 100)][1] == [0, 2, 3, 4]
-
-
-@pytest.mark.parametrize("wrong", [{"words": "a"}, {"prompt": "a"}, {"text": 3}, [], "text", {"messages": "a"}])
-def test_a_line_that_is_no_example_is_named(wrong: Any, tokenizer: Any, tmp_path: Path) -> None:
-    file = written(tmp_path, {"text": "a"}, wrong, between="\n\n")
-    with pytest.raises(SystemExit, match=r"rows\.jsonl:3: needs text, prompt and completion, or messages: "):
-        rows.read(file, tokenizer, 6)
-
-
 def test_held_out_rows_may_be_longer_than_those_to_train_on() -> None:
     batch = rows.collate([[torch.arange(1, 6)], [torch.tensor([7])]], 2, False)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [7, 0, 0, 0, 0]]
@@ -113,7 +66,7 @@ def test_held_out_rows_may_be_longer_than_those_to_train_on() -> None:
 def test_what_can_be_held_out() -> None:
     examples = [torch.arange(length) for length in (2, 1, 2, 2)]
     everything, nothing = rows.split(examples, 8, 0, 0)
-    assert [len(one) for one in everything] == [2, 1, 2, 2] and nothing == []
+    assert [len(one) for one in everything] == [2, 2, 2] and len(nothing) == 0
     trained, held_out = rows.split(examples, 8, 3, 2)
     assert [len(one) for one in trained] == [2] and [len(row[0]) for row in held_out] == [2, 2]
 
@@ -126,12 +79,45 @@ def test_a_length_of_one_is_a_length(tmp_path: Path) -> None:
 def test_the_same_share_of_the_examples_is_held_out_at_each_start() -> None:
     """A resumed run must not have trained on them. One token predicts nothing."""
     examples = [torch.arange(index + 2) for index in range(100)]
-    trained, held_out = rows.hold_out(examples, 0.1)
+    trained, held_out = rows.hold_out(examples, 0.1, 200)
     torch.manual_seed(5)
-    assert [len(example) for example in rows.hold_out(examples, 0.1)[1]] == [len(example) for example in held_out]
+    assert [len(example) for example in rows.hold_out(examples, 0.1, 200)[1]] == [len(example) for example in held_out]
+    assert max(len(example) for example in rows.hold_out(examples, 0.1, 20)[1]) == 20
     lengths = [len(example) for example in trained], [len(example) for example in held_out]
     assert len(held_out) == 10 and sorted([*lengths[0], *lengths[1]]) == [*range(2, 102)]
     assert all(part == sorted(part) for part in lengths) and lengths[1] != [*range(92, 102)]
-    assert rows.hold_out(examples, 0.0) == (examples, [])
-    assert [len(rows.hold_out([torch.arange(1)] * number, 0.5)[0]) for number in (1, 2, 3)] == [1, 1, 1]
-    assert rows.hold_out([torch.arange(1)] * 3, 0.5)[1] == []
+    assert [len(part) for part in rows.hold_out(examples, 0.0, 9)] == [100, 0]
+    assert [len(rows.hold_out([torch.arange(1)] * number, 0.5, 9)[0]) for number in (1, 2, 3)] == [1, 1, 1]
+    assert len(rows.hold_out([torch.arange(1)] * 3, 0.5, 9)[1]) == 0
+
+
+def test_what_is_only_read_has_no_label() -> None:
+    """Not even the token 0, whose complement is -1."""
+    batch = rows.collate([[torch.tensor([-6, -1, 7, 0]), torch.tensor([3, -5, 9])]], 8, True)
+    assert batch["input_ids"].tolist() == [[5, 0, 7, 0, 3, 4, 9, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 7, 0, -100, -100, 9, -100]]
+
+
+def test_stored_examples_are_mapped_and_cut(tmp_path: Path) -> None:
+    with (tmp_path / "tokens").open("wb") as tokens, (tmp_path / "ends").open("wb") as ends:
+        array("i", [5, -7, 8, 9, 1, 2]).tofile(tokens)
+        array("q", [4, 6]).tofile(ends)
+    stored = rows.Stored(tmp_path)
+    assert [example.tolist() for example in stored] == [[5, -7, 8, 9], [1, 2]]
+    both = rows.Rows(rows.Part(stored, [1, 0], 3), [[0, 1]])
+    assert [[example.tolist() for example in row] for row in both] == [[[1, 2], [5, -7, 8]]]
+    assert rows.collate([both[0]], 6, True)["labels"].tolist() == [[-100, 2, -100, -100, 8, -100]]
+
+
+def test_an_example_without_a_target_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loss would not be a number. One whose answer is cut off has none."""
+    examples = [torch.tensor(tokens) for tokens in ([5, 6], [5, -7, -8, 9], [5, -1], [3, 4], [8, -9, 1])]
+    trained, held_out = rows.split(examples, 3, 2, 2)
+    assert [example.tolist() for example in trained] == [[5, 6]]
+    assert [[example.tolist() for example in row] for row in held_out] == [[[3, 4]]]
+    assert "2 of 3 examples have nothing to train on in 3 tokens" in capsys.readouterr().err
+
+
+def test_random_examples_have_a_prompt_of_the_usual_share() -> None:
+    assert rows.with_prompt(torch.tensor([1, 2, 3, 4]), 0.5).tolist() == [-2, -3, 3, 4]
+    assert rows.with_prompt(torch.tensor([1, 2, 3]), 1.0).tolist() == [1, 2, 3]

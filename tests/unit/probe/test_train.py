@@ -26,6 +26,7 @@ SHAPE = TINY | {"model_type": "llama", "num_hidden_layers": 2}
 OPTIONS = Options(
     model="m",
     dataset=None,
+    split=None,
     lengths=None,
     max_steps=2,
     held_out=0,
@@ -107,7 +108,7 @@ def test_a_share_of_the_dataset_is_evaluated_during_the_training(
     made = settings({"eval_share": 0.2, "eval_steps": 2, "save_steps": 3, "accumulation": 2, "epochs": 2})
     printed = run(made, tmp_path, capsys, dataset="d", max_steps=-1, output_dir=str(tmp_path / "o"), saves=True)
     assert printed["steps"] == 6 and len(printed["held_out_loss"]) == 3 and len(set(printed["held_out_loss"])) == 3
-    evaluated, trained = rows.hold_out(examples, 0.2)[::-1]
+    evaluated, trained = rows.hold_out(examples, 0.2, 999)[::-1]
     held_out = {int(example[0]) for example in evaluated}
     assert len(held_out) == 3 and len(trained) == 10
     batches = [set(batch) for batch in seen]
@@ -231,11 +232,12 @@ def test_padding_is_not_counted_in_the_speed() -> None:
             return {"seconds_per_step": 2.0}
 
     made = settings({"accumulation": 3})
-    trained = [torch.arange(5), torch.arange(7)]
+    trained = [torch.arange(5), torch.tensor([-2, -1, -3, 4, 5, 6, 7])]
     assert train.summary(made, Two(False), 9, trained, 2) == {
         "seconds_per_step": 2.0,
         "steps": 9,
         "tokens_per_second": 18.0,
+        "trained_share": 9 / 12,
     }
     assert train.summary(made, Clock(False), 9, trained, 2)["tokens_per_second"] is None
 

@@ -15,10 +15,12 @@ from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}"
-FORMS: list[tuple[dict[str, Any], int, int]] = [  # a row, its words with what ends it, its characters
-    ({"text": "one two three"}, 4, 13),
-    ({"prompt": "one two ", "completion": "three four five"}, 6, 23),
-    ({"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]}, 7, 25),
+CHAT += "{% if add_generation_prompt %}<assistant> {% endif %}"
+TWO_MESSAGES = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two three"}]
+FORMS: list[tuple[dict[str, Any], int, int, float, float]] = [  # a row, its words with what ends it, its characters
+    ({"text": "one two three"}, 4, 13, 1.0, 1.0),  # and the shares of both that are trained on
+    ({"prompt": "one two ", "completion": "three four five"}, 6, 23, 4 / 6, 15 / 23),
+    ({"messages": TWO_MESSAGES}, 7, 25, 3 / 7, 18 / 25),
 ]
 
 
@@ -66,24 +68,48 @@ def test_nothing_that_a_file_names_is_fetched(tmp_path: Path, monkeypatch: pytes
 IN_EACH_KIND = [(kind, *form) for kind in (".jsonl", ".parquet", ".csv") for form in FORMS]
 
 
-@pytest.mark.parametrize(("kind", "row", "words", "characters"), IN_EACH_KIND[:-1])  # a cell of CSV holds no list
+@pytest.mark.parametrize(
+    ("kind", "row", "words", "characters", "of_words", "of_characters"), IN_EACH_KIND[:-1]
+)  # a cell of CSV holds no list
 def test_each_form_in_each_kind_of_file(
-    tmp_path: Path, tokenizer: str, kind: str, row: dict[str, Any], words: int, characters: int
+    tmp_path: Path,
+    tokenizer: str,
+    kind: str,
+    row: dict[str, Any],
+    words: int,
+    characters: int,
+    of_words: float,
+    of_characters: float,
 ) -> None:
     file = written(tmp_path / f"data{kind}", [row] * 3)
-    assert dataset_lengths(file, tokenizer) == Lengths(counts=((words, 3),), source="counted")
-    estimated = dataset_lengths(file, None)
-    assert estimated == Lengths(counts=((round(characters / 4), 3),), source="characters")
+    assert dataset_lengths(file, tokenizer) == Lengths(counts=((words, 3),), source="counted", trained_share=of_words)
+    assert dataset_lengths(file, None) == Lengths(
+        counts=((round(characters / 4), 3),), source="characters", trained_share=of_characters
+    )
+    assert dataset_lengths(file, tokenizer, loss_on="all").trained_share == 1.0
+    assert dataset_lengths(file, None, loss_on="all").trained_share == 1.0
+
+
+def test_the_estimate_of_what_is_trained_on(tmp_path: Path) -> None:
+    four = [*TWO_MESSAGES, *TWO_MESSAGES]
+    file = written(tmp_path / "data.jsonl", [{"messages": four}])
+    assert dataset_lengths(file, None).trained_share == 36 / 50
+    assert dataset_lengths(file, None, loss_on="completion").trained_share == 18 / 50
+    file = written(tmp_path / "data.jsonl", [{"prompt": four[:3], "completion": four[3:]}])
+    assert dataset_lengths(file, None).trained_share == 18 / 50
+    file = written(tmp_path / "data.jsonl", [{"messages": TWO_MESSAGES[:1]}])
+    with pytest.raises(UsageError, match="none of its tokens"):
+        dataset_lengths(file, None)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"text": "fine"}\n{"text": null}\n', "row 2.*its columns: text"),
-        ('{"question": "what?"}\n', "row 1.*its columns: question"),
-        ('{"messages": [{"role": "user"}]}\n', "row 1"),
-        ('{"text": "fine"}\n\n{"text": \n', "line 3 is not JSON"),
-        ("null\n", "line 1 is not a JSON object"),
+        ('{"text": "fine"}\n{"text": null}\n', "jsonl:2: .*its columns: text"),
+        ('{"question": "what?"}\n', "jsonl:1: .*its columns: question"),
+        ('{"messages": [{"role": "user"}]}\n', "jsonl:1: "),
+        ('{"text": "fine"}\n\n{"text": \n', "jsonl:3: not JSON"),
+        ("null\n", "jsonl:1: not a JSON object"),
         ("\n\n", "no rows"),
         ("", "no rows"),
     ],
@@ -96,10 +122,10 @@ def test_an_unusable_row_is_named(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_messages_in_a_table_of_text_are_refused(tmp_path: Path, tokenizer: str) -> None:
-    kind, row, _, _ = IN_EACH_KIND[-1]
+    kind, row, *_ = IN_EACH_KIND[-1]
     file = written(tmp_path / f"data{kind}", [row])
     for given in (tokenizer, None):
-        with pytest.raises(UsageError, match="row 1"):
+        with pytest.raises(UsageError, match="csv:"):
             dataset_lengths(file, given)
 
 
@@ -108,16 +134,16 @@ def test_half_a_surrogate_pair_is_an_error_that_names_its_row(tmp_path: Path, to
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "fine"}\n{"text": "\\ud83d"}\n')
     for given in (tokenizer, None):
-        with pytest.raises(UsageError, match="row 2: half of a surrogate pair"):
+        with pytest.raises(UsageError, match="jsonl:2: half of a surrogate pair"):
             dataset_lengths(file, given)
 
 
 def test_lines_of_several_forms_as_other_tools_write_them(tmp_path: Path, tokenizer: str) -> None:
     """A byte order mark, blank lines, columns that are null in some rows; and a name that is a pattern."""
-    rows = [row | dict.fromkeys({"text", "prompt", "completion", "messages"} - set(row)) for row, _, _ in FORMS]
+    rows = [row | dict.fromkeys({"text", "prompt", "completion", "messages"} - set(row)) for row, *_ in FORMS]
     file = tmp_path / "a[1].jsonl"
     file.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
-    assert dataset_lengths(file, tokenizer) == Lengths.of([4, 6, 7], "counted")
+    assert dataset_lengths(file, tokenizer) == Lengths.of([4, 6, 7], "counted", 11 / 17)
     csv = written(tmp_path / "b[1].csv", [{"text": "one two three"}])
     assert dataset_lengths(csv, tokenizer) == Lengths.of([4], "counted")
 
@@ -125,6 +151,7 @@ def test_lines_of_several_forms_as_other_tools_write_them(tmp_path: Path, tokeni
 def test_an_unusable_file_is_a_usage_error(tmp_path: Path, tokenizer: str) -> None:
     broken, latin = tmp_path / "data.parquet", tmp_path / "latin.jsonl"
     broken.write_text("no parquet")
+    (tmp_path / "data.xlsx").touch()
     latin.write_bytes('{"text": "é"}\n'.encode("latin-1"))
     for file, message in (
         (broken, "cannot read"),
@@ -147,7 +174,7 @@ def test_an_unusable_tokenizer_is_a_usage_error(tmp_path: Path, tokenizer: str) 
             dataset_lengths(fine, str(folder))
     mute = shutil.copytree(tokenizer, tmp_path / "mute")
     (mute / "chat_template.jinja").unlink()
-    with pytest.raises(UsageError, match="row 1: the tokenizer's chat template refuses it"):
+    with pytest.raises(UsageError, match="jsonl:1: the tokenizer's chat template refuses it"):
         dataset_lengths(fine, str(mute))
     (mute / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UsageError, match="roles must alternate"):

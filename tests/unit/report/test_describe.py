@@ -68,7 +68,7 @@ def test_the_printed_commands_run_as_they_are(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("dataset", "wanted"),
     [
-        *(("~/rows.jsonl", "/home/me/rows.jsonl"), ("a/rows.jsonl", "a/rows.jsonl"), ("rows.parquet", None)),
+        *(("~/rows.jsonl", "/home/me/rows.jsonl"), ("a/rows.jsonl", "a/rows.jsonl"), ("rows.parquet", "rows.parquet")),
         *(("~nobody-here/rows.jsonl", "'~nobody-here/rows.jsonl'"), (None, None)),  # of another machine
     ],
 )

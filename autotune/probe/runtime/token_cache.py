@@ -1,0 +1,105 @@
+"""A dataset as tokens in files, made once for each tokenizer: a run maps them into memory and holds none of them.
+
+`tokens` has those of all examples as 32-bit integers (what is not trained on as its complement), `ends` where each
+example ends as 64-bit integers, and `about.json` their numbers.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .examples import Encoder
+from .reading import BadDataset, files_of, read_rows
+
+VERSION = 1  # of the files, and of what they say about a row
+BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}  # for a byte of the dataset, at most about; for others 1
+SAY_EVERY_S = 2.0
+
+
+def cache_folder() -> Path:
+    """The folder of all caches: $XDG_CACHE_HOME or ~/.cache, and in it autotune/tokens."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune" / "tokens"
+
+
+def tokenise(
+    path: Path,
+    tokenizer: Any,
+    *,
+    split: str | None = None,
+    loss_on: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """The folder with the dataset's tokens, which are made unless they are there. `say` gets progress messages.
+
+    Raises BadDataset (a row that is no example, no rows at all, no room on the disk), and ImportError where a file is
+    read with a package that is not installed.
+    """
+    files = files_of(path, split)
+    folder = cache_folder() / _key(files, tokenizer, loss_on)
+    if (folder / "about.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    needed = sum(BYTES_OF_TOKENS.get(file.suffix.lower(), 1.0) * file.stat().st_size for file in files)
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise BadDataset(
+            f"its tokens need about {needed / 2**30:.1f} GiB in {folder.parent}, which has {free / 2**30:.1f} GiB"
+            " (XDG_CACHE_HOME names another place)"
+        )
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        _write(made, path, Encoder(tokenizer, loss_on), split, say)
+        made.replace(folder)
+    except OSError:
+        if not (folder / "about.json").is_file():  # another process was quicker
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return folder
+
+
+def _key(files: list[Path], tokenizer: Any, loss_on: str | None) -> str:
+    """A name that changes with all that the tokens depend on. A file counts as unchanged by its size and time."""
+    about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    facts = [VERSION, about, words, tokenizer.chat_template, tokenizer.special_tokens_map, loss_on]
+    return hashlib.sha256(repr(facts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _write(folder: Path, path: Path, encoder: Encoder, split: str | None, say: Callable[[str], None]) -> None:
+    said = time.monotonic()
+    tokens = trained = examples = 0
+    with (folder / "tokens").open("wb") as token_file, (folder / "ends").open("wb") as end_file:
+        for example in encoder.encode(read_rows(path, split)):
+            array("i", example).tofile(token_file)
+            examples += 1
+            tokens += len(example)
+            trained += sum(token >= 0 for token in example)
+            array("q", [tokens]).tofile(end_file)
+            if time.monotonic() - said > SAY_EVERY_S:
+                say(f"{examples:,} examples of {path.name}")
+                said = time.monotonic()
+    if not examples:
+        raise BadDataset(f"{path} has no rows")
+    about = {"examples": examples, "tokens": tokens, "trained": trained}
+    (folder / "about.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+def read_about(folder: Path) -> dict[str, int]:
+    """How many examples there are, how many tokens, and how many of these are trained on."""
+    about: dict[str, int] = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+    return about
+
+
+def read_ends(folder: Path) -> "array[int]":
+    """Where each example ends among the tokens."""
+    ends = array("q")
+    ends.frombytes((folder / "ends").read_bytes())
+    return ends

@@ -1,0 +1,214 @@
+"""What is trained on, token by token, in each form of row and with real chat templates."""
+
+from typing import Any
+
+import pytest
+
+from autotune.probe.runtime.examples import ALPACA, Encoder
+from autotune.probe.runtime.reading import BadDataset
+from tests.helpers.tokenizers import CHATML, byte_level, template
+
+TURNS = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four"},
+]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "w", "parameters": {}}}]
+WITH_TOOLS = [
+    TURNS[0],
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "content": "12"},
+    TURNS[1],
+]
+TWO_TURNS = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n[two<|im_end|>\n]"
+TWO_TURNS += "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n[four<|im_end|>\n]"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_level()
+
+
+def shown(tokenizer: Any, row: dict[str, Any], loss_on: str | None = None, chat_template: str | None = CHATML) -> str:
+    """The text of a row, with brackets around what is trained on."""
+    tokenizer.chat_template = chat_template
+    (example,) = Encoder(tokenizer, loss_on).encode([("rows.jsonl:7", row)])
+    text, runs = "", []
+    for token in example:
+        if not runs or runs[-1][0] is not (token >= 0):
+            runs.append((token >= 0, []))
+        runs[-1][1].append(token if token >= 0 else -1 - token)
+    for is_trained, tokens in runs:
+        part = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        text += f"[{part}]" if is_trained else part
+    return text
+
+
+ONE_TURN = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n[two<|im_end|>\n]"
+FORMS = [
+    ({"text": "one two"}, "[one two</s>]"),
+    ({"text": "one two</s>"}, "[one two</s>]"),
+    ({"prompt": "one", "completion": " two"}, "one[ two</s>]"),
+    ({"prompt": "one", "completion": " two", "text": "other", "messages": None}, "one[ two</s>]"),
+    ({"prompt": TURNS[:1], "completion": TURNS[1:2]}, ONE_TURN),
+    ({"messages": TURNS}, TWO_TURNS),
+    ({"messages": '[{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]'}, ONE_TURN),
+    ({"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}]}, ONE_TURN),
+    (
+        {"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two"}], "system": "s"},
+        "<|im_start|>system\ns<|im_end|>\n" + ONE_TURN,
+    ),
+    ({"instruction": "one", "output": "two", "text": "other"}, ONE_TURN),
+    ({"instruction": "one", "input": "", "output": "two"}, ONE_TURN),
+    ({"instruction": "one", "input": "more", "output": "two"}, ONE_TURN.replace("one", "one\nmore")),
+    (
+        {"instruction": "three", "output": "four", "history": [["one", "two"]]},
+        TWO_TURNS.replace("[two<|im_end|>\n]", "two<|im_end|>\n"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), FORMS)
+def test_what_is_trained_on_in_each_form(tokenizer: Any, row: dict[str, Any], expected: str) -> None:
+    assert shown(tokenizer, row) == expected
+    everything = expected.replace("[", "").replace("]", "")
+    assert shown(tokenizer, row, "all") == f"[{everything}]"
+
+
+def test_alpaca_has_its_own_prompt_without_a_chat_template(tokenizer: Any) -> None:
+    row = {"instruction": "one", "input": "three", "output": "two"}
+    start = ALPACA.format(given=", paired with an input that provides further context")
+    expected = f"{start}\n\n### Instruction:\none\n\n### Input:\nthree\n\n### Response:\n[two</s>]"
+    assert shown(tokenizer, row, chat_template=None) == expected
+
+
+def test_the_loss_is_where_the_user_wants_it(tokenizer: Any) -> None:
+    masked_first = TWO_TURNS.replace("[two<|im_end|>\n]", "two<|im_end|>\n")
+    assert shown(tokenizer, {"messages": TURNS}, "assistant") == TWO_TURNS
+    assert shown(tokenizer, {"messages": TURNS}, "completion") == masked_first
+    both = {"prompt": TURNS[:3], "completion": TURNS[3:]}
+    assert shown(tokenizer, both) == shown(tokenizer, both, "completion") == masked_first
+    assert shown(tokenizer, both, "assistant") == TWO_TURNS
+    assert shown(tokenizer, {"prompt": "one", "completion": " two"}, "assistant") == "one[ two</s>]"
+
+
+def test_a_token_that_reaches_into_the_answer_is_trained_on(tokenizer: Any) -> None:
+    """As in TRL, where the completion begins at the first token that differs from the prompt's."""
+    assert "[ the" in shown(tokenizer, {"prompt": "one ", "completion": "the"})
+
+
+LLAMA = "<s><|start_header_id|>user<|end_header_id|>\n\none<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+LLAMA += "[two<|eot_id|>]<|start_header_id|>user<|end_header_id|>\n\nthree<|eot_id|>"
+LLAMA += "<|start_header_id|>assistant<|end_header_id|>\n\n[four<|eot_id|>]"
+GEMMA = "<s><start_of_turn>user\none<end_of_turn>\n<start_of_turn>model\n[two<end_of_turn>\n]"
+GEMMA += "<start_of_turn>user\nthree<end_of_turn>\n<start_of_turn>model\n[four<end_of_turn>\n]"
+# Its rendering ends with the end of the text, which no turn before the last has.
+PHI = "<|user|>\none<|end|>\n<|assistant|>\n[two<|end|>\n]<|user|>\nthree<|end|>\n<|assistant|>\n[four<|end|>\n</s>]"
+# An empty thought stands before the last answer only; the prompt does not have it.
+QWEN3 = TWO_TURNS.replace("[four", "[<think>\n\n</think>\n\nfour")
+# Mistral's first template: no generation prompt.
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+# As Mistral's later ones: tools, or here a note, stand before the last question only, wherever that is.
+LAST_QUESTION = MISTRAL.replace(
+    "{{ '[INST] '",
+    "{% if m == (messages|selectattr('role', 'equalto', 'user')|list)[-1] %}note {% endif %}{{ '[INST] '",
+)
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "expected"),
+    [
+        ("llama3", LLAMA),
+        ("gemma", GEMMA),
+        ("phi3", PHI),
+        ("qwen3", QWEN3),
+        (MISTRAL, "<s>[INST] one [/INST][ two</s>][INST] three [/INST][ four</s>]"),
+        (LAST_QUESTION, "<s>[INST] one [/INST][ two</s>]note [INST] three [/INST][ four</s>]"),
+    ],
+    ids=["llama3", "gemma", "phi3", "qwen3", "mistral", "last question"],
+)
+def test_answers_are_found_in_real_templates(tokenizer: Any, chat_template: str, expected: str) -> None:
+    if "{" not in chat_template:
+        pytest.importorskip("trl")
+        chat_template = template(chat_template)
+    assert shown(tokenizer, {"messages": TURNS}, chat_template=chat_template) == expected
+
+
+def test_a_template_that_marks_answers_is_believed(tokenizer: Any) -> None:
+    marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    marked += "{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    assert shown(tokenizer, {"messages": TURNS}, chat_template=marked) == "one[two]</s>three[four]</s>"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"messages": WITH_TOOLS, "tools": TOOLS},
+        {"messages": [TURNS[0], WITH_TOOLS[1] | {"tool_calls": [CALL["function"]]}, *WITH_TOOLS[2:]], "tools": TOOLS},
+        {
+            "messages": [
+                TURNS[0],
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
+                },
+                *WITH_TOOLS[2:],
+            ],
+            "tools": '[{"type": "function", "function": {"name": "weather", "description": "w", "parameters": {}}}]',
+        },
+        {
+            "conversations": [
+                {"from": "human", "value": "one"},
+                {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Paris"}}'},
+                {"from": "observation", "value": "12"},
+                {"from": "gpt", "value": "two"},
+            ],
+            "tools": TOOLS,
+        },
+    ],
+)
+def test_tool_calls_are_answers_and_what_tools_say_is_not(tokenizer: Any, rows: dict[str, Any]) -> None:
+    pytest.importorskip("trl")
+    found = shown(tokenizer, rows, chat_template=template("qwen2_5"))
+    call = '[<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>\n]'
+    said = "<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n[two<|im_end|>\n]"
+    assert '"name": "weather", "description": "w"' in found.partition("[")[0]
+    assert found.endswith(f"<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n{call}{said}")
+
+
+def test_arguments_are_text_where_a_template_needs_that(tokenizer: Any) -> None:
+    adds = "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}{{ 'call ' + c.function.arguments }}"
+    adds += "{% endfor %}{{ m.content }}{% endfor %}"
+    assert 'call {"city": "Paris"}' in shown(tokenizer, {"messages": WITH_TOOLS}, "all", adds)
+
+
+@pytest.mark.parametrize(
+    ("row", "loss_on", "message"),
+    [
+        ({"words": "a"}, None, "rows.jsonl:7: needs messages, .*its columns: words"),
+        ({"text": None}, None, "its columns: text"),
+        ({"prompt": "a"}, None, "its columns: prompt"),
+        ({"text": 3}, None, "3 is not text"),
+        ({"messages": "a"}, None, "rows.jsonl:7: needs"),
+        ({"messages": []}, None, "there are no messages"),
+        ({"messages": [{"role": "user"}]}, None, "KeyError.'content'"),
+        ({"text": "\ud83d"}, None, "half of a surrogate pair"),
+        ({"text": "a"}, "completion", "text alone has no completion"),
+        ({"messages": TURNS[:3]}, "completion", "last message is not the assistant's"),
+    ],
+)
+def test_a_bad_row_is_named(tokenizer: Any, row: dict[str, Any], loss_on: str | None, message: str) -> None:
+    with pytest.raises(BadDataset, match=message):
+        shown(tokenizer, row, loss_on)
+
+
+def test_a_template_that_refuses_names_the_row(tokenizer: Any) -> None:
+    with pytest.raises(BadDataset, match=r"rows\.jsonl:7: .*roles must alternate"):
+        shown(tokenizer, {"messages": TURNS}, chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadDataset, match=r"rows\.jsonl:7: "):
+        shown(tokenizer, {"messages": TURNS}, chat_template=None)

@@ -1,0 +1,118 @@
+"""Rows are read from each kind of file and folder, one after the other, and a bad one is named by file and line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.probe.runtime import reading
+from autotune.probe.runtime.reading import BadDataset, files_of, read_rows
+
+ROWS: list[dict[str, Any]] = [{"text": f"row {index}", "more": [{"a": index}]} for index in range(3)]
+
+
+def found(path: Path, split: str | None = None) -> list[dict[str, Any]]:
+    return [row for _, row in read_rows(path, split)]
+
+
+def save(path: Path, rows: list[dict[str, Any]] = ROWS) -> Path:
+    import datasets
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = datasets.Dataset.from_list(rows)
+    if path.suffix == ".parquet":
+        table.to_parquet(path)
+    else:
+        table.save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", "\n\n".join(map(json.dumps, ROWS))),
+        ("a.json", json.dumps(ROWS)),
+        ("a.json", json.dumps(ROWS, indent=3)),
+        ("a.json", "\n".join(map(json.dumps, ROWS))),
+    ],
+)
+def test_json_in_each_of_its_forms(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+    for size in (2**20, 5):  # a row is longer than a piece that is read
+        monkeypatch.setattr(reading, "JSON_CHUNK", size)
+        assert found(tmp_path / name) == ROWS
+
+
+def test_a_table_of_text(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('prompt,completion\n"one, and\ntwo",3\nfour,\n')
+    assert list(read_rows(tmp_path / "a.csv")) == [
+        (f"{tmp_path}/a.csv:3", {"prompt": "one, and\ntwo", "completion": "3"}),
+        (f"{tmp_path}/a.csv:4", {"prompt": "four", "completion": None}),
+    ]
+
+
+def test_what_datasets_writes(tmp_path: Path) -> None:
+    assert found(save(tmp_path / "a.parquet")) == ROWS
+    assert found(save(tmp_path / "saved")) == ROWS
+    import datasets
+
+    tables = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    datasets.DatasetDict(tables).save_to_disk(tmp_path / "both")
+    assert found(tmp_path / "both") == ROWS
+    assert found(tmp_path / "both", "test") == ROWS[:1]
+    with pytest.raises(BadDataset, match=r"both/validation"):
+        found(tmp_path / "both", "validation")
+
+
+def test_shards_in_a_folder(tmp_path: Path) -> None:
+    for index in (1, 0):
+        save(tmp_path / "data" / f"train-0000{index}-of-00002.parquet", ROWS[index : index + 1])
+    (tmp_path / "data" / "validation-00000-of-00001.jsonl").write_text(json.dumps(ROWS[2]))
+    (tmp_path / "README.md").write_text("no rows")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert found(tmp_path) == ROWS[:2]
+    assert found(tmp_path, "validation") == ROWS[2:]
+    assert len(files_of(tmp_path / "data")) == 2
+    with pytest.raises(BadDataset, match="of split test"):
+        found(tmp_path, "test")
+
+
+def test_a_folder_without_names_of_splits_is_read_whole(tmp_path: Path) -> None:
+    for index, row in enumerate(ROWS):
+        (tmp_path / f"trained-{index}.jsonl").write_text(json.dumps(row))
+    assert found(tmp_path) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n\n{"a": \n', r"a\.jsonl:3: not JSON"),
+        ("a.jsonl", b"null\n", r"a\.jsonl:1: not a JSON object"),
+        ("a.json", b'[{"a": 1},\n\n {"a": ]', r"a\.json:3: not JSON"),
+        ("a.json", b'[{"a": 1},\n 5]', r"a\.json:2: not a JSON object"),
+        ("a.json", b'[{"a": 1}', r"a\.json:1: not JSON"),
+        ("a.csv", b"text\none\ntwo,three\n", r"a\.csv:3: it has more cells"),
+        ("a.jsonl", '{"text": "é"}\n'.encode("latin-1"), "a.jsonl is not UTF-8"),
+        ("a.parquet", b"no parquet", "cannot read .*a.parquet"),
+        ("a.arrow", b"no arrow", "cannot read .*a.arrow"),
+        ("a.xlsx", b"", "a.xlsx is none of .jsonl"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadDataset, match=message):
+        found(tmp_path / name)
+
+
+def test_what_is_no_dataset(tmp_path: Path) -> None:
+    for path, split, message in (
+        (tmp_path / "none.jsonl", None, "there is no file"),
+        (tmp_path, None, "has no .jsonl"),
+        (Path(__file__), None, "is none of"),
+    ):
+        with pytest.raises(BadDataset, match=message):
+            found(path, split)
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(BadDataset, match="a single file, and has no split test"):
+        found(tmp_path / "a.jsonl", "test")
