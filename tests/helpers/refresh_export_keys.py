@@ -64,14 +64,18 @@ def main(directory: Path) -> None:
 
 
 def _exported(tool: str) -> list[str]:
-    """The exports of each configuration of the tests, and of models with hostile names."""
+    """The exports of each configuration of the tests, of models with hostile names, and of runs that evaluate."""
     from dataclasses import replace
 
     from autotune.export import FORMATS
+    from autotune.problem.run_options import TRACKERS, RunOptions
     from tests.unit.export.test_tool_file_axolotl import CONFIGS, HOSTILE, recipe
 
     plain = recipe(CONFIGS[0])
     recipes = [*map(recipe, CONFIGS), *(replace(plain, model=replace(plain.model, name=name)) for name in HOSTILE)]
+    held_out = replace(plain.workload, eval_share=0.05)
+    options = [RunOptions(eval_steps=50, report_to=tracker) for tracker in TRACKERS]
+    recipes += [replace(plain, workload=held_out, run_options=one, study=f"a ${{{one}}}") for one in options]
     return [FORMATS[tool](one)[f"{tool}.yaml"] for one in recipes]
 
 

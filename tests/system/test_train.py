@@ -24,6 +24,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export import export_all
 from autotune.export.clusters import PREEMPTED
 from autotune.export.run.train import Progress, Run
+from autotune.problem.run_cost import Pauses
 from autotune.study.summary import Recipe
 from tests.helpers.factories import summary
 from tests.helpers.hostile import NAMES, arguments_of_autotune
@@ -111,10 +112,14 @@ def _wait(until: Any) -> None:
         time.sleep(0.05)
 
 
-def progress_after(lines: list[dict[str, Any]], earlier: int = 0, **changes: Any) -> Progress:
+def progress_after(
+    lines: list[dict[str, Any]], earlier: int = 0, arguments: tuple[str, ...] = (), **changes: Any
+) -> Progress:
     recipe: Recipe = replace(demo(CONFIG), **({"price": find_price("h200-sxm")} | changes))
-    recipe = replace(recipe, winner=replace(recipe.winner, performance=_seconds(recipe, 2.0)))
-    run = Run(recipe, Path("train.py"), Path("out"), [])
+    pauses = Pauses(num_evaluations=2, evaluation_s=30.0, num_checkpoints=1, checkpoint_s=20.0, checkpoint_gib=0.0)
+    cost = replace(recipe.winner.cost, pauses=pauses)
+    recipe = replace(recipe, winner=replace(recipe.winner, performance=_seconds(recipe, 2.0), cost=cost))
+    run = Run(recipe, Path("train.py"), Path("out"), arguments)
     for index, line in enumerate(lines):
         if index == earlier:
             run._first = None
@@ -148,6 +153,15 @@ def test_a_slower_device_is_reported_after_some_steps() -> None:
     steps = [line(step, 3.0 * step) for step in range(1, 22)]
     assert progress_after(steps).slowdown == pytest.approx(0.5)
     assert progress_after(steps, device=resolve_device("cpu")).slowdown is None  # probes on a CPU are upper bounds
+
+
+def test_evaluations_and_checkpoints_are_projected_and_slow_down_no_step() -> None:
+    steps = [line(step, 2.0 * step) | {"paused": 0.0} for step in range(1, 22)]
+    steps.append(line(22, 94.0) | {"paused": 50.0})
+    whole = progress_after(steps, arguments=("--dataset", "rows.jsonl"))
+    assert (whole.slowdown, whole.projected_s, whole.left_s) == (0.0, 250.0, 78 * 2.5)
+    part = progress_after(steps, arguments=("--dataset", "rows.jsonl", "--max-steps", "100"))
+    assert (part.projected_s, part.left_s) == (200.0, 78 * 2.0)
 
 
 def test_without_a_price_there_is_no_cost() -> None:

@@ -72,6 +72,9 @@ class Run:
         self._recipe = recipe
         self._output = output
         self._fresh = fresh
+        pauses = recipe.winner.cost.pauses
+        is_whole = "--dataset" in arguments and "--max-steps" not in arguments  # of others, no pauses were projected
+        self._paused_s = pauses.known_s if pauses and is_whole else 0.0
         self._environment = passed_on(os.environ, pass_env)
         self._steps = output / "progress.jsonl"
         # When this process dies, the run gets SIGTERM and saves a checkpoint.
@@ -161,16 +164,14 @@ class Run:
         steps = last["step"] - first["step"]
         measured_s = self._recipe.winner.performance.step_time_s
         step_s = (_in_steps(last) - _in_steps(first)) / steps if steps else measured_s
-        pauses = self._recipe.winner.cost.pauses
-        paused_s = pauses.known_s if pauses else 0.0
-        projected_s = last["of"] * measured_s + paused_s
+        projected_s = last["of"] * measured_s + self._paused_s
         usd_per_s = self._recipe.price.usd_per_hour / 3600 if self._recipe.price else None
         is_settled = steps >= SETTLED_STEPS and self._recipe.device.kind != "cpu"
         return Progress(
             step=last["step"],
             of=last["of"],
             trained_s=trained_s,
-            left_s=(last["of"] - last["step"]) * (step_s + paused_s / last["of"]),
+            left_s=(last["of"] - last["step"]) * (step_s + self._paused_s / last["of"]),
             spent_usd=None if usd_per_s is None else trained_s * usd_per_s,
             projected_s=projected_s,
             projected_usd=None if usd_per_s is None else projected_s * usd_per_s,

@@ -50,7 +50,9 @@ class Clock(TrainerCallback):
         self.mark()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the last step."""
+        """End the last step, and report what followed it."""
+        if self._paused[-1]:
+            self._report(state)
         self.mark()
 
     def mark(self) -> None:
@@ -76,6 +78,15 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report the step, and stop the run if a signal came."""
+        self._report(state)
+        if self._signal is not None:
+            control.should_training_stop = True
+            control.should_save = self._saves
+        if control.should_evaluate or control.should_save:
+            self._synchronize()
+            self._step_ended = time.perf_counter()
+
+    def _report(self, state: Any) -> None:
         if self._progress:
             line = {
                 "began": self._began,
@@ -86,12 +97,6 @@ class Clock(TrainerCallback):
                 "loss": self._loss,
             }
             self._progress.write(json.dumps(line) + "\n")
-        if self._signal is not None:
-            control.should_training_stop = True
-            control.should_save = self._saves
-        if control.should_evaluate or control.should_save:
-            self._synchronize()
-            self._step_ended = time.perf_counter()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the time of an evaluation between two steps."""

@@ -108,6 +108,22 @@ def test_evaluations_and_saves_are_no_part_of_a_step(monkeypatch: pytest.MonkeyP
     assert clock.measured()["seconds_per_step"] == 2
 
 
+def test_what_follows_the_last_step_is_in_the_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step of 2 s and a save of 30 s: the run took 32 s."""
+    count(monkeypatch, time, "perf_counter", [0, 2, 2, 32, 32, 32])
+    clock = Clock(saves=False, progress=str(tmp_path / "p"))
+    saving = SimpleNamespace(should_training_stop=False, should_save=True, should_evaluate=False)
+    state = SimpleNamespace(global_step=1, max_steps=1)
+    clock.on_step_begin(None, None, saving)
+    clock.on_step_end(None, state, saving)
+    clock.on_save(None, state, saving)
+    clock.on_train_end(None, state, saving)
+    lines = [json.loads(line) for line in (tmp_path / "p").read_text().splitlines()]
+    assert [(line["step"], line["seconds"], line["paused"]) for line in lines] == [(1, 2, 0), (1, 32, 30)]
+    assert clock._progress is not None
+    clock._progress.close()
+
+
 def test_each_step_appends_a_line_of_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "progress.jsonl"
     file.write_text("{}\n")
