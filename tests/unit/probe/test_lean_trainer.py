@@ -1,15 +1,18 @@
 """The Trainer of probe and script: the arguments that everything measured rests on, and what it leaves out."""
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from autotune.core.train_config import TrainConfig
 from autotune.export import script
 from autotune.probe.runtime.lean_trainer import (
+    LeanTrainer,
     compile_layers,
     run_layers_eagerly,
     training_arguments,
@@ -70,6 +73,40 @@ def test_modules_are_visited_only_when_the_mode_changes() -> None:
     assert model.eval() is model and _Counting.visits == 1 and not model[0].training
     assert model.train(False) is model and _Counting.visits == 1
     assert model.train() is model and _Counting.visits == 2 and model[0].training
+
+
+class _Layer(nn.Module):
+    """A layer whose compiled code is a function that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.ways: list[str] = []
+
+    def forward(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.ways.append("eager")
+        return {"loss": self.weight.sum() * labels.float().mean()}
+
+    def compiled(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.ways.append("compiled")
+        return {"loss": self.weight.sum() * labels.float().mean()}
+
+
+def test_evaluation_compiles_nothing_and_leaves_out_no_row(tmp_path: Path) -> None:
+    """Three rows in micro batches of two; the training goes on with the code that was compiled for it."""
+    layer = _Layer()
+    layer._compiled_call_impl = layer.compiled
+    rows = [{"labels": torch.ones(2)}] * 3
+    arguments = training_arguments(settings_of_two_rows(), accumulation=1, on_cpu=True) | {"optim": "adamw_torch"}
+    steps = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+    args = TrainingArguments(output_dir=str(tmp_path), save_strategy="no", disable_tqdm=True, **arguments, **steps)
+    LeanTrainer(layer, args, train_dataset=rows, eval_dataset=rows).train()
+    assert layer.ways == ["compiled", "eager", "eager"] * 2
+    assert args.dataloader_drop_last
+
+
+def settings_of_two_rows() -> Any:
+    return script.settings(recipe(TrainConfig(micro_batch_size=2, precision="fp32")))
 
 
 def test_a_model_is_freed_after_its_last_use() -> None:
