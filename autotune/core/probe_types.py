@@ -127,7 +127,7 @@ class ProbeRequest:
     checkpoint of the adapters is saved, since full runs die there. `memory_gib` is the memory that the run may use,
     `headroom` the share of it that must stay free. `depth` is None for the whole model. `micro_batches` are the kinds
     of micro batch that stand for those of the run, in an order in which neighbours differ much; without them all rows
-    are full.
+    are full. `trained_share` of the tokens are trained on, those at the end of each example.
     """
 
     config: TrainConfig
@@ -147,6 +147,7 @@ class ProbeRequest:
     evaluate: bool = False
     seed: int = 0
     micro_batches: tuple[MicroBatch, ...] = ()
+    trained_share: float = 1.0
 
     @property
     def kinds(self) -> tuple[MicroBatch, ...]:
@@ -178,6 +179,7 @@ class ProbeRequest:
                 "num_gpus": self.parallelism.world_size,
                 "strategy": self.parallelism.sharding,
                 "micro_batches": [(kind.rows, kind.length, round(kind.share, 6)) for kind in self.micro_batches],
+                **({"trained_share": self.trained_share} if self.trained_share < 1 else {}),
             }
         )
 

@@ -61,13 +61,20 @@ def summary_lines(recipe: Recipe) -> list[str]:
         f"autotune study {recipe.study}: {recipe.model.name} on {recipe.device.name}",
         f"Configuration: {winner.config.label()}, {recipe.accumulation} micro batches a step",
         f"Expect ({winner.evidence.value}): {fmt_seconds(winner.performance.step_time_s)} a step,"
-        f" {fmt_count(winner.performance.tokens_per_second)} useful tokens/s,"
+        f" {fmt_count(winner.performance.tokens_per_second)} useful tokens/s{trained_on(recipe)},"
         f" peak {fmt_gib(memory.peak_reserved_gib)} of {fmt_gib(memory.limit_gib)}",
         f"Full run: {workload.examples:,} examples, {workload.epochs} epoch(s), {cost.num_steps:,} steps:"
         f" {fmt_seconds(3600 * cost.full_run_hours)} ({low} to {high}), {fmt_usd(cost.full_run_usd)}",
         f"Probed with {recipe.trainer} on {', '.join(machine)}",
         f"Fingerprint {fingerprint.digest}: python {fingerprint.python}, {', '.join(packages)}",
     ]
+
+
+def trained_on(recipe: Recipe) -> str:
+    """How many of the useful tokens per second are trained on; "" where all are."""
+    share = recipe.workload.lengths.trained_share
+    trained = fmt_count(share * recipe.winner.performance.tokens_per_second)
+    return "" if share == 1 else f" ({trained} of them trained on)"
 
 
 def warmup_steps(recipe: Recipe) -> int:

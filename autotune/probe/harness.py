@@ -49,14 +49,18 @@ class WrongPrecision(Exception):
     """Autocast was on or off against the request: another configuration would be measured."""
 
 
-def random_rows(kind: MicroBatch, vocab_size: int, generator: torch.Generator, *, packing: bool) -> list[Tensors]:
+def random_rows(
+    kind: MicroBatch, vocab_size: int, generator: torch.Generator, *, packing: bool, trained_share: float = 1.0
+) -> list[Tensors]:
     """The rows of a micro batch of this kind, of random tokens and without attention mask, as the full run's are.
 
     Their tokens differ: a card at its power limit may multiply equal ones faster.
     """
-    examples = [
-        [torch.randint(0, vocab_size, (length,), generator=generator) for length in lengths] for lengths in kind.rows
-    ]
+
+    def example(length: int) -> torch.Tensor:
+        return rows.with_prompt(torch.randint(0, vocab_size, (length,), generator=generator), trained_share)
+
+    examples = [[example(length) for length in lengths] for lengths in kind.rows]
     batch = rows.collate(examples, kind.length, packing)
     return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
@@ -310,7 +314,13 @@ class Probe:
         for index in order:
             key = index, seen[index] % num_different
             if key not in made:
-                made[key] = random_rows(kinds[index], self.base.config.vocab_size, generator, packing=packing)
+                made[key] = random_rows(
+                    kinds[index],
+                    self.base.config.vocab_size,
+                    generator,
+                    packing=packing,
+                    trained_share=request.trained_share,
+                )
             in_order += made[key]
             seen[index] += 1
         return in_order

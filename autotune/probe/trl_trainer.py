@@ -35,7 +35,7 @@ def trl_trainer(
 
 
 def _dataset(rows: list[dict[str, torch.Tensor]]) -> Any:
-    return Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in rows]})
+    return Dataset.from_dict({name: [row[name].tolist() for row in rows] for name in ("input_ids", "labels")})
 
 
 class TrlClock(Clock):

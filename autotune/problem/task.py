@@ -74,6 +74,7 @@ class Task:
             trainer=self.trainer,
             micro_steps=workload.run_shape(config).probe_micro_steps,
             micro_batches=micro_batches,
+            trained_share=max(0.01, round(workload.lengths.trained_share, 2)),  # so that other data can reuse it
             memory_gib=memory_gib,
             headroom=headroom,
             seed=seed,

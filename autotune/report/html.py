@@ -13,6 +13,7 @@ from autotune.catalog import describe_price
 from autotune.core.pages import environment
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.units import DASH, fmt_seconds, fmt_usd
+from autotune.export.header import trained_on
 from autotune.report import describe, figures, infos
 from autotune.report.oom import missed, oom_report
 from autotune.report.style import plotly_js
@@ -81,13 +82,19 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     if between := describe.pauses(cost):
         time += f"; {' and '.join(between)} included"
     mfu = "" if winner.performance.mfu is None else f"; MFU {winner.performance.mfu:.0%}"
+    useful = f"without padding and cut-off tokens{trained_on(recipe)}{mfu}"
     free = f"{text['free below the limit']} free of a limit of {text['limit']}"
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
     rows = (
         ("Speed-up", f"{recipe.speedup:.2f}×" if recipe.differs else "none" if baseline else DASH, speedup, weakest),
         ("Cost of the full run", text["USD"], f"{usd}; {describe.workload(recipe.workload)}", cost.evidence),
         ("Time of the full run", text["time"], time, cost.evidence),
-        ("Useful tokens/s", text["useful tokens/s"], f"without padding and cut-off tokens{mfu}", winner.evidence),
+        (
+            "Useful tokens/s",
+            text["useful tokens/s"],
+            useful,
+            winner.evidence,
+        ),
         ("Peak reserved memory", text["peak reserved"], free, winner.memory_evidence),
         ("Cost of this search", fmt_usd(summary.search_usd), search, Evidence.MEASURED),
     )

@@ -67,6 +67,9 @@ def test_the_seams_and_the_padding_of_a_packed_row_are_not_learned() -> None:
     assert row["position_ids"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
     ids = row["input_ids"].tolist()
     assert row["labels"].tolist() == [-100, ids[1], ids[2], -100, ids[4], -100, -100, -100]
+    (row,) = random_rows(kind, 128, torch.Generator().manual_seed(0), packing=True, trained_share=0.4)
+    assert row["input_ids"].tolist() == ids  # only the ends of the examples are trained on
+    assert row["labels"].tolist() == [-100, -100, ids[2], -100, ids[4], -100, -100, -100]
 
 
 @pytest.mark.probe

@@ -96,6 +96,7 @@ def test_what_is_no_result_at_all(data):
         {"headroom": 0.1},
         {"depth": 2},
         {"trainer": "trl"},
+        {"trained_share": 0.5},
         {"parallelism": Parallelism(world_size=2)},
     ],
 )

@@ -22,7 +22,7 @@ def built(model: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, tied: bool, frozen: bool) -> None:
-    monkeypatch.setattr(chunked_loss, "CHUNK_TOKENS", 16)  # 58 tokens: three chunks and a rest
+    monkeypatch.setattr(chunked_loss, "CHUNK_TOKENS", 16)  # some 39 tokens to predict: two chunks and a rest
     model = built(SMALL | {"model_type": "llama", "tie_word_embeddings": tied})
     model.get_output_embeddings().weight.requires_grad_(not frozen)
     tokens = torch.randint(0, 128, (2, 29))
@@ -43,6 +43,14 @@ def test_loss_and_gradients_are_those_of_the_whole(monkeypatch: pytest.MonkeyPat
     assert gradients().keys() == wanted.keys()
     for name, gradient in gradients().items():
         torch.testing.assert_close(gradient, wanted[name], msg=name)
+
+    computed: list[int] = []
+    monkeypatch.setattr(
+        chunked_loss, "cross_entropy", lambda logits, *_, **__: computed.append(len(logits)) or 0 * logits.sum()
+    )
+    loss(model(input_ids=tokens), labels)
+    assert sum(computed) == (labels[:, 1:] != -100).sum()  # nothing else reaches the head
+    monkeypatch.undo()
 
     with torch.no_grad():
         mean = loss(model(input_ids=tokens), labels)

@@ -55,6 +55,15 @@ def test_flops_are_compared_with_the_peak_that_the_products_have() -> None:
     assert mfu[T4.name, "none"] == pytest.approx(ratio * (mfu[H200.name, "none"] or 0))
 
 
+def test_a_probe_trains_on_the_share_that_the_examples_train_on() -> None:
+    lengths = Lengths.of([100, 200], "counted", 0.4321)
+    assert asked(subject_of(workload=Workload(lengths=lengths))).trained_share == 0.43
+    assert (
+        asked(subject_of(workload=replace(PADDED, lengths=replace(lengths, trained_share=0.001)))).trained_share == 0.01
+    )
+    assert asked(subject_of(workload=PADDED)).trained_share == 1.0
+
+
 def test_a_request_has_the_micro_batches_of_the_run() -> None:
     task = subject_of(workload=PADDED)
     plain = asked(task, micro_batch_size=8, seq_len=1024)
