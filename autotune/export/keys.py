@@ -80,6 +80,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "learning_rate": config.learning_rate,
         "warmup_steps": warmup_steps(recipe),
         "epochs": recipe.workload.epochs,
+        "form": recipe.workload.form,
+        "trains_on": recipe.workload.trains_on,
         "save_steps": save_steps(recipe),
         "save_total_limit": KEPT_CHECKPOINTS,
         "evaluates": evaluates,

@@ -48,7 +48,8 @@ def export(
     for name, section in written.items():
         notes = texts([note for note in about["notes"] if note["section"] == name], values)
         with_notes.append((" ".join(notes), section))
-    more = {name: json.dumps(data, indent=2) + "\n" for name, data in about.get("json_files", {}).items()}
+    kinds = about.get("json_files", {}).items()
+    more = {name: json.dumps(of.get(values["form"], of["other"]), indent=2) + "\n" for name, of in kinds}
     return {about["file"]: sectioned(head, with_notes), **more}
 
 

@@ -52,6 +52,18 @@ def dataset_errors() -> Iterator[None]:
         raise EnvironmentProblem(f"--dataset: {error}", remedy="or give JSON lines or --lengths FILE") from None
 
 
+def form_of(path: Path, split: str | None) -> str:
+    """The form of the first row: messages, conversations, prompt_completion, chat_completion, alpaca or text."""
+    with dataset_errors():
+        where, row = next(read_rows(path, split), (str(path), {}))
+        form = parsed(where, row)
+    columns = {name for name, value in row.items() if value is not None}
+    if not isinstance(form, Chat):
+        return "text" if form.prompt is None else "prompt_completion"
+    chat = next((name for name in ("messages", "conversations") if name in columns), None)
+    return chat or ("chat_completion" if "prompt" in columns else "alpaca")
+
+
 def check_exists(path: Path, split: str | None) -> None:
     """Raises UsageError where there is no such dataset."""
     with dataset_errors():

@@ -18,7 +18,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import Sizes
 from autotune.problem import constraints
 from autotune.problem.constraints import Floors, Narrowing
-from autotune.problem.dataset import dataset_lengths
+from autotune.problem.dataset import dataset_lengths, form_of
 from autotune.problem.length_distribution import Lengths, read_lengths
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.study_spec import MAX_COUNT, StudySpec
@@ -177,6 +177,7 @@ def _workload(spec: StudySpec, lengths: Lengths, global_batch: int) -> Workload:
         global_batch=global_batch,
         eval_share=spec.eval_share,
         loss_on=spec.loss_on,
+        form=form_of(Path(expanduser(spec.dataset)), spec.split) if spec.dataset else "unknown",
     )
 
 

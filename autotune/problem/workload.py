@@ -80,7 +80,8 @@ class Workload:
     """The examples of one pass with their lengths, the number of passes, and the examples of an optimizer step.
 
     Of the examples, `eval_share` is held out: evaluated, and not trained on. `loss_on` says which tokens are trained
-    on: completion, assistant or all; None goes by each row of the dataset. The global batch is the user's and the
+    on: completion, assistant or all; None goes by each row of the dataset, whose first has
+    `form` (`dataset.form_of`). The global batch is the user's and the
     same for every candidate, as nearly as whole rows of packed examples allow. Raises ValueError for a number below 1.
     """
 
@@ -91,6 +92,7 @@ class Workload:
     global_batch: int = 32
     eval_share: float = 0.0
     loss_on: str | None = None
+    form: str = "unknown"
 
     def __post_init__(self) -> None:
         for name in ("examples", "epochs", "global_batch"):
@@ -109,6 +111,12 @@ class Workload:
     def trained(self) -> int:
         """Examples that are trained on in each pass."""
         return self.examples - self.held_out()
+
+    @property
+    def trains_on(self) -> str:
+        """What is trained on: completion, assistant or all; where the form is not known, as if it were messages."""
+        by_form = {"text": "all"} | dict.fromkeys(("prompt_completion", "chat_completion", "alpaca"), "completion")
+        return self.loss_on or by_form.get(self.form, "assistant")
 
     def examples_per_row(self, config: TrainConfig) -> float:
         """Examples in a row, on average: 1 unless they are packed."""

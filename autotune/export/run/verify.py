@@ -158,6 +158,7 @@ def _run_trl(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None
     overrides = {
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "data",
+        "assistant_only_loss": False,  # the rows are tokens
         "output_dir": folder / "saved",
         "max_steps": steps,
         "eval_on_start": True,

@@ -206,3 +206,50 @@ def test_what_a_tool_cannot_evaluate_or_report_is_in_its_head() -> None:
     text = torchtune.export(evaluating("trackio"))["torchtune.yaml"]
     assert "It cannot evaluate on one GPU" in text and "no logger for trackio" in text
     assert "evaluat" not in tool_file.export(recipe(TrainConfig()), "trl")["trl_sft.yaml"]
+
+
+LOSS_KEYS = ("assistant_only_loss", "completion_only_loss", "train_on_inputs", "train_on_prompt", "mask_history")
+
+
+@pytest.mark.parametrize(
+    ("form", "loss_on", "expected"),
+    [
+        ("unknown", None, {}),  # TRL would refuse assistant_only_loss for other rows than conversations
+        ("unknown", "completion", {"llamafactory": {"mask_history": True}}),
+        ("messages", None, {"trl": {"assistant_only_loss": True}}),
+        ("messages", "all", {"axolotl": {"train_on_inputs": True}, "llamafactory": {"train_on_prompt": True}}),
+        ("conversations", "completion", {"llamafactory": {"mask_history": True}}),
+        ("prompt_completion", None, {}),
+        ("chat_completion", None, {}),
+        ("chat_completion", "assistant", {"trl": {"assistant_only_loss": True, "completion_only_loss": False}}),
+        ("text", None, {}),
+    ],
+)
+def test_the_loss_is_where_train_py_has_it(form: str, loss_on: str | None, expected: dict[str, Any]) -> None:
+    base = recipe(TrainConfig())
+    made = replace(base, workload=replace(base.workload, form=form, loss_on=loss_on))
+    for tool in ("trl", "axolotl", "llamafactory"):
+        written = keys.write(tool, "data", made)
+        assert {key: written[key] for key in LOSS_KEYS if key in written} == expected.get(tool, {}), tool
+
+
+@pytest.mark.parametrize(("form", "kind"), [("text", "completion"), ("alpaca", "alpaca"), ("unknown", "chat_template")])
+def test_each_form_has_its_keys(form: str, kind: str) -> None:
+    base = recipe(TrainConfig())
+    made = replace(base, workload=replace(base.workload, form=form))
+    (dataset,) = keys.write("axolotl", "data", made)["datasets"]
+    assert dataset["type"] == kind
+    info = tool_file.export(made, "llamafactory")["dataset_info.json"]
+    assert ('"role_tag"' in info) is (form == "unknown")
+    assert keys.write("llamafactory", "adapters", made)["stage"] == ("pt" if form == "text" else "sft")
+
+
+def test_the_head_says_where_the_loss_differs() -> None:
+    base = recipe(TrainConfig())
+    heads = {}
+    for form in ("unknown", "messages", "alpaca"):
+        made = replace(base, workload=replace(base.workload, form=form))
+        heads[form] = " ".join(tool_file.export(made, "trl")["trl_sft.yaml"].replace("\n# ", " ").split())
+    assert "TRL trains on every token of messages; assistant_only_loss: true makes it" in heads["unknown"]
+    assert "its own copy of the chat template" in heads["messages"]
+    assert "TRL does not read Alpaca rows" in heads["alpaca"]

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.catalog import resolve_device
 from autotune.core.errors import UsageError
-from autotune.problem.dataset import dataset_lengths
+from autotune.problem.dataset import dataset_lengths, form_of
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
@@ -209,3 +209,19 @@ def test_no_code_of_a_tokenizer_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be loaded"):
         dataset_lengths(tmp_path / "rows.jsonl", str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "form"),
+    [
+        (FORMS[0][0], "text"),
+        (FORMS[1][0] | {"text": "more", "messages": None}, "prompt_completion"),
+        (FORMS[2][0], "messages"),
+        ({"prompt": TWO_MESSAGES[:1], "completion": TWO_MESSAGES[1:]}, "chat_completion"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "conversations"),
+        ({"instruction": "a", "input": "", "output": "b"}, "alpaca"),
+    ],
+)
+def test_the_form_is_that_of_the_first_row(tmp_path: Path, row: dict[str, Any], form: str) -> None:
+    file = written(tmp_path / "data.jsonl", [row, {"text": "more"}])
+    assert form_of(file, None) == form
