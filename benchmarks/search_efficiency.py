@@ -32,7 +32,7 @@ from search_table import SPACE, TABLE, WORKLOAD, Charges, Table, request_of
 
 from autotune.catalog import find_price, resolve_device, resolve_model
 from autotune.core.files import write_atomic
-from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult
+from autotune.core.probe_types import Evidence, ModelShape, Outcome, ProbeRequest, ProbeResult
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe.supervisor import WorkerProber
@@ -114,7 +114,8 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
         )
 
         def on_trial(row: TrialRecord) -> None:
-            if row.outcome is Outcome.OK and (row.tokens_per_second or 0.0) >= goal and not reached:
+            measured = row.outcome is Outcome.OK and row.evidence is Evidence.MEASURED
+            if measured and (row.tokens_per_second or 0.0) >= goal and not reached:
                 reached.append(prober.seconds)
 
         trials = SharedTrials(

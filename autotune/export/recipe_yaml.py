@@ -53,6 +53,7 @@ def _data(recipe: Recipe) -> dict[str, Any]:
         "baseline": None if recipe.baseline is None else candidate_data(recipe.baseline),
         "speedup": recipe.speedup,
         "speedup_interval": recipe.speedup_interval,
+        "speedup_evidence": recipe.speedup_evidence.value if recipe.baseline else None,
         "reason": recipe.reason,
         "numerics": recipe.numerics,
         "caveats": list(recipe.caveats),

@@ -24,6 +24,9 @@ DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.15, 0.15
 # With this many whole models for comparison, their spread replaces the assumed error, but it counts at least as SEEN.
 ENOUGH_RATIOS, SEEN = 8, 0.01
 MIN_APART = 4  # layers between the two depths, where the model has so many
+# The wider depth has a quarter of the layers. Of models with more than 48 it has less: their layers take long, which
+# leaves little noise for the line to multiply, and probes of 20 of the 80 layers of a 70B would take most of a search.
+WIDE_SHARE, WIDE_ENOUGH, LEAST_SHARE = 1 / 4, 12, 1 / 8
 FREE_SHARE = 0.5  # below this share a disturbed host goes unnoticed; the assumed error grows up to HOST_SHARE
 
 
@@ -100,7 +103,8 @@ def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] |
     shallow = next((depth for depth in possible if depth >= 2), None)
     if shallow is None:
         return None
-    wider = [depth for depth in possible if depth > shallow and 4 * depth >= shape.num_layers]
+    least = min(WIDE_SHARE * shape.num_layers, max(WIDE_ENOUGH, LEAST_SHARE * shape.num_layers))
+    wider = [depth for depth in possible if depth > shallow and depth >= least]
     if not wider:
         return None
     return shallow, next((depth for depth in wider if depth >= shallow + MIN_APART), wider[-1])

@@ -76,16 +76,20 @@ def candidate_line(candidate: Candidate) -> str:
 
 
 def speed_up(recipe: Recipe) -> str:
-    """The winner's speed against the baseline's, without a ratio where the two cannot be told apart."""
+    """The winner's speed against the baseline's, without a ratio where the two cannot be told apart.
+
+    A ratio is labelled where either was not measured as a whole model.
+    """
     if recipe.baseline is None or recipe.speedup is None:
         return "no baseline was measured"
     if recipe.config == recipe.baseline.config:
         return "the baseline is the best configuration"
     if not recipe.differs:
         return "no measurable difference in speed from the baseline"
+    label = " (extrapolated)" if recipe.speedup_evidence is Evidence.EXTRAPOLATED else ""
     if recipe.speedup >= 1.1:
-        return f"{recipe.speedup:.1f} times the speed of the baseline"
-    return f"{abs(recipe.speedup - 1):.0%} {'faster' if recipe.speedup > 1 else 'slower'} than the baseline"
+        return f"{recipe.speedup:.1f} times the speed of the baseline{label}"
+    return f"{abs(recipe.speedup - 1):.0%} {'faster' if recipe.speedup > 1 else 'slower'} than the baseline{label}"
 
 
 def speed_up_range(recipe: Recipe) -> str:

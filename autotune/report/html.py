@@ -70,9 +70,8 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     """The numbers of the first screen."""
     winner, baseline, cost = recipe.winner, recipe.baseline, recipe.winner.cost
     text = {name: number.text for name, number in describe.numbers(winner).items()}
+    evidence = recipe.speedup_evidence
     speedup = ": ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
-    rank = list(Evidence)
-    weakest = max((candidate.evidence for candidate in (winner, baseline) if candidate), key=rank.index)
     usd = describe.usd_range(cost) if cost.interval_usd else "no price is known"
     # A duration is not broken across lines.
     hours = describe.hours_range(cost).replace(" ", "\u00a0").replace("\u00a0to\u00a0", " to ")
@@ -86,7 +85,7 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     free = f"{text['free below the limit']} free of a limit of {text['limit']}"
     search = f"{len(summary.trials):,} trials in {fmt_seconds(summary.wall_seconds)}"
     rows = (
-        ("Speed-up", f"{recipe.speedup:.2f}×" if recipe.differs else "none" if baseline else DASH, speedup, weakest),
+        ("Speed-up", f"{recipe.speedup:.2f}×" if recipe.differs else "none" if baseline else DASH, speedup, evidence),
         ("Cost of the full run", text["USD"], f"{usd}; {describe.workload(recipe.workload)}", cost.evidence),
         ("Time of the full run", text["time"], time, cost.evidence),
         (

@@ -6,14 +6,16 @@ from autotune.study.distributed import SharedTrials
 from autotune.study.numerics import REFERENCE
 from autotune.study.selection import DISAGREEMENT
 
+AGAIN = "measuring the finalists again"
 MAX_CONFIRMATIONS = 3  # of a configuration whose measurements disagree
 
 
 def confirm_finalists(trials: SharedTrials) -> None:
     """Measure the finalists and the baseline again; in later rounds only those that may still win.
 
-    The likely winner and the baseline come first, since the budget may end it. A finalist that fails is replaced by
-    the next best. A full run also evaluates and saves: the winner must have done both.
+    The likely winner and the baseline come first, since the budget may end it: who would not fit into what is left is
+    not begun. A finalist that fails is replaced by the next best. A full run also evaluates and saves: the winner must
+    have done both.
     """
     entries = trials.selection.finalists(trials.limits.finalists)
     likely, baseline = entries[:1], trials.selection.baseline()
@@ -32,6 +34,9 @@ def _run_round(trials: SharedTrials, round_: int, entries: list[TrainConfig], li
     waiting = [config for config in entries if round_ == 1 or trials.selection.may_win(config)]
     while waiting:
         config = waiting.pop(0)
+        if config not in likely and not trials.affords(config):
+            trials.cut("measuring the baseline as a whole" if config == trials.selection.baseline() else AGAIN)
+            continue
         whole = round_ == rounds or config in likely
         confirmed = _confirm(trials, config, f"round {round_} of {rounds}", round_, whole=whole)
         if confirmed is None:
@@ -73,16 +78,19 @@ def _confirm_leader(trials: SharedTrials, round_: int) -> None:
 def _confirm(trials: SharedTrials, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
     """Whether the configuration succeeded again; None if the user or the budget stopped this."""
     selection = trials.selection
-    micro_steps = trials.task.workload.run_shape(config).confirmation_micro_steps
+    if selection.record(config).confirmed and not trials.affords(config):
+        trials.cut(AGAIN)
+        return None
     try:
         if not (trials.has_ended() or selection.record(config).confirmed or _is_sound(trials, config)):
             return False
         if not trials.has_ended():
             trials.say(f"confirming, {why}: {config.label()}")
+            micro_steps = trials.confirmed_micro_steps(config)
             return selection.add_confirmation(trials.evaluator.confirm(config, micro_steps, round_, whole=whole))
     except Cancelled:
         pass
-    trials.cut("measuring the finalists again")
+    trials.cut(AGAIN)
     return None
 
 
@@ -101,9 +109,11 @@ def measure_close_calls(trials: SharedTrials) -> None:
     """Measure whole models of extrapolated configurations close to the best: one, and more while time is left."""
     measured = set[TrainConfig]()
     while left := [config for config in trials.selection.close_calls() if config not in measured]:
-        if trials.has_ended() or (measured and trials.is_spent()):
+        if trials.has_ended() or trials.is_spent():
             return
         measured.add(left[0])
+        if not trials.evaluator.fits_into(trials.search_s(), left[0]):
+            continue
         trials.say(f"close to the best, at full depth: {left[0].label()}")
         try:
             trials.selection.add_result(trials.evaluator.evaluate(left[0], None).result)

@@ -51,28 +51,53 @@ class CoordinateSearch:
     _waiting: list[tuple[float, Proposal]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Try the formula seeds, then move from the best until a pass over all knobs finds nothing better."""
+        """Try the formula seeds, then move from the best until a pass over all knobs finds nothing better.
+
+        In a hurry, first without compilation: it takes as long as several other candidates.
+        """
         self._tried = {row.config.digest: row.outcome for row in self.trials.rows}
-        self._try_seeds()
+        if self.trials.is_hurried():
+            self._try_without_compiling()
+        else:
+            self._try_seeds()
         while (best := self.trials.best()) is not None and not self.trials.is_done():
             num_tried = len(self._tried)
             self._pass_over_knobs(best)
-            self._measure_waiting()
+            self._end_waiting()
             if len(self._tried) == num_tried or self.trials.best() is best:
                 return
 
-    def _try_seeds(self) -> None:
-        """Try what the formulas find best."""
+    def _try_without_compiling(self) -> None:
+        """Try seeds, moves, and neighbours of the best, until the time left is for compiling the best of them."""
+        trials = self.trials
+        self._try_seeds(compile="none")
+        best = trials.best()
+        if best is None:
+            return
+        self._pass_over_knobs(best, leave_out="compile")
+        kept = {
+            knob.name: getattr(best.config, knob.name) for knob in trials.task.space.knobs if knob.kind == "learning"
+        }
+        while trials.num_missing() > 2 and not trials.is_done():
+            chosen = trials.untried(keep_s=2 * trials.compiled_s(), **kept | {"compile": "none"})
+            if chosen is None:
+                break
+            self._try(chosen)
+        self._end_waiting(whole=False)
+
+    def _try_seeds(self, **changes: Any) -> None:
+        """Try what the formulas find best, with these changes; what is changed is not measured as a whole."""
         best, task = self.trials.best(), self.trials.task
         for config in formula_seeds(task, best.config, best.limit_gib or 0.0) if best else ():
-            if config.digest not in self._tried and not self.trials.is_done():
-                self._try(task.space.clip(config))
-        self._measure_waiting()
+            chosen = task.space.clip(replace(config, **changes))
+            if task.space.config(chosen).digest not in self._tried and not self.trials.is_done():
+                self._try(chosen)
+        self._end_waiting(whole=not changes)
 
-    def _pass_over_knobs(self, best: TrialRecord) -> None:
-        """Make one move after another by each knob in turn."""
+    def _pass_over_knobs(self, best: TrialRecord, *, leave_out: str = "") -> None:
+        """Make one move after another by each knob in turn, but the one to leave out."""
         space, current, speed = self.trials.task.space, best.config, best.tokens_per_second or 0.0
-        for name in ORDER:
+        for name in (name for name in ORDER if name != leave_out):
             factor = 1 - MIN_GAIN if name in MAKES_ROOM else 1 + MIN_GAIN
             while not self.trials.is_done():
                 chosen = next_move(space, current, name, self._tried)
@@ -106,16 +131,15 @@ class CoordinateSearch:
         trials.say(f"predicted {predicted:,.0f} tokens/s: {config.label()}")
         return config, predicted
 
-    def _measure_waiting(self) -> None:
-        """Measure whole models of the trials that wait, the most promising first, while they can still win."""
+    def _end_waiting(self, *, whole: bool = True) -> None:
+        """End the trials that wait, the most promising first: measure the whole models of those that can still win.
+
+        Where these would take more time than there is to spare, and unless `whole`, what was predicted stands.
+        """
         waiting = sorted(self._waiting, key=lambda entry: entry[0], reverse=True)
         self._waiting = []
-        for place, (_, proposal) in enumerate(waiting):
-            if place and self.trials.is_spent():
-                self.trials.give_back(proposal.number)
-            else:
-                pruner = self.trials.selection.prune_reason
-                self.trials.record(proposal, self.trials.evaluator.evaluate(proposal.config, proposal.number, pruner))
+        for _, proposal in waiting:
+            self.trials.evaluate(proposal, self.trials.selection.prune_reason, whole=whole)
 
 
 def next_move(
@@ -133,8 +157,8 @@ def next_move(
         fits = False
         for config in smaller_batches(space, moved) if shrinks else [moved]:
             chosen = space.clip(config)
-            if getattr(space.config(chosen), name) != value:
-                continue  # the knob has no effect with these values of the others
+            if getattr(space.config(chosen), name) != value or (not shrinks and space.config(chosen) != config):
+                continue  # the knob has no effect with these values of the others, or is not all that would change
             outcome = tried.get(space.config(chosen).digest)
             if outcome is None:
                 return chosen

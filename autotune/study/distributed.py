@@ -14,9 +14,11 @@ from typing import Any
 from autotune.core.errors import Cancelled
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.step_time import estimate_step_time
 from autotune.problem.performance import margins
 from autotune.problem.task import Task
 from autotune.study.evaluator import Evaluation, Evaluator, Pruner
+from autotune.study.formula_seeds import formula_speed
 from autotune.study.history import restore, to_record
 from autotune.study.neighbours import neighbours
 from autotune.study.optimizer import Optimizer, Proposal
@@ -27,6 +29,12 @@ from autotune.study.storage.study_record import Limits
 from autotune.study.summary import TrialRecord
 
 AWAIT_S, REAP_EVERY_S = 0.2, 15.0
+# Shares of the budget: what the search may spend on whole models, the best of which are measured in the end anyway;
+# what the baseline may take; what is reserved for the confirmation; and for its first probe where that takes longer.
+WHOLE_SHARE, BASELINE_SHARE, CONFIRMATION_SHARE, LEAST_SHARE = 0.1, 0.2, 0.15, 1 / 3
+MANY, COMPILING_S = 15, 5.0  # a search should judge so many candidates, each of which may compile for so long
+WORTH = 0.5  # by formula; in a hurry no candidate below this share of the speed of the best is tried
+LATE = 1.2  # probes may take this much longer than predicted
 LEAST_NOISE = 0.005  # relative
 COORDINATE_TRIALS = "climbed"  # the study's attribute with the numbers of the trials of coordinate searches
 
@@ -60,7 +68,6 @@ class SharedTrials:
     too_short_for: list[str] = field(default_factory=list)
     rank: int | None = None
     exempt: set[int] = field(default_factory=set)
-    _whole_probes: list[tuple[float, bool]] = field(default_factory=list)  # seconds, and whether the probe compiled
     _by_others: set[int] = field(default_factory=set)  # the numbers of the trials that other workers finished
     _open: dict[int, str] = field(default_factory=dict)  # this worker's unfinished trials: number -> config digest
     _stored_by_others: dict[int, ProbeResult] = field(default_factory=dict)  # results by trial number
@@ -81,11 +88,6 @@ class SharedTrials:
         num_queued = self.optimizer.repair(self._settle, self.coordinator.workers)
         self.rows, self.selection = restore(self.task, self.optimizer.finished(), stored)
         self._not_finished = self._stored_by_others.keys() - {row.number for row in self.rows}
-        self._whole_probes = [
-            (row.seconds, row.config.compile != "none")
-            for row in self.rows
-            if row.outcome is Outcome.OK and not row.reused
-        ]
         self.exempt = set(self.optimizer.remembered(COORDINATE_TRIALS) or ())
         if self.rows:
             self.say(f"{len(self.rows)} trials are done already, {num_queued} interrupted ones are queued again")
@@ -100,10 +102,21 @@ class SharedTrials:
         proposal = self.ask(wanted)
         if proposal is None:
             return None
-        return self.record(proposal, self.evaluator.evaluate(proposal.config, proposal.number, pruner))
+        return self.evaluate(proposal, pruner)
+
+    def evaluate(self, proposal: Proposal, pruner: Pruner | None, *, whole: bool = True) -> TrialRecord:
+        """Evaluate a trial that was begun, and record it; `whole` says whether its whole model may be measured.
+
+        The baseline is screened by truncated models, where these can: it is confirmed whole in the end.
+        """
+        spare_s = self.spare_s() if whole and proposal.config not in self.task.baselines() else 0.0
+        return self.record(proposal, self.evaluator.evaluate(proposal.config, proposal.number, pruner, spare_s=spare_s))
 
     def ask(self, wanted: dict[str, Any] | None = None) -> Proposal | None:
-        """Begin a trial that no other worker is running: of the `wanted` choice, or else of what comes next."""
+        """Begin a trial that no other worker is running: of the `wanted` choice, or else of what comes next.
+
+        None if another worker is trying it, or if it would take longer than there is time left for the search.
+        """
         self.sync()
         if self._is_full(lambda: len(self.coordinator.taken())):
             return None
@@ -114,6 +127,11 @@ class SharedTrials:
             other = self.untried() if wanted is None else None
             return None if other is None else self.ask(other)
         self._open[proposal.number] = digest
+        if self.rows and self._lasting()(proposal.config) > self.search_s():
+            self.optimizer.withdraw(proposal.number)
+            self.coordinator.drop(self._open.pop(proposal.number))
+            other = self.untried() if wanted is None else None
+            return None if other is None else self.ask(other)
         if self._is_full(lambda: self.coordinator.ahead(digest)):
             self.give_back(proposal.number)
             return None
@@ -126,14 +144,9 @@ class SharedTrials:
 
     def record(self, proposal: Proposal, evaluation: Evaluation) -> TrialRecord:
         """Finish a trial with its result, which is stored already: if this fails, `Optimizer.repair` finishes it."""
-        result = evaluation.result
         digest = self._open.pop(proposal.number)
         counts = self._finish(proposal.number, evaluation)
         self.coordinator.drop(digest)
-        if result.outcome is Outcome.OK and not evaluation.reused:
-            took_s = result.seconds.get("total", 0.0)
-            compiled = result.config.compile != "none" and evaluation.seconds == took_s
-            self._whole_probes.append((took_s, compiled))
         row = self._add(proposal.number, evaluation, counts=counts)
         if counts:
             self.on_trial(row)
@@ -165,12 +178,30 @@ class SharedTrials:
         """The digests of the configurations of all finished trials."""
         return {row.config.digest for row in self.rows}
 
-    def untried(self) -> dict[str, Any] | None:
-        """A choice that differs least from the best, of those that nobody has tried or is trying."""
+    def untried(self, *, keep_s: float = 0.0, **pinned: Any) -> dict[str, Any] | None:
+        """A choice that differs least from the best, of those that nobody has tried or is trying.
+
+        It takes no longer than the time left for the search, of which `keep_s` are kept. In a hurry it is the most
+        promising by formula, or None where none promises half of the best's speed. With `pinned` it has these values,
+        which the space must have.
+        """
         best = self.best()
-        seen = self.coordinator.taken() | self.digests()
-        nearest = neighbours(self.task.space, best.config if best else None, seen, self.rank)
-        return self._random.choice(nearest) if nearest else None
+        space, lasts_s, most_s = self.task.space, self._lasting(), self.search_s() - keep_s
+        seen = self.coordinator.taken() | self.digests() | set(self._open.values())
+        for name, value in pinned.items():
+            space = space.pin(name, value)
+        while nearest := neighbours(space, best.config if best else None, seen, self.rank):
+            short = [chosen for chosen in nearest if lasts_s(space.config(chosen)) <= most_s]
+            if short and not (best and self.is_hurried()):
+                return self._random.choice(short)
+            promises = {self._promise(space.config(chosen)): chosen for chosen in short}
+            if best and promises and max(promises) >= WORTH * self._promise(best.config):
+                return promises[max(promises)]
+            seen |= {space.config(chosen).digest for chosen in nearest}
+        return None
+
+    def _promise(self, config: TrainConfig) -> float:
+        return formula_speed(self.task, config, self.task.workload.run_shape(config))
 
     def await_others(self) -> bool:
         """Wait a moment, and return whether others are running or beginning trials, or have given some back."""
@@ -242,8 +273,9 @@ class SharedTrials:
         return self.should_stop() or self.clock() - self.started >= self.limits.budget_s
 
     def is_spent(self) -> bool:
-        """Whether the rest of the budget is needed for confirmation."""
-        return self.clock() - self.started + self._confirmation_s() >= self.limits.budget_s
+        """Whether the rest of the budget is needed for confirmation, or too short for one more candidate."""
+        took = self.evaluator.truncated_s.values()
+        return self.search_s() <= (statistics.median(took) if took else 0.0)
 
     def is_over(self) -> bool:
         """Whether no further trial may begin: stopped, spent, or as many trials as are allowed."""
@@ -272,15 +304,87 @@ class SharedTrials:
                 num_stale += 1
         return num_stale
 
-    def _confirmation_s(self) -> float:
-        """Seconds to reserve for confirmation: twice as long as the probes so far, but at most half the budget.
+    def left_s(self) -> float:
+        """Seconds that are left of the budget."""
+        return self.limits.budget_s - (self.clock() - self.started)
 
-        Confirmation finds compiled code on disk: probes that compiled count only if there are no others.
+    def search_s(self) -> float:
+        """Seconds that are left for the search."""
+        return self.left_s() - self._confirmation_s()
+
+    def is_hurried(self) -> bool:
+        """Whether the time left might not suffice for judging MANY candidates, if those to come compile."""
+        return self.num_missing() * self.compiled_s() > self.search_s()
+
+    def num_missing(self) -> int:
+        """How many candidates are missing to MANY."""
+        return max(MANY - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open), 0)
+
+    def _lasting(self) -> Callable[[TrainConfig], float]:
+        """How many seconds truncated models of a candidate should take; 0 for what is known, or cannot be told.
+
+        This is a line through those judged so far, over the time of a micro batch by formula.
         """
-        probes = self._whole_probes
-        if not probes:
+
+        def micro_s(config: TrainConfig) -> float:
+            time = estimate_step_time(self.task.model, config)
+            return 0.0 if time is None else time.micro_s
+
+        known = self.evaluator.truncated_s
+        points = [(micro_s(one), max(took_s - _compiling_s(one), 0.0)) for one, took_s in known.items()]
+        if len({x for x, _ in points}) < 2:
+            return lambda config: 0.0
+        line = statistics.linear_regression(*zip(*points, strict=True))
+
+        def lasts_s(config: TrainConfig) -> float:
+            own_s = 0.0 if config in known else micro_s(config)
+            return max(line.intercept + line.slope * own_s, 0.0) + _compiling_s(config) if own_s else 0.0
+
+        return lasts_s
+
+    def compiled_s(self) -> float:
+        """What a candidate that compiles takes; 0 while nothing was extrapolated."""
+        took = self.evaluator.truncated_s.values()
+        return statistics.median(took) + COMPILING_S if took else 0.0
+
+    def spare_s(self) -> float:
+        """Seconds that the search may take now for one whole model: none while it is in a hurry."""
+        if self.is_hurried():
             return 0.0
-        num_entries = min(len(probes), self.limits.finalists) + 1
-        times = [took_s for took_s, compiled in probes if not compiled] or [took_s for took_s, _ in probes]
-        num_probes = num_entries + self.limits.rounds - 1  # later rounds are for the winner only
-        return min(2.0 * statistics.median(times) * num_probes, self.limits.budget_s / 2)
+        unspent_s = WHOLE_SHARE * self.limits.budget_s - sum(self.evaluator.whole_s.values())
+        return max(min(unspent_s, self.search_s()), 0.0)
+
+    def affords(self, config: TrainConfig) -> bool:
+        """Whether the shortest confirmation should fit into the time left for it."""
+        left_s, baselines = self.left_s(), self.task.baselines()
+        if config in baselines:
+            spent = (self.evaluator.truncated_s, self.evaluator.whole_s)
+            spent_s = sum(seconds.get(one, 0.0) for seconds in spent for one in baselines)
+            left_s = min(left_s, BASELINE_SHARE * self.limits.budget_s - spent_s)
+        took_s = self._short_confirmation_s(config)
+        return took_s is None or LATE * took_s <= left_s
+
+    def _confirmation_s(self) -> float:
+        """Seconds to reserve for confirmation: each finalist and the baseline once, the winner in every round."""
+        finalists = self.selection.finalists(self.limits.finalists)
+        if not finalists:
+            return 0.0
+        likely, baseline = finalists[0], self.selection.baseline()
+        others = dict.fromkeys([*finalists[1:], baseline or likely])
+        wanted = [likely] * self.limits.rounds + [one for one in others if one != likely and self.affords(one)]
+        times = [self._short_confirmation_s(config) or 0.0 for config in wanted]
+        least_s = min(LATE * times[0], LEAST_SHARE * self.limits.budget_s)
+        return min(LATE * sum(times), max(CONFIRMATION_SHARE * self.limits.budget_s, least_s))
+
+    def _short_confirmation_s(self, config: TrainConfig) -> float | None:
+        return self.evaluator.confirmation_s(config, self.task.workload.run_shape(config).probe_micro_steps)
+
+    def confirmed_micro_steps(self, config: TrainConfig) -> int:
+        """Micro batches in a step of a confirmation: fewer where longer steps would take most of the time left."""
+        shape = self.task.workload.run_shape(config)
+        took_s = self.evaluator.confirmation_s(config, shape.confirmation_micro_steps) or 0.0
+        return shape.confirmation_micro_steps if 2 * took_s <= self.left_s() else shape.probe_micro_steps
+
+
+def _compiling_s(config: TrainConfig) -> float:
+    return 0.0 if config.compile == "none" else COMPILING_S

@@ -5,6 +5,7 @@ the whole model; what will not fit or cannot win stops here. Full: real steps on
 to the same request. Confirmation: the same again, longer, for the few that may win. Every result is stored first.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,9 @@ from autotune.core.probe_types import (
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
 from autotune.prediction.depth_extrapolation import DepthPredictor, Extrapolation, depths
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, MemoryBreakdown
 from autotune.prediction.memory_predictor import KnownOom, MemoryEstimate, MemoryPredictor, refused_by
+from autotune.study.probe_time import ProbeTimes
 from autotune.study.storage.probe_store import ProbeStore
 
 MAX_FAILURES_IN_A_ROW = 3
@@ -36,6 +39,7 @@ FAILED = (Outcome.CRASH, Outcome.TIMEOUT)
 HOST_BAND = 0.1
 # Within this share of the limit, the gate leaves the decision to the truncated models.
 GATE_BAND = 0.03
+FORMULA_BAND = 2 * ERROR  # the same for what only the formula knows: four of its standard deviations
 
 # Why an extrapolated configuration cannot win, or None while it can.
 Pruner = Callable[[TrainConfig, Extrapolation], str | None]
@@ -68,9 +72,11 @@ class Evaluation:
 class Evaluator:
     """The stages of one study on one device.
 
-    `request` makes the request for the whole model of a configuration. `model` is the model's digest. `shape` says how
+    `request` makes the request for the whole model of a configuration. `model` is the model's digest. `formula` gives
+    the memory of a configuration with so many micro batches in a step, None where it does not know. `shape` says how
     its layers repeat; without it there is no low fidelity. With `shallow_only` low fidelity is the last stage. `saved`
     has the configurations that did, in this session, what a full run does between steps: an evaluation and a save.
+    `truncated_s` and `whole_s` are the seconds that probes of each configuration took in this session.
     """
 
     prober: Prober
@@ -80,18 +86,23 @@ class Evaluator:
     logs: Path
     request: Callable[[TrainConfig], ProbeRequest]
     model: str = ""
+    formula: Callable[[TrainConfig, int], MemoryBreakdown | None] = lambda config, micro_steps: None
     shape: ModelShape | None = None
     shallow_only: bool = False
     failures_in_a_row: int = 0  # of probes, for reasons other than memory
     saved: set[TrainConfig] = field(default_factory=set)
+    truncated_s: dict[TrainConfig, float] = field(default_factory=dict)
+    whole_s: dict[TrainConfig, float] = field(default_factory=dict)
     _known_ooms: list[KnownOom] = field(default_factory=list)
     _memory: MemoryPredictor = field(default_factory=MemoryPredictor)
     _depths: DepthPredictor = field(init=False)
+    _times: ProbeTimes = field(init=False)
     _failed_truncated: dict[TrainConfig, str] = field(default_factory=dict)  # why; the whole model may succeed
     _seconds: dict[TrainConfig, float] = field(default_factory=dict)  # of probes since the last evaluation
 
     def __post_init__(self) -> None:
         self._depths = DepthPredictor(self.shape)
+        self._times = ProbeTimes(self.shape)
 
     def learn_from_others(self) -> None:
         """Take over what other studies measured of this model here. Their OOMs may have been under another limit."""
@@ -117,6 +128,8 @@ class Evaluator:
                 self._memory.learn(config, measurement)
             return
         self._depths.learn(result, measurement)
+        if result.evidence is Evidence.MEASURED:
+            self._times.learn(result, measurement)
         if is_whole:
             self._memory.learn(config, measurement)
         elif result.depth is not None:
@@ -124,13 +137,16 @@ class Evaluator:
             if predicted is not None:
                 self._memory.learn(config, predicted.measurement)
 
-    def evaluate(self, config: TrainConfig, trial: int | None, pruner: Pruner | None = None) -> Evaluation:
+    def evaluate(
+        self, config: TrainConfig, trial: int | None, pruner: Pruner | None = None, *, spare_s: float = math.inf
+    ) -> Evaluation:
         """Pass the stages until one decides.
 
-        Without a pruner the whole model is wanted, however fast it is predicted to be: at once if it surely fits.
+        Without a pruner the whole model is wanted, however fast it is predicted to be: at once if it surely fits. But
+        where its probe would take longer than `spare_s`, what the truncated models predict is the result.
         Raises TooManyFailures if probes keep failing for reasons other than memory.
         """
-        skip_if_fits = pruner is None and not self.shallow_only
+        skip_if_fits = pruner is None and not self.shallow_only and spare_s == math.inf
         predicted = self.evaluate_low_fidelity(config, trial, skip_if_fits=skip_if_fits)
         if isinstance(predicted, Evaluation):
             return predicted
@@ -138,6 +154,9 @@ class Evaluator:
         prune_reason = pruner(config, predicted) if pruner and predicted else None
         if predicted is not None and prune_reason:
             result = _decided(request, Outcome.SLOW, Rung.SHALLOW, prune_reason, measurement=predicted.measurement)
+            return self._decide(trial, result)
+        if predicted is not None and not self.fits_into(spare_s, config):
+            result = _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=predicted.measurement)
             return self._decide(trial, result)
         if self.shallow_only:
             reason = self._failed_truncated.get(config, "its layers cannot be left out (--shallow-only)")
@@ -177,6 +196,15 @@ class Evaluator:
         answer = self._low_fidelity(request, trial)
         return self._decide(trial, answer) if isinstance(answer, ProbeResult) else answer
 
+    def confirmation_s(self, config: TrainConfig, micro_steps: int) -> float | None:
+        """Seconds that a confirmation will take; None if nothing is known of the configuration."""
+        return self._times.whole_s(self._confirmation(config, micro_steps))
+
+    def fits_into(self, spare_s: float, config: TrainConfig) -> bool:
+        """Whether a probe of the whole model should take less than `spare_s` seconds, as far as anything is known."""
+        took_s = 0.0 if spare_s == math.inf else self._times.whole_s(self.request(config))
+        return (took_s or 0.0) < spare_s
+
     def _would_ask(self, result: ProbeResult, measurement: Measurement) -> bool:
         """Whether this study would make the same request."""
         try:
@@ -194,14 +222,18 @@ class Evaluator:
 
     def confirm(self, config: TrainConfig, micro_steps: int, round_: int, *, whole: bool = True) -> ProbeResult:
         """Measure a finalist again, with more micro batches a step; `whole` adds, once, an evaluation and a save."""
-        request = replace(self.request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
+        request = self._confirmation(config, micro_steps)
         if whole and config not in self.saved:
             request = replace(request, evaluate=True)
             self.saved.add(config)
         log = self.logs / f"confirm-{config.digest}-{round_}.log"
         result = self._stored(None, self._with_host_share(self.prober.probe(request, log)))
+        self._spend(result)
         self.learn(None, result)
         return result
+
+    def _confirmation(self, config: TrainConfig, micro_steps: int) -> ProbeRequest:
+        return replace(self.request(config), rung=Rung.CONFIRM, micro_steps=micro_steps, min_timed_s=2.0)
 
     def reference(self, config: TrainConfig) -> Measurement | None:
         """Measure a whole model that is no candidate, to compare losses with; None if it failed."""
@@ -234,7 +266,18 @@ class Evaluator:
             )
             oom = _predicted_oom(estimate.phase, estimate.gib, estimate.limit_gib, {})
             return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
-        return None
+        surely_fits = estimate is not None and estimate.bounded and estimate.high_gib <= estimate.limit_gib
+        return None if surely_fits else self._gate_by_formula(request)
+
+    def _gate_by_formula(self, request: ProbeRequest) -> ProbeResult | None:
+        """Refuse what the formula finds far too large, though no model like it was loaded."""
+        need = self.formula(request.config, request.micro_steps)
+        limit_gib = memory_limit_gib(request.memory_gib, request.headroom, taken_gib=CONTEXT_GIB)
+        if need is None or need.peak_reserved_gib <= limit_gib * (1 + FORMULA_BAND):
+            return None
+        reason = f"needs {fmt_gib(need.peak_reserved_gib)} of {fmt_gib(limit_gib)} by formula"
+        oom = _predicted_oom(need.phase, need.peak_reserved_gib, limit_gib, need.terms())
+        return _decided(request, Outcome.REFUSED, Rung.GATE, reason, oom=oom)
 
     def _low_fidelity(self, request: ProbeRequest, trial: int | None) -> ProbeResult | Extrapolation | None:
         """Probe two truncated models: their decision, or else their prediction; None if they predict nothing."""
@@ -271,9 +314,16 @@ class Evaluator:
         name = "settle" if trial is None else f"trial-{trial:04d}"
         probed = self.prober.probe(request, self.logs / f"{name}{suffix}.log")
         result = self._stored(trial, self._with_host_share(probed))
-        seconds = result.seconds.get("total", 0.0)
+        seconds = self._spend(result)
         self._seconds[request.config] = self._seconds.get(request.config, 0.0) + seconds
         return result
+
+    def _spend(self, result: ProbeResult) -> float:
+        """Count the seconds of a probe, which are returned."""
+        seconds = result.seconds.get("total", 0.0)
+        spent = self.whole_s if result.depth is None else self.truncated_s
+        spent[result.config] = spent.get(result.config, 0.0) + seconds
+        return seconds
 
     def _with_host_share(self, result: ProbeResult) -> ProbeResult:
         """The result of a whole model with the host's share of its time, as truncated models of it show."""

@@ -19,6 +19,7 @@ def find_feasible(
 ) -> tuple[bool, list[TrainConfig]]:
     """Find a configuration that fits: the baseline at some micro batch size, or at least the leanest configuration.
 
+    Truncated models decide, where they can: the whole baseline of a large model would take the time of the search.
     Returns whether the reserve of the space must be opened because nothing else fits, and the configurations that were
     tried.
 
@@ -30,16 +31,16 @@ def find_feasible(
     for config in task.baselines():
         say(f"baseline: {config.label()}")
         tried.append(config)
-        outcome = evaluator.evaluate(config, None).result.outcome
+        outcome = evaluator.evaluate(config, None, spare_s=0.0).result.outcome
         if outcome in FAILED:  # the winner is compared with it: worth a second try
-            outcome = evaluator.evaluate(config, None).result.outcome
+            outcome = evaluator.evaluate(config, None, spare_s=0.0).result.outcome
             evaluator.failures_in_a_row = 0
         if outcome not in (Outcome.OOM, Outcome.REFUSED):
             return False, tried
     for space in (task.space, reserve):
         config = space.config(space.leanest())
         say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
-        result = evaluator.evaluate(config, None).result
+        result = evaluator.evaluate(config, None, spare_s=0.0).result
         if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
             opened = space is reserve and reserve != task.space
             return opened, [config] if opened else [*tried, config]

@@ -41,16 +41,21 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
 
         def predicted(config: TrainConfig, host_speed: float = host * transfer.ratio) -> tuple[float, float]:
             """Useful tokens/s; of equals the configuration that needs less memory."""
-            time = estimate_step_time(task.model, config, host_speed)
-            if time is None:
-                return 0.0, 0.0
             shape, need_gib = fitting[config]
-            return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s), -need_gib
+            return formula_speed(task, config, shape, host_speed), -need_gib
 
         best = max(fitting, key=predicted, default=current)
         if best not in yielded:
             yielded.add(best)
             yield best
+
+
+def formula_speed(task: Task, config: TrainConfig, shape: RunShape, host_speed: float = 1.0) -> float:
+    """Useful tokens/s on the reference card by formula; 0 where it does not know the configuration."""
+    time = estimate_step_time(task.model, config, host_speed)
+    if time is None:
+        return 0.0
+    return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s)
 
 
 def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:

@@ -29,13 +29,15 @@ MAX_STEP_TIME_GAP = 0.03  # relative, between search and confirmation; a larger 
 class CandidateRecord:
     """What is known of one configuration: probes of the search, and its confirmations, which outrank them.
 
-    `extrapolated` rests on truncated models. `late_s` is by how many seconds the first step was longer than the others.
+    `extrapolated` rests on truncated models, `undecided` says that it could win by that. `late_s` is by how many
+    seconds the first step was longer than the others.
     A baseline that failed its confirmation `cannot_win`, but is still what the winner is compared with.
     """
 
     config: TrainConfig
     measured: Measurement | None = None
     extrapolated: Measurement | None = None
+    undecided: bool = False
     confirmed: list[Measurement] = field(default_factory=list)
     late_s: float | None = None
     cannot_win: bool = False
@@ -61,9 +63,9 @@ class CandidateRecord:
 class Selection:
     """The records of all configurations by digest.
 
-    Extrapolated configurations stand apart: they may be the best of a result cell, and can win only if no whole model
-    could be measured. `references` has the reference measurements for losses, None for those that failed. `tried` has
-    every configuration that came to a result.
+    Configurations that were extrapolated and pruned stand apart: they may be the best of a result cell, and can win
+    only if nothing else has a number. `references` has the reference measurements for losses, None for those that
+    failed. `tried` has every configuration that came to a result.
     """
 
     task: Task
@@ -101,7 +103,8 @@ class Selection:
             self._own(result.config).measured = result.measurement
             self.record_startup(result)
         else:
-            self._own(result.config).extrapolated = result.measurement
+            record = self._own(result.config)
+            record.extrapolated, record.undecided = result.measurement, result.outcome is Outcome.OK
 
     def record_startup(self, result: ProbeResult) -> None:
         """Take over how long worker, model and first step of a whole model took."""
@@ -215,13 +218,13 @@ class Selection:
         return f"with {doubtful} the losses are {difference:.2%} off those of {REFERENCE} [measured]"
 
     def baseline(self) -> TrainConfig | None:
-        """The largest of the baselines that was measured, or else extrapolated; None if none was."""
-        known = {record.config for record in self._of_best_evidence()}
+        """The largest of the baselines that was measured or extrapolated; None if none was."""
+        known = {record.config for record in self.records.values() if record.best_known}
         return next((config for config in self.task.baselines() if config in known), None)
 
     def pool(self) -> list[Scored]:
-        """The results of the search so far: measured on whole models, or else extrapolated."""
-        return self._scored((record, record.of_search) for record in self._of_best_evidence())
+        """The results of the search so far that may win."""
+        return self._scored((record, record.of_search) for record in self._contenders() if record.of_search)
 
     def finalists(self, count: int) -> list[TrainConfig]:
         """The likely winner and the fastest others."""
@@ -291,7 +294,7 @@ class Selection:
         if likely and self.record(likely[0]).confirmed:
             pool = self._confirmed()
         else:  # the study was cut short before its likely winner was confirmed
-            pool = self._scored((record, record.best_known) for record in self._of_best_evidence())
+            pool = self._scored((record, record.best_known) for record in self._contenders())
         if not pool:
             return None
         winner = choose(pool, self.task.floors.slack)
@@ -339,10 +342,10 @@ class Selection:
         steps = [step_time_s(measurement, accumulation) for measurement in known]
         return max(steps) / min(steps) - 1.0 if steps else 0.0
 
-    def _of_best_evidence(self) -> list[CandidateRecord]:
-        """The records with a measured whole model, or else all that were extrapolated."""
-        measured = [record for record in self.records.values() if record.measured]
-        return measured or [record for record in self.records.values() if record.extrapolated]
+    def _contenders(self) -> list[CandidateRecord]:
+        """The records that were measured or can win by what was extrapolated, or else all that were extrapolated."""
+        known = [record for record in self.records.values() if record.best_known]
+        return [record for record in known if record.measured or record.confirmed or record.undecided] or known
 
     def _by_evidence(self) -> list[CandidateRecord]:
         """The records that the search knows, the extrapolated ones first."""
@@ -367,12 +370,16 @@ class Selection:
 
     def _doubts(self, winner: Scored, pool: list[Scored]) -> list[str]:
         """What the measurements leave in doubt."""
-        record = self.record(winner.config)
-        if not record.measured and not record.confirmed:
+        record, baseline = self.record(winner.config), self.baseline()
+        if all(one.evidence is Evidence.EXTRAPOLATED for one in self.records.values() if one.best_known):
             return ["nothing was probed at full depth: every number is extrapolated from a few layers"]
-        if not record.confirmed:
-            return ["the winner was not measured a second time: the study was cut short"]
         doubts = []
+        if baseline is not None and self.record(baseline).evidence is Evidence.EXTRAPOLATED:
+            doubts.append("the baseline was not probed at full depth: the speed-up rests on a few layers of it")
+        if record.evidence is Evidence.EXTRAPOLATED:
+            return [*doubts, "the winner was not probed at full depth: its numbers are extrapolated from a few layers"]
+        if not record.confirmed:
+            return [*doubts, "the winner was not measured a second time: the study was cut short"]
         if record.measured:
             wall_s = statistics.median(step_s for measurement in record.confirmed for step_s in measurement.step_s)
             gap = step_time_s(record.measured, record.confirmed[0].micro_steps) / wall_s - 1.0

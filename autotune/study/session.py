@@ -23,6 +23,7 @@ from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds
 from autotune.prediction.depth_extrapolation import depths
+from autotune.prediction.memory_formula import memory_breakdown
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import Setup, adapt_to_layers, open_reserve
 from autotune.problem.target import IGNORED_GIB, find_target
@@ -120,6 +121,7 @@ class Session:
         self, task: Task, terms: ProbeTerms, *, study: str, shape: ModelShape | None, shallow_only: bool = False
     ) -> Evaluator:
         """An evaluator of configurations for a task; its probes are stored under the name `study`."""
+        by_formula = task.device.kind != "cpu" and task.trainer == "transformers"  # what the formula was measured with
         return Evaluator(
             self.prober,
             self.store,
@@ -127,6 +129,7 @@ class Session:
             logs=self.logs,
             request=lambda config: terms.request(task, config, self.prober.device),
             model=task.model_key,
+            formula=partial(memory_breakdown, task.model) if by_formula else lambda *_: None,
             shape=shape,
             shallow_only=shallow_only,
         )

@@ -81,6 +81,12 @@ class Recipe:
         return self.winner.performance.times(self.baseline.performance) if self.baseline else None
 
     @property
+    def speedup_evidence(self) -> Evidence:
+        """How the speed-up is known: as the less certain of winner and baseline is."""
+        rank = list(Evidence)
+        return max((one.evidence for one in (self.winner, self.baseline) if one), key=rank.index)
+
+    @property
     def differs(self) -> bool:
         """Whether winner and baseline can be told apart in speed."""
         low, high = self.speedup_interval or (1.0, 1.0)
@@ -337,6 +343,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "baseline": candidate_data(recipe.baseline) if recipe and recipe.baseline else None,
         "speedup": recipe.speedup if recipe else None,
         "speedup_interval": recipe.speedup_interval if recipe else None,
+        "speedup_evidence": recipe.speedup_evidence.value if recipe and recipe.baseline else None,
         "reason": recipe.reason if recipe else None,
         "trials": summary.counts(),
         "probe_seconds": summary.probe_seconds,

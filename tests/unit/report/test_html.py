@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.core.probe_types import Evidence, Outcome
-from autotune.report import render, style
+from autotune.report import describe, render, style
 from autotune.report.html import script_json, stats
 from autotune.study.summary import Recipe, StudySummary
 from tests.helpers.factories import FINGERPRINT, summary
@@ -48,6 +48,14 @@ def test_stats_carry_their_evidence(study: StudySummary) -> None:
     speedup = stats(weaker, study)[0]
     assert (speedup.label, speedup.value, speedup.evidence) == ("Speed-up", "none", Evidence.ESTIMATED)
     assert stats(replace(recipe, baseline=None), study)[0].note == "no baseline was measured"
+
+
+def test_a_ratio_to_a_baseline_that_was_not_measured_as_a_whole_is_labelled(study: StudySummary) -> None:
+    recipe = recipe_of(study)
+    assert recipe.baseline is not None and "extrapolated" not in describe.speed_up(recipe)
+    weaker = replace(recipe, baseline=replace(recipe.baseline, evidence=Evidence.EXTRAPOLATED))
+    assert describe.speed_up(weaker) == f"{describe.speed_up(recipe)} (extrapolated)"
+    assert stats(weaker, study)[0].evidence is Evidence.EXTRAPOLATED
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from autotune.core.errors import Cancelled
 from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.study.confirmation import measure_close_calls
+from autotune.study.evaluator import Evaluator
 from tests.helpers.factories import measurement, result
 from tests.helpers.sessions import BASELINE, Session, Start, space, subject_of
 
@@ -257,13 +258,34 @@ def test_what_may_win_by_its_prediction_is_measured_the_most_capable_first(start
     assert session.said == [f"close to the best, at full depth: {one.label()}" for one in (HIGHER, C)]
 
 
-@pytest.mark.parametrize(("second", "num_probes"), [(49.0, 2), (50.0, 1), (99.0, 1), (100.0, 0)])
-def test_one_close_call_is_worth_the_time_of_confirmation(start: Start, second: float, num_probes: int) -> None:
-    """Half of a budget of 100 s is kept for confirmation, as probes take that long."""
-    session, probed, now = with_close_calls(start, budget_s=100.0)
-    session.study.trials._whole_probes = [(100.0, False)]
+@pytest.mark.parametrize(("second", "num_probes"), [(66.0, 2), (67.0, 0)])
+def test_close_calls_leave_the_time_of_confirmation(
+    start: Start, monkeypatch: pytest.MonkeyPatch, second: float, num_probes: int
+) -> None:
+    """A third of a budget of 100 s is kept for the first confirmation, as it takes so long."""
+    monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 90.0)
+    _, probed, now = with_close_calls(start, budget_s=100.0)
     now[0] = second
     assert len(probed()) == num_probes
+
+
+@pytest.mark.parametrize(
+    ("left_s", "baseline_s", "order", "short_for"),
+    [
+        (100.0, 10.0, "A1+ B1 C1 A2", []),
+        (100.0, 90.0, "A1+ C1 A2", ["measuring the baseline as a whole"]),  # more than a fifth of 400 s
+        (13.5, 10.0, "A1+ B1", ["measuring the finalists again"]),  # each takes 10 s, and may take 12
+        (5.0, 10.0, "A1+", ["measuring the baseline as a whole", "measuring the finalists again"]),
+    ],
+)
+def test_what_does_not_fit_into_the_time_left_is_not_begun(
+    start: Start, monkeypatch: pytest.MonkeyPatch, left_s: float, baseline_s: float, order: str, short_for: list[str]
+) -> None:
+    monkeypatch.setattr(Evaluator, "confirmation_s", lambda self, config, _: baseline_s if config == B else 10.0)
+    session, now = searched(start, {A: 1000.0, C: 900.0, B: 700.0}, budget_s=400.0, took_s=1.0, finalists=2)
+    now[0] = 400.0 - left_s
+    assert " ".join(confirmed(session)) == order
+    assert session.study.trials.too_short_for == short_for
 
 
 def test_a_close_call_that_fails_is_tried_once(start: Start) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from autotune.core.errors import Cancelled
-from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.core.probe_types import Outcome, Rung
+from autotune.prediction.step_time import StepTimeEstimate
+from autotune.study import distributed as module
 from autotune.study.distributed import SharedTrials
+from autotune.study.evaluator import Evaluator
 from autotune.study.summary import TrialRecord
 from tests.helpers.factories import add_measured, measurement
-from tests.helpers.replay import machine
-from tests.helpers.sessions import BASELINE, SPACE, Start, by_tokens
+from tests.helpers.sessions import BASELINE, SPACE, Start
 
 Make = Callable[..., SharedTrials]
 OTHER = replace(BASELINE, checkpointing="none")
@@ -82,27 +84,73 @@ def test_steps_that_scatter_need_a_larger_gain(trials: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("probes", "limits", "kept_s"),
+    ("winner_s", "baseline_s", "limits", "kept_s"),
     [
-        ([], {}, 0.0),
-        ([(10.0, False)], {}, 60.0),  # the finalist and the baseline, and the winner again, twice as long
-        ([(10.0, False), (30.0, False), (999.0, True)], {}, 200.0),  # of two that did not compile 20 s; four, and one
-        ([(10.0, False)] * 9, {}, 100.0),  # no more than three finalists
-        ([(10.0, False)] * 9, {"finalists": 5, "rounds": 3}, 160.0),
-        ([(40.0, True)], {}, 240.0),  # all compiled
-        ([(300.0, False)], {}, 500.0),  # at most half of the budget
+        (None, None, {}, 0.0),
+        (10.0, 10.0, {}, 36.0),  # the winner twice and the baseline, a fifth longer
+        (10.0, 20.0, {"rounds": 3}, 60.0),
+        (10.0, 300.0, {}, 24.0),  # more than a fifth of the budget: the baseline stays extrapolated
+        (90.0, 90.0, {}, 150.0),  # a share of the budget
+        (200.0, 10.0, {}, 240.0),  # or what the first of them takes
+        (400.0, 10.0, {}, 1000.0 / 3),  # but no more than a third
     ],
 )
 def test_time_is_kept_for_confirmation(
-    trials: Make, probes: list[tuple[float, bool]], limits: dict[str, int], kept_s: float
+    trials: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    winner_s: float | None,
+    baseline_s: float | None,
+    limits: dict[str, int],
+    kept_s: float,
 ) -> None:
-    for now, is_spent in ((999.0 - kept_s, False), (1000.0 - kept_s, True)):
+    monkeypatch.setattr(
+        Evaluator, "confirmation_s", lambda self, config, _: baseline_s if config == BASELINE else winner_s
+    )
+    for now, is_spent in ((999.9 - kept_s, False), (1000.1 - kept_s, True)):
         made = trials(now, **limits)
-        made._whole_probes = list(probes)
+        add_measured(made.selection, OTHER, measurement(0.5))
+        add_measured(made.selection, BASELINE, measurement(1.0))
         assert made.is_spent() is is_spent is made.is_over()
         assert made.has_ended() is (now >= 1000.0) and not made.is_done()  # the first trial runs in any case
         made.rows = [row(0, 1.0)]
         assert made.is_done() is is_spent
+
+
+@pytest.mark.parametrize(
+    ("judged", "took_s", "now", "hurried"),
+    [
+        (0, None, 999.0, False),  # nothing is known of how long they take
+        (1, 5.0, 859.0, False),  # fourteen are missing, with 5 s to compile each
+        (1, 5.0, 861.0, True),
+        (15, 5.0, 999.0, False),
+    ],
+)
+def test_a_search_is_in_a_hurry_while_it_might_not_judge_fifteen(
+    trials: Make, judged: int, took_s: float | None, now: float, hurried: bool
+) -> None:
+    made = trials(now)
+    made.rows = [row(number, 1.0) for number in range(judged)] + [row(99, None, Outcome.REFUSED)]
+    if took_s is not None:
+        made.evaluator.truncated_s[BASELINE] = took_s
+    assert made.is_hurried() is hurried
+    made.evaluator.whole_s[OTHER] = 90.0  # a tenth of the budget is for whole models
+    assert made.spare_s() == (0.0 if hurried else pytest.approx(min(10.0, 1000.0 - now)))
+
+
+def test_what_would_outlast_the_search_is_not_begun(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate with so many times the micro batch takes so many times as long."""
+    monkeypatch.setattr(
+        module,
+        "estimate_step_time",
+        lambda model, config: StepTimeEstimate(micro_s=config.micro_batch_size, rest_s=0.0, error=0.0),
+    )
+    made = start(began=0.0, budget_s=1000.0, begin=[BASELINE]).study.trials
+    made.clock = lambda: 994.0
+    made.evaluator.truncated_s = {replace(BASELINE, micro_batch_size=size): float(size) for size in (1, 2)}
+    made.rows = [row(0, 1.0)]
+    assert made.ask(SPACE.clip(replace(OTHER, micro_batch_size=8))) is None
+    proposal = made.ask()  # the baseline, of 8 too, was queued
+    assert proposal is not None and proposal.config.micro_batch_size == 4
 
 
 def test_a_stop_ends_everything(trials: Make) -> None:
@@ -119,27 +167,6 @@ def test_the_number_of_trials_counts_those_that_are_open(start: Start) -> None:
     assert not made.is_over() and made.optimizer.is_waiting()
     made.record(first, made.evaluator.evaluate(first.config, first.number))
     assert len(made.rows) == 1 and not made.is_done()
-
-
-@pytest.mark.parametrize(("compile_", "compiled"), [("none", False), ("per_layer", True)])
-def test_probes_of_whole_models_are_remembered_with_their_seconds(start: Start, compile_: str, compiled: bool) -> None:
-    def answer(request: ProbeRequest) -> ProbeResult:
-        return replace(machine(rate=by_tokens)(request), seconds={"total": 7.0})
-
-    session = start(answer, begin=[BASELINE])
-    made = session.study.trials
-    proposal = made.ask(SPACE.clip(BASELINE))
-    assert proposal is not None
-    config = replace(proposal.config, compile=compile_)
-    evaluation = made.evaluator.evaluate(config, proposal.number)
-    made.record(proposal, evaluation)
-    assert made._whole_probes == [(7.0, compiled)]
-    again = made.ask()
-    assert again is not None
-    made.record(again, replace(evaluation, reused=True))
-    assert made._whole_probes == [(7.0, compiled)]  # nothing was spent on it
-    later = start()
-    assert later.study.trials._whole_probes == [(7.0, compiled)]
 
 
 def test_the_best_succeeded_with_a_number(trials: Make) -> None:

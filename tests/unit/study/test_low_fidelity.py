@@ -11,6 +11,7 @@ import pytest
 from autotune.core.probe_types import Evidence, Measurement, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import SEEN, Extrapolation
+from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown
 from autotune.prediction.memory_predictor import MemoryEstimate, MemoryPredictor
 from autotune.study.evaluator import GATE_BAND, Evaluation, Evaluator
 from autotune.study.storage.probe_store import ProbeStore
@@ -56,6 +57,7 @@ def session(store: ProbeStore, tmp_path: Path) -> Start:
         shallow_only: bool = False,
         micro_steps: Callable[[TrainConfig], int] = lambda config: 2,
         store: ProbeStore = store,
+        formula: Callable[[TrainConfig, int], MemoryBreakdown | None] = lambda config, micro_steps: None,
     ) -> tuple[Evaluator, ReplayProber]:
         prober = ReplayProber(answers or layered(), shape=shape)
 
@@ -65,7 +67,7 @@ def session(store: ProbeStore, tmp_path: Path) -> Start:
 
         logs = tmp_path / "logs"
         shape = prober.describe({})
-        more: dict[str, Any] = {"model": "m", "shape": shape, "shallow_only": shallow_only}
+        more: dict[str, Any] = {"model": "m", "shape": shape, "shallow_only": shallow_only, "formula": formula}
         return Evaluator(prober, store, study=study, logs=logs, request=request, **more), prober
 
     return start
@@ -410,3 +412,41 @@ def test_what_was_stored_leads_to_the_same_decisions(
         then, now = first.evaluate_low_fidelity(config, 9), second.evaluate_low_fidelity(config, 9)
         assert now == then, config
     assert {type(first.evaluate_low_fidelity(config, 9)) for config in wanted} == {Evaluation, Extrapolation}
+
+
+@pytest.mark.parametrize(("need_gib", "refused"), [(100.0, False), (107.9, False), (108.1, True), (None, False)])
+def test_the_formula_refuses_what_is_far_too_large_before_anything_is_loaded(
+    session: Start, need_gib: float | None, refused: bool
+) -> None:
+    """Of 100 GiB for tensors; its error is 4 %, of which twice as much is allowed for."""
+    parts = dict.fromkeys(("adapters", "gradients", "optimizer", "activations", "logits", "workspace", "reserved"), 0.0)
+    need = None if need_gib is None else MemoryBreakdown(weights=need_gib, phase=Phase.BACKWARD, **parts)
+    evaluator, prober = session(limit_gib=100.0 + CONTEXT_GIB, formula=lambda config, micro_steps: need)
+    found = evaluator.evaluate(MIDDLE, 0, never).result
+    assert (found.outcome is Outcome.REFUSED) is refused
+    assert bool(prober.requests) is not refused
+    if refused:
+        assert found.reason == "needs 108.1 GiB of 100.0 GiB by formula" and found.oom is not None
+        assert found.oom.terms_gib == {"weights": 108.1}
+
+
+def test_what_surely_fits_by_measurement_is_not_left_to_the_formula(session: Start) -> None:
+    asked_for: list[TrainConfig] = []
+
+    def formula(config: TrainConfig, micro_steps: int) -> None:
+        asked_for.append(config)
+
+    evaluator, _ = session(formula=formula)
+    evaluator.evaluate(TWICE, 0)
+    evaluator.evaluate(HALF, 1)
+    assert asked_for == [TWICE]
+
+
+def test_a_whole_model_is_measured_if_it_fits_into_the_time_to_spare(session: Start) -> None:
+    evaluator, prober = session()
+    short = evaluator.evaluate(MIDDLE, 0, spare_s=0.0).result
+    assert (short.outcome, short.rung, short.evidence) == (Outcome.OK, Rung.SHALLOW, Evidence.EXTRAPOLATED)
+    assert short.measurement is not None and asked(prober) == [2, 8]
+    assert evaluator.truncated_s == {MIDDLE: 2 * SHORT_S} and evaluator.whole_s == {}
+    assert evaluator.evaluate(MIDDLE, 0, spare_s=30.0).result.evidence is Evidence.MEASURED
+    assert asked(prober) == [2, 8, None] and evaluator.whole_s == {MIDDLE: FULL_S}

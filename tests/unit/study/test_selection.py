@@ -525,6 +525,33 @@ def test_close_calls_are_those_that_may_win_and_the_best_of_other_cells_within_t
     )
 
 
+def test_a_baseline_that_was_only_extrapolated_is_still_compared_with():
+    made = Selection(SUBJECT)
+    extrapolated(made, SLOW, 1.0)
+    add_measured(made, FAST, steady(0.5))
+    made.confirm(FAST, steady(0.5))
+    recipe = made.recipe(FINGERPRINT)
+    assert recipe.baseline.config == SLOW
+    assert (recipe.winner.evidence, recipe.speedup_evidence) == (Evidence.MEASURED, Evidence.EXTRAPOLATED)
+    assert recipe.caveats == ("the baseline was not probed at full depth: the speed-up rests on a few layers of it",)
+    made.confirm(SLOW, steady(1.0))
+    recipe = made.recipe(FINGERPRINT)
+    assert recipe.speedup_evidence is Evidence.MEASURED and recipe.caveats == ()
+
+
+def test_who_was_extrapolated_and_not_pruned_may_win():
+    """No time was left to measure it: it is a finalist, and the winner where the study ends there."""
+    made, near = Selection(SUBJECT), replace(FAST, compile="per_layer")
+    add_measured(made, SLOW, steady(1.0))
+    made.add_result(result(near, measurement=steady(0.4), evidence=Evidence.EXTRAPOLATED))
+    assert made.finalists(3) == [near, SLOW]
+    recipe = made.recipe(FINGERPRINT)
+    assert recipe.winner.config == near
+    assert recipe.caveats == (
+        "the winner was not probed at full depth: its numbers are extrapolated from a few layers",
+    )
+
+
 @pytest.mark.parametrize(("error", "kept"), [(0.04, True), (0.03, False)])
 def test_what_cannot_win_is_pruned_with_the_speed_that_it_needs(error, kept):
     """FAST does 8 x 1,024 tokens in 0.5 s, so 16,384 a second. 0.52 s is 4 % more."""

@@ -1,0 +1,75 @@
+"""How long a probe of a whole model will take, before it begins: from probes of a few of its layers, or an earlier one.
+
+Loading and a micro batch are linear in the number of layers. The lead and the first round take as long as they did,
+times the ratio of the micro batches: the lead may train on longer rows than the others. Whole rounds are timed; the
+first counts where all rows are equally long.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field, replace
+
+from autotune.core.probe_types import Measurement, ModelShape, ProbeRequest, ProbeResult
+from autotune.core.train_config import TrainConfig
+from autotune.probe.schedule import Schedule
+
+WHOLE = 0  # the depth of a whole model here
+FIRST_MICROS = 12  # at most so many average micro batches are in lead and first round; the rest of their time compiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probed:
+    """Seconds of a micro batch on average, and of the lead and the first round, with so many in a step."""
+
+    micro_s: float
+    first_s: float
+    micro_steps: int
+
+
+@dataclass(slots=True)
+class ProbeTimes:
+    """What the probes of one model took, by configuration and depth. `shape` says how many layers it has."""
+
+    shape: ModelShape | None
+    _probed: dict[TrainConfig, dict[int, _Probed]] = field(default_factory=dict)
+    _loads_s: dict[int, float] = field(default_factory=dict)  # the longest by depth: a model may be there already
+
+    def learn(self, result: ProbeResult, measurement: Measurement) -> None:
+        """Take over what a successful probe took."""
+        seconds, depth, steps = result.seconds, result.depth or WHOLE, measurement.micro_steps
+        if "total" not in seconds:
+            return
+        micro_s = statistics.fmean(measurement.micro_step_s)
+        first_s = seconds.get("first_step", seconds["total"])
+        if result.config.compile != "none":  # compiled code is there the next time
+            first_s = min(first_s, FIRST_MICROS * micro_s)
+        probed = _Probed(micro_s=micro_s, first_s=first_s, micro_steps=steps)
+        self._probed.setdefault(result.config, {})[depth] = probed
+        self._loads_s[depth] = max(self._loads_s.get(depth, 0.0), seconds.get("load", 0.0))
+
+    def whole_s(self, request: ProbeRequest) -> float | None:
+        """Seconds of a probe of the whole model; None where nothing is known of the configuration."""
+        probed = self._probed.get(request.config, {})
+        known = probed.get(WHOLE) or (probed[max(probed)] if probed else None)
+        if known is None:
+            return None
+        micros = {depth: one.micro_s for depth, one in probed.items()}
+        micro_s = micros[WHOLE] if WHOLE in micros else self._line(micros)
+        schedule, steps = Schedule.of(request), request.micro_steps
+        then = Schedule.of(replace(request, micro_steps=known.micro_steps))
+        ratio = len(schedule.lead + schedule.round) * steps / (len(then.lead + then.round) * known.micro_steps)
+        first_s = known.first_s * micro_s / known.micro_s * ratio
+        each = len(schedule.round) * steps
+        num_rounds = math.ceil(max(request.min_timed_s / micro_s, request.min_timed_micros) / each)
+        timed_s = (num_rounds - (not schedule.uneven)) * each * micro_s
+        load_s = self._loads_s[WHOLE] if WHOLE in self._loads_s else self._line(self._loads_s)
+        return load_s + first_s + timed_s
+
+    def _line(self, by_depth: dict[int, float]) -> float:
+        """The value of the whole model on the line through two depths; in proportion where there is one."""
+        num_layers, wide = self.shape.num_layers if self.shape else max(by_depth), max(by_depth)
+        shallow = min(by_depth)
+        if shallow == wide:
+            return by_depth[wide] * num_layers / wide
+        slope = (by_depth[wide] - by_depth[shallow]) / (wide - shallow)
+        return by_depth[wide] + max(slope, 0.0) * (num_layers - wide)

@@ -1,0 +1,65 @@
+"""How long whole models are predicted to take, from probes whose times are known."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotune.core.probe_types import ModelShape, ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.study.probe_time import ProbeTimes
+from tests.helpers.factories import measurement, result
+
+CONFIG = TrainConfig()
+REQUEST = ProbeRequest(config=CONFIG, model={}, memory_gib=80.0)  # two micro batches a step, timed for a second
+
+
+def learned(*probes: tuple[int | None, float, dict[str, float]], config: TrainConfig = CONFIG) -> ProbeTimes:
+    """Of a model of 32 layers, from (depth, seconds of a micro batch, seconds of the parts)."""
+    times = ProbeTimes(ModelShape(num_layers=32, prefix=0, period=1))
+    for depth, micro_s, seconds in probes:
+        measured = measurement(micro_s, micro_step_s=(micro_s,))
+        times.learn(result(config, depth=depth, measurement=measured, seconds={"total": 9.0} | seconds), measured)
+    return times
+
+
+def test_nothing_known_is_none() -> None:
+    assert learned().whole_s(REQUEST) is None
+    assert learned((2, 1.0, {})).whole_s(replace(REQUEST, config=replace(CONFIG, lora_rank=8))) is None
+
+
+def test_loads_and_micro_batches_are_lines_over_depth() -> None:
+    """At 32 layers a load takes 7 s and a micro batch 3.2 s, four of which make the first two steps."""
+    times = learned((2, 0.2, {"load": 1.0, "first_step": 0.8}), (8, 0.8, {"load": 2.2, "first_step": 3.2}))
+    assert times.whole_s(REQUEST) == pytest.approx(7.0 + 12.8)
+    # Four micro batches a step double the first steps; of twelve timed ones four are among these.
+    longer = replace(REQUEST, micro_steps=4, min_timed_micros=12)
+    assert times.whole_s(longer) == pytest.approx(7.0 + 25.6 + 8 * 3.2)
+
+
+def test_the_longest_rows_of_the_first_step_count() -> None:
+    times = learned((2, 0.2, {"first_step": 1.6}), (8, 0.8, {"first_step": 6.4}))
+    assert times.whole_s(REQUEST) == pytest.approx(25.6)
+
+
+def test_short_micro_batches_are_timed_for_a_second() -> None:
+    assert learned((None, 0.01, {"load": 1.0, "first_step": 0.04})).whole_s(REQUEST) == pytest.approx(2.02)
+
+
+@pytest.mark.parametrize(("changes", "first_s"), [({}, 30.0), ({"compile": "per_layer"}, 12.0)])
+def test_what_was_compiled_is_there_the_next_time(changes: dict[str, Any], first_s: float) -> None:
+    config = replace(CONFIG, **changes)
+    times = learned((None, 1.0, {"first_step": 30.0}), config=config)
+    assert times.whole_s(replace(REQUEST, config=config)) == pytest.approx(first_s)
+
+
+def test_a_whole_model_outranks_a_part_and_a_longer_load_a_shorter_one() -> None:
+    whole = (None, 2.0, {"load": 5.0, "first_step": 8.0})
+    times = learned((2, 0.1, {}), (8, 0.4, {}), whole, (None, 2.0, {"load": 0.0, "first_step": 8.0}))
+    assert times.whole_s(REQUEST) == pytest.approx(5.0 + 8.0)
+
+
+def test_what_another_study_answered_has_no_times() -> None:
+    times = ProbeTimes(None)
+    times.learn(result(CONFIG, seconds={}), measurement())
+    assert times.whole_s(REQUEST) is None
