@@ -168,6 +168,8 @@ class Display(AbstractContextManager["Display"]):
         self._print("\n".join(["", *_side_by_side(candidates(summary)), ""]))
         lead = ", ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
         self._field("speed-up", lead, "bold" if recipe.differs else None)
+        if made_of := describe.factors(summary.decomposition):
+            self._field("factors", made_of)
         self._field("evidence", describe.evidence(winner))
         self._field("full run", describe.full_run(winner.cost))
         self._field("numerics", recipe.numerics)

@@ -18,6 +18,7 @@ from autotune.export.header import has_published_weights
 from autotune.problem.run_cost import CostProjection
 from autotune.problem.workload import Workload
 from autotune.study.ablation import AblatedKnob, Ablation
+from autotune.study.decomposition import Decomposition
 from autotune.study.summary import Candidate, Learned, Recipe, StudySummary, TrialRecord, Verification
 
 # The name of each outcome for people.
@@ -98,6 +99,12 @@ def speed_up_range(recipe: Recipe) -> str:
         return ""
     low, high = recipe.speedup_interval
     return f"{low:.2f} to {high:.2f} times its {fmt_count(recipe.baseline.performance.tokens_per_second)} tokens/s"
+
+
+def factors(decomposition: Decomposition | None) -> str:
+    """'padding or packing 3.10, compilation 1.22', which multiply to the speed-up; factors of 1.00 are left out."""
+    parts = [(one.name, f"{one.factor:.2f}") for one in decomposition.factors] if decomposition else []
+    return ", ".join(f"{name} {factor}" for name, factor in parts if factor != "1.00")
 
 
 def intervals(candidate: Candidate) -> str:

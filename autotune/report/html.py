@@ -72,6 +72,8 @@ def stats(recipe: Recipe, summary: StudySummary) -> tuple[Stat, ...]:
     text = {name: number.text for name, number in describe.numbers(winner).items()}
     evidence = recipe.speedup_evidence
     speedup = ": ".join(filter(None, (describe.speed_up(recipe), describe.speed_up_range(recipe))))
+    if made_of := describe.factors(summary.decomposition):
+        speedup += f"; {made_of}"
     usd = describe.usd_range(cost) if cost.interval_usd else "no price is known"
     # A duration is not broken across lines.
     hours = describe.hours_range(cost).replace(" ", "\u00a0").replace("\u00a0to\u00a0", " to ")

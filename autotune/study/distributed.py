@@ -127,7 +127,7 @@ class SharedTrials:
             other = self.untried() if wanted is None else None
             return None if other is None else self.ask(other)
         self._open[proposal.number] = digest
-        if self.rows and self._lasting()(proposal.config) > self.search_s():
+        if self.rows and self.lasting()(proposal.config) > self.search_s():
             self.optimizer.withdraw(proposal.number)
             self.coordinator.drop(self._open.pop(proposal.number))
             other = self.untried() if wanted is None else None
@@ -186,7 +186,7 @@ class SharedTrials:
         which the space must have.
         """
         best = self.best()
-        space, lasts_s, most_s = self.task.space, self._lasting(), self.search_s() - keep_s
+        space, lasts_s, most_s = self.task.space, self.lasting(), self.search_s() - keep_s
         seen = self.coordinator.taken() | self.digests() | set(self._open.values())
         for name, value in pinned.items():
             space = space.pin(name, value)
@@ -320,7 +320,7 @@ class SharedTrials:
         """How many candidates are missing to MANY."""
         return max(MANY - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open), 0)
 
-    def _lasting(self) -> Callable[[TrainConfig], float]:
+    def lasting(self) -> Callable[[TrainConfig], float]:
         """How many seconds truncated models of a candidate should take; 0 for what is known, or cannot be told.
 
         This is a line through those judged so far, over the time of a micro batch by formula.

@@ -6,12 +6,13 @@ from autotune.core.probe_types import ProbeResult, Rung
 from autotune.problem.performance import margins
 from autotune.problem.run_cost import DeviceEstimate
 from autotune.problem.task import Task
+from autotune.study.decomposition import Decomposition
 from autotune.study.evaluator import Evaluation
 from autotune.study.optimizer import FinishedTrial
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import StoredProbe
 from autotune.study.storage.study_record import StudyRecord
-from autotune.study.summary import Candidate, StudySummary, TrialRecord
+from autotune.study.summary import Candidate, Recipe, StudySummary, TrialRecord
 
 # What a configuration takes on other devices, with the share of their memory that stays free.
 Cards = Callable[[Selection, Candidate, float], tuple[DeviceEstimate, ...]]
@@ -103,7 +104,14 @@ def summarize(
         quality=quality,
         verification=record.verification,
         explanation=record.ablation if recipe and record.ablation and record.ablation.of(recipe.config) else None,
+        decomposition=record.decomposition if recipe and _is_of(record.decomposition, recipe) else None,
         notes=tuple(notes),
         dataset=record.spec.dataset,
         split=record.spec.split,
     )
+
+
+def _is_of(decomposition: Decomposition | None, recipe: Recipe) -> bool:
+    """Whether these are the factors of this speed-up: its winner may have changed since."""
+    baseline = recipe.baseline and recipe.baseline.config
+    return decomposition is not None and (decomposition.winner, decomposition.baseline) == (recipe.config, baseline)

@@ -17,7 +17,7 @@ from typing import Any, Self
 from zlib import crc32
 
 from autotune.catalog import DeviceSpec
-from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
 from autotune.core.probe_types import Fingerprint, ModelShape
 from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
@@ -29,6 +29,7 @@ from autotune.problem.setup import Setup, adapt_to_layers, open_reserve
 from autotune.problem.target import IGNORED_GIB, find_target
 from autotune.problem.task import Task
 from autotune.study.ablation import Ablation, ablate
+from autotune.study.decomposition import Decomposition, decompose
 from autotune.study.distributed import SharedTrials
 from autotune.study.evaluator import Evaluator
 from autotune.study.feasibility import find_feasible
@@ -266,6 +267,7 @@ class Leader:
                 self.trials.sync(reap=True)
                 if not stop() and not spec.shallow_only:
                     study.confirm()
+                self.update(decomposition=self._decompose(evaluator))
             except (TooManyFailures, EnvironmentProblem) as error:
                 self.failure = error
             except KeyboardInterrupt:  # of a caller that does not handle signals, such as a notebook
@@ -274,6 +276,28 @@ class Leader:
                 self.update(phase=StudyPhase.ENDED, too_short_for=() if stop() else self.trials.too_short_for)
                 self.trials.reap()
                 self.update()
+
+    def _decompose(self, evaluator: Evaluator) -> Decomposition | None:
+        """What the speed-up consists of, as far as truncated models show it in the time that is left."""
+        trials, recipe = self.trials, self.trials.selection.recipe(self._fingerprint)
+        if recipe is None or recipe.baseline is None or recipe.speedup is None:
+            return None
+        shallow = evaluator.shape is not None and depths(evaluator.shape, recipe.config.checkpoint_every) is not None
+        # Stored under another name, as `explain` does.
+        apart = replace(evaluator, study=f"{trials.task.study}, explained", shallow_only=shallow)
+        lasts_s = trials.lasting()
+
+        def speed(config: TrainConfig) -> float | None:
+            probed = config in evaluator.truncated_s or config in evaluator.whole_s
+            if not probed and (trials.has_ended() or lasts_s(config) > trials.left_s()):
+                return None
+            try:
+                measured = apart.evaluate(config, None).result.measurement
+            except (Cancelled, TooManyFailures, ValueError):  # ValueError: its rows do not divide the global batch
+                return None
+            return None if measured is None else trials.task.performance(config, [measured]).tokens_per_second
+
+        return decompose(recipe.config, recipe.baseline.config, recipe.speedup, speed)
 
     def _on_trial(self, row: TrialRecord) -> None:
         self.on_trial(row)

@@ -13,6 +13,7 @@ from autotune.problem.run_cost import CostProjection, DeviceEstimate
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import RunShape, Workload
 from autotune.study.ablation import Ablation
+from autotune.study.decomposition import Decomposition
 
 COST_KEYS = (
     *("usd_per_hour", "cost_per_1000_samples_usd", "full_run_hours", "full_run_usd"),
@@ -263,6 +264,7 @@ class StudySummary:
     quality: Quality | None = None
     verification: Verification | None = None
     explanation: Ablation | None = None
+    decomposition: Decomposition | None = None
     notes: tuple[str, ...] = ()
     dataset: str | None = None  # the user's examples, as they were named
     split: str | None = None
@@ -344,6 +346,7 @@ def summary_data(summary: StudySummary, out_dir: str) -> dict[str, Any]:
         "speedup": recipe.speedup if recipe else None,
         "speedup_interval": recipe.speedup_interval if recipe else None,
         "speedup_evidence": recipe.speedup_evidence.value if recipe and recipe.baseline else None,
+        "speedup_factors": to_data(summary.decomposition.factors) if summary.decomposition else None,
         "reason": recipe.reason if recipe else None,
         "trials": summary.counts(),
         "probe_seconds": summary.probe_seconds,

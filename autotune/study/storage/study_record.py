@@ -16,6 +16,7 @@ from autotune.core.units import fmt_difference
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.ablation import Ablation
+from autotune.study.decomposition import Decomposition
 from autotune.study.summary import Quality, Verification
 
 SCHEMA_VERSION = 2  # 1 was a dictionary named "facts", without a version in it
@@ -79,6 +80,7 @@ class StudyRecord:
     verification: Verification | None = None
     too_short_for: tuple[str, ...] = ()  # what the budget of the last session was too short for
     ablation: Ablation | None = None
+    decomposition: Decomposition | None = None
 
     @property
     def others_seconds(self) -> float:

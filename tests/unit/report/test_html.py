@@ -10,6 +10,7 @@ import pytest
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.report import describe, render, style
 from autotune.report.html import script_json, stats
+from autotune.study.decomposition import Decomposition, Factor
 from autotune.study.summary import Recipe, StudySummary
 from tests.helpers.factories import FINGERPRINT, summary
 
@@ -56,6 +57,20 @@ def test_a_ratio_to_a_baseline_that_was_not_measured_as_a_whole_is_labelled(stud
     weaker = replace(recipe, baseline=replace(recipe.baseline, evidence=Evidence.EXTRAPOLATED))
     assert describe.speed_up(weaker) == f"{describe.speed_up(recipe)} (extrapolated)"
     assert stats(weaker, study)[0].evidence is Evidence.EXTRAPOLATED
+
+
+def test_the_speed_up_says_what_it_consists_of(study: StudySummary) -> None:
+    recipe = recipe_of(study)
+    assert recipe.baseline is not None
+    parts = {"padding or packing": 1.6, "batch": 1.0, "compilation": 1.25}
+    made = Decomposition(
+        winner=recipe.config,
+        baseline=recipe.baseline.config,
+        factors=tuple(Factor(name=name, factor=factor) for name, factor in parts.items()),
+    )
+    assert stats(recipe, replace(study, decomposition=made))[0].note.endswith(
+        "; padding or packing 1.60, compilation 1.25"
+    )
 
 
 @pytest.mark.parametrize(

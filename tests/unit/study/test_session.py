@@ -1,5 +1,6 @@
 """A process's part in a study, with recorded probes: what a leader keeps of it, who may join, and what ends it."""
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -13,6 +14,7 @@ from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
 from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.problem.study_spec import StudySpec
 from autotune.study import session as session_module
+from autotune.study.decomposition import WHOLE
 from autotune.study.optimizer import Optimizer
 from autotune.study.preparation import prepare_session
 from autotune.study.progress import TextProgress
@@ -21,6 +23,7 @@ from autotune.study.storage.leases import Leases, Worker
 from autotune.study.storage.optuna_storage import read_record
 from autotune.study.storage.study_record import Limits, StudyPhase, StudyRecord, update_record
 from tests.helpers.factories import FINGERPRINT, result
+from tests.helpers.layered import SHAPE, layered
 from tests.helpers.replay import Answers, ReplayProber, machine
 from tests.helpers.sessions import by_tokens
 
@@ -116,6 +119,18 @@ def test_a_leader_keeps_the_record_of_its_study(tmp_path: Path) -> None:
     summary = read_summary(made, URL, nowhere)
     assert summary.recipe is not None and summary.recipe.config == leader.trials.selection.leader()
     assert len(summary.trials) == 3 and summary.wall_seconds >= made.wall_seconds
+
+
+def test_a_leader_says_what_the_speed_up_consists_of(recorded: type[Recorded]) -> None:
+    recorded.shape, recorded.answers = SHAPE, staticmethod(layered(by_tokens, slower=1.02))
+    leader = lead(trials=8)
+    summary = read_summary(record(), URL, nowhere)
+    recipe, made = summary.recipe, summary.decomposition
+    assert recipe is not None and made is not None and recipe.config == leader.trials.selection.leader()
+    assert (made.winner, made.baseline) == (recipe.config, recipe.baseline and recipe.baseline.config)
+    assert math.prod(one.factor for one in made.factors) == pytest.approx(recipe.speedup)
+    by_name = {one.name: one.factor for one in made.factors}
+    assert by_name == pytest.approx({"recomputation": 1 / 0.7, WHOLE: 1.0})
 
 
 def test_a_later_session_goes_on_where_the_first_ended() -> None:
