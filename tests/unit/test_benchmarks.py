@@ -123,6 +123,13 @@ def test_searches_take_as_long_as_the_result_says(monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("long_tails", monkeypatch)
+    lengths = module.long_tailed_lengths()
+    assert lengths == module.long_tailed_lengths() and len(lengths) == 3000
+    assert sum(lengths) / 3000 == pytest.approx(376, abs=0.5) and max(lengths) == 4096 and min(lengths) >= 16
+
+
 @pytest.mark.parametrize(("name", "text"), SAID)
 def test_the_documents_say_what_was_measured(name: str, text: str) -> None:
     evidence = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split()).replace(" %", "%")
