@@ -20,7 +20,8 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import performance
 from autotune.problem.workload import Workload
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def save(

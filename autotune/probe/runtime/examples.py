@@ -166,9 +166,9 @@ class Encoder:
         self.tokenizer = tokenizer
         self.loss_on = loss_on
         template = tokenizer.chat_template
-        self._template = template.get("default") if isinstance(template, dict) else template
+        self._template = (template.get("default") if isinstance(template, dict) else template) or ""
         # Such a template says itself what the assistant says.
-        self._is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template or ""))
+        self._is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template))
 
     def encode(self, rows: Iterable[Located]) -> Iterator[list[int]]:
         """Yield the tokens of each row. Raises BadDataset, which names the row."""
@@ -180,7 +180,7 @@ class Encoder:
         examples: list[list[int]] = [[] for _ in batch]
         texts: dict[bool, list[tuple[int, str, Ranges | None]]] = {False: [], True: []}
         for index, (where, row) in enumerate(batch):
-            form = parsed(where, row, has_template=self._template is not None)
+            form = parsed(where, row, has_template=bool(self._template))
             try:
                 if isinstance(form, Chat) and self._is_marked and self._range_of(form) == "assistant":
                     examples[index] = self._by_marks(form)

@@ -81,7 +81,8 @@ def test_alpaca_has_its_own_prompt_without_a_chat_template(tokenizer: Any) -> No
     row = {"instruction": "one", "input": "three", "output": "two"}
     start = ALPACA.format(given=", paired with an input that provides further context")
     expected = f"{start}\n\n### Instruction:\none\n\n### Input:\nthree\n\n### Response:\n[two</s>]"
-    assert shown(tokenizer, row, chat_template=None) == expected
+    for none in (None, ""):
+        assert shown(tokenizer, row, chat_template=none) == expected
 
 
 def test_the_loss_is_where_the_user_wants_it(tokenizer: Any) -> None:
