@@ -83,11 +83,15 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
         most = psutil.Process().memory_info().data + int(DESCRIBED_GIB * GIB)
         resource.setrlimit(resource.RLIMIT_DATA, (most, limits[1]))
         send(event="described", shape=to_data(describe(model)))
-    except MemoryError:
-        send(event="broken", reason=f"without weights it takes more than {DESCRIBED_GIB} GiB")
     except Exception as error:
-        traceback.print_exc()
-        send(event="broken", reason=" ".join(str(error).split())[:300] or type(error).__name__)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        # Where memory runs out, CPython may also lose the error, and torch passes on that of C++.
+        if isinstance(error, (MemoryError, SystemError)) or "bad_alloc" in reason:
+            reason = f"without weights it takes more than {DESCRIBED_GIB} GiB"
+        else:
+            traceback.print_exc()
+        send(event="broken", reason=reason)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
 
