@@ -43,11 +43,27 @@ def _run_round(trials: SharedTrials, round_: int, entries: list[TrainConfig], li
             return False
         if not confirmed:
             entries.remove(config)
+            smaller = _smaller_baseline(trials, config)
             finalists = trials.selection.finalists(len(entries) + 1)
             next_best = [finalist for finalist in finalists if finalist not in entries][:1]
-            entries += next_best
-            waiting += next_best
+            entries += smaller or next_best
+            waiting += smaller or next_best
     return True
+
+
+def _smaller_baseline(trials: SharedTrials, failed: TrainConfig) -> list[TrainConfig]:
+    """The next smaller baseline, if that was the last one known: it was screened on a few layers, and did not fit."""
+    baselines = trials.task.baselines()
+    if failed not in baselines or trials.selection.baseline() is not None:
+        return []
+    for smaller in baselines[baselines.index(failed) + 1 :]:
+        try:
+            trials.selection.add_result(trials.evaluator.evaluate(smaller, None, spare_s=0.0).result)
+        except Cancelled:
+            break
+        if trials.selection.baseline() is not None:
+            return [smaller]
+    return []
 
 
 def _settle_disagreements(trials: SharedTrials, entries: list[TrainConfig]) -> int:

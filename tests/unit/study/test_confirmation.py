@@ -112,7 +112,7 @@ def test_finalists_and_baseline_once_then_whoever_may_win(
         # In the second round: who joins then is measured once more, as it leads.
         ({A: 1000.0, B: 700.0, C: 900.0}, {A: (1000.0, Outcome.OOM), C: (Outcome.OOM,)}, 2, "A1+ B1 C1 A2 B3+"),
         ({A: 1000.0, C: 950.0, B: 700.0, D: 900.0}, {A: (1000.0, Outcome.OOM)}, 2, "A1+ B1 C1 A2 D2+ C3+"),
-        ({A: 1000.0, C: 900.0, B: 700.0}, {A: (Outcome.OOM,), C: (Outcome.OOM,), B: (Outcome.OOM,)}, 2, "A1+ B1 C1"),
+        ({A: 1000.0, C: 900.0, D: 700.0}, {A: (Outcome.OOM,), C: (Outcome.OOM,), D: (Outcome.OOM,)}, 2, "A1+ C1 D1"),
     ],
 )
 def test_a_finalist_that_fails_is_replaced_by_the_next_best(
@@ -124,6 +124,14 @@ def test_a_finalist_that_fails_is_replaced_by_the_next_best(
 ) -> None:
     session, _ = searched(start, search, again, rounds=rounds, finalists=2)
     assert " ".join(confirmed(session)) == order
+
+
+def test_a_baseline_that_does_not_fit_after_all_is_replaced_by_a_smaller_one(start: Start) -> None:
+    session, _ = searched(start, {A: 1000.0, B: 700.0}, {B: (Outcome.OOM,)}, rounds=1, finalists=1)
+    session.study.confirm()
+    smaller = replace(B, micro_batch_size=4)
+    assert [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM] == [A, B, smaller]
+    assert session.study.trials.selection.baseline() == smaller
 
 
 @pytest.mark.parametrize(
