@@ -274,7 +274,7 @@ class SharedTrials:
 
     def is_spent(self) -> bool:
         """Whether the rest of the budget is needed for confirmation, or too short for one more candidate."""
-        took = self.evaluator.truncated_s.values()
+        took = self.evaluator.truncated_s.values() or self.evaluator.whole_s.values()
         return self.search_s() <= (statistics.median(took) if took else 0.0)
 
     def is_over(self) -> bool:

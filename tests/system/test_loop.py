@@ -111,9 +111,9 @@ def test_a_budget_that_sufficed_was_not_too_short(start: Start) -> None:
     assert whole(start, trials=6).summary().notes == ()
 
 
-@pytest.mark.parametrize(("probe_s", "trials"), [(1000.0, 1), (1.0, 4)])
+@pytest.mark.parametrize(("probe_s", "trials"), [(4000.0, 1), (1.0, 4)])
 def test_the_budget_reserves_time_for_confirmation(start: Start, probe_s: float, trials: int) -> None:
-    """4,000 s of 10,000 s are left: enough for trials of a second, but for only one of 1,000 s."""
+    """4,000 s of 10,000 s are left: enough for trials of a second, but for only one of 4,000 s."""
     answers = machine(rate=by_tokens)
 
     def slow(request: ProbeRequest) -> ProbeResult:
