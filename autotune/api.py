@@ -384,9 +384,8 @@ def _compare_quality(leader: "Leader", recipe: Recipe) -> dict[str, Quality]:
     assert plan.spec.dataset is not None
     dataset = Path(plan.spec.dataset).expanduser()
     try:
-        quality = compare(
-            recipe, leader.finalists(), dataset, plan.spec.split, plan.out, session.progress.say, session.stop
-        )
+        say, split = session.progress.say, plan.spec.split
+        quality = compare(recipe, leader.finalists(), dataset, plan.out, say, session.stop, split=split)
     except (UsageError, OSError) as error:
         session.progress.note(f"--quality could not run: {error}", "yellow")
         return {}

@@ -48,10 +48,11 @@ def compare(
     recipe: Recipe,
     others: list[Candidate],
     dataset: Path,
-    split: str | None,
     out: Path,
     say: Callable[[str], None],
     should_stop: Callable[[], bool],
+    *,
+    split: str | None = None,
 ) -> Quality:
     """Train the winner, the baseline and the other finalists, and report their held-out losses.
 

@@ -295,7 +295,7 @@ def test_all_finalists_train_on_the_same_sample(
 
     monkeypatch.setattr(script, "export", export)
     said: list[str] = []
-    found = quality.compare(made, [made.winner, *others], data, None, tmp_path, said.append, lambda: False)
+    found = quality.compare(made, [made.winner, *others], data, tmp_path, said.append, lambda: False)
     assert (found.steps, found.trained_on, found.held_out) == (11, 44, 5)
     configs = [made.winner.config, made.baseline.config, others[0].config, others[1].config]
     assert [one.config for one in found.learned] == configs and lengths == [11] * 4
@@ -319,7 +319,7 @@ def test_all_finalists_train_on_the_same_sample(
     assert said[0].startswith("learning, 1 of 4: ") and len(said) == 4
     assert found.learned[0].full_run_hours == made.winner.cost.full_run_hours and found.learned[0].seconds > 0
     assert not (tmp_path / ".quality").exists()
-    stopped = quality.compare(made, others, data, None, tmp_path, said.append, lambda: True)
+    stopped = quality.compare(made, others, data, tmp_path, said.append, lambda: True)
     assert stopped.learned == ()
 
 
