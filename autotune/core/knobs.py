@@ -35,6 +35,8 @@ class KnobSpec:
             `depth_error` the error of a time extrapolated from few layers, `learning` what the model learns.
         active_when: The value that each of these other knobs must have for this one to have an effect.
         never_with: The values of other knobs with which this one has no effect.
+        inactive: The value of the knob where it has no effect; the default if left out.
+        impossible_with: For a value those of other knobs with which it is impossible: the next choice takes its place.
         listed_when_inactive: Whether the data form of a configuration has the knob although it has no effect. A change
             would change digests, and stored probes would not be found again.
         required: The message where the knob is active and its value is None.
@@ -62,6 +64,8 @@ class KnobSpec:
     distance_weight: float = 0.5
     active_when: Mapping[str, Any] = field(default_factory=dict)
     never_with: Mapping[str, Any] = field(default_factory=dict)
+    inactive: Any = None
+    impossible_with: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
     listed_when_inactive: bool = False
     required: str | None = None
     choices: tuple[Any, ...] = ()
@@ -85,7 +89,7 @@ class KnobSpec:
     @property
     def inactive_value(self) -> Any:
         """What the knob is set to when it has no effect."""
-        return None if self.required else self.default
+        return None if self.required else self.default if self.inactive is None else self.inactive
 
     @property
     def kind(self) -> Kind:
@@ -110,6 +114,12 @@ class KnobSpec:
         if any(values[name] == excluded for name, excluded in self.never_with.items()):
             return False
         return all(values[name] == wanted for name, wanted in self.active_when.items())
+
+    def possible(self, value: Any, values: Mapping[str, Any]) -> Any:
+        """The value itself, or the next choice that is possible with these values of all knobs."""
+        while any(values[name] == excluded for name, excluded in self.impossible_with.get(value, {}).items()):
+            value = self.choices[self.choices.index(value) + 1]
+        return value
 
     def speed_rank(self, value: Any) -> Any:
         """A key by which the fastest value sorts first. Equal for all values where no order is known."""

@@ -272,6 +272,7 @@ class Measurement:
     host_micro_s: float | None = None
     host_share: float | None = None
     time_error: float = 0.0
+    warm_s: float | None = None  # what the steps before the timed ones take where nothing has to be loaded or compiled
     row_length: int | None = None  # tokens of the longest rows, padding included
     evaluation_s: float | None = None
     checkpoint_s: float | None = None

@@ -35,6 +35,8 @@ class TrainConfig:
     loss: str = KNOBS["loss"].default
     kernels: str = KNOBS["kernels"].default
     packing: bool = KNOBS["packing"].default
+    padding: str = KNOBS["padding"].default
+    group_by_length: bool = KNOBS["group_by_length"].default
     dora: bool = KNOBS["dora"].default
     rslora: bool = KNOBS["rslora"].default
     loader_workers: int = KNOBS["loader_workers"].default
@@ -50,10 +52,12 @@ class TrainConfig:
                 raise ValueError(knob.required)
             else:
                 knob.check(values[name])
+                values[name] = knob.possible(values[name], values)
+                object.__setattr__(self, name, values[name])
 
     @property
     def tokens(self) -> int:
-        """Tokens in a micro batch, padding included."""
+        """Tokens in a micro batch of full rows."""
         return self.micro_batch_size * self.seq_len
 
     @property
@@ -106,6 +110,7 @@ class TrainConfig:
 
     def label(self) -> str:
         """One short line: 'lora r16 4x1024 bf16_mixed ckpt-full adamw_torch_fused'."""
+        values = {name: getattr(self, name) for name in KNOBS}
         variant = ("rs" if self.rslora else "") + ("dora" if self.dora else "lora")
         parts = [f"{variant} r{self.lora_rank}" if self.method == "lora" else "full"]
         if self.quantization != "none":
@@ -113,8 +118,8 @@ class TrainConfig:
         size = f"{self.micro_batch_size}x{self.seq_len}"
         parts += [size, self.precision, f"ckpt-{self.checkpointing}", self.optimizer]
         for knob in sorted(KNOBS.values(), key=lambda knob: knob.tag_order):
-            value = getattr(self, knob.name)
-            if knob.tag is not None and value != knob.default:
+            value = values[knob.name]
+            if knob.tag and value != knob.possible(knob.default, values) and knob.is_active(values):
                 parts.append(knob.tag.format(value))
         return " ".join(parts)
 

@@ -6,6 +6,7 @@ reason from the table, or else as a knob that the tool has no key for.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,8 +91,10 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "report_to": report_to,
         # LLaMA-Factory and torchtune read their files with OmegaConf, which fills in what stands in ${...}.
         "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
-        "unusual_seq_len": config.seq_len if config.seq_len % 64 else None,  # Axolotl pads to multiples of 64
-        "row_length": config.tokens if config.packing else config.seq_len,  # TRL makes packed rows a single row
+        # Where it fills rows, Axolotl does so to multiples of 64.
+        "unusual_seq_len": config.seq_len if config.padding == "max_length" and config.seq_len % 64 else None,
+        "fills_rows": config.padding == "max_length",  # with padding or with other examples
+        "padded_multiple": _padded_multiple(recipe),
         "attention": attention,
         "other_attention": attention != config.attention,
         "checkpoint_every": config.checkpoint_every,
@@ -101,6 +104,15 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "needs_liger": config.kernels == "liger" or config.loss == "chunked",
         "probed_with_trl": recipe.trainer == "trl",
     }
+
+
+def _padded_multiple(recipe: Recipe) -> int | None:
+    """A length whose multiples are as few as the lengths that were measured; None where every length occurs."""
+    config = recipe.config
+    if config.packing:  # TRL makes packed rows a single row
+        return config.tokens if config.compile == "per_layer" else None
+    lengths = recipe.workload.padded_lengths(config)
+    return math.ceil(lengths[-1] / len(lengths)) if lengths else None
 
 
 def attention_of(tool: str, config: TrainConfig) -> str:

@@ -19,7 +19,7 @@ from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, RunSe
 from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 
-SAMPLED = 16  # lengths that stand for all of them
+SAMPLED = 256  # lengths that stand for all of them, and for the longest of each micro batch
 ENCODING = "# -*- coding: utf-8 -*-\n"  # in the first line: the second is then no place for another one
 SCRIPT = '''\
 """Fine-tune with exactly the configuration that was measured. For its options: python train.py --help
@@ -71,7 +71,9 @@ def settings(recipe: Recipe) -> RunSettings:
     about = summary_lines(recipe)
     if recipe.trainer != "transformers":
         about.append("Measured with TRL's SFTTrainer, not with this script: its speed and its peak differ.")
-    lengths = recipe.workload.lengths.sample(SAMPLED, config.seq_len)
+    workload = recipe.workload
+    lengths = workload.lengths.sample(SAMPLED, config.seq_len)
+    lengths[lengths.index(max(lengths))] = min(workload.lengths.longest, config.seq_len)  # the peak of the run
     one_batch = math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
     return RunSettings(
         about=about,
@@ -88,6 +90,9 @@ def settings(recipe: Recipe) -> RunSettings:
         packing=config.packing,
         loss_on=recipe.workload.loss_on,
         trained_share=recipe.workload.lengths.trained_share,
+        padding=config.padding,
+        padded_lengths=_padded_lengths(recipe),
+        group_by_length=config.group_by_length,
         optimizer=config.optimizer,
         loss=config.loss,
         kernels=config.kernels,
@@ -106,3 +111,9 @@ def settings(recipe: Recipe) -> RunSettings:
         examples=max(recipe.workload.trained, one_batch),  # fewer would be no batch at all
         lengths=lengths if len(set(lengths)) > 1 else lengths[:1],
     )
+
+
+def _padded_lengths(recipe: Recipe) -> list[int]:
+    """The lengths to the next of which rows are padded, up to seq_len: the data may be longer than was known."""
+    lengths = recipe.workload.padded_lengths(recipe.config)
+    return [*lengths, recipe.config.seq_len] if lengths and lengths[-1] < recipe.config.seq_len else list(lengths)

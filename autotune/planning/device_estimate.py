@@ -73,7 +73,7 @@ def estimate(
 ) -> DeviceEstimate | None:
     """Estimate one configuration of a task on the task's device; None where no formula covers it."""
     shape = task.workload.run_shape(config)
-    memory = memory_breakdown(task.model, config, shape.probe_micro_steps)
+    memory = memory_breakdown(task.model, task.workload.at_longest(config), shape.probe_micro_steps)
     if memory is None:
         return None
     need = memory.peak_reserved_gib
@@ -86,7 +86,8 @@ def estimate(
         price=task.price,
         memory=memory,
     )
-    return with_speed(without_speed, estimate_step_time(task.model, config), shape, observations)
+    step_time = estimate_step_time(task.model, task.workload.at_mean(config))
+    return with_speed(without_speed, step_time, shape, observations)
 
 
 def with_speed(
@@ -152,11 +153,12 @@ def measured_ratios(
 
 @functools.cache
 def _ratio_to_reference(observed: Observation) -> float | None:
-    step_time = estimate_step_time(resolve_model(observed.model or ""), observed.config)
+    config = replace(observed.config, seq_len=round(observed.tokens_per_row or observed.config.seq_len))
+    step_time = estimate_step_time(resolve_model(observed.model or ""), config)
     if step_time is None:
         return None
     step_s = observed.accumulation * step_time.micro_s + step_time.rest_s
-    return observed.tokens_per_s * step_s / (observed.accumulation * observed.config.tokens)
+    return observed.tokens_per_s * step_s / (observed.accumulation * config.tokens)
 
 
 def observed_transfer(

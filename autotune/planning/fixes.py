@@ -10,7 +10,7 @@ from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 from autotune.export.keys import key_of
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, parse, with_supported_attention
-from autotune.planning.run_estimate import CheckContext, CheckedRun, Edits, check_run, memory_bounds
+from autotune.planning.run_estimate import CheckContext, CheckedRun, Edits, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 
 MAX_MICRO_BATCH, MIN_LENGTH = 1024, 256  # of what is tried
@@ -142,7 +142,7 @@ class FixSearch:
         sizes = [length, *(length | size for size in self._smaller_batches(run))]
 
         def fits(size: Edits) -> bool:
-            bounds = memory_bounds(self.context.model, self._resized(run, size))
+            bounds = self.context.bounds(self._resized(run, size))
             state = OOM if bounds is None else bounds.state(self.context.limit_gib)
             return state == FITS or state in accepted
 

@@ -386,6 +386,7 @@ def _axolotl(file: _File) -> dict[str, Any]:
         "loss": "chunked" if fused else "full",
         "kernels": "liger" if liger and any(layers) else "torch",
         "packing": file.flag("sample_packing"),
+        "padding": "max_length" if file.values.get("pad_to_sequence_len") is True else "longest",
     }
 
 

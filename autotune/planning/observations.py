@@ -31,8 +31,9 @@ def silent(text: str) -> None:
 class Observation:
     """One measurement that somebody made of a configuration on a card.
 
-    `tokens_per_s` counts whole rows, padding included: how many tokens are useful depends on somebody's data. `model`
-    is a name of the catalogue; None for another model, of which `model_digest` describes the shape.
+    `tokens_per_s` counts whole rows, padding included: how many tokens are useful depends on somebody's data.
+    `tokens_per_row` is their mean length, None where all have seq_len. `model` is a name of the catalogue; None for
+    another model, of which `model_digest` describes the shape.
     """
 
     device: str
@@ -45,6 +46,7 @@ class Observation:
     peak_reserved_gib: float | None
     source: str
     as_of: str | None
+    tokens_per_row: float | None = None
     trainer: str = "transformers"
     evidence: Evidence = Evidence.MEASURED
 
@@ -124,6 +126,7 @@ def _observations(submission: "Submission") -> tuple[Observation, ...]:
             model_digest=submission.model.digest,
             config=row.config,
             accumulation=row.accumulation,
+            tokens_per_row=row.tokens_per_row,
             tokens_per_s=row.raw_tokens_per_s,
             step_time_s=row.step_time_s,
             peak_reserved_gib=row.peak_reserved_gib,

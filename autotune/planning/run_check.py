@@ -88,7 +88,6 @@ def check(
         workload=_workload(task.workload, spec, run),
         price=task.price,
         observations=tuple(observations),
-        padded=run.format == "axolotl" and run.values.get("pad_to_sequence_len") is True,
     )
     checked = check_run(context, run)
     if checked is None:
@@ -259,10 +258,9 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     if context.workload.lengths.source == "assumed":
         lengths = context.workload.lengths
         yield f"How long the examples are was not given: {lengths} (--dataset, --lengths, --mean-tokens)."
-    if not config.packing and not context.padded:
-        yield (
-            "Memory is estimated for rows of the whole length, speed for rows padded to the longest of a micro batch."
-        )
+    if config.padding == "longest":
+        rows = f"a micro batch with a row of {context.at_longest(config).seq_len:,} tokens"
+        yield f"Memory is estimated for {rows}, speed for rows padded to the longest of each micro batch."
 
 
 # --- as plain data

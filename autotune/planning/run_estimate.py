@@ -15,7 +15,6 @@ from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import Observation
 from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, memory_breakdown
 from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, estimate_step_time
-from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.workload import Workload
 
@@ -48,10 +47,7 @@ class MemoryBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckContext:
-    """What the verdict depends on besides the run. `workload` holds the examples; its global batch is not used.
-
-    `padded`: rows are padded to the whole sequence length, not to the longest of their micro batch.
-    """
+    """What the verdict depends on besides the run. `workload` holds the examples; its global batch is not used."""
 
     model: ModelSpec
     device: DeviceSpec
@@ -59,7 +55,14 @@ class CheckContext:
     workload: Workload
     price: Price | None = None
     observations: tuple[Observation, ...] = ()
-    padded: bool = False
+
+    def bounds(self, run: ForeignConfig) -> MemoryBounds | None:
+        """What a run needs with these examples; None for a model that no formula covers."""
+        return memory_bounds(self.model, replace(run, config=self.at_longest(run.config)))
+
+    def at_longest(self, config: TrainConfig) -> TrainConfig:
+        """The configuration whose memory is asked for: with the longest rows that occur, as far as these are known."""
+        return config if self.workload.lengths.source == "assumed" else self.workload.at_longest(config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,7 @@ class CheckedRun:
 
 def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = None) -> CheckedRun | None:
     """Estimate a run; None for a model that no formula covers."""
-    bounds = memory_bounds(context.model, run)
+    bounds = context.bounds(run)
     if bounds is None:
         return None
     without_speed = DeviceEstimate(
@@ -146,26 +149,13 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 
 def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
     """The times of a step on the reference card; None where no formula covers the model or the configuration."""
-    config = run.config
-    full_rows = config.packing or context.padded
-    length = config.seq_len if full_rows else padded_length(context.workload.lengths, config)
-    step_time = estimate_step_time(context.model, _checkpoints_on_gpu(replace(config, seq_len=length)))
+    config = context.workload.at_mean(run.config)
+    step_time = estimate_step_time(context.model, _checkpoints_on_gpu(config))
     if step_time is None:
         return None
     cast = _cast_s(context.model, run)
     micro = step_time.micro_s * (OFFLOADED if config.offloads else 1.0) + cast
     return replace(step_time, micro_s=micro, error=math.hypot(step_time.error, cast / micro / 2))
-
-
-def padded_length(lengths: Lengths, config: TrainConfig) -> int:
-    """Mean length in tokens of the longest example of a micro batch, to which the other tools pad its rows."""
-    num_seen, share_before, mean = 0, 0.0, 0.0
-    for tokens, number in lengths.counts:
-        num_seen += number
-        share: float = (num_seen / lengths.number) ** config.micro_batch_size
-        mean += min(tokens, config.seq_len) * (share - share_before)
-        share_before = share
-    return max(1, min(math.ceil(round(mean, 6)), config.seq_len))
 
 
 def _cast_s(model: ModelSpec, run: ForeignConfig) -> float:

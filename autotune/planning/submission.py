@@ -79,11 +79,13 @@ class SubmittedVersions(_Checked):
 class SubmittedRow(_Checked):
     """One configuration and its measurement.
 
-    Useful tokens are those of the full run that are trained on; raw tokens include padding.
+    Useful tokens are those of the full run that are trained on; raw tokens include padding. A row has `tokens_per_row`
+    with its padding, on average; without it, `seq_len`.
     """
 
     config: TrainConfig
     accumulation: Annotated[int, Field(ge=1, le=2**24)]
+    tokens_per_row: Annotated[float, Field(ge=1, le=2**24)] | None = None
     useful_tokens_per_s: Rate
     raw_tokens_per_s: Rate
     step_time_s: Annotated[float, Field(ge=1e-6, le=1e7)]
@@ -95,7 +97,10 @@ class SubmittedRow(_Checked):
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
-        expected = self.accumulation * self.config.tokens / self.step_time_s
+        tokens_per_row = self.tokens_per_row or self.config.seq_len
+        if tokens_per_row > self.config.seq_len:
+            raise ValueError("tokens_per_row: more than seq_len")
+        expected = self.accumulation * self.config.micro_batch_size * tokens_per_row / self.step_time_s
         if not math.isclose(self.raw_tokens_per_s, expected, rel_tol=AGREEMENT):
             raise ValueError("raw_tokens_per_s: not what batch and step time come to")
         if self.useful_tokens_per_s > self.raw_tokens_per_s * (1 + AGREEMENT):
@@ -188,12 +193,13 @@ def submission_of(recipe: Recipe, measured_on: str) -> Submission:
 
 def _row(recipe: Recipe, candidate: Candidate) -> SubmittedRow:
     config, measured, speed = candidate.config, candidate.measurement, candidate.performance
-    accumulation = recipe.workload.run_shape(config).accumulation
+    shape = recipe.workload.run_shape(config)
     return SubmittedRow(
         config=config,
-        accumulation=accumulation,
+        accumulation=shape.accumulation,
+        tokens_per_row=shape.tokens_per_row,
         useful_tokens_per_s=speed.tokens_per_second,
-        raw_tokens_per_s=accumulation * config.tokens / speed.step_time_s,
+        raw_tokens_per_s=shape.tokens_per_step / speed.step_time_s,
         step_time_s=speed.step_time_s,
         peak_reserved_gib=measured.peak_reserved_gib,
         limit_gib=measured.limit_gib,

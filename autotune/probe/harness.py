@@ -61,7 +61,7 @@ def random_rows(
         return rows.with_prompt(torch.randint(0, vocab_size, (length,), generator=generator), trained_share)
 
     examples = [[example(length) for length in lengths] for lengths in kind.rows]
-    batch = rows.collate(examples, kind.length, packing)
+    batch = rows.collate(examples, [kind.length], packing)
     return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
 
@@ -288,6 +288,8 @@ class Probe:
             from autotune.probe.trl_trainer import trl_trainer
 
             settings |= {"max_length": config.seq_len}
+            if config.padding == "max_length":
+                settings |= {"pad_to_multiple_of": config.seq_len}
             trainer = trl_trainer(Recorded, self.model, settings, train, held_out)
         else:
             trainer = ProbeTrainer(
@@ -371,6 +373,7 @@ class Probe:
             phase_peak_gib={phase: peak for phase, peak in recorder.peaks.items() if phase not in whole},
             segment_peak_gib={name: peak for name, peak in recorder.segments.items() if name not in whole},
             kind_s=times.kinds,
+            warm_s=recorder.warm_s(times),
             host_micro_s=recorder.host_micro_s(),
             evaluation_s=self._evaluation_s,
             checkpoint_s=self._checkpoint_s,

@@ -83,6 +83,7 @@ class Recorder:
         on_cpu = not meter.peaks_are_free
         self._min_timed_s = request.min_timed_s / 2 if on_cpu else request.min_timed_s
         self._max_timed_s = 0.0 if on_cpu else 2 * request.min_timed_s
+        self._num_warm = 0  # steps until their plan was made
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase of the whole probe, not of a training step, and report it to the parent."""
@@ -170,6 +171,7 @@ class Recorder:
         begin = self.step + 1 - each
         step_s = max(self.meter.seconds(self.starts[begin][0], self._now()) / each, 1e-6)
         self.emit(Phase.STEADY)
+        self._num_warm = self.step + 1
         enough = max(self._min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
         wanted = math.ceil(min(math.ceil(enough), request.max_timed_steps) / each)
         # Where reading peaks costs milliseconds, what had them read counts only if it was long. So does the first
@@ -215,6 +217,20 @@ class Recorder:
         timed = self.issued[self.first_timed * each :]
         # The last micro batch of a step is followed by the rest of the step, not by another.
         return min(seconds for index, seconds in enumerate(timed) if each == 1 or (index + 1) % each)
+
+    def warm_s(self, times: StepTimes) -> float:
+        """Seconds that the steps until the plan would have taken at the pace of the timed ones."""
+        kinds, num_kinds = self.request.kinds, self.schedule.num_kinds
+        timed = dict.fromkeys(index for step in self.schedule.round for index in step)
+        means = [statistics.fmean(times.micro_batches)] if num_kinds == 1 else [mean for _, mean in times.kinds]
+        by_kind = dict(zip(timed, means, strict=True))
+        known = max(by_kind, key=lambda index: kinds[index].length)
+        rest = statistics.fmean(times.rests) if times.rests else 0.0
+        total = self._num_warm * rest
+        for index in (index for step in range(self._num_warm) for index in self.schedule.at(step)):
+            # The longest may not be timed: its time is that of the next by its tokens.
+            total += by_kind.get(index, by_kind[known] * kinds[index].length / kinds[known].length)
+        return total
 
     def check_steady(self) -> None:
         """Raises NotSteady if anything was compiled during the timed steps."""

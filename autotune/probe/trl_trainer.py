@@ -8,6 +8,7 @@ from torch import nn
 from trl import SFTConfig, SFTTrainer
 
 from autotune.probe.runtime.clock import Clock
+from autotune.probe.runtime.rows import IGNORED
 from autotune.probe.synthetic_model import tokenizer
 
 
@@ -19,6 +20,8 @@ def trl_trainer(
     held_out: list[dict[str, torch.Tensor]],
 ) -> Any:
     """An SFTTrainer on these rows, with the class `recorded` mixed in. Most rows are there several times.
+
+    TRL pads them itself.
 
     `settings` are keyword arguments of SFTConfig. The rows are tokenised already.
     """
@@ -35,7 +38,12 @@ def trl_trainer(
 
 
 def _dataset(rows: list[dict[str, torch.Tensor]]) -> Any:
-    return Dataset.from_dict({name: [row[name].tolist() for row in rows] for name in ("input_ids", "labels")})
+    """The rows without their padding: the last token of an example has a label, padding has none."""
+    lengths = [1 + int((row["labels"] != IGNORED).nonzero()[-1]) for row in rows]
+    pairs = list(zip(rows, lengths, strict=True))
+    return Dataset.from_dict(
+        {name: [row[name][:length].tolist() for row, length in pairs] for name in ("input_ids", "labels")}
+    )
 
 
 class TrlClock(Clock):

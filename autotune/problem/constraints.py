@@ -170,10 +170,34 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:
     narrowing.keep("loss", lambda value: value == "chunked", "TRL has a chunked loss of its own, and no other")
     narrowing.pin("loss", "chunked")
     narrowing.remove("packing", {True}, "TRL lays packed rows out as one, which is not probed yet")
+    _narrow_padding_to_trl(narrowing)
     narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
     narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
     if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices("quantization"):
         narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")
+
+
+def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
+    """Pad to the longest row of a micro batch; to seq_len, the one length that TRL can pad all rows to, to compile."""
+    named = narrowing.space.knob("padding")
+    alike = named is None or {"bucket", "max_length"} & set(named.choices())
+    narrowing.remove("padding", {"bucket"}, "TRL pads to the longest row of a micro batch, or all rows to one length")
+    if alike and "longest" in narrowing.space.choices("padding") and narrowing.space.choices("compile") != ("none",):
+        narrowing.pin("padding", "max_length")
+        narrowing.only_with("padding", "compile", ("per_layer",))
+
+
+def narrow_padding(narrowing: Narrowing) -> None:
+    """Search compilation only with packed rows where the others may only be padded to the longest of a micro batch."""
+    padding = narrowing.space.knob("padding")
+    if padding is None or padding.choices() != ("longest",):
+        return
+    reason = "rows padded to the longest of each micro batch have too many lengths to compile for"
+    if True in narrowing.space.choices("packing") and "per_layer" in narrowing.space.choices("compile"):
+        narrowing.only_with("compile", "packing", (True,))
+        narrowing.removals.append(Removal(knob="compile", values=("per_layer",), reason=f"without packing: {reason}"))
+    else:
+        narrowing.remove("compile", {"per_layer"}, reason)
 
 
 def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | None) -> None:

@@ -1,6 +1,8 @@
 """The lengths of the examples in tokens: counted, estimated from their characters, or described by two numbers."""
 
+import bisect
 import hashlib
+import itertools
 import math
 import random
 import re
@@ -101,14 +103,21 @@ class Lengths:
         """Tokens of the longest example."""
         return self.counts[-1][0]
 
+    @property
+    def exact(self) -> bool:
+        """Whether no example is longer than `longest`: not where lengths are estimated."""
+        return self.source not in ("characters", "summary")
+
     def quantile(self, share: float) -> int:
         """The smallest length that this share of the examples does not exceed."""
-        seen = 0
-        for tokens, number in self.counts:
-            seen += number
-            if seen >= share * self.number:
-                return tokens
-        return self.longest
+        place = bisect.bisect_left(self._ends, share * self.number)
+        return self.counts[min(place, len(self.counts) - 1)][0]
+
+    @property
+    @cache  # noqa: B019
+    def _ends(self) -> tuple[int, ...]:
+        """For each length the number of examples that are not longer."""
+        return tuple(itertools.accumulate(number for _, number in self.counts))
 
     def sample(self, number: int, seq_len: int) -> list[int]:
         """`number` lengths that represent all of them, cut at `seq_len`, in a random order that is always the same."""

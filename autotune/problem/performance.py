@@ -106,8 +106,7 @@ def performance(
     step = statistics.median(step_time_s(measurement, shape.accumulation) for measurement in measurements)
     mfu = None
     if flops_per_token and peak_tflops:
-        # Padding is arithmetic too: model FLOPs are counted over whole rows.
-        mfu = flops_per_token * shape.tokens_per_step / step / (peak_tflops * 1e12 * shape.world_size)
+        mfu = flops_per_token * shape.useful_tokens_per_step / step / (peak_tflops * 1e12 * shape.world_size)
     return Performance.of_steps(shape, step, spread=step_spread(measurements, shape.accumulation), mfu=mfu)
 
 

@@ -87,6 +87,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     floors = Floors(**{item.name: getattr(spec, item.name) for item in fields(Floors)})
     constraints.apply_floors(narrowing, workload, floors)
     constraints.narrow_packing(narrowing, workload, model.config["model_type"])
+    constraints.narrow_padding(narrowing)
     warnings = _warnings(spec, narrowing, workload)
     proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(

@@ -49,7 +49,7 @@ class Task:
             config,
             measurements,
             self.workload,
-            flops_per_token=self.model.flops_per_token(config.method, config.seq_len),
+            flops_per_token=self.model.flops_per_token(config.method, self.workload.attended(config)),
             peak_tflops=peak,
         )
         return speed if self.carried is None else speed.transferred(self.carried)
@@ -64,8 +64,6 @@ class Task:
     ) -> ProbeRequest:
         """The request for a probe of the whole model; `memory_gib` and `headroom` are cap and reserve of the budget."""
         workload = self.workload
-        # TRL pads to the longest row of a batch and packs in its own way: its probes have full rows.
-        micro_batches = workload.micro_batches(config) if self.trainer == "transformers" else ()
         return ProbeRequest(
             config=config,
             model=self.model.config,
@@ -73,7 +71,7 @@ class Task:
             device=device,
             trainer=self.trainer,
             micro_steps=workload.run_shape(config).probe_micro_steps,
-            micro_batches=micro_batches,
+            micro_batches=workload.micro_batches(config),
             trained_share=max(0.01, round(workload.lengths.trained_share, 2)),  # so that other data can reuse it
             memory_gib=memory_gib,
             headroom=headroom,

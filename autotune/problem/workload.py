@@ -6,13 +6,15 @@ RunShape has all rules about steps: size of the global batch, number of steps, m
 import bisect
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from autotune.core.probe_types import MicroBatch
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.packing import Rows, packed_rows
+from autotune.problem.padding import Draw, bucket_shares, buckets, padded_tokens, sorted_together, strata
 
 PROBED_ROWS = 8  # different rows that a probe trains on in turn
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # an order of rows sorted by length in which any few neighbours differ much
@@ -24,15 +26,15 @@ CONFIRMED_MICRO_BATCHES = 4  # a confirmation times longer steps, nearer to thos
 class RunShape:
     """How one run of `epochs` passes over `examples` examples processes them.
 
-    A row is one sequence of `seq_len` tokens with `examples_per_row` examples on average; `useful_tokens_per_row` are
-    neither padding nor cut off. A forward pass of one device takes `micro_batch_size` rows, an optimizer step
-    `accumulation` such micro batches on each of `world_size` devices.
+    A row has `tokens_per_row` tokens with their padding, and `examples_per_row` examples, on average;
+    `useful_tokens_per_row` are neither padding nor cut off. A forward pass of one device takes `micro_batch_size` rows,
+    an optimizer step `accumulation` such micro batches on each of `world_size` devices.
     """
 
     micro_batch_size: int
     accumulation: int
     world_size: int = 1
-    seq_len: int
+    tokens_per_row: float
     examples_per_row: float
     useful_tokens_per_row: float
     examples: int
@@ -49,9 +51,9 @@ class RunShape:
         return self.rows_per_step * self.examples_per_row
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, padding included."""
-        return self.rows_per_step * self.seq_len
+    def tokens_per_step(self) -> float:
+        """Tokens of one optimizer step on average, padding included."""
+        return self.rows_per_step * self.tokens_per_row
 
     @property
     def useful_tokens_per_step(self) -> float:
@@ -139,7 +141,7 @@ class Workload:
             micro_batch_size=config.micro_batch_size,
             accumulation=accumulation or self._accumulation(config, world_size),
             world_size=world_size,
-            seq_len=config.seq_len,
+            tokens_per_row=self.tokens_per_row(config),
             examples_per_row=self.examples_per_row(config),
             useful_tokens_per_row=self.useful_tokens_per_row(config),
             examples=self.trained,
@@ -162,22 +164,73 @@ class Workload:
         """Tokens of a row that are neither padding nor cut off, on average."""
         return self.lengths.tokens_within(config.seq_len) / self.lengths.number * self.examples_per_row(config)
 
+    def tokens_per_row(self, config: TrainConfig) -> float:
+        """Tokens of a row with its padding, on average."""
+        if config.padding == "max_length":  # packed rows too
+            return config.seq_len
+        return padded_tokens(self._draw(config), bucketed=config.padding == "bucket")
+
+    def longest_row(self, config: TrainConfig) -> int:
+        """Tokens of the longest row that can occur, with its padding."""
+        return config.seq_len if config.padding == "max_length" else self._draw(config).longest
+
+    def at_longest(self, config: TrainConfig) -> TrainConfig:
+        """The configuration with the longest rows that occur as its length: what formulas of memory ask for."""
+        return replace(config, seq_len=self.longest_row(config))
+
+    def at_mean(self, config: TrainConfig) -> TrainConfig:
+        """The configuration with the mean length of padded rows as its length: what formulas of time ask for."""
+        return replace(config, seq_len=max(1, round(self.tokens_per_row(config))))
+
+    def padded_lengths(self, config: TrainConfig) -> tuple[int, ...]:
+        """The lengths to the next of which rows are padded; () where it is the longest row of each micro batch."""
+        if config.padding == "longest":
+            return ()
+        return (config.seq_len,) if config.padding == "max_length" else buckets(self._draw(config))
+
+    def _draw(self, config: TrainConfig) -> Draw:
+        size, grouped = config.micro_batch_size, 0
+        if config.group_by_length:
+            grouped = sorted_together(self.examples, size * self._accumulation(config, 1))
+        return Draw(lengths=self.lengths, seq_len=config.seq_len, size=size, sorted_together=grouped)
+
+    def attended(self, config: TrainConfig) -> int:
+        """The length in tokens that sequences of one length would need for as much attention a token as these do."""
+        tokens = [(min(tokens, config.seq_len), number) for tokens, number in self.lengths.counts]
+        return round(sum(one * one * number for one, number in tokens) / sum(one * number for one, number in tokens))
+
     def fill(self, config: TrainConfig) -> float:
         """The share of the rows that is not padding."""
-        return self.useful_tokens_per_row(config) / config.seq_len
+        return self.useful_tokens_per_row(config) / self.tokens_per_row(config)
 
     def truncated(self, seq_len: int) -> float:
         """The share of all tokens that is cut off at `seq_len`."""
         return 1.0 - self.lengths.tokens_within(seq_len) / self.lengths.total
 
+    @cache  # noqa: B019 (a study has one of these)
     def micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
         """Kinds of micro batch for a probe that represent those of the run; () if all rows are full."""
         if config.packing:
             return self._packed_micro_batches(config)
-        rows = tuple((max(2, length),) for length in self.lengths.sample(config.micro_batch_size, config.seq_len))
-        if min(rows) == (config.seq_len,):
-            return ()
-        return (MicroBatch(rows=rows, length=config.seq_len, share=1.0),)
+        kinds = self._padded_micro_batches(config)
+        full = all(row == (config.seq_len,) for kind in kinds for row in kind.rows)
+        return () if full else kinds
+
+    def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
+        """The kinds that are timed, short ones between long ones, and the longest, which sets the peak."""
+        draw = self._draw(config)
+        if config.padding == "max_length":
+            rows = tuple((max(2, tokens),) for tokens in self.lengths.sample(draw.size, draw.seq_len))
+            return (MicroBatch(rows=rows, length=config.seq_len, share=1.0),)
+        if config.padding == "bucket":
+            shares = bucket_shares(draw)
+        else:
+            shares = {round(one.tokens): one.share for one in strata(draw)}
+        kinds = [_kind(draw, length, share) for length, share in shares.items()]
+        half = math.ceil(len(kinds) / 2)
+        pairs = itertools.zip_longest(kinds[:half], reversed(kinds[half:]))
+        mixed = tuple(kind for pair in pairs for kind in pair if kind is not None)
+        return mixed if draw.longest in shares else (*mixed, _kind(draw, draw.longest, 0.0))
 
     def _packed_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
         """Micro batches of PROBED_ROWS packed rows, with the same share each."""
@@ -218,3 +271,13 @@ class Workload:
             "eval_share": self.eval_share,
             "loss_on": self.loss_on,
         }
+
+
+def _kind(draw: Draw, longest: int, share: float) -> MicroBatch:
+    """Micro batches with a row of `longest` tokens, and others as they are drawn beside such a row."""
+    not_longer = 1 - draw.lengths.longer(longest) if longest < draw.seq_len else 1.0
+    apart = 1 / draw.sorted_together if draw.sorted_together else not_longer / draw.size
+    others = (draw.lengths.quantile(not_longer - index * apart) for index in range(1, draw.size))
+    rows = [longest, *(min(tokens, longest) for tokens in others)]
+    # A single token predicts nothing, and has no loss.
+    return MicroBatch(rows=tuple((max(2, tokens),) for tokens in rows), length=max(2, longest), share=share)

@@ -321,7 +321,7 @@ def row_lengths(summary: StudySummary) -> tuple[LengthRow, ...]:
     lengths |= {2**power for power in range(64) if SHORTEST_ROW <= 2**power < longest}
     rows = []
     for seq_len in sorted(lengths):
-        alone = TrainConfig(seq_len=seq_len)
+        alone = TrainConfig(seq_len=seq_len, micro_batch_size=recipe.config.micro_batch_size)
         packed = replace(alone, packing=True)
         rows.append(
             LengthRow(

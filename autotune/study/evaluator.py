@@ -123,19 +123,23 @@ class Evaluator:
             return
         is_whole = result.depth is None and result.evidence is Evidence.MEASURED
         if not self._would_ask(result, measurement):
-            # Another study with other rows: packed rows differ in memory too, padded ones only in time.
+            # Another study with other rows: packed rows differ in memory too, padded ones only in length and time.
             if is_whole and not config.packing:
-                self._memory.learn(config, measurement)
+                self._learn_memory(config, measurement)
             return
         self._depths.learn(result, measurement)
         if result.evidence is Evidence.MEASURED:
             self._times.learn(result, measurement)
         if is_whole:
-            self._memory.learn(config, measurement)
+            self._learn_memory(config, measurement)
         elif result.depth is not None:
             predicted = self._depths.extrapolated(config, measurement.micro_steps)
             if predicted is not None:
-                self._memory.learn(config, predicted.measurement)
+                self._learn_memory(config, predicted.measurement)
+
+    def _learn_memory(self, config: TrainConfig, measurement: Measurement) -> None:
+        """Take over the memory of micro batches with the longest rows that were trained on."""
+        self._memory.learn(replace(config, seq_len=measurement.row_length or config.seq_len), measurement)
 
     def evaluate(
         self, config: TrainConfig, trial: int | None, pruner: Pruner | None = None, *, spare_s: float = math.inf
@@ -185,7 +189,8 @@ class Evaluator:
                 self._stored(trial, replace(known, seconds={}))
             return Evaluation(result=known, reused=True)
         offered = memory_limit_gib(request.memory_gib, request.headroom)  # before the context, which is predicted
-        estimate = self._memory.predict(config, request.micro_steps, offered)
+        longest = replace(config, seq_len=request.longest.length)
+        estimate = self._memory.predict(longest, request.micro_steps, offered)
         refused = self._gate(request, estimate)
         if refused is not None:
             return Evaluation(result=self._stored(trial, refused))

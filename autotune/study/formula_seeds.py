@@ -17,7 +17,7 @@ from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 from autotune.study.neighbours import by_distance
 
-VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "packing")
+VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "packing", "padding")
 HOSTS = (1.0, 0.67, 0.5)  # relative to the host speed that the step time formula assumes
 MAX_CONFIGS = 20_000  # how many configurations the formulas look at: about 5 s
 
@@ -33,7 +33,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
     fitting: dict[TrainConfig, tuple[RunShape, float]] = {}  # with the memory that it needs, in GiB
     for config in _candidates(task, current):
         shape = task.workload.run_shape(config)
-        need = memory_breakdown(task.model, config, shape.probe_micro_steps)
+        need = memory_breakdown(task.model, task.workload.at_longest(config), shape.probe_micro_steps)
         if need is not None and need.peak_reserved_gib <= limit_gib:
             fitting[config] = shape, need.peak_reserved_gib
     yielded = {current}
@@ -52,7 +52,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
 
 def formula_speed(task: Task, config: TrainConfig, shape: RunShape, host_speed: float = 1.0) -> float:
     """Useful tokens/s on the reference card by formula; 0 where it does not know the configuration."""
-    time = estimate_step_time(task.model, config, host_speed)
+    time = estimate_step_time(task.model, task.workload.at_mean(config), host_speed)
     if time is None:
         return 0.0
     return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s)

@@ -114,7 +114,9 @@ class Selection:
         self._longest_load_s = max(self._longest_load_s, seconds.get("load", 0.0))
         if "first_step" in seconds and measurement is not None:
             # That phase lasts until the steps settle, for two steps at least.
-            late_s = max(seconds["first_step"] - 2 * step_time_s(measurement, measurement.micro_steps), 0.0)
+            warm_s = measurement.warm_s
+            warm_s = 2 * step_time_s(measurement, measurement.micro_steps) if warm_s is None else warm_s
+            late_s = max(seconds["first_step"] - warm_s, 0.0)
             record = self._own(result.config)
             record.late_s = max(record.late_s or 0.0, late_s)
 
@@ -460,7 +462,7 @@ def _assumptions(task: Task, config: TrainConfig) -> list[str]:
         )
     elif len(lengths.counts) > 1:
         caveats.append(
-            f"{1 - workload.fill(config):.0%} of each row of {config.seq_len} tokens is padding, "
-            "which tokens/s leave out"
+            f"{1 - workload.fill(config):.0%} of the tokens of a row of {workload.tokens_per_row(config):,.0f} on "
+            "average are padding, which tokens/s leave out"
         )
     return caveats

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from .settings import LIGER_KERNELS
 
@@ -39,12 +40,21 @@ class LeanTrainer(Trainer):
 
     On a 7B model with adapters each of these takes the host milliseconds a micro batch, in which a device with a small
     micro batch idles.
+
+    `row_lengths`, the tokens of each row to train on, put rows of nearly the same length into a micro batch.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, row_lengths: list[int] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.row_lengths = row_lengths
         visit_modules_on_change(self.model)
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """The sampler by length where that was asked for, else the Trainer's own choice."""
+        if self.row_lengths is None:
+            return super()._get_train_sampler(*args, **kwargs)
+        step_rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return LengthGroupedSampler(step_rows, lengths=self.row_lengths)
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """All examples that are held out: a last batch that is not full is dropped in training alone."""
         drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False

@@ -3,7 +3,7 @@
 import bisect
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -131,17 +131,18 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     return rows
 
 
-def collate(rows: list[Row], seq_len: int, packing: bool) -> dict[str, torch.Tensor]:
-    """A batch (rows x seq_len) of input_ids and labels; with `packing` also position_ids.
+def collate(rows: list[Row], padded_lengths: Sequence[int], packing: bool) -> dict[str, torch.Tensor]:
+    """A batch (rows x length) of input_ids and labels; with `packing` also position_ids.
 
-    Positions that restart keep packed examples apart: no example attends to another in its row. No token is predicted
-    across a seam, no padding is, and none that is not trained on. Rows are longer than `seq_len` only where held-out
-    examples are.
+    The length is that of the longest row, or the next of `padded_lengths`, which ascend. Positions that restart keep
+    packed examples apart: no example attends to another in its row. No token is predicted across a seam, no padding is,
+    and none that is not trained on. Rows are longer than the last of `padded_lengths` only where held-out examples are.
     """
-    length = max(seq_len, *(_num_tokens(row) for row in rows))
+    longest = max(num_tokens(row) for row in rows)
+    length = next((length for length in padded_lengths if length >= longest), longest)
     tokens, labels, positions = [], [], []
     for row in rows:
-        padding = torch.zeros(length - _num_tokens(row), dtype=torch.long)
+        padding = torch.zeros(length - num_tokens(row), dtype=torch.long)
         parts = [*row, padding]
         places = torch.cat([torch.arange(len(part)) for part in parts])
         stored = torch.cat([*row, padding - 1]).long()
@@ -154,5 +155,6 @@ def collate(rows: list[Row], seq_len: int, packing: bool) -> dict[str, torch.Ten
     return batch
 
 
-def _num_tokens(row: Row) -> int:
+def num_tokens(row: Row) -> int:
+    """Tokens of a row, without padding."""
     return sum(len(example) for example in row)

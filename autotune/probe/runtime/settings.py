@@ -68,13 +68,15 @@ class RunSettings:
     """All that train_config.json says.
 
     `about` and `versions` only inform: what was measured, where, and with which packages. `model` is a Hub name or a
-    directory of weights. `use_cpu` leaves GPUs alone. A micro batch has `micro_batch_size` rows of `seq_len` tokens, an
-    optimizer step `accumulation` micro batches. `examples` and `lengths` (in tokens, repeated in turn) describe the
+    directory of weights. `use_cpu` leaves GPUs alone. A micro batch has `micro_batch_size` rows of up to `seq_len`
+    tokens, an optimizer step `accumulation` micro batches. Rows are padded to the next of `padded_lengths`, or to the
+    longest of their micro batch where there are none: `padding` is the name of that. `group_by_length` puts rows of
+    nearly the same length into a micro batch. `examples` and `lengths` (in tokens, repeated in turn) describe the
     random rows of a run that only measures the speed. `loss_on` says what is trained on (`examples.Encoder`); None goes
     by each row; `trained_share` of the random tokens are. The learning rate is a common default: it was not tuned.
     `eval_share` of the examples is held out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or
-    the tracker that knows this run as `run_name`. Checkpoints take up to `checkpoints_gib` of the
-    disk, None where that is not known.
+    the tracker that knows this run as `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that
+    is not known.
     """
 
     about: list[str]
@@ -91,6 +93,9 @@ class RunSettings:
     packing: bool
     loss_on: str | None
     trained_share: float
+    padding: str
+    padded_lengths: list[int]
+    group_by_length: bool
     optimizer: str
     loss: str
     kernels: str

@@ -151,11 +151,12 @@ def make_trainer(
             run_name=settings.run_name,
             **arguments,
         ),
-        functools.partial(rows.collate, seq_len=settings.seq_len, packing=settings.packing),
+        functools.partial(rows.collate, padded_lengths=settings.padded_lengths, packing=settings.packing),
         train_rows,
         eval_rows,
         compute_loss_func=loss,
         callbacks=[clock],
+        row_lengths=[rows.num_tokens(row) for row in train_rows] if settings.group_by_length else None,
     )
 
 

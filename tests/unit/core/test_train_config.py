@@ -47,6 +47,8 @@ def test_every_knob_changes_the_digest():
         "loss": "chunked",
         "kernels": "liger",
         "packing": True,
+        "padding": "max_length",
+        "group_by_length": True,
         "dora": True,
         "rslora": True,
         "loader_workers": 2,
@@ -61,12 +63,28 @@ def test_the_digest_is_stable():
     # Stored probes are found again by it: a changed digest forgets every measurement.
     assert TrainConfig().digest == digest_of(dict(reversed(TrainConfig().as_dict().items())))
     assert digest_of({"b": 1, "a": [1, "ä"]}) == "bc83937abf39"
-    assert TrainConfig().digest == "47c5b355a0e7"
-    assert TrainConfig(method="full", compile="per_layer").digest == "551d023d7891"
+    assert TrainConfig().digest == "b62df2eb0c6e"
+    assert TrainConfig(method="full", compile="per_layer").digest == "3604ecc2d40e"
     assert (
         TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload", packing=True).digest
         == "da84981a23b1"
     )
+
+
+def test_rows_are_padded_as_people_do_unless_they_are_compiled_or_packed():
+    assert TrainConfig().padding == "longest"
+    compiled = TrainConfig(compile="per_layer", padding="longest")
+    assert compiled == TrainConfig(compile="per_layer") and compiled.padding == "bucket"
+    assert TrainConfig(compile="per_layer", padding="max_length").padding == "max_length"
+    packed = TrainConfig(compile="per_layer", packing=True, padding="bucket", group_by_length=True)
+    assert packed == TrainConfig(compile="per_layer", packing=True)
+    assert (packed.padding, packed.group_by_length) == ("max_length", False)
+    assert not {"padding", "group_by_length"} & set(packed.as_dict())
+
+
+def test_a_label_names_padding_only_where_it_was_chosen():
+    assert "pad-" not in TrainConfig(compile="per_layer").label() + TrainConfig(packing=True).label()
+    assert TrainConfig(padding="bucket", group_by_length=True).label().endswith(" pad-bucket grouped")
 
 
 def test_derived_values():

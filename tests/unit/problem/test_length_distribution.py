@@ -22,7 +22,7 @@ def test_truncation_by_hand(seq_len: int, kept: int, longer: float) -> None:
     workload = Workload(lengths=SKEWED)
     assert workload.useful_tokens_per_row(TrainConfig(seq_len=seq_len)) == kept / 10
     assert workload.truncated(seq_len) == pytest.approx(1 - kept / 6400)
-    assert workload.fill(TrainConfig(seq_len=seq_len)) == pytest.approx(kept / 10 / seq_len)
+    assert workload.fill(TrainConfig(seq_len=seq_len, padding="max_length")) == pytest.approx(kept / 10 / seq_len)
 
 
 def test_the_figures_of_a_distribution() -> None:

@@ -61,7 +61,7 @@ def test_performance_by_hand():
     assert speed.step_time_s == pytest.approx(2.02)
     assert speed.samples_per_second == pytest.approx(32 / 2.02)
     assert speed.tokens_per_second == pytest.approx(32 * 1024 / 2.02)
-    assert speed.mfu == pytest.approx(32 * 2048 * 1e9 / 2.02 / 1e14)  # padding is arithmetic too
+    assert speed.mfu == pytest.approx(32 * 1024 * 1e9 / 2.02 / 1e14)  # padding is no use
 
 
 def test_the_median_of_the_measurements_counts():

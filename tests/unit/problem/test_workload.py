@@ -37,7 +37,8 @@ def test_padding_and_truncation(length, seq_len, useful, cut, fill):
     workload = Workload(lengths=Lengths.constant(length))
     assert workload.useful_tokens_per_row(TrainConfig(seq_len=seq_len)) == useful
     assert workload.truncated(seq_len) == pytest.approx(cut)
-    assert workload.fill(TrainConfig(seq_len=seq_len)) == pytest.approx(fill)
+    assert workload.fill(TrainConfig(seq_len=seq_len, padding="max_length")) == pytest.approx(fill)
+    assert workload.fill(TrainConfig(seq_len=seq_len)) == 1  # all are equally long
 
 
 @pytest.mark.parametrize("name", ["examples", "epochs", "global_batch"])
@@ -65,7 +66,7 @@ def test_packed_rows_hold_several_examples_and_a_step_takes_fewer_of_them() -> N
     ]
     assert workload.run_shape(replace(PACKED, micro_batch_size=3)).examples_per_step == 6  # as near as whole rows allow
     assert workload.run_shape(PACKED).num_steps == 2 * 2  # 4 rows, then 1
-    alone = replace(PACKED, packing=False)
+    alone = replace(PACKED, packing=False)  # padded as packed rows are
     assert (workload.fill(alone), workload.run_shape(alone).num_steps) == (pytest.approx(0.47), 2 * 2)
 
 
@@ -88,7 +89,7 @@ def test_probed_rows_represent_all_rows() -> None:
 
 
 def test_padded_rows_have_the_lengths_of_the_examples_and_full_rows_are_left_out() -> None:
-    config = TrainConfig(seq_len=1024, micro_batch_size=4)
+    config = TrainConfig(seq_len=1024, micro_batch_size=4, padding="max_length")
     (kind,) = Workload(lengths=Lengths.of([100] * 50 + [500] * 25 + [4000] * 25, "counted")).micro_batches(config)
     assert sorted(kind.rows) == [(100,), (100,), (500,), (1024,)]
     assert (kind.length, kind.share) == (1024, 1)
@@ -106,3 +107,64 @@ def test_held_out_examples_are_not_trained_on(examples: int, share: float, held_
     assert (workload.held_out(), workload.trained) == (held_out, examples - held_out)
     assert workload.run_shape(TrainConfig(micro_batch_size=1)).num_steps == examples - held_out
     assert workload.held_out(2 * examples) == min(math.ceil(2 * examples * share), 2 * examples - 1)
+# By hand: of two examples drawn, a quarter of the pairs has none of the long half.
+HALVES = Workload(examples=1000, lengths=Lengths.of([100, 300], "counted"), global_batch=8)
+TWO = TrainConfig(micro_batch_size=2, seq_len=512)
+
+
+def test_rows_are_padded_to_the_longest_of_their_micro_batch() -> None:
+    assert HALVES.tokens_per_row(TWO) == pytest.approx(0.25 * 100 + 0.75 * 300)
+    assert HALVES.fill(TWO) == pytest.approx(200 / 250)
+    shape = HALVES.run_shape(TWO)
+    assert (shape.tokens_per_step, shape.useful_tokens_per_step) == (pytest.approx(8 * 250), 8 * 200)
+    assert HALVES.longest_row(TWO) == 300 and HALVES.padded_lengths(TWO) == ()
+    assert HALVES.at_longest(TWO).seq_len == 300 and HALVES.at_mean(TWO).seq_len == 250
+    assert {(kind.length, kind.share) for kind in HALVES.micro_batches(TWO)} == {(100, 0.25), (300, 0.75)}
+
+
+def test_a_kind_of_micro_batch_has_one_row_of_its_length_and_no_longer_one() -> None:
+    lengths = Lengths.of(range(10, 1010), "counted")
+    kinds = Workload(lengths=lengths).micro_batches(replace(TWO, micro_batch_size=4, seq_len=800))
+    for kind in kinds:
+        assert len(kind.rows) == 4 and kind.rows[0] == (kind.length,)
+        assert all(2 <= row[0] <= kind.length for row in kind.rows)
+        others = [row[0] for row in kind.rows[1:]]
+        assert sum(others) / 3 == pytest.approx(kind.length / 2, rel=0.1)  # spread over all that are shorter
+    assert sum(kind.share for kind in kinds) == pytest.approx(1)
+    assert max(kind.length for kind in kinds) == 800 and 1 - (790 / 1000) ** 4 > 0.5  # most have a row that is cut
+
+
+def test_the_longest_that_can_occur_is_weighed_if_it_is_too_rare_to_be_timed() -> None:
+    rare = Workload(lengths=Lengths.of([*range(10, 500)] * 100 + [2000], "counted"))
+    kinds = rare.micro_batches(replace(TWO, seq_len=4096))
+    assert [kind.share for kind in kinds if kind.length == 2000] == [0.0]
+    assert rare.longest_row(replace(TWO, seq_len=1024)) == 1024
+
+
+def test_lengths_that_are_estimated_may_be_exceeded() -> None:
+    estimated = Workload(lengths=Lengths.of([100, 300], "characters"))
+    assert estimated.longest_row(TWO) == 512
+    assert [kind.share for kind in estimated.micro_batches(TWO) if kind.length == 512] == [0.0]
+    assert estimated.padded_lengths(replace(TWO, padding="bucket"))[-1] == 512
+
+
+def test_buckets_are_kinds_with_their_shares() -> None:
+    bucketed = replace(TWO, padding="bucket")
+    assert HALVES.padded_lengths(bucketed) == (100, 300)
+    assert {(kind.length, kind.share) for kind in HALVES.micro_batches(bucketed)} == {(100, 0.25), (300, 0.75)}
+    assert HALVES.padded_lengths(replace(TWO, padding="max_length")) == (512,)
+    alike = Workload(lengths=Lengths.constant(200))
+    assert alike.padded_lengths(bucketed) == (200,)
+    assert alike.micro_batches(bucketed) == alike.micro_batches(TWO)  # the same probe
+
+
+def test_examples_of_nearly_the_same_length_are_padded_little() -> None:
+    grouped = replace(TWO, group_by_length=True)
+    assert HALVES.fill(grouped) == pytest.approx(1, abs=0.01) > HALVES.fill(TWO)
+    assert all(len(set(kind.rows)) == 1 for kind in HALVES.micro_batches(grouped) if kind.share)
+
+
+def test_attention_is_counted_over_the_lengths_that_the_examples_have() -> None:
+    """100 and 300 tokens: 100^2 + 300^2 pairs for 400 tokens, as many a token as sequences of 250 have."""
+    assert HALVES.attended(TWO) == HALVES.attended(replace(TWO, packing=True)) == 250
+    assert HALVES.attended(replace(TWO, seq_len=100)) == 100
