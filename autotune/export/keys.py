@@ -93,7 +93,6 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
         "run_name": recipe.study.replace("${", "{") if report_to != "none" else None,
         # Where it fills rows, Axolotl does so to multiples of 64.
         "unusual_seq_len": config.seq_len if config.padding == "max_length" and config.seq_len % 64 else None,
-        "fills_rows": config.padding == "max_length",  # with padding or with other examples
         "padded_multiple": _padded_multiple(recipe),
         "attention": attention,
         "other_attention": attention != config.attention,
@@ -107,12 +106,14 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def _padded_multiple(recipe: Recipe) -> int | None:
-    """A length whose multiples are as few as the lengths that were measured; None where every length occurs."""
+    """A length with no more multiples than lengths were measured; None where every length occurs."""
     config = recipe.config
     if config.packing:  # TRL makes packed rows a single row
         return config.tokens if config.compile == "per_layer" else None
     lengths = recipe.workload.padded_lengths(config)
-    return math.ceil(lengths[-1] / len(lengths)) if lengths else None
+    multiples = [(number, math.ceil(lengths[-1] / number)) for number in range(len(lengths), 0, -1)]
+    # A model may have no positions beyond seq_len.
+    return next((multiple for number, multiple in multiples if number * multiple <= config.seq_len), None)
 
 
 def attention_of(tool: str, config: TrainConfig) -> str:

@@ -19,7 +19,7 @@ from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, RunSe
 from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 
-SAMPLED = 256  # lengths that stand for all of them, and for the longest of each micro batch
+SAMPLED = 1024  # lengths that stand for all; with fewer, the longest, which is always there, would be too frequent
 ENCODING = "# -*- coding: utf-8 -*-\n"  # in the first line: the second is then no place for another one
 SCRIPT = '''\
 """Fine-tune with exactly the configuration that was measured. For its options: python train.py --help
@@ -71,10 +71,9 @@ def settings(recipe: Recipe) -> RunSettings:
     about = summary_lines(recipe)
     if recipe.trainer != "transformers":
         about.append("Measured with TRL's SFTTrainer, not with this script: its speed and its peak differ.")
-    workload = recipe.workload
-    lengths = workload.lengths.sample(SAMPLED, config.seq_len)
-    lengths[lengths.index(max(lengths))] = min(workload.lengths.longest, config.seq_len)  # the peak of the run
     one_batch = math.ceil(2 * recipe.shape.examples_per_step) if config.packing else config.micro_batch_size
+    examples = max(recipe.workload.trained, one_batch)  # fewer would be no batch at all
+    lengths = sample(recipe, min(SAMPLED, examples))
     return RunSettings(
         about=about,
         versions={"python": recipe.fingerprint.python, **recipe.fingerprint.packages},
@@ -108,9 +107,16 @@ def settings(recipe: Recipe) -> RunSettings:
         eval_steps=eval_steps(recipe),
         report_to=recipe.run_options.report_to,
         run_name=recipe.study,
-        examples=max(recipe.workload.trained, one_batch),  # fewer would be no batch at all
+        examples=examples,
         lengths=lengths if len(set(lengths)) > 1 else lengths[:1],
     )
+
+
+def sample(recipe: Recipe, number: int) -> list[int]:
+    """`number` lengths in tokens that represent those of the run, the longest among them: it makes the peak."""
+    lengths = recipe.workload.lengths.sample(number, recipe.config.seq_len)
+    lengths[lengths.index(max(lengths))] = min(recipe.workload.lengths.longest, recipe.config.seq_len)
+    return lengths
 
 
 def _padded_lengths(recipe: Recipe) -> list[int]:

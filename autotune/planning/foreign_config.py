@@ -231,6 +231,7 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # of each dataset
     double_quant = file.flag(key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant")))
     seq_len = file.whole(key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len"))
+    knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else "longest"
     gpus = _table("data_parallel") + _table("parallel")
     return ForeignConfig(
         format=tool,
@@ -244,6 +245,15 @@ def _read(file: _File, tool: str) -> ForeignConfig:
         dataset=",".join(datasets) or None,
         notes=tuple(dict.fromkeys(file.notes)),
     )
+
+
+def _fills_rows(file: _File, tool: str, seq_len: int) -> bool:
+    """Whether rows are padded to seq_len, rather than to the longest of a micro batch or a little more."""
+    if tool == "llamafactory":
+        return False
+    if tool == "axolotl" and file.values.get("pad_to_sequence_len") is not None:
+        return file.flag("pad_to_sequence_len")
+    return file.whole("pad_to_multiple_of", default=1) >= seq_len
 
 
 def _whole(file: _File, tool: str, what: str) -> int:
@@ -271,7 +281,10 @@ def _compute(file: _File, tool: str) -> dict[str, Any]:
     file.note(optimizer not in optimizers, "optimizer", name=_shown(optimizer), state=state)
     workers = file.whole("dataloader_num_workers", default=0, least=0)
     choices = KNOBS["loader_workers"].choices
+    strategy = file.text("train_sampling_strategy")
     return {
+        # Older versions of transformers have it as a key, as Axolotl has.
+        "group_by_length": strategy == "group_by_length" or file.flag("group_by_length"),
         "optimizer": optimizers.get(optimizer, state),
         "attention": attentions.get(attention, "sdpa"),
         "loader_workers": next((known for known in choices if known >= workers), choices[-1]),
@@ -386,7 +399,6 @@ def _axolotl(file: _File) -> dict[str, Any]:
         "loss": "chunked" if fused else "full",
         "kernels": "liger" if liger and any(layers) else "torch",
         "packing": file.flag("sample_packing"),
-        "padding": "max_length" if file.values.get("pad_to_sequence_len") is True else "longest",
     }
 
 

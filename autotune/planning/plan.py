@@ -19,6 +19,7 @@ from autotune.planning.device_estimate import ACCURACY, estimate, limit_of, plan
 from autotune.planning.observations import Observation, Say, silent
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.problem.constraints import refusal
+from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, known_shape, open_reserve, set_up
@@ -199,7 +200,8 @@ def table_cells(
     task: Task, base: TrainConfig, limit_gib: float, batches: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[Cell]:
     """The cells of a table, row by row of the lengths; all other knobs are as in `base`."""
-    divisible = replace(task, workload=Workload(global_batch=2 * math.lcm(*batches)))
+    full = Lengths.constant(max(lengths))  # every row is as long as may be
+    divisible = replace(task, workload=Workload(lengths=full, global_batch=2 * math.lcm(*batches)))
     for length in lengths:
         for size in batches:
             config = replace(base, micro_batch_size=size, seq_len=length)

@@ -52,8 +52,11 @@ class TrlClock(Clock):
     num_steps = 0
     tokens_per_step = 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any, train_dataloader: Any = None, **_: Any
+    ) -> None:
         """Count the tokens of a mean step, padding not included."""
+        super().on_train_begin(args, state, control, model)
         rows = train_dataloader.dataset
         mean_tokens = sum(map(len, rows["input_ids"])) / len(rows)
         self.tokens_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * mean_tokens

@@ -45,9 +45,15 @@ class Knob:
             return tuple(range(self.low, self.high + 1))
         return self.values
 
-    def nearest(self, wanted: Any) -> Any:
-        """The value `wanted` if the knob has it, else the nearest number, else the first value."""
-        values = self.choices()
+    def possible(self, chosen: dict[str, Any]) -> tuple[Any, ...]:
+        """The values that are possible with those chosen so far; all of them where none is."""
+        values = tuple(
+            value for value in self.choices() if KNOBS[self.name].possible(value, _DEFAULTS.as_dict() | chosen) == value
+        )
+        return values or self.choices()
+
+    def nearest(self, wanted: Any, values: tuple[Any, ...]) -> Any:
+        """Of `values` the one that is wanted if it is there, else the nearest number, else the first."""
         if wanted not in values and isinstance(wanted, int) and not isinstance(wanted, bool):
             return min((abs(value - wanted), value) for value in values)[1]
         return wanted if wanted in values else values[0]
@@ -68,6 +74,14 @@ class Knob:
     def conditions(self) -> dict[str, Any]:
         """The value, or list of values, that other knobs must have: by the meaning of the knob, and by the space."""
         return {**KNOBS[self.name].active_when, **(self.when or {})}
+
+    def depends_on(self) -> dict[str, list[Any]]:
+        """The values of other knobs that decide whether this has an effect, and which of its values are possible."""
+        found = {name: list(_as_list(wanted)) for name, wanted in self.conditions().items()}
+        for excluded in KNOBS[self.name].impossible_with.values():
+            for name, value in excluded.items():
+                found.setdefault(name, []).append(value)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +210,7 @@ class SearchSpace:
             elif not knobs[0].is_active(chosen):
                 yield from extend(chosen, knobs[1:])
             else:
-                for value in knobs[0].choices():
+                for value in knobs[0].possible(chosen):
                     yield from extend(chosen | {knobs[0].name: value}, knobs[1:])
 
         return extend({}, self.knobs)
@@ -205,18 +219,18 @@ class SearchSpace:
         """The number of distinct configurations."""
         conditioned: dict[str, list[Any]] = {}  # for each knob the values that conditions of others name
         for knob in self.knobs:
-            for name, wanted in knob.conditions().items():
-                conditioned.setdefault(name, []).extend(_as_list(wanted))
+            for name, values in knob.depends_on().items():
+                conditioned.setdefault(name, []).extend(values)
         # Choices are counted in groups: all that conditions cannot tell apart are in the same group.
         groups: Counter[tuple[tuple[str, Any], ...]] = Counter([()])
         for knob in self.knobs:
             extended = type(groups)()
             for group, number in groups.items():
-                active = knob.is_active(dict(group))
-                if not active or knob.name not in conditioned:
-                    extended[group] += number * (len(knob.choices()) if active else 1)
+                possible = knob.possible(dict(group)) if knob.is_active(dict(group)) else ()
+                if not possible or knob.name not in conditioned:
+                    extended[group] += number * max(len(possible), 1)
                 else:
-                    for value in knob.choices():
+                    for value in possible:
                         seen = value if value in conditioned[knob.name] else None
                         extended[(*group, (knob.name, seen))] += number
             groups = extended
@@ -226,7 +240,7 @@ class SearchSpace:
         """Yield `number` random choices of active knobs, always the same ones, of a space too large to enumerate."""
         generator = random.Random(0)  # noqa: S311 (no secret depends on it)
         for _ in range(number):
-            yield self._choose(lambda knob: generator.choice(knob.choices()))
+            yield self._choose(lambda _, values: generator.choice(values))
 
     def config(self, chosen: dict[str, Any]) -> TrainConfig:
         """The configuration for {knob: value}; knobs that the space does not name keep their defaults."""
@@ -234,18 +248,18 @@ class SearchSpace:
 
     def leanest(self) -> dict[str, Any]:
         """The choice that needs the least memory, decided knob by knob."""
-        return self._choose(lambda knob: min(knob.choices(), key=KNOBS[knob.name].memory_rank))
+        return self._choose(lambda knob, values: min(values, key=KNOBS[knob.name].memory_rank))
 
     def clip(self, config: TrainConfig) -> dict[str, Any]:
         """The choice nearest to `config`, knob by knob."""
-        return self._choose(lambda knob: knob.nearest(getattr(config, knob.name)))
+        return self._choose(lambda knob, values: knob.nearest(getattr(config, knob.name), values))
 
-    def _choose(self, value_of: Callable[[Knob], Any]) -> dict[str, Any]:
+    def _choose(self, value_of: Callable[[Knob, tuple[Any, ...]], Any]) -> dict[str, Any]:
         """A choice of active knobs as {knob: value}, made in the order of the space."""
         chosen: dict[str, Any] = {}
         for knob in self.knobs:
             if knob.is_active(chosen):
-                chosen[knob.name] = value_of(knob)
+                chosen[knob.name] = value_of(knob, knob.possible(chosen))
         return chosen
 
 
@@ -261,7 +275,7 @@ def _in_order(knobs: list[Knob]) -> Iterator[Knob]:
     waiting = list(knobs)
     while waiting:
         names = {knob.name for knob in waiting}
-        ready = (knob for knob in waiting if not set(knob.conditions()) & (names - {knob.name}))
+        ready = (knob for knob in waiting if not set(knob.depends_on()) & (names - {knob.name}))
         knob = next(ready, waiting[0])
         waiting.remove(knob)
         yield knob

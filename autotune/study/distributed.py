@@ -327,7 +327,7 @@ class SharedTrials:
         """
 
         def micro_s(config: TrainConfig) -> float:
-            time = estimate_step_time(self.task.model, config)
+            time = estimate_step_time(self.task.model, self.task.workload.at_mean(config))
             return 0.0 if time is None else time.micro_s
 
         known = self.evaluator.truncated_s

@@ -189,8 +189,7 @@ class Evaluator:
                 self._stored(trial, replace(known, seconds={}))
             return Evaluation(result=known, reused=True)
         offered = memory_limit_gib(request.memory_gib, request.headroom)  # before the context, which is predicted
-        longest = replace(config, seq_len=request.longest.length)
-        estimate = self._memory.predict(longest, request.micro_steps, offered)
+        estimate = self._memory.predict(_with_longest_rows(request), request.micro_steps, offered)
         refused = self._gate(request, estimate)
         if refused is not None:
             return Evaluation(result=self._stored(trial, refused))
@@ -276,7 +275,7 @@ class Evaluator:
 
     def _gate_by_formula(self, request: ProbeRequest) -> ProbeResult | None:
         """Refuse what the formula finds far too large, though no model like it was loaded."""
-        need = self.formula(request.config, request.micro_steps)
+        need = self.formula(_with_longest_rows(request), request.micro_steps)
         limit_gib = memory_limit_gib(request.memory_gib, request.headroom, taken_gib=CONTEXT_GIB)
         if need is None or need.peak_reserved_gib <= limit_gib * (1 + FORMULA_BAND):
             return None
@@ -390,3 +389,8 @@ def _predicted_oom(phase: Phase, need_gib: float, limit_gib: float, terms: dict[
         limit_gib=limit_gib,
         terms_gib=terms,
     )
+
+
+def _with_longest_rows(request: ProbeRequest) -> TrainConfig:
+    """The configuration whose memory a probe measures: rows of the longest length that occurs."""
+    return replace(request.config, seq_len=request.longest.length)

@@ -56,8 +56,9 @@ def at_distance(space: SearchSpace, centre: TrainConfig, distance: int) -> Itera
         if not knob.is_active(chosen):
             yield from extend(chosen, index + 1, edits)
             return
-        own = knob.nearest(getattr(centre, knob.name))
-        for value in knob.choices() if edits else [own]:
+        possible = knob.possible(chosen)
+        own = knob.nearest(getattr(centre, knob.name), possible)
+        for value in possible if edits else [own]:
             yield from extend(chosen | {knob.name: value}, index + 1, edits if value == own else edits - 1)
 
     return extend({}, 0, distance)

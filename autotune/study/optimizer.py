@@ -187,7 +187,10 @@ class Optimizer:
         for knob in self._space.knobs:
             if not knob.is_active(chosen):
                 continue
-            if knob.low is not None and knob.high is not None:
+            values = knob.possible(chosen)
+            if len(values) == 1 < len(knob.choices()):
+                chosen[knob.name] = values[0]  # as those before it leave no choice
+            elif knob.low is not None and knob.high is not None:
                 chosen[knob.name] = trial.suggest_int(knob.name, knob.low, knob.high, log=knob.log)
             else:
                 chosen[knob.name] = trial.suggest_categorical(knob.name, knob.values)

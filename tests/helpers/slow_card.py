@@ -42,8 +42,8 @@ class SlowCard:
         config, layers = request.config, self.task.model.num_layers
         share = ((request.depth or layers) + HEAD) / (layers + HEAD)
         need, time = (
-            memory_breakdown(self.task.model, config, request.micro_steps),
-            estimate_step_time(self.task.model, config),
+            memory_breakdown(self.task.model, self.task.workload.at_longest(config), request.micro_steps),
+            estimate_step_time(self.task.model, self.task.workload.at_mean(config)),
         )
         assert need is not None and time is not None
         load_s = 0.0 if request.depth in self._loaded else 1.0 + self.layer_load_s * (request.depth or layers)

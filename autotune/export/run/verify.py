@@ -81,10 +81,32 @@ def verify(
             should_stop=should_stop,
             while_running=_StepReporter(folder / STEPS, steps, step_s, say).report,
         )
-        lengths = straining_lengths(winner.config) if soak else None
+        lengths = straining_lengths(recipe.workload.at_longest(winner.config)) if soak else None
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
+    if isinstance(result, dict):
+        prediction = replace(prediction, promised_step_s=_step_s_of(recipe, result.get("padded_tokens_per_step")))
     return with_result(prediction, result, steps)
+
+
+def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
+    """Seconds promised for steps of so many tokens, padding included: a short run has not quite those of the whole.
+
+    They lie on a line through what micro batches of each length took.
+    """
+    winner = recipe.winner
+    step_s, shape = winner.performance.step_time_s, recipe.shape
+    kinds = [kind for kind in recipe.workload.micro_batches(winner.config) if kind.share]
+    timed = winner.measurement.kind_s
+    if not padded_tokens or len(kinds) != len(timed) or len({kind.length for kind in kinds}) < 2:
+        return step_s
+    mean = sum(kind.share * kind.length for kind in kinds)
+    moments = [
+        (kind.share * (kind.length - mean) * seconds, kind.share * (kind.length - mean) ** 2)
+        for kind, (_, seconds) in zip(kinds, timed, strict=True)
+    ]
+    slope = sum(one for one, _ in moments) / sum(square for _, square in moments) / winner.config.micro_batch_size
+    return step_s + slope * (padded_tokens - shape.tokens_per_step)
 
 
 class _StepReporter:
@@ -130,8 +152,8 @@ def straining_lengths(config: TrainConfig) -> list[int]:
 
 def _run_train(recipe: Recipe, folder: Path, steps: int, lengths: list[int] | None, run: Run) -> dict[str, Any] | str:
     write_files(folder, script.export(recipe))
-    config = recipe.config
-    arguments = ["--random-weights", "--max-steps", str(steps), "--held-out", "1", str(config.seq_len)]
+    config, longest = recipe.config, recipe.workload.longest_row(recipe.config)
+    arguments = ["--random-weights", "--max-steps", str(steps), "--held-out", "1", str(longest)]
     arguments += ["--progress", STEPS, "--output-dir", "saved" if config.method == "lora" else ""]
     if lengths:
         write_files(folder, {"lengths.txt": "\n".join(map(str, lengths))})
@@ -180,12 +202,13 @@ def _made_for_trl(recipe: Recipe, steps: int, lengths: list[int] | None) -> dict
     """What `probe.synthetic_model` makes: weights of the model's shape, and random rows."""
     config = recipe.config
     batch = round(recipe.shape.examples_per_step)
+    rows = batch * min(steps, math.ceil(ROWS / batch))  # whole steps: the last of a pass would be shorter
     return {
         "model": recipe.model.config,
         "device": "cpu" if on_cpu(recipe) else "cuda",
-        "rows": batch * min(steps, math.ceil(ROWS / batch)),  # whole steps: the last of a pass would be shorter
-        "lengths": lengths or recipe.workload.lengths.sample(script.SAMPLED, config.seq_len),
-        "held_out": [config.seq_len] * config.micro_batch_size,
+        "rows": rows,
+        "lengths": lengths or script.sample(recipe, rows),
+        "held_out": [recipe.workload.longest_row(config)] * config.micro_batch_size,
     }
 
 

@@ -31,6 +31,8 @@ class Clock(TrainerCallback):
         self._progress = open(progress, "a", encoding="utf-8", buffering=1) if progress else None  # noqa: SIM115
         self._began = time.time()
         self._starts: list[float] = []
+        self._tokens = [0]  # of the micro batches between two starts, padding included
+        self._graphs: list[int] = []  # that were compiled until each start
         self._paused: list[float] = []  # seconds of evaluations and saves since each start, which are not the step's
         self._step_ended: float | None = None  # where an evaluation or a save follows
         self._peaks_allocated: list[float] = []  # GiB, of what ended at each start
@@ -44,6 +46,14 @@ class Clock(TrainerCallback):
         if self._signal is not None:
             os._exit(128 + number)
         self._signal = number
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        """Count the tokens of each micro batch from now on."""
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, model: Any, args: Any, inputs: dict[str, Any]) -> None:
+        if model.training:
+            self._tokens[-1] += inputs["input_ids"].numel()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin a step, at which the one before ends."""
@@ -65,7 +75,10 @@ class Clock(TrainerCallback):
         else:
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
             self._peaks_allocated.append(pages * os.sysconf("SC_PAGE_SIZE") / GIB)
+        utils = sys.modules.get("torch._dynamo.utils")
+        self._graphs.append(int(utils.counters["stats"]["unique_graphs"]) if utils else 0)
         self._starts.append(time.perf_counter())
+        self._tokens.append(0)
         self._paused.append(0.0)
 
     def _synchronize(self) -> None:
@@ -120,18 +133,24 @@ class Clock(TrainerCallback):
             sys.exit(128 + self._signal)
 
     def measured(self) -> dict[str, Any]:
-        """Median seconds of a step, the first of which warms up; the reserved peak, and the allocated one by quarter.
+        """Mean seconds of a step, and its tokens with padding; the reserved peak, and the allocated one by quarter.
 
-        Evaluations and saves between two steps do not count as time, but their peaks do. Peaks are in GiB. A value is
-        None where nothing was measured, as reserved memory on a CPU.
+        The first step and those that compile something do not count as time, nor do evaluations and saves between two
+        steps, but their peaks do. Peaks are in GiB. A value is None where nothing was measured, as reserved memory on a
+        CPU.
         """
-        starts, paused = self._starts[1:], self._paused[1:]
-        seconds = [end - start - pause for (start, end), pause in zip(pairwise(starts), paused, strict=False)]
+        marks = list(zip(self._starts, self._paused, self._tokens[1:], self._graphs, strict=False))[1:]
+        timed = [
+            (end - start - paused, tokens)
+            for (start, paused, tokens, before), (end, *_, after) in pairwise(marks)
+            if before == after
+        ]
         peaks = self._peaks_allocated[1:]
         bounds = [len(peaks) * quarter // 4 for quarter in range(5)]
         quarters = [peaks[start:end] for start, end in pairwise(bounds)]
         return {
-            "seconds_per_step": statistics.median(seconds) if seconds else None,
+            "seconds_per_step": statistics.fmean(seconds for seconds, _ in timed) if timed else None,
+            "padded_tokens_per_step": statistics.fmean(tokens for _, tokens in timed) if timed else None,
             "peak_reserved_gib": max(self._peaks_reserved[1:], default=None),
             "peaks_gib": [max(quarter) for quarter in quarters] if all(quarters) else None,
         }

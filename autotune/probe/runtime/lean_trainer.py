@@ -55,6 +55,7 @@ class LeanTrainer(Trainer):
             return super()._get_train_sampler(*args, **kwargs)
         step_rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
         return LengthGroupedSampler(step_rows, lengths=self.row_lengths)
+
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """All examples that are held out: a last batch that is not full is dropped in training alone."""
         drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False

@@ -10,7 +10,9 @@ from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export import header, keys, tool_file, torchtune
 from autotune.probe.runtime.settings import LIGER_KERNELS
+from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_options import TRACKERS, RunOptions
+from autotune.problem.workload import Workload
 from autotune.study.summary import Recipe
 from tests.helpers.refresh_export_keys import KEYS
 from tests.unit.export.test_tool_file_axolotl import CONFIGS, recipe
@@ -117,15 +119,93 @@ def test_the_attention_by_each_tools_name(config: TrainConfig, names: tuple[str,
     assert tuple(keys.attention_of(tool, config) for tool in keys.TOOLS) == names
 
 
-@pytest.mark.parametrize(("packing", "length"), [(True, 4 * 512), (False, 512)])
-def test_compiled_rows_have_one_length(packing: bool, length: int) -> None:
+@pytest.mark.parametrize(("compile", "length"), [("per_layer", 4 * 512), ("none", None)])
+def test_compiled_packed_rows_have_one_length(compile: str, length: int | None) -> None:
     """TRL makes the packed rows of a micro batch one row."""
-    config = TrainConfig(compile="per_layer", packing=packing, micro_batch_size=4, seq_len=512)
-    assert keys.write("trl", "batch", recipe(config))["pad_to_multiple_of"] == length
+    config = TrainConfig(compile=compile, packing=True, micro_batch_size=4, seq_len=512)
+    assert keys.write("trl", "batch", recipe(config)).get("pad_to_multiple_of") == length
+
+
+def with_lengths(config: TrainConfig, *lengths: int) -> Recipe:
+    """A run on 64 examples, as many of each of these lengths."""
+    return recipe(config, workload=Workload(examples=64, lengths=Lengths.of(lengths, "given")))
+
+
+PADDING_KEYS = {"pad_to_sequence_len", "pad_to_multiple_of"}
+
+
+@pytest.mark.parametrize(
+    ("config", "trl", "axolotl", "unsaid"),
+    [
+        ({"padding": "longest"}, {}, {"pad_to_sequence_len": False}, ""),
+        (
+            {"padding": "max_length"},
+            {"pad_to_multiple_of": 1024},
+            {"pad_to_sequence_len": True},
+            "llamafactory torchtune",
+        ),
+        (
+            {"padding": "max_length", "seq_len": 1000},
+            {"pad_to_multiple_of": 1000},
+            {"pad_to_sequence_len": True, "pad_to_multiple_of": 1000},
+            "llamafactory torchtune",
+        ),
+        # Axolotl would not pad to multiples with pad_to_sequence_len: false.
+        (
+            {"padding": "bucket"},
+            {"pad_to_multiple_of": 450},
+            {"pad_to_multiple_of": 450},
+            "trl axolotl llamafactory torchtune",
+        ),
+        (
+            {"padding": "longest", "compile": "per_layer"},  # means bucket
+            {"pad_to_multiple_of": 450},
+            {"pad_to_multiple_of": 450},
+            "trl axolotl llamafactory torchtune",
+        ),
+        ({"packing": True}, {}, {"pad_to_sequence_len": True}, ""),
+    ],
+    ids=str,
+)
+def test_how_rows_are_padded(config: dict[str, Any], trl: Any, axolotl: Any, unsaid: str) -> None:
+    made = with_lengths(TrainConfig(micro_batch_size=1, **config), 300, 900)
+    expected = {"trl": trl, "axolotl": axolotl, "llamafactory": {}, "torchtune": {}}
+    for tool in keys.TOOLS:
+        batch = keys.write(tool, "batch", made)
+        assert {key: batch[key] for key in PADDING_KEYS & set(batch)} == expected[tool], tool
+        assert any(item.startswith("padding ") for item in keys.inexpressible(tool, made)) is (tool in unsaid)
+
+
+def test_a_multiple_of_the_padded_length_is_never_longer_than_seq_len() -> None:
+    """Three lengths would be multiples of 342, up to 1,026: more positions than a model of 1,024 has."""
+    made = with_lengths(TrainConfig(padding="bucket", micro_batch_size=1), 100, 500, 1024)
+    assert len(made.workload.padded_lengths(made.config)) == 3
+    assert keys.write("trl", "batch", made)["pad_to_multiple_of"] == 512
+
+
+@pytest.mark.parametrize(
+    ("tool", "written"),
+    [
+        ("trl", {"train_sampling_strategy": "group_by_length"}),
+        ("axolotl", {"group_by_length": True}),
+        ("llamafactory", {"train_sampling_strategy": "group_by_length"}),
+        ("torchtune", {}),
+    ],
+)
+def test_examples_are_grouped_by_length(tool: str, written: dict[str, Any]) -> None:
+    """Of torchtune's recipes none can."""
+    for config, grouped in ((TrainConfig(group_by_length=True), True), (TrainConfig(), False)):
+        batch = keys.write(tool, "batch", recipe(config))
+        found = {key: batch[key] for key in ("group_by_length", "train_sampling_strategy") if batch.get(key)}
+        assert found == (written if grouped else {})
+        unsaid = any(item.startswith("group_by_length: ") for item in keys.inexpressible(tool, recipe(config)))
+        assert unsaid is (grouped and not written)
 
 
 def test_values_that_follow_from_a_configuration() -> None:
     config = TrainConfig(lora_rank=16, rslora=True, seq_len=520, checkpointing="every_3", kernels="liger")
+    assert keys.settings("trl", recipe(config))["unusual_seq_len"] is None  # rows are not filled
+    config = replace(config, padding="max_length")
     found = keys.settings("trl", recipe(config))
     expected = {"lora_alpha": 8, "lora_alpha_of_rank": 32.0, "unusual_seq_len": 520, "skips_layers": True}
     assert {name: found[name] for name in expected} == expected  # 8 / sqrt(16) = 2 = 32 / 16

@@ -194,11 +194,47 @@ def test_what_is_made_for_trl() -> None:
         "model": made.model.config,
         "device": "cpu",
         "rows": 16 * 3,
-        "lengths": [32] * 16,
+        "lengths": [32] * 48,
         "held_out": [32] * 8,
     }
     many = verify._made_for_trl(replace(made, device=resolve_device("a10")), 500, [5, 6])
     assert (many["rows"], many["device"], many["lengths"]) == (1024, "cuda", [5, 6])
+
+
+@pytest.mark.parametrize("size", [1, 8, 32])
+def test_what_is_made_for_trl_pads_as_the_run_does(size: int) -> None:
+    """TRL pads to the longest row of a micro batch, and the longest of all sets the peak."""
+    lengths = Lengths.described(400, 2000)
+    config = TrainConfig(micro_batch_size=size, seq_len=8192)
+    made = recipe(config, workload=Workload(examples=10_000, lengths=lengths))
+    data = verify._made_for_trl(made, 500, None)
+    same = Workload(examples=data["rows"], lengths=Lengths.of(data["lengths"], "given"))
+    assert len(data["lengths"]) == data["rows"]
+    assert same.tokens_per_row(config) == pytest.approx(made.workload.tokens_per_row(config), rel=0.01)
+    assert max(data["lengths"]) == lengths.longest < 8192
+
+
+@pytest.mark.parametrize(("padding", "longest"), [("longest", 20), ("bucket", 20), ("max_length", 32)])
+def test_no_row_of_a_verification_is_longer_than_the_longest_of_the_run(
+    padding: str, longest: int, ran: list[Any], tmp_path: Path
+) -> None:
+    """More memory than for that was not promised."""
+    base = demo(TrainConfig(micro_batch_size=4, seq_len=32, padding=padding))
+    made = replace(base, workload=replace(base.workload, lengths=Lengths.constant(20)))
+    (tmp_path / "logs").mkdir()
+    strained: list[int] = []
+
+    def export(recipe: Recipe) -> dict[str, str]:
+        return {"train.py": ECHO + "print(json.dumps({'steps': 5, 'lengths': open('lengths.txt').read()}))\n"}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "export", export)
+        verify.verify(made, tmp_path, micro_steps=1, soak=True)
+    strained = [int(length) for length in ran[0][2]["lengths"].split()]
+    assert max(strained) == longest
+    verify.verify(made, tmp_path, micro_steps=1)
+    assert ran[1][2]["argv"][3:6] == ["--held-out", "1", str(longest)]
+    assert verify._made_for_trl(made, 3, None)["held_out"] == [longest] * 4
 
 
 @pytest.mark.parametrize(
@@ -238,6 +274,19 @@ def study(rows: int = 700, batch: int = 32) -> tuple[Recipe, Quality]:
     assert made is not None
     workload = Workload(examples=rows, lengths=Lengths.of([8] * rows, "counted"), global_batch=batch)
     return replace(made, workload=workload), Quality(steps=1, trained_on=4, held_out=2, tokens=8)
+
+
+def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have() -> None:
+    """Micro batches of two rows of 100 tokens take 3 s, of 300 tokens 5 s: 0.005 s a token. A step has four."""
+    halves = Workload(examples=1000, lengths=Lengths.of([100, 300], "counted"), global_batch=8)
+    made = recipe(TrainConfig(micro_batch_size=2, seq_len=512), workload=halves)
+    step_s = made.winner.performance.step_time_s
+    known = replace(made.winner.measurement, kind_s=((0.25, 3.0), (0.75, 5.0)))
+    timed = replace(made, winner=replace(made.winner, measurement=known))
+    assert made.shape.tokens_per_step == 4 * 2 * 250
+    assert verify._step_s_of(timed, 2000.0) == step_s
+    assert verify._step_s_of(timed, 2400.0) == pytest.approx(step_s + 400 * 0.005)
+    assert verify._step_s_of(timed, None) == verify._step_s_of(made, 2400.0) == step_s  # what is not known
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ CONFIGS = [
     TrainConfig(quantization="nf4", compile="per_layer", packing=True, dora=True, rslora=True, loss="chunked"),
     TrainConfig(loader_workers=2, kernels="liger"),
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload"),
+    TrainConfig(padding="max_length", group_by_length=True),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 
@@ -121,6 +122,10 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "kernels": data.get("use_liger_kernel", False) is (config.kernels == "liger"),
         "loader_workers": data["dataloader_num_workers"] == config.loader_workers,
         "packing": data["packing"] is False and not config.packing,
+        "padding": data.get("pad_to_multiple_of")
+        == {"longest": None, "max_length": config.seq_len}.get(config.padding, 0),
+        "group_by_length": data.get("train_sampling_strategy", "random")
+        == ("group_by_length" if config.group_by_length else "random"),
         "dora": data.get("use_dora", False) is config.dora,
         "rslora": data.get("use_rslora", False) is config.rslora,
     }
@@ -200,11 +205,43 @@ def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> N
     assert json.loads(files["model_config.json"]) == resolve_model("mistral-7b").config
 
 
+@pytest.mark.parametrize(
+    ("padding", "grouped", "padded_lengths"),
+    [
+        ("longest", False, []),
+        ("longest", True, []),
+        ("bucket", False, [900, 1024]),  # longer rows than are known are padded too
+        ("bucket", True, [300, 900, 1024]),
+        ("max_length", False, [1024]),
+    ],
+)
+def test_train_config_says_how_rows_are_padded(padding: str, grouped: bool, padded_lengths: list[int]) -> None:
+    workload = Workload(examples=64, lengths=Lengths.of([300, 900] * 32, "given"))
+    config = TrainConfig(padding=padding, micro_batch_size=8, group_by_length=grouped)
+    settings = script.settings(recipe(config, workload=workload))
+    assert (settings.padding, settings.padded_lengths) == (padding, padded_lengths)
+    assert settings.group_by_length is grouped
+    packed = script.settings(recipe(TrainConfig(packing=True, group_by_length=grouped), workload=workload))
+    assert (packed.padded_lengths, packed.group_by_length) == ([1024], False)
+
+
+@pytest.mark.parametrize(("examples", "error"), [(10_000, 0.01), (200, 0.1)])
+def test_random_rows_pad_as_the_run_does(examples: int, error: float) -> None:
+    """The longest of each micro batch is as long as in the run, and the longest row of all is there."""
+    lengths = Lengths.described(400, 2000)
+    config = TrainConfig(micro_batch_size=8, seq_len=8192)
+    made = recipe(config, workload=Workload(examples=examples, lengths=lengths))
+    sampled = script.settings(made).lengths
+    same = Workload(examples=examples, lengths=Lengths.of(sampled[:examples], "given"))
+    assert same.tokens_per_row(config) == pytest.approx(made.workload.tokens_per_row(config), rel=error)
+    assert max(sampled[:examples]) == lengths.longest < 8192
+
+
 def test_every_setting_is_used_by_the_script() -> None:
     text = "".join(script.runtime_files().values())
     names = {*RunSettings.__dataclass_fields__, *ModelSettings.__dataclass_fields__}
     unused = {name for name in names if not re.search(rf"(settings|self|config)\.{name}\b", text)}
-    assert unused == {"about", "versions", "method"}  # for the reader
+    assert unused == {"about", "versions", "method", "padding"}  # for the reader
 
 
 def test_the_script_is_the_code_that_the_probe_runs() -> None:

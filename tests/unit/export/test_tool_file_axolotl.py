@@ -39,6 +39,8 @@ CONFIGS = [
     TrainConfig(loader_workers=2, kernels="liger", dora=True),
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload", rslora=True),
     TrainConfig(attention="sdpa_cudnn", packing=True, checkpointing="offload", quantization="nf4", loss="chunked"),
+    TrainConfig(padding="max_length", seq_len=1000),
+    TrainConfig(group_by_length=True),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 HOSTILE = [
@@ -106,9 +108,11 @@ def test_what_axolotl_would_choose_by_itself_is_chosen(config: TrainConfig) -> N
     kernels = {data.get(f"lora_{part}_kernel") for part in ("mlp", "qkv", "o", "embedding")}
     assert kernels == ({False} if config.method == "lora" else {None})
     assert data["tf32"] is False and data["excess_length_strategy"] == "truncate"
-    assert data["pad_to_sequence_len"] is True
+    # Left out, it pads to multiples.
+    filled = {"longest": False, "bucket": None, "max_length": True}[config.padding]
+    assert data.get("pad_to_sequence_len") is filled
     multiple = data.get("pad_to_multiple_of", 64)
-    assert multiple * -(-config.seq_len // multiple) == config.seq_len  # what rows are padded to
+    assert filled is False or multiple * -(-config.seq_len // multiple) == config.seq_len  # what rows are padded to
     assert data["dataloader_num_workers"] == config.loader_workers
     assert data.get("sdpa_varlen", False) is False
     assert data.get("gradient_checkpointing_kwargs", {"use_reentrant": False}) == {"use_reentrant": False}
@@ -160,7 +164,8 @@ def test_the_whole_of_one() -> None:
         "sequence_len": 1024,
         "excess_length_strategy": "truncate",
         "sample_packing": False,
-        "pad_to_sequence_len": True,
+        "pad_to_sequence_len": False,
+        "group_by_length": False,
         "micro_batch_size": 8,
         "gradient_accumulation_steps": 4,
         "dataloader_drop_last": True,

@@ -83,6 +83,8 @@ def test_the_head_tells_what_to_expect_and_how_to_run() -> None:
     assert "dtype of its checkpoint; what was measured has bfloat16" in head
     assert "not expressed" not in head
     assert "SFTTrainer" in exported(recipe(TrainConfig(), trainer="trl"))[0]
+    assert "Before transformers 5.2 it is group_by_length" not in head
+    assert "Before transformers 5.2 it is group_by_length" in exported(recipe(TrainConfig(group_by_length=True)))[0]
 
 
 def test_the_dataset_is_a_stub_that_llamafactory_reads() -> None:

@@ -69,6 +69,8 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "kernels": config.kernels == "torch",
         "loader_workers": config.loader_workers == 0,
         "packing": packed is config.packing,
+        "padding": config.padding == "longest",
+        "group_by_length": not config.group_by_length,
         "dora": model.get("use_dora", False) is config.dora,
         "rslora": not lora or model["lora_alpha"] / model["lora_rank"] == pytest.approx(scale),
     }

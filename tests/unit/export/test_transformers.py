@@ -65,6 +65,8 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "loss": config.loss == "full",
         "kernels": said.get("use_liger_kernel", False) is (config.kernels == "liger"),
         "packing": not config.packing,
+        "group_by_length": said.get("train_sampling_strategy", "random")
+        == ("group_by_length" if config.group_by_length else "random"),
         "dora": adapter.get("use_dora", False) is config.dora,
         "rslora": adapter.get("use_rslora", False) is config.rslora,
         "loader_workers": said["dataloader_num_workers"] == config.loader_workers,
@@ -110,6 +112,26 @@ def test_the_libraries_load_the_files(config: TrainConfig, tmp_path: Path) -> No
         assert str(quantization.bnb_4bit_compute_dtype) == f"torch.{config.base_dtype}"
         assert quantization.bnb_4bit_use_double_quant is config.double_quant
         assert quantization.quantization_method() == {"nf4": "nf4", "int8": "llm_int8"}[config.quantization]
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (TrainConfig(), "- padding: pad rows to the longest of their micro batch"),
+        (
+            TrainConfig(padding="bucket"),
+            "- padding bucket: pad rows to the next of padded_lengths in train_config.json",
+        ),
+        (TrainConfig(padding="max_length"), "- padding max_length: pad rows to the next of padded_lengths in"),
+        (TrainConfig(packing=True), None),
+    ],
+    ids=str,
+)
+def test_how_rows_are_padded_is_for_the_collator(config: TrainConfig, line: str | None) -> None:
+    files = exporter.export(recipe(config))
+    notes = files["transformers_notes.md"]
+    assert "- padding" not in notes if line is None else f"\n{line}" in notes
+    assert "pad_to_multiple_of" not in data(files, "training_args.json")  # only TRL's
 
 
 def test_another_trainer_has_another_speed() -> None:

@@ -143,7 +143,8 @@ def test_other_factory_examples(read):
 @pytest.mark.parametrize(
     "config",
     [
-        TrainConfig(precision="bf16_pure", checkpointing="every_3", compile="per_layer", attention="flex_attention"),
+        TrainConfig(precision="bf16_pure", checkpointing="every_3", attention="flex_attention", group_by_length=True),
+        TrainConfig(compile="per_layer", padding="max_length"),
         TrainConfig(quantization="nf4", double_quant=True, checkpointing="none", optimizer="paged_adamw_8bit"),
         TrainConfig(quantization="int8", precision="fp16_mixed", micro_batch_size=4, optimizer="lion_8bit"),
         TrainConfig(method="full", optimizer="adafactor", precision="bf16_pure", attention="flash_attention_2"),
@@ -173,6 +174,7 @@ def test_defaults(read):
     assert runs[2].config.label() == "lora r8 8x2048 bf16_mixed ckpt-full adamw_torch_fused"
     assert [(run.accumulation, run.epochs) for run in runs] == [(1, 3.0), (1, 1.0), (1, 3.0)]
     assert [run.notes for run in runs] == [(CHUNKS,), (BF16,), ()]
+    assert {(run.config.padding, run.config.group_by_length) for run in runs} == {("longest", False)}
 
 
 @pytest.mark.parametrize(
@@ -213,6 +215,15 @@ trl optimizer adamw_8bit: optim: adamw_bnb_8bit / optim: ademamix_8bit
 trl optimizer lion_8bit: optim: paged_lion_8bit / optim: adamw_torch_4bit
 trl optimizer adafactor: optim: sgd
 trl optimizer adamw_torch: optim: lion_32bit / optim: muon
+trl padding longest: pad_to_multiple_of: 64 / pad_to_multiple_of: 1023 / pad_to_multiple_of:
+trl padding max_length: pad_to_multiple_of: 1024 / {pad_to_multiple_of: 600, max_length: 512}
+trl padding bucket: {pad_to_multiple_of: 64, torch_compile: true}
+trl group_by_length True: train_sampling_strategy: group_by_length / group_by_length: true
+trl group_by_length False: train_sampling_strategy: random / group_by_length: false
+axolotl padding longest: pad_to_sequence_len: false / {pad_to_sequence_len: false, pad_to_multiple_of: 512}
+axolotl padding longest: pad_to_multiple_of: 64 / pad_to_sequence_len:
+axolotl padding max_length: pad_to_sequence_len: true / pad_to_sequence_len: 'yes' / pad_to_multiple_of: 512
+axolotl group_by_length True: group_by_length: true
 axolotl precision fp32: bf16: / bf16: false
 axolotl precision bf16_pure: bf16: full
 axolotl precision fp16_mixed: {bf16: auto, fp16: true} / {bf16: false, fp16: true} / fp16: true
@@ -228,6 +239,8 @@ axolotl kernels torch: liger_rope: true
 axolotl kernels liger: {plugins: [a.LigerPlugin], liger_swiglu: true}
 axolotl loss full: liger_fused_linear_cross_entropy: true / chunked_cross_entropy: true
 axolotl loss full: {plugins: [a.cut_cross_entropy.B], cut_cross_entropy: false}
+llamafactory padding longest: pad_to_multiple_of: 4096
+llamafactory group_by_length True: train_sampling_strategy: group_by_length / group_by_length: true
 llamafactory double_quant False: {quantization_bit: 4, double_quantization: false}
 llamafactory precision fp16_mixed: fp16: true
 llamafactory precision fp32: finetuning_type: full
@@ -328,7 +341,11 @@ REFUSED = {
     ("trl", "max_length: 1.5"): "a whole number is needed, not 1.5",
 }
 WRONG = {  # by what is needed
-    "true or false": {"packing": {"maybe": "'maybe'", "[1]": "[1]", "2": "2"}, "'fp16'": {"{a: 1}": "{'a': 1}"}},
+    "true or false": {
+        "group_by_length": {"3": "3"},
+        "packing": {"maybe": "'maybe'", "[1]": "[1]", "2": "2"},
+        "'fp16'": {"{a: 1}": "{'a': 1}"},
+    },
     "a name": {"optim": {"8": "8", "{a: b}": "{'a': 'b'}", '"\\e[31m"': "'\\x1b[31m'"}, "dtype": {"[m]": "['m']"}},
     "names": {"datasets": {"3": "3", "[3]": "[3]", "[{path: [a]}]": "[{'path': ['a']}]", '["\\0"]': "['\\x00']"}},
     "keys with values": {"model_init_kwargs": {"text": "'text'"}, "gradient_checkpointing_kwargs": {"[1]": "[1]"}},

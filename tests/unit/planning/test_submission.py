@@ -387,7 +387,14 @@ def test_the_shape_of_a_submission_is_fixed(good: dict[str, Any]) -> None:
     assert set(good["model"]) == {"name", "model_type", "params", "digest"}
     assert set(good["versions"]) == {"autotune", "python", "driver", "cuda", "packages"}
     assert set(good["winner"]["config"]) == set(asdict(TrainConfig()))
-    measured = {"accumulation", "useful_tokens_per_s", "raw_tokens_per_s", "step_time_s", "peak_reserved_gib"}
+    measured = {
+        "accumulation",
+        "tokens_per_row",
+        "useful_tokens_per_s",
+        "raw_tokens_per_s",
+        "step_time_s",
+        "peak_reserved_gib",
+    }
     assert set(good["winner"]) == {"config", "limit_gib", "context_gib", "power_w", "evidence"} | measured
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +61,7 @@ def count(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, values: list[
     monkeypatch.setattr(module, name, lambda: next(left))
 
 
-def test_the_median_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mean_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps that end at 10, 11, 13, 16, 20 and 25 s: 10 s of warm-up, then 1, 2, 3, 4 and 5 s."""
     count(monkeypatch, time, "perf_counter", [0, 10, 11, 13, 16, 20, 25])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -72,8 +73,33 @@ def test_the_median_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatc
     clock = Clock(saves=False)
     for _ in range(7):
         clock.mark()
-    assert clock.measured() == {"seconds_per_step": 3, "peak_reserved_gib": 9, "peaks_gib": [90, 3, 5, 6]}
+    assert clock.measured() == {
+        "seconds_per_step": 3,
+        "padded_tokens_per_step": 0,
+        "peak_reserved_gib": 9,
+        "peaks_gib": [90, 3, 5, 6],
+    }
     assert called == ["synchronize", "reset_peak_memory_stats"] * 7
+
+
+def test_a_step_that_compiles_is_not_timed_and_tokens_are_those_of_the_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 (the first), 2, 50 (which compiles) and 4 s with two micro batches each of 3, 5, 9 and 7 tokens."""
+    count(monkeypatch, time, "perf_counter", [0, 10, 12, 62, 66])
+    compiled = {"unique_graphs": 0}
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters={"stats": compiled}))
+    clock, model = Clock(saves=False), torch.nn.Module()
+    model.forward = lambda input_ids: input_ids  # type: ignore[method-assign]
+    clock.on_train_begin(None, None, None, model=model)
+    for tokens in (3, 5, 9, 7):
+        clock.on_step_begin(None, None, None)
+        for _ in range(2):
+            model(input_ids=torch.zeros(1, tokens))
+        model.eval()(input_ids=torch.zeros(1, 1000))
+        model.train()
+        compiled["unique_graphs"] += tokens in (3, 9)
+    clock.mark()
+    measured = clock.measured()
+    assert (measured["seconds_per_step"], measured["padded_tokens_per_step"]) == (3, 12)
 
 
 def test_a_peak_on_a_cpu_is_what_the_process_holds() -> None:

@@ -20,7 +20,7 @@ def test_rows_are_packed_as_the_workload_counts_them() -> None:
 
 
 def test_a_packed_batch_has_each_token_in_its_place() -> None:
-    batch = rows.collate([[torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [torch.arange(1, 7)]], 6, True)
+    batch = rows.collate([[torch.tensor([5, 6, 7]), torch.tensor([8, 9])], [torch.arange(1, 7)]], [6], True)
     assert {key: value.tolist() for key, value in batch.items()} == {
         "input_ids": [[5, 6, 7, 8, 9, 0], [1, 2, 3, 4, 5, 6]],
         "labels": [[-100, 6, 7, -100, 9, -100], [-100, 2, 3, 4, 5, 6]],
@@ -29,7 +29,7 @@ def test_a_packed_batch_has_each_token_in_its_place() -> None:
 
 
 def test_a_batch_that_is_not_packed_has_no_positions() -> None:
-    batch = rows.collate([[torch.tensor([5, 6])]], 4, False)
+    batch = rows.collate([[torch.tensor([5, 6])]], [4], False)
     assert {key: value.tolist() for key, value in batch.items()} == {
         "input_ids": [[5, 6, 0, 0]],
         "labels": [[-100, 6, -100, -100]],
@@ -57,7 +57,7 @@ def test_an_example_that_predicts_nothing_is_not_held_out() -> None:
 
 
 def test_held_out_rows_may_be_longer_than_those_to_train_on() -> None:
-    batch = rows.collate([[torch.arange(1, 6)], [torch.tensor([7])]], 2, False)
+    batch = rows.collate([[torch.arange(1, 6)], [torch.tensor([7])]], [2], False)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5], [7, 0, 0, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 2, 3, 4, 5], [-100] * 5]
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
@@ -93,7 +93,7 @@ def test_the_same_share_of_the_examples_is_held_out_at_each_start() -> None:
 
 def test_what_is_only_read_has_no_label() -> None:
     """Not even the token 0, whose complement is -1."""
-    batch = rows.collate([[torch.tensor([-6, -1, 7, 0]), torch.tensor([3, -5, 9])]], 8, True)
+    batch = rows.collate([[torch.tensor([-6, -1, 7, 0]), torch.tensor([3, -5, 9])]], [8], True)
     assert batch["input_ids"].tolist() == [[5, 0, 7, 0, 3, 4, 9, 0]]
     assert batch["labels"].tolist() == [[-100, -100, 7, 0, -100, -100, 9, -100]]
 
@@ -106,7 +106,7 @@ def test_stored_examples_are_mapped_and_cut(tmp_path: Path) -> None:
     assert [example.tolist() for example in stored] == [[5, -7, 8, 9], [1, 2]]
     both = rows.Rows(rows.Part(stored, [1, 0], 3), [[0, 1]])
     assert [[example.tolist() for example in row] for row in both] == [[[1, 2], [5, -7, 8]]]
-    assert rows.collate([both[0]], 6, True)["labels"].tolist() == [[-100, 2, -100, -100, 8, -100]]
+    assert rows.collate([both[0]], [6], True)["labels"].tolist() == [[-100, 2, -100, -100, 8, -100]]
 
 
 def test_an_example_without_a_target_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ def test_a_request_has_the_micro_batches_of_the_run() -> None:
     assert (plain.micro_steps, plain.min_timed_micros, plain.seed, plain.headroom) == (2, 2, 3, 0.05)
     assert plain.micro_batches == task.workload.micro_batches(plain.config) != ()
     assert asked(task, micro_batch_size=32, seq_len=1024).micro_steps == 1
-    assert asked(replace(task, trainer="trl"), micro_batch_size=8, seq_len=1024).micro_batches == ()
+    assert asked(replace(task, trainer="trl"), micro_batch_size=8, seq_len=1024).micro_batches == plain.micro_batches
 
 
 def test_probes_of_one_trainer_say_nothing_of_the_other() -> None:

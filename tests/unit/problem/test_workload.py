@@ -107,6 +107,8 @@ def test_held_out_examples_are_not_trained_on(examples: int, share: float, held_
     assert (workload.held_out(), workload.trained) == (held_out, examples - held_out)
     assert workload.run_shape(TrainConfig(micro_batch_size=1)).num_steps == examples - held_out
     assert workload.held_out(2 * examples) == min(math.ceil(2 * examples * share), 2 * examples - 1)
+
+
 # By hand: of two examples drawn, a quarter of the pairs has none of the long half.
 HALVES = Workload(examples=1000, lengths=Lengths.of([100, 300], "counted"), global_batch=8)
 TWO = TrainConfig(micro_batch_size=2, seq_len=512)
@@ -128,6 +130,7 @@ def test_a_kind_of_micro_batch_has_one_row_of_its_length_and_no_longer_one() -> 
     for kind in kinds:
         assert len(kind.rows) == 4 and kind.rows[0] == (kind.length,)
         assert all(2 <= row[0] <= kind.length for row in kind.rows)
+    for kind in (kind for kind in kinds if kind.share):  # the longest has others as long beside it
         others = [row[0] for row in kind.rows[1:]]
         assert sum(others) / 3 == pytest.approx(kind.length / 2, rel=0.1)  # spread over all that are shorter
     assert sum(kind.share for kind in kinds) == pytest.approx(1)
@@ -160,7 +163,7 @@ def test_buckets_are_kinds_with_their_shares() -> None:
 
 def test_examples_of_nearly_the_same_length_are_padded_little() -> None:
     grouped = replace(TWO, group_by_length=True)
-    assert HALVES.fill(grouped) == pytest.approx(1, abs=0.01) > HALVES.fill(TWO)
+    assert HALVES.fill(grouped) > 0.99 > HALVES.fill(TWO)
     assert all(len(set(kind.rows)) == 1 for kind in HALVES.micro_batches(grouped) if kind.share)
 
 

@@ -103,7 +103,7 @@ def test_memory_rest_is_never_negative(study: StudySummary) -> None:
 def test_compare_marks_what_changed(study: StudySummary) -> None:
     rows = {row.name: row for row in infos.compare(recipe_of(study))}
     changed = {name for name, row in rows.items() if row.changed}
-    assert changed == {"micro_batch_size", "checkpointing", "compile", "accumulation steps"}
+    assert changed == {"micro_batch_size", "checkpointing", "compile", "padding", "accumulation steps"}
     assert (rows["checkpointing"].baseline, rows["checkpointing"].winner) == ("full", "none")
     assert (rows["accumulation steps"].baseline, rows["accumulation steps"].winner) == ("4", "8")
     assert rows["useful tokens/s"].ratio == pytest.approx(recipe_of(study).speedup)
@@ -127,11 +127,11 @@ def test_cells_are_relative_to_the_winner(study: StudySummary) -> None:
     first, second = infos.learning_cells(recipe_of(study))
     assert (first.is_winner, first.extra) == (True, 0.0)
     assert second.extra == pytest.approx((recipe_of(study).speedup or 0) - 1.0)
-    # Rows of 1,024 tokens: half of the first is padding, a third of the second is cut off.
+    # Rows of 1,024 tokens: a third of the second is cut off; one micro batch of four in 16 has only the first.
     workload = replace(recipe_of(study).workload, lengths=Lengths.of([512, 1536], "counted"))
     first, _ = infos.learning_cells(replace(recipe_of(study), workload=workload))
     assert first.candidate.config.seq_len == 1024
-    assert (first.cut, first.padding) == (0.25, 0.25)
+    assert (first.cut, first.padding) == (0.25, pytest.approx(1 - 768 / (1024 - 512 / 16)))
 
 
 def test_trade_offs_with_other_learning_cells(study: StudySummary) -> None:
@@ -164,9 +164,12 @@ def test_what_each_row_length_does_to_the_examples(study: StudySummary) -> None:
     assert {128, 256, 512, 1024, 2048} <= rows.keys() and {row.config.seq_len for row in study.trials} <= rows.keys()
     assert [seq_len for seq_len, row in rows.items() if row.is_winner] == [recipe.winner.config.seq_len] == [1024]
     one = rows[1024]
-    assert (one.examples_cut, one.tokens_cut, one.fill) == (0.25, 0.25, 0.75)
+    # All four rows of a micro batch are short in one of 16 cases.
+    assert (one.examples_cut, one.tokens_cut, one.fill) == (0.25, 0.25, pytest.approx(768 / (1024 - 512 / 16)))
     assert (one.packed_fill, one.examples_a_row) == (1.0, pytest.approx(4 / 3))
-    assert (rows[2048].tokens_cut, rows[2048].fill, rows[2048].packed_fill) == (0.0, 0.5, 1.0)
+    longest = (512 * 16 + 1024 * (81 - 16) + 2048 * (256 - 81)) / 256  # of four: 2, 3 or all of the 4 lengths each
+    assert (rows[2048].tokens_cut, rows[2048].packed_fill) == (0.0, 1.0)
+    assert rows[2048].fill == pytest.approx(1024 / longest)
     heading = "What each row length does to your examples"
     assert heading in render(skewed, "out") and heading not in render(study, "out")
 

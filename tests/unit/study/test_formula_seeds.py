@@ -8,8 +8,10 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
+from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
+from autotune.problem.workload import Workload
 from autotune.study import formula_seeds as module
 from autotune.study.formula_seeds import VARIED, formula_seeds
 from tests.helpers.replay import machine
@@ -22,7 +24,8 @@ COMPILED = replace(HERE, compile="per_layer", precision="bf16_pure", loss="chunk
 def task(**changes: object) -> Task:
     space = SearchSpace.load("lora").pin("seq_len", 512).pin("lora_rank", 16)
     space = space.pin("packing", False).pin("optimizer", HERE.optimizer)
-    return subject_of(space, **({"model": resolve_model("mistral-7b")} | changes))
+    full = Workload(lengths=Lengths.constant(512), global_batch=32)
+    return subject_of(space, **({"model": resolve_model("mistral-7b"), "workload": full} | changes))
 
 
 def test_where_memory_is_short_each_pace_of_the_host_has_its_own() -> None:
@@ -47,7 +50,7 @@ def test_each_fits_and_differs_in_nothing_that_it_may_not_touch(limit_gib: float
     found = list(formula_seeds(task(), HERE, limit_gib))
     assert found and len(set(found)) == len(found)
     for config in found:
-        need = memory_breakdown(resolve_model("mistral-7b"), config, 2)
+        need = memory_breakdown(resolve_model("mistral-7b"), task().workload.at_longest(config), 2)
         assert need is not None and need.peak_reserved_gib <= limit_gib
         changed = config.as_dict().items() ^ HERE.as_dict().items()
         assert {name for name, _ in changed} <= set(VARIED)
@@ -92,5 +95,6 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypa
     wide = replace(task(), space=task().space.pin("seq_len", 512))
     found = list(formula_seeds(wide, HERE, 75.0))
     assert found and len(asked) == 60
-    changed = [len(config.as_dict().items() - HERE.as_dict().items()) for config in asked]
+    taken_along = {"per_layer": {("padding", "bucket")}, "none": set()}  # which compiled layers need
+    changed = [len(c.as_dict().items() - HERE.as_dict().items() - taken_along[c.compile]) for c in asked]
     assert changed == sorted(changed) and changed[0] == 0
