@@ -191,7 +191,7 @@ class Workload:
     def _draw(self, config: TrainConfig) -> Draw:
         size, grouped = config.micro_batch_size, 0
         if config.group_by_length:
-            grouped = sorted_together(self.examples, size * self._accumulation(config, 1))
+            grouped = sorted_together(self.trained, size * max(1, self.global_batch // size))
         return Draw(lengths=self.lengths, seq_len=config.seq_len, size=size, sorted_together=grouped)
 
     def attended(self, config: TrainConfig) -> int:

@@ -30,10 +30,17 @@ def train(folder):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
     sys.path.insert(0, str(folder))
     from runtime.command_line import parse_options
+    from runtime.lean_trainer import LeanTrainer
     from runtime.settings import RunSettings
     from runtime.train import main
+    fed, train_on = [], LeanTrainer.training_step
+    def feed(trainer, model, batch, *others):
+        fed.append([batch["input_ids"].shape[1], [1 + int((row >= 0).sum()) for row in batch["labels"]]])
+        return train_on(trainer, model, batch, *others)
+    LeanTrainer.training_step = feed
     settings = RunSettings.read(folder / "train_config.json")
     model = main(settings, parse_options(settings), folder / "model_config.json")
+    (folder / "fed.json").write_text(json.dumps(fed))
     print(json.dumps([[type(module).__name__, getattr(module, "gradient_checkpointing", None),
         [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in module.named_parameters(recurse=False)]]
         for module in model.modules()]), flush=True)
@@ -55,19 +62,31 @@ _TRAINED: list[dict[str, Any]] = [
     {"precision": "bf16_pure", "quantization": "nf4", "double_quant": True},
     {"precision": "fp32", "dora": True, "rslora": True},
 ]
+_PADDED: list[dict[str, Any]] = [
+    {"padding": "longest"},
+    {"padding": "bucket"},
+    {"padding": "max_length"},
+    {"padding": "longest", "group_by_length": True},
+]
+_LENGTHS = [3, 5, 8, 11, 15, 19, 24, 30]  # two steps of two micro batches of two rows; more lengths than buckets
 
 
 def _small(knobs: dict[str, Any]) -> Recipe:
     return demo(TrainConfig(**{"micro_batch_size": 2, "seq_len": 32, "optimizer": "adamw_torch"} | knobs))
 
 
+def _uneven(knobs: dict[str, Any]) -> Recipe:
+    workload = Workload(examples=len(_LENGTHS), lengths=Lengths.of(_LENGTHS, "counted"), global_batch=4)
+    return replace(_small({"precision": "fp32"} | knobs), workload=workload)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each of _TRAINED by its place, with what the driver says of it in `out`."""
+    """A folder for each of _TRAINED and _PADDED by its place, with what the driver says of it in `out`."""
     directory = tmp_path_factory.mktemp("trained") / "out"
     write(export_all(demo(TrainConfig()), ["train"]) | {"train.py": _DRIVER}, directory)
-    for place, knobs in enumerate(_TRAINED):
-        write(export_all(_small(knobs), ["train"]), directory / str(place))
+    for place, made in enumerate([*map(_small, _TRAINED), *map(_uneven, _PADDED)]):
+        write(export_all(made, ["train"]), directory / str(place))
     done = run(directory, "--max-steps", "2", "--output-dir", str(directory.parent / "saved"))
     assert done.returncode == 0, done.stderr[-2000:]
     return directory
@@ -112,6 +131,24 @@ def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained
         for module in attach(resident, config, device, seed=0).modules()
     ]
     assert modules == expected
+
+
+@pytest.mark.probe
+@pytest.mark.parametrize("knobs", _PADDED, ids=lambda knobs: "-".join(map(str, knobs.values())))
+def test_train_py_feeds_batches_of_the_lengths_that_were_planned(knobs: dict[str, Any], trained: Path) -> None:
+    """A run without dataset has the examples of the plan, each once in a pass."""
+    made = _uneven(knobs)
+    folder = trained / str(len(_TRAINED) + _PADDED.index(knobs))
+    assert (folder / "fed.json").exists(), (folder / "err").read_text()[-2000:]
+    fed = [(length, tokens) for length, tokens in json.loads((folder / "fed.json").read_text())]
+    assert sorted(row for _, tokens in fed for row in tokens) == _LENGTHS
+    planned = made.workload.padded_lengths(made.config)
+    expected = [next((length for length in planned if length >= max(tokens)), max(tokens)) for _, tokens in fed]
+    assert [length for length, _ in fed] == expected
+    result = json.loads((folder / "out").read_text().strip().splitlines()[-2])
+    assert result["padded_tokens_per_step"] == 2 * sum(expected[2:])  # of the second step: the first is not timed
+    if made.config.group_by_length:  # all are sorted at once
+        assert made.shape.tokens_per_step * 2 == 2 * sum(expected)
 
 
 @pytest.mark.probe

@@ -163,6 +163,7 @@ def test_buckets_are_kinds_with_their_shares() -> None:
 
 def test_examples_of_nearly_the_same_length_are_padded_little() -> None:
     grouped = replace(TWO, group_by_length=True)
+    assert HALVES.run_shape(replace(grouped, micro_batch_size=3), accumulation=5).rows_per_step == 15
     assert HALVES.fill(grouped) > 0.99 > HALVES.fill(TWO)
     assert all(len(set(kind.rows)) == 1 for kind in HALVES.micro_batches(grouped) if kind.share)
 
