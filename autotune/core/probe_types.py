@@ -251,7 +251,8 @@ class Measurement:
     `step_s` is start to start of whole probed optimizer steps; `micro_step_s` of each of their micro batches (the whole
     step where there is a single one); `rest_s` what each step takes beyond its micro batches: clipping, optimizer,
     logging. Where the run has several kinds of micro batch, `micro_step_s` are means over all kinds by their shares,
-    `step_s` what steps of such micro batches take, and `kind_s` pairs of each kind's share and its own seconds.
+    `step_s` what steps of such micro batches take, and `kind_s` pairs of each kind's share and its own seconds, in the
+    order of the request.
     `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is finer: it divides the backward pass where
     its peak may move as depth grows. `host_micro_s` is what the host takes to issue a micro batch; with many layers the
     device's queue fills, and it includes waiting.

@@ -32,6 +32,7 @@ from autotune.probe.runtime import rows
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
 from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
+from autotune.probe.runtime.patches import choose_attention
 
 RECORDED_LOSSES = 8
 LARGEST_CHECKPOINT_GIB = 4.0  # of a larger one only the weights are saved in a probe
@@ -177,6 +178,8 @@ class Probe:
         request, meter, config = self.request, self.meter, self.request.config
         self.context_gib = meter.context_gib()
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.lost_gib)
+        # TRL and its users leave the choice to torch.
+        choose_attention(any_length=config.padding == "longest" and request.trainer == "transformers")
         set_checkpointing(self.base, model_settings(config))
         self.model = attach(self.resident, config, meter.torch_device, request.seed)
         if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":

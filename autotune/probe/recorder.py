@@ -32,7 +32,7 @@ class StepTimes:
     `steps` is start to start of whole steps, `micro_batches` each of their micro batches (what the device waits for
     while batches are made included), `rests` what each step takes beyond its micro batches, `phases` the seconds a step
     spends in each phase. With several kinds of micro batch, steps and micro batches are means over all kinds, one for
-    each round, and `kinds` has the share and the seconds of each kind.
+    each round, and `kinds` has the share and the seconds of each kind, in the order of the request.
     """
 
     steps: tuple[float, ...]
@@ -221,7 +221,7 @@ class Recorder:
     def warm_s(self, times: StepTimes) -> float:
         """Seconds that the steps until the plan would have taken at the pace of the timed ones."""
         kinds, num_kinds = self.request.kinds, self.schedule.num_kinds
-        timed = dict.fromkeys(index for step in self.schedule.round for index in step)
+        timed = sorted({index for step in self.schedule.round for index in step})
         means = [statistics.fmean(times.micro_batches)] if num_kinds == 1 else [mean for _, mean in times.kinds]
         by_kind = dict(zip(timed, means, strict=True))
         known = max(by_kind, key=lambda index: kinds[index].length)
@@ -295,7 +295,7 @@ class Recorder:
         rest = statistics.fmean(times.rests) if times.rests else 0.0
         by_slot = [statistics.fmean(micros) for micros in zip(*rounds, strict=True)]
         kinds = []
-        for kind in dict.fromkeys(slots):
+        for kind in sorted(set(slots)):
             places = [place for place, index in enumerate(slots) if index == kind]
             share = sum(schedule.weights[place] for place in places)
             kinds.append((share, statistics.fmean(by_slot[place] for place in places)))

@@ -33,6 +33,7 @@ def train(folder):
     from runtime.lean_trainer import LeanTrainer
     from runtime.settings import RunSettings
     from runtime.train import main
+    import torch
     fed, train_on = [], LeanTrainer.training_step
     def feed(trainer, model, batch, *others):
         fed.append([batch["input_ids"].shape[1], [1 + int((row >= 0).sum()) for row in batch["labels"]]])
@@ -41,6 +42,7 @@ def train(folder):
     settings = RunSettings.read(folder / "train_config.json")
     model = main(settings, parse_options(settings), folder / "model_config.json")
     (folder / "fed.json").write_text(json.dumps(fed))
+    (folder / "cudnn").write_text(str(torch.backends.cuda.cudnn_sdp_enabled()))
     print(json.dumps([[type(module).__name__, getattr(module, "gradient_checkpointing", None),
         [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in module.named_parameters(recurse=False)]]
         for module in model.modules()]), flush=True)
@@ -64,11 +66,11 @@ _TRAINED: list[dict[str, Any]] = [
 ]
 _PADDED: list[dict[str, Any]] = [
     {"padding": "longest"},
-    {"padding": "bucket"},
+    {"padding": "bucket", "micro_batch_size": 1},  # eight lengths: some must be padded
     {"padding": "max_length"},
     {"padding": "longest", "group_by_length": True},
 ]
-_LENGTHS = [3, 5, 8, 11, 15, 19, 24, 30]  # two steps of two micro batches of two rows; more lengths than buckets
+_LENGTHS = [3, 5, 8, 11, 15, 19, 24, 30]  # two steps of four rows
 
 
 def _small(knobs: dict[str, Any]) -> Recipe:
@@ -142,13 +144,16 @@ def test_train_py_feeds_batches_of_the_lengths_that_were_planned(knobs: dict[str
     assert (folder / "fed.json").exists(), (folder / "err").read_text()[-2000:]
     fed = [(length, tokens) for length, tokens in json.loads((folder / "fed.json").read_text())]
     assert sorted(row for _, tokens in fed for row in tokens) == _LENGTHS
+    # cuDNN makes a plan for each length that is new.
+    assert (folder / "cudnn").read_text() == str(made.config.padding != "longest")
     planned = made.workload.padded_lengths(made.config)
     expected = [next((length for length in planned if length >= max(tokens)), max(tokens)) for _, tokens in fed]
     assert [length for length, _ in fed] == expected
     result = json.loads((folder / "out").read_text().strip().splitlines()[-2])
-    assert result["padded_tokens_per_step"] == 2 * sum(expected[2:])  # of the second step: the first is not timed
-    if made.config.group_by_length:  # all are sorted at once
-        assert made.shape.tokens_per_step * 2 == 2 * sum(expected)
+    second_step = expected[len(expected) // 2 :]  # the first is not timed
+    assert result["padded_tokens_per_step"] == made.config.micro_batch_size * sum(second_step)
+    if made.config.group_by_length:  # as many examples as a step takes are sorted, the longest first
+        assert all(min(long) >= max(short) for (_, long), (_, short) in (fed[:2], fed[2:]))
 
 
 @pytest.mark.probe

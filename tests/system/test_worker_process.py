@@ -19,7 +19,7 @@ from autotune.study.storage.study_record import Limits, StudyPhase, update_recor
 from tests.helpers.shared_study import ARGUMENTS, SPACE, opened
 
 pytestmark = pytest.mark.probe
-TRIALS = 14  # so many that the second worker starts before the first has done all of them, on a busy machine too
+TRIALS = 30  # alone, twice as long as the second worker takes to start, on a busy machine too
 
 
 @dataclass(frozen=True, kw_only=True)

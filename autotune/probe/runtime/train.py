@@ -16,6 +16,7 @@ from . import model_builder, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
 from .lean_trainer import LeanTrainer, compile_layers, run_layers_eagerly, training_arguments
+from .patches import choose_attention
 from .reading import BadDataset
 from .settings import Options, RunSettings
 from .token_cache import tokenise
@@ -42,6 +43,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     if len(train_rows) < (size := settings.micro_batch_size):
         sys.exit(f"train.py: error: {len(train_rows)} rows do not fill a micro batch of {size}: give more examples")
 
+    choose_attention(any_length=settings.padding == "longest")
     model_builder.set_checkpointing(base, settings.model_settings)
     # Before adapters are added, the loss takes the place of the base model's own head.
     loss = chunked_loss(base) if settings.loss == "chunked" else None

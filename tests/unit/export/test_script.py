@@ -241,7 +241,7 @@ def test_every_setting_is_used_by_the_script() -> None:
     text = "".join(script.runtime_files().values())
     names = {*RunSettings.__dataclass_fields__, *ModelSettings.__dataclass_fields__}
     unused = {name for name in names if not re.search(rf"(settings|self|config)\.{name}\b", text)}
-    assert unused == {"about", "versions", "method", "padding"}  # for the reader
+    assert unused == {"about", "versions", "method"}  # for the reader
 
 
 def test_the_script_is_the_code_that_the_probe_runs() -> None:
