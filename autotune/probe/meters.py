@@ -23,6 +23,7 @@ from autotune.core.probe_types import PROBE_VERSION, Fingerprint
 from autotune.core.units import GIB, gib
 from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
 
+MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger-kernel", "trl")
 
 
@@ -173,7 +174,7 @@ class CpuMeter:
         self.settle()
 
     def settle(self) -> None:
-        self._first_data = self._status("VmData")
+        self._first = self._status("RssAnon")
         self.rebase(0.0)
 
     def rebase(self, resident_gib: float) -> None:
@@ -231,9 +232,10 @@ class CpuMeter:
         self._libc.malloc_trim(0)
 
     def returned_to(self, baseline_gib: float) -> bool:
-        # Python's own arenas wander by a few MiB. What is lost for good adds up in VmData, which the cap counts.
-        lost = gib(self._status("VmData") - self._first_data) - self.aside_gib - baseline_gib
-        return self.allocated_gib() - baseline_gib < 24 / 1024 and lost < 192 / 1024
+        # Python's own arenas wander by a few MiB. What libraries load and reserve as they are first used stops growing
+        # below 0.2 GiB; what is lost for good adds up.
+        lost = gib(self._status("RssAnon") - self._first) - self.aside_gib - baseline_gib
+        return self.allocated_gib() - baseline_gib < 24 / 1024 and lost < MAX_LOST_GIB
 
     def memory_gib(self) -> float:
         return gib(psutil.virtual_memory().total)

@@ -207,7 +207,8 @@ class Worker:
         if self._lost_gib > MAX_LOST_GIB:
             lost = f"paged optimizers left {self._lost_gib:.1f} GiB behind"
         elif succeeded and not self.meter.returned_to(baseline_gib):
-            lost = "it did not return all memory"
+            kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
+            lost = f"it did not return all memory ({kept_mib:+.0f} MiB)"
         if lost is not None:
             fields["notes"] = (f"the worker is replaced, since {lost}",)
         return succeeded and lost is None

@@ -18,6 +18,7 @@ def test_a_probe_times_each_kind_of_micro_batch_and_weighs_the_longest(prober: W
     def measured(asked: ProbeRequest) -> Measurement:
         result = prober.probe(asked, tmp_path / "probe.log")
         assert result.measurement is not None, result.reason
+        assert result.notes == ()  # the worker is as good as new
         return result.measurement
 
     sizes = LARGE | {"micro_batch_size": 8, "seq_len": 1024}

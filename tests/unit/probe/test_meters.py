@@ -1,4 +1,4 @@
-"""What a GPU's meter says of the context, with a driver and a torch that the test makes up."""
+"""What a GPU's meter says of the context, with a driver and a torch that the test makes up; what a host has lost."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autotune.core.units import GIB
-from autotune.probe.meters import CudaMeter
+from autotune.probe.meters import CpuMeter, CudaMeter
 
 
 class Driver:
@@ -66,3 +66,18 @@ def test_the_limit_leaves_room_for_the_context(limits: list[float]) -> None:
     # Unknown, it is at most what the card holds besides torch's memory.
     assert meter(None).cap(20.0, 0.1, managed_gib=0.0) == pytest.approx(18.0 - 8.0)
     assert limits == pytest.approx([16.5 / 24, 10 / 24])
+
+
+def test_address_space_of_a_host_is_not_lost_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries reserve more than they touch; what probes leave behind adds up."""
+    status = {"VmData": 4 * GIB, "RssAnon": GIB}
+    meter = CpuMeter()
+    monkeypatch.setattr(meter, "_status", status.__getitem__)
+    meter.settle()
+    status["VmData"] += 2 * GIB
+    assert meter.returned_to(0.0)
+    for _ in range(3):
+        assert meter.returned_to(0.0)
+        status["RssAnon"] += GIB // 5
+        meter.rebase(0.0)
+    assert not meter.returned_to(0.0)
