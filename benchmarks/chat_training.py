@@ -62,17 +62,20 @@ def main() -> None:
         {"tool": "trl", **theirs},
     ]
     table(rows, COLUMNS)
-    summary = {
-        "rows": args.rows,
-        "held_out": HELD_OUT,
-        "loss_before": rows[0]["before"],
-        "loss_after": rows[0]["after"],
-        "trl_difference": rows[0]["after"] - rows[1]["after"],
-        "trl_difference_before": rows[0]["before"] - rows[1]["before"],
-    }
+    summary = {"rows": args.rows, "held_out": HELD_OUT} | summarize(rows)
     fingerprint = {key: value for key, value in study["fingerprint"].items() if key != "digest"}
     save("chat_training", from_data(Fingerprint, fingerprint), summary, rows, args.out)
     print(summary)
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ours, theirs = rows
+    return {
+        "loss_before": ours["before"],
+        "loss_after": ours["after"],
+        "trl_difference": ours["after"] - theirs["after"],
+        "trl_difference_before": ours["before"] - theirs["before"],
+    }
 
 
 def made_conversations(number: int) -> list[list[dict[str, str]]]:

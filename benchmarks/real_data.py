@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--model", default="qwen2.5-1.5b")
     parser.add_argument("--space", default="lora")
-    parser.add_argument("--budget", default="45s", help="of each study")
+    parser.add_argument("--budget", default="90s", help="of each study")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--micro-steps", type=int, default=96, help="of the run of trl sft")

@@ -177,8 +177,10 @@ def test_winners_that_cannot_run_on_this_machine_are_refused(
     monkeypatch.setattr("autotune.core.nvml.list_gpus", list)
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     winner = replace(recipe().winner, **made.pop("winner", {}))
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         command.require_measured_here(recipe(winner=winner, **made))
+    # What was extrapolated was so here, for want of time.
+    assert ("larger --budget" in str(caught.value.remedy)) is (winner.evidence is Evidence.EXTRAPOLATED)
 
 
 def test_shallow_only_and_verify_are_refused_together() -> None:

@@ -18,6 +18,7 @@ RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((BENCHMARK
 BESIDE_ROWS = {
     "cap": {"cap_gib"},
     "cap22": {"study_tokens_per_s"},
+    "chat_training": {"rows", "held_out"},
     "disturbed": {"trials_lost"},
     "mutation": {"seed", "minutes"},
     "projection": {"exponents_of_all_sets"},
@@ -60,6 +61,15 @@ SAID = [
     ("labels", "token by token: {rows:,} rows with real chat templates"),
     ("labels", "All agree but {rows_said:,}, of which the head of the exported file says how they differ"),
     ("labels", "Others that differ: {mismatches}."),
+    ("chat_training", "was trained on {rows:,} conversations of several turns"),
+    (
+        "chat_training",
+        "The loss of {held_out} answers that were held out fell from {loss_before:.2f} to {loss_after:.2f}.",
+    ),
+    ("chat_training", "The two ended {trl_difference:.5f} apart."),
+    ("long_tails", "were enough to judge {large_judged} configurations of a 70B"),
+    ("long_tails", "with a winner at {large_mfu:.0%} MFU"),
+    ("long_tails", "enough for only {small_judged} configurations of a 1.5B"),
     ("plan_memory", "{published_verdicts_wrong} were predicted wrongly, none of the {published_nf4_verdicts} with nf4"),
     ("plan_memory", "Step time** is {pace_error_median:.1%} off in the median"),
     ("plan_memory", "and {heldout_pace_error_median:.1%} for the {heldout_models} others"),

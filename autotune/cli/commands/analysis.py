@@ -116,9 +116,11 @@ def verify(
 def require_measured_here(recipe: Recipe, form: str | None = None) -> None:
     """Raises UsageError or EnvironmentProblem if this machine cannot compare the recipe with reality."""
     if recipe.winner.evidence is not Evidence.MEASURED:
+        remedy = f"run the study on {recipe.device.name} itself"
+        if recipe.winner.evidence is Evidence.EXTRAPOLATED:  # here, from a few layers
+            remedy = "continue the study with a larger --budget, so that the whole model is measured"
         raise UsageError(
-            f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise to hold",
-            remedy=f"run the study on {recipe.device.name} itself",
+            f"the winner's speed is {recipe.winner.evidence}, not measured: there is no promise to hold", remedy=remedy
         )
     if (form or probed_format(recipe)) == "trl" and find_spec("trl") is None:
         raise EnvironmentProblem("TRL is not installed", remedy="pip install trl")
