@@ -33,7 +33,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.prediction.memory_formula import NF4_STATISTICS, Sizes, kept_bytes, memory_breakdown, moving_bytes
-from autotune.prediction.step_time import DEVICE_ERROR, HOST_ERROR, estimate_step_time
+from autotune.prediction.step_time import estimate_step_time
 from autotune.prediction.transfer import interval
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.study_spec import make_spec
@@ -161,7 +161,7 @@ def compare(measured: Measured) -> dict[str, Any] | None:
         "micro_s": measured.micro_s,
         "pace_error": step and step.micro_s / measured.micro_s - 1,
         "pace_inside": step and low <= measured.micro_s <= high,
-        "host_bound": step and step.error > (DEVICE_ERROR + HOST_ERROR) / 2,  # at half, both take as long
+        "host_bound": step and step.host_share > 0.5,
     }
 
 

@@ -1,7 +1,8 @@
 """Estimate one configuration on one device by formula: whether it fits, how fast it trains, what the full run costs.
 
-A speed is that of the reference card (`prediction/step_time`), transferred to the device (`prediction/transfer`) and
-corrected by what others measured there with the same method. Nothing here is measured on the device at hand.
+The device's time is that of the reference card (`prediction/step_time`), transferred to the device
+(`prediction/transfer`) and corrected by what others measured there with the same method. The host's time to issue the
+work is that of a host of which nothing is known. Nothing here is measured on the device at hand.
 """
 
 import functools
@@ -16,7 +17,7 @@ from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.observations import Observation
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
-from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, estimate_step_time
+from autotune.prediction.step_time import REFERENCE, UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
 from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, interval, log_ratio, speed_transfer
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
@@ -86,7 +87,7 @@ def estimate(
         price=task.price,
         memory=memory,
     )
-    step_time = estimate_step_time(task.model, task.workload.at_mean(config))
+    step_time = estimate_step_time(task.model, task.workload.at_mean(config), UNKNOWN_HOST)
     return with_speed(without_speed, step_time, shape, observations)
 
 
@@ -103,13 +104,12 @@ def with_speed(
     `step_time` is that of the reference card. `num_steps` is given for a run that ends after so many steps.
     """
     device, config = estimated.device, estimated.config
-    precision = "fp8" if config.quantization == "fp8" else "bf16"
-    ratios = measured_ratios(observations, device, config.method, config.quantization)
-    transfer = speed_transfer(resolve_device(REFERENCE), device, ratios, precision=precision)
+    transfer = observed_transfer(resolve_device(REFERENCE), device, config, observations)
     if step_time is None or transfer is None:
         return estimated
-    step_s = (shape.accumulation * step_time.micro_s + step_time.rest_s) / transfer.ratio
-    error = math.hypot(step_time.error, transfer.error)
+    here = step_time.on(device, transfer)
+    step_s = shape.accumulation * here.micro_s + here.rest_s
+    error = here.error
     low, high = interval(1.0, error)
     speed = Performance.of_steps(shape, step_s, spread=(low - 1, high - 1))
     gpus, price, power_w = shape.world_size, estimated.price, device.tdp_w
@@ -154,11 +154,13 @@ def measured_ratios(
 @functools.cache
 def _ratio_to_reference(observed: Observation) -> float | None:
     config = replace(observed.config, seq_len=round(observed.tokens_per_row or observed.config.seq_len))
-    step_time = estimate_step_time(resolve_model(observed.model or ""), config)
+    step_time = estimate_step_time(resolve_model(observed.model or ""), config, UNKNOWN_HOST)
     if step_time is None:
         return None
-    step_s = observed.accumulation * step_time.micro_s + step_time.rest_s
-    return observed.tokens_per_s * step_s / (observed.accumulation * config.tokens)
+    took_s = observed.accumulation * config.tokens / observed.tokens_per_s
+    if 2 * observed.accumulation * step_time.host_s > took_s:
+        return None  # where the host may have set the pace, it says little of the card
+    return (observed.accumulation * step_time.device_s + step_time.rest_s) / took_s
 
 
 def observed_transfer(

@@ -14,7 +14,7 @@ from autotune.planning.device_estimate import with_speed
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import Observation
 from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, memory_breakdown
-from autotune.prediction.step_time import REFERENCE, StepTimeEstimate, estimate_step_time
+from autotune.prediction.step_time import REFERENCE, UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.workload import Workload
 
@@ -150,12 +150,12 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
     """The times of a step on the reference card; None where no formula covers the model or the configuration."""
     config = context.workload.at_mean(run.config)
-    step_time = estimate_step_time(context.model, _checkpoints_on_gpu(config))
+    step_time = estimate_step_time(context.model, _checkpoints_on_gpu(config), UNKNOWN_HOST)
     if step_time is None:
         return None
     cast = _cast_s(context.model, run)
-    micro = step_time.micro_s * (OFFLOADED if config.offloads else 1.0) + cast
-    return replace(step_time, micro_s=micro, error=math.hypot(step_time.error, cast / micro / 2))
+    device_s = step_time.device_s * (OFFLOADED if config.offloads else 1.0) + cast
+    return replace(step_time, device_s=device_s, device_error=math.hypot(step_time.device_error, cast / device_s / 2))
 
 
 def _cast_s(model: ModelSpec, run: ForeignConfig) -> float:

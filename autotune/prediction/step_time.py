@@ -1,17 +1,18 @@
 """The time of a micro batch, by formula: products at the rate of large ones, all else at the memory's bandwidth.
 
 The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`, `benchmarks/search_efficiency.py`), and
-`transfer` converts the result to other cards. The host's time to launch the work is a lower bound of its own, and the
-least certain number: hosts differ by a factor of two.
+`transfer` converts the device's time to other cards. The host's time to issue the work is a lower bound of its own,
+which no card changes, and the least certain number: hosts differ by a factor of two.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.prediction.memory_formula import kept_bytes, memory_breakdown, supported
+from autotune.prediction.transfer import SpeedTransfer
 
 REFERENCE = "h200-sxm"
 RATE = 0.67  # share of the dense peak that products and attention reach
@@ -22,28 +23,66 @@ FULL = 0.7  # share of these bytes in full fine-tuning, which has no adapters
 HOST_MS = {"eager": 6.0, "compiled": 3.5}  # the host's time for a layer and micro batch, with adapters
 NF4_MS, FULL_MS = 2.0, 2.5
 AGAIN = 0.7  # share of that time that recomputing the layer adds
-# Relative standard deviations of an estimated micro batch, where the device is the bottleneck and where the host is.
-DEVICE_ERROR, HOST_ERROR = 0.08, 0.25
+CEILING = 0.85  # no card is taken to reach more of its dense peak: in published runs the best reached 0.7
+DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The time in which a host issues work, relative to those of the measurements; the deviation of its logarithm."""
+
+    scale: float
+    error: float
+
+
+MEASURED_HOST = Host(scale=1.0, error=0.25)
+# Published runs with small micro batches on A100s take half the time in which the hosts of the measurements issue them.
+UNKNOWN_HOST = Host(scale=0.6, error=0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeEstimate:
-    """Seconds on the reference card.
+    """Seconds of a micro batch, by device and host, and `rest_s` after the last one of a step: clipping, the optimizer.
 
-    `micro_s` is a micro batch, `rest_s` what follows the last one of a step: clipping and the optimizer. `error` is the
-    standard deviation of the logarithm of `micro_s`.
+    `operations` are those of the products, as many as bf16 would need in this time. Errors are standard deviations of
+    the logarithms.
     """
 
-    micro_s: float
+    device_s: float
+    host_s: float
     rest_s: float
-    error: float
+    operations: float
+    device_error: float = DEVICE_ERROR
+    host_error: float = MEASURED_HOST.error
+
+    @property
+    def micro_s(self) -> float:
+        """The longer of the two, a little more where they are close."""
+        return math.sqrt(math.hypot(self.device_s**2, self.host_s**2))
+
+    @property
+    def host_share(self) -> float:
+        """How far the host sets the pace, from 0 to 1."""
+        return self.host_s**4 / (self.device_s**4 + self.host_s**4)
+
+    @property
+    def error(self) -> float:
+        """The standard deviation of the logarithm of `micro_s`."""
+        return self.device_error + (self.host_error - self.device_error) * self.host_share
+
+    def on(self, device: DeviceSpec, transfer: SpeedTransfer) -> "StepTimeEstimate":
+        """The same on another card: the device's part by its speed, the host's part as it is."""
+        peak = 1e12 * (device.bf16_tflops or device.fp16_tflops or math.inf)
+        return replace(
+            self,
+            device_s=max(self.device_s / transfer.ratio, self.operations / (CEILING * peak)),
+            rest_s=self.rest_s / transfer.ratio,
+            device_error=math.hypot(self.device_error, transfer.error),
+        )
 
 
-def estimate_step_time(model: ModelSpec, config: TrainConfig, host_scale: float = 1.0) -> StepTimeEstimate | None:
-    """The time of a step on the reference card; None where `supported` is None, or for fp8 without compilation.
-
-    The host is taken to need `host_scale` times the time that the formula assumes for it.
-    """
+def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASURED_HOST) -> StepTimeEstimate | None:
+    """The time of a step on the reference card; None where `supported` is None, or for fp8 without compilation."""
     sizes = supported(model, config)
     if sizes is None:
         return None
@@ -69,17 +108,15 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host_scale: float 
     memory = moved / ((card.bandwidth_gb_s or 0.0) * 1e9)
     issue_ms = FULL_MS if full else HOST_MS["compiled" if compiled else "eager"]
     issue_ms += NF4_MS if config.quantization == "nf4" else 0.0
-    host = sizes.layers * issue_ms / 1000 * (1 + AGAIN * again) * host_scale
-    device = compute + memory
-    micro = (device**4 + host**4) ** 0.25  # the longer of the two, a little more where they are close
-    share = host**4 / (device**4 + host**4)
     # Clipping reads the gradients; the optimizer reads and writes weights and state.
     trained = memory_breakdown(model, config)
     assert trained is not None
     weights = trained.weights if full else trained.adapters
     stepped = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB
     return StepTimeEstimate(
-        micro_s=micro,
+        device_s=compute + memory,
+        host_s=sizes.layers * issue_ms / 1000 * (1 + AGAIN * again) * host.scale,
         rest_s=stepped / ((card.bandwidth_gb_s or math.nan) * 1e9),
-        error=DEVICE_ERROR + (HOST_ERROR - DEVICE_ERROR) * share,
+        operations=compute * RATE * (card.bf16_tflops or 0.0) * 1e12,
+        host_error=host.error,
     )

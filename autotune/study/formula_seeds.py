@@ -6,12 +6,13 @@ which of these seeds is right, and coordinate search continues from there. Only 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 from autotune.catalog import resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
-from autotune.prediction.step_time import REFERENCE, estimate_step_time
+from autotune.prediction.step_time import MEASURED_HOST, REFERENCE, Host, estimate_step_time
 from autotune.prediction.transfer import speed_transfer
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
@@ -39,10 +40,11 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
     yielded = {current}
     for host in HOSTS:
 
-        def predicted(config: TrainConfig, host_speed: float = host * transfer.ratio) -> tuple[float, float]:
+        def predicted(config: TrainConfig, scale: float = host * transfer.ratio) -> tuple[float, float]:
             """Useful tokens/s; of equals the configuration that needs less memory."""
             shape, need_gib = fitting[config]
-            return formula_speed(task, config, shape, host_speed), -need_gib
+            # As on the reference card, where the same host would be slower by as much as that card is faster.
+            return formula_speed(task, config, shape, replace(MEASURED_HOST, scale=scale)), -need_gib
 
         best = max(fitting, key=predicted, default=current)
         if best not in yielded:
@@ -50,9 +52,9 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
             yield best
 
 
-def formula_speed(task: Task, config: TrainConfig, shape: RunShape, host_speed: float = 1.0) -> float:
+def formula_speed(task: Task, config: TrainConfig, shape: RunShape, host: Host = MEASURED_HOST) -> float:
     """Useful tokens/s on the reference card by formula; 0 where it does not know the configuration."""
-    time = estimate_step_time(task.model, task.workload.at_mean(config), host_speed)
+    time = estimate_step_time(task.model, task.workload.at_mean(config), host)
     if time is None:
         return 0.0
     return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s)

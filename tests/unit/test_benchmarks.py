@@ -74,6 +74,13 @@ SAID = [
     ("plan_memory", "Step time** is {pace_error_median:.1%} off in the median"),
     ("plan_memory", "and {heldout_pace_error_median:.1%} for the {heldout_models} others"),
     ("plan_memory", "which should hold 80%, held {heldout_pace_within_80:.0%} of these"),
+    ("plan_speed", "Of {rows} speeds that others published of A100s, {excluded} cannot be expressed."),
+    ("plan_speed", "{device_bound_inside:.0%} of the others lie in their range, which is at most"),
+    ("plan_speed", "at most {device_bound_half_width_max:.0%} wide on either side."),
+    (
+        "plan_speed",
+        "The {host_bound} where the host has a part are within a factor of 2. The median error is {error_median:.0%}.",
+    ),
     ("cap", "Of {configs} configurations around the memory of an A10, {verdicts} need over 2%"),
     ("cap", "The {published} whose verdicts were published got those."),
     ("search_efficiency", "| {ours_seconds:.0f} s ({ours_climbing_seconds:.0f} s without the formulas"),
@@ -166,7 +173,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
     studies = [json.loads(path.read_text()) for path in (ROOT / "studies").glob("*/summary.json")]
     fingerprints = [found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]]
     without_device = {name for name, found in RESULTS.items() if not found["fingerprint"]}
-    assert without_device <= {"fleet", "labels", "mutation", "projection"}
+    assert without_device <= {"fleet", "labels", "mutation", "plan_speed", "projection"}
     on_gpus = [found["packages"] for found in fingerprints if found["device"].startswith("NVIDIA")]
     assert len(on_gpus) > 15
     ((torch, transformers),) = {(packages["torch"], packages["transformers"]) for packages in on_gpus}

@@ -1,13 +1,21 @@
 """Step times by formula: within their range of what was measured on an H200, and ordered as they must be."""
 
+import math
 from typing import Any
 
 import pytest
 
-from autotune.catalog import resolve_model
+from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time
-from autotune.prediction.transfer import interval
+from autotune.prediction.step_time import (
+    CEILING,
+    DEVICE_ERROR,
+    MEASURED_HOST,
+    UNKNOWN_HOST,
+    StepTimeEstimate,
+    estimate_step_time,
+)
+from autotune.prediction.transfer import SpeedTransfer, interval
 
 LARGE = {"micro_batch_size": 4, "seq_len": 2048}
 TOGETHER = LARGE | {"precision": "bf16_pure", "checkpointing": "none", "compile": "per_layer", "loss": "chunked"}
@@ -65,3 +73,42 @@ def test_an_optimizer_step_takes_longer_where_all_is_trained() -> None:
 def test_what_nobody_timed_is_unknown(knobs: dict[str, Any]) -> None:
     assert estimate_step_time(resolve_model("mistral-7b"), TrainConfig(**LARGE | knobs)) is None
     assert estimate_step_time(resolve_model("gpt2"), TrainConfig()) is None
+
+
+HALF = SpeedTransfer(ratio=0.5, error=0.2)
+
+
+def test_another_card_changes_the_time_of_the_device_and_not_that_of_the_host() -> None:
+    here, card = reported(**LARGE), resolve_device("a100-80gb-sxm")
+    there = here.on(card, HALF)
+    assert (there.device_s, there.rest_s) == (2 * here.device_s, 2 * here.rest_s)
+    assert there.host_s == here.host_s and there.host_share < here.host_share
+    small = reported(micro_batch_size=1, seq_len=64)
+    assert small.host_share > 0.99 and small.on(card, HALF).micro_s == pytest.approx(small.micro_s, rel=0.01)
+
+
+def test_the_error_is_that_of_the_part_that_sets_the_pace() -> None:
+    card = resolve_device("a100-80gb-sxm")
+    large = reported(**LARGE).on(card, HALF)
+    assert large.error == pytest.approx(math.hypot(DEVICE_ERROR, 0.2), rel=0.01)
+    assert reported(micro_batch_size=1, seq_len=64).on(card, HALF).error == pytest.approx(MEASURED_HOST.error, rel=0.01)
+
+
+def test_a_host_that_is_not_known_is_uncertain() -> None:
+    config = TrainConfig(micro_batch_size=1, seq_len=64)
+    known, unknown = (
+        estimate_step_time(resolve_model("mistral-7b"), config, host) for host in (MEASURED_HOST, UNKNOWN_HOST)
+    )
+    assert known is not None and unknown is not None and known.device_s == unknown.device_s
+    assert unknown.host_s == pytest.approx(UNKNOWN_HOST.scale * known.host_s)
+    low, high = interval(unknown.micro_s, unknown.error)
+    assert low < 0.6 * unknown.micro_s and high > known.micro_s
+
+
+def test_no_card_reaches_more_than_a_share_of_its_peak() -> None:
+    """Data sheets alone would have an RTX 3090 multiply faster than it can, as its memory is fast for its peak."""
+    card = resolve_device("rtx-3090")
+    assert card.bf16_tflops is not None
+    here = reported(**TOGETHER)
+    there = here.on(card, SpeedTransfer(ratio=0.9, error=0.2))
+    assert here.operations / there.device_s == pytest.approx(CEILING * card.bf16_tflops * 1e12)
