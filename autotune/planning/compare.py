@@ -61,6 +61,11 @@ class ComparedCard:
         return (self.best.tokens_per_s if self.best else None) or 0.0
 
     @property
+    def is_guess(self) -> bool:
+        """Whether the speed rests on data sheets alone: no card of this kind was measured."""
+        return self.best is not None and self.best.is_guess
+
+    @property
     def state(self) -> str:
         """FITS, TIGHT or OOM; else what is not known."""
         if self.plan is None or self.least is None:
@@ -96,14 +101,14 @@ class Group:
 
     @property
     def cheapest(self) -> ComparedCard | None:
-        """The cheapest on demand; the faster of two that cost the same."""
+        """The cheapest on demand, the faster of two that cost the same; a guess only where there is nothing else."""
         priced = [card for card in self.cards if card.usd is not None]
-        return min(priced, key=lambda card: (card.usd, -card.tokens_per_s), default=None)
+        return min(priced, key=lambda card: (card.is_guess, card.usd, -card.tokens_per_s), default=None)
 
     @property
     def fastest(self) -> ComparedCard | None:
-        """The fastest; None where nothing fits any card."""
-        fastest = max(self.cards, key=lambda card: card.tokens_per_s)
+        """The fastest; a guess only where there is nothing else; None where nothing fits any card."""
+        fastest = max(self.cards, key=lambda card: (card.tokens_per_s > 0, not card.is_guess, card.tokens_per_s))
         return fastest if fastest.best else None
 
     @property

@@ -15,6 +15,9 @@ from autotune.catalog import DeviceSpec
 
 OF_FLOPS, OF_BANDWIDTH = 0.25, 0.75
 BETWEEN, WITHIN = 0.14, 0.09  # standard deviations of the logarithm of a ratio
+# The generations of cards in the published pairs. Of others only data sheets are known, which is twice as uncertain.
+MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
+UNMEASURED = 2 * BETWEEN
 EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
 
 
@@ -33,6 +36,11 @@ class SpeedTransfer:
     def interval(self) -> tuple[float, float]:
         """(low, high) of the ratio: 80 % of the cases are between them."""
         return interval(self.ratio, self.error)
+
+
+def is_measured_kind(device: DeviceSpec) -> bool:
+    """Whether speeds of cards of this generation were published, to compare with those of others."""
+    return device.arch in MEASURED_KINDS
 
 
 def interval(value: float, error: float) -> tuple[float, float]:
@@ -54,7 +62,8 @@ def speed_transfer(
     prior = log_ratio(source, target, precision)
     if prior is None:
         return None
-    variance, noise, count = BETWEEN**2, WITHIN**2, len(known)
+    between = BETWEEN if is_measured_kind(source) and is_measured_kind(target) else UNMEASURED
+    variance, noise, count = between**2, WITHIN**2, len(known)
     shift = sum(math.log(ratio) - prior for ratio in known) * variance / (count * variance + noise)
     left = variance * noise / (count * variance + noise)
     return SpeedTransfer(ratio=math.exp(prior + shift), error=math.sqrt(left + noise), basis=count)

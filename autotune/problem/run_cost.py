@@ -9,6 +9,7 @@ from autotune.catalog import DeviceSpec, Price
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import MemoryBreakdown
+from autotune.prediction.transfer import is_measured_kind
 from autotune.problem.performance import Performance
 from autotune.problem.run_options import KEPT_CHECKPOINTS, RunOptions
 from autotune.problem.workload import RunShape, Workload
@@ -100,6 +101,11 @@ class DeviceEstimate:
     def margin(self) -> float:
         """Signed: need / limit - 1."""
         return self.need_gib / self.limit_gib - 1
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the speed rests on data sheets alone: no card of this kind was measured by anybody."""
+        return self.interval is not None and not self.num_observations and not is_measured_kind(self.device)
 
 
 def run_cost(

@@ -50,6 +50,7 @@ def card_data(group: Group, card: ComparedCard) -> Data:
         "configuration": best and best.config.label(),
         "evidence": best and "estimated",
         "measurements_on_this_card": best and best.tokens_per_s and best.num_observations,
+        "is_guess": card.is_guess,
         "usd_per_hour": price and price.usd_per_hour,
         "provider": price and price.provider,
         "price_as_of": price and price.as_of,
@@ -87,7 +88,8 @@ def _memory(data: Data) -> str:
 
 def _evidence(data: Data) -> str:
     count = data["measurements_on_this_card"]
-    return (data["evidence"] or DASH) + (f", tightened by {count} measured on this card" if count else "")
+    guess = ", no measurement of this kind of card" if data["is_guess"] else ""
+    return (data["evidence"] or DASH) + (f", tightened by {count} measured on this card" if count else guess)
 
 
 def _relative(data: Data) -> str:

@@ -128,4 +128,5 @@ def speed_text(estimated: DeviceEstimate, unit: str = "useful tokens/s") -> str:
     low, high = map(fmt_count, estimated.interval or (None, None))
     count = estimated.num_observations
     tightened = f", tightened by {count} measured on this card" if count else ""
+    tightened = ", no measurement of this kind of card" if estimated.is_guess else tightened
     return f"{fmt_count(estimated.tokens_per_s)} {unit} ({low} to {high}{tightened})"

@@ -121,6 +121,25 @@ def test_the_cheapest_and_the_fastest() -> None:
     assert held.smallest_compared == resolve_device("a10")  # by 6 MiB
 
 
+def test_a_card_of_a_kind_that_nobody_measured_is_not_named() -> None:
+    """Unless there is no other; what others measured on it counts."""
+    kind = resolve_device("mi300x")
+    made = entry("mi300x", 0.5, 0.5)
+    assert made.plan and made.best
+    guess = replace(made, plan=replace(made.plan, best=replace(made.best, device=kind)))
+    known = replace(made, plan=replace(made.plan, best=replace(made.best, device=kind, num_observations=1)))
+    other = entry("a10", 4, 0.5)
+    assert guess.is_guess and not known.is_guess and not too_large("mi300x").is_guess
+    assert group(guess, other).cheapest is group(guess, other).fastest is other
+    assert group(guess, too_large("a10")).fastest is group(guess).cheapest is guess
+    assert group(known, other).cheapest is group(known, other).fastest is known
+    texts = [cells(group(one, other), one, date(2026, 1, 1))["evidence"] for one in (guess, known)]
+    assert texts == [
+        "estimated, no measurement of this kind of card",
+        "estimated, tightened by 1 measured on this card",
+    ]
+
+
 def test_the_faster_of_two_equally_cheap_cards_is_the_cheapest() -> None:
     held = group(entry("a10", 4, 0.5), entry("h100", 1, 2.0))
     chosen = advise(held, Budget(max_usd=3)).chosen

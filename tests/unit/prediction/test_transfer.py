@@ -2,13 +2,24 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 
 import pytest
+import yaml
 
 from autotune.catalog import list_devices, resolve_device
-from autotune.prediction.transfer import BETWEEN, WITHIN, interval, log_ratio, speed_transfer
+from autotune.prediction.transfer import (
+    BETWEEN,
+    MEASURED_KINDS,
+    UNMEASURED,
+    WITHIN,
+    interval,
+    log_ratio,
+    speed_transfer,
+)
 
+PAIRS = Path(__file__).parents[3] / "benchmarks" / "data" / "published_pairs.yaml"
 H100, A100, T4 = map(resolve_device, ("h100", "a100", "t4"))
 
 
@@ -94,3 +105,13 @@ def test_measurements_there_are_weighed_as_by_integration(known: list[float]) ->
     variance = sum((b - mean) ** 2 * each for b, each in zip(places, likelihoods, strict=True)) / sum(likelihoods)
     assert math.log(carried.ratio) - prior == pytest.approx(mean, rel=1e-6)
     assert carried.error == pytest.approx(math.hypot(math.sqrt(variance), WITHIN), rel=1e-6)
+
+
+def test_a_kind_of_card_that_nobody_measured_is_uncertain_until_somebody_does() -> None:
+    published = yaml.safe_load(PAIRS.read_text())
+    devices = {resolve_device(row["device"]).arch for one in published["sets"] for row in one["rows"]}
+    assert devices == MEASURED_KINDS
+    for there in (T4, resolve_device("mi300x")):
+        guess, known = speed_transfer(H100, there), speed_transfer(H100, there, [0.2])
+        assert guess is not None and known is not None
+        assert guess.error == pytest.approx(math.hypot(UNMEASURED, WITHIN)) and known.error < guess.error / 2
