@@ -70,10 +70,7 @@ def train(
     script = output / "export" / "train.py"
     if not (resume and script.is_file()):  # a run is continued with its own script, whichever configuration wins by now
         write_exports(output, recipe, ["train"])
-    options = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
-    options += ["--split", split] if split else []
-    options += ["--model", model] if model else []
-    options += ["--max-steps", str(max_steps)] if max_steps else []
+    options = _script_options(dataset, split, model, max_steps)
     directory = ["--output-dir", str(output)] if saves else []
     arguments = [*options, *(directory or ["--output-dir", ""]), *(["--resume"] if resume else [])]
     run = Run(recipe, script, output, arguments, fresh=not resume, pass_env=pass_env or ())
@@ -94,6 +91,13 @@ def train(
         again = _command([*options, "--resume"], recipe.study)
         raise interruption(output, again, 128 + stop.signal if stop.signal else PREEMPTED)
     raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
+
+
+def _script_options(dataset: Path | None, split: str | None, model: str | None, max_steps: int | None) -> list[str]:
+    """The options that the exported script knows by the same names."""
+    options = ["--dataset", str(dataset.absolute())] if dataset else ["--random-weights"]
+    given = {"--split": split, "--model": model, "--max-steps": max_steps and str(max_steps)}
+    return options + [word for name, value in given.items() if value for word in (name, value)]
 
 
 def _check(
