@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,9 @@ class RunSettings:
     lengths: list[int]
 
     def to_json(self) -> str:
-        """The text of train_config.json, in ASCII."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        """The text of train_config.json, in ASCII, with each list of numbers on one line."""
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        return re.sub(r"\[\n\s+((?:\d+,?\s+)+)\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
 
     @classmethod
     def read(cls, path: Path) -> "RunSettings":
