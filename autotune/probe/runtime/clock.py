@@ -61,7 +61,7 @@ class Clock(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the last step, and report what followed it."""
-        if self._paused[-1]:
+        if any(self._paused[-1:]):  # no step at all is left for a run that continues from its end
             self._report(state)
         self.mark()
 

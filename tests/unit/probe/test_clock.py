@@ -55,6 +55,12 @@ def test_a_single_step_has_no_time() -> None:
     assert clock.measured()["seconds_per_step"] is None and clock.measured()["peaks_gib"] is None
 
 
+def test_a_run_that_continues_from_its_end_has_no_time() -> None:
+    clock = Clock(saves=False)
+    train(clock, 0)
+    assert clock.measured()["seconds_per_step"] is None
+
+
 def count(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, values: list[float]) -> None:
     """Have a function return these values one after another."""
     left = iter(values)
