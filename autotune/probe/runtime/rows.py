@@ -60,8 +60,8 @@ def num_targets(example: torch.Tensor) -> int:
 
 
 def with_prompt(example: torch.Tensor, trained_share: float) -> torch.Tensor:
-    """An example of which only this share is trained on, at its end."""
-    num_read = round(len(example) * (1 - trained_share))
+    """An example of which only this share is trained on, at its end: one token at least, or it had no loss."""
+    num_read = min(round(len(example) * (1 - trained_share)), len(example) - 1)
     return torch.cat([-1 - example[:num_read], example[num_read:]])
 
 

@@ -121,3 +121,4 @@ def test_an_example_without_a_target_is_left_out(capsys: pytest.CaptureFixture[s
 def test_random_examples_have_a_prompt_of_the_usual_share() -> None:
     assert rows.with_prompt(torch.tensor([1, 2, 3, 4]), 0.5).tolist() == [-2, -3, 3, 4]
     assert rows.with_prompt(torch.tensor([1, 2, 3]), 1.0).tolist() == [1, 2, 3]
+    assert rows.with_prompt(torch.tensor([1, 2, 3]), 0.01).tolist() == [-2, -3, 3]  # short ones have a loss too
