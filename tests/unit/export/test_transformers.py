@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.catalog import resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.export import header
 from autotune.export import transformers as exporter
+from autotune.probe.runtime import rows
 from tests.probe.test_train_script import _save_demo
 from tests.unit.export.test_script import HOSTILE, demo, each_config, recipe, write
 
@@ -132,6 +134,15 @@ def test_how_rows_are_padded_is_for_the_collator(config: TrainConfig, line: str 
     notes = files["transformers_notes.md"]
     assert "- padding" not in notes if line is None else f"\n{line}" in notes
     assert "pad_to_multiple_of" not in data(files, "training_args.json")  # only TRL's
+
+
+def test_the_notes_hold_out_what_train_py_does() -> None:
+    made = recipe(TrainConfig(seq_len=64))
+    notes = exporter.export(replace(made, workload=replace(made.workload, eval_share=0.05)))["transformers_notes.md"]
+    said = re.search(r"runtime\.rows\.hold_out\(examples, (.*), (.*)\)", notes)
+    assert said is not None
+    _, held_out = rows.hold_out([torch.arange(99)] * 40, float(said[1]), int(said[2]))
+    assert [len(example) for example in held_out] == [64, 64]
 
 
 def test_another_trainer_has_another_speed() -> None:
