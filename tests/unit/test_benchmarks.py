@@ -118,6 +118,7 @@ def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPa
         ("verify", "verify_h200.jsonl"),
         ("depth_extrapolation", "depth_h200.jsonl"),
         ("plan_memory", "heldout_h200.jsonl"),
+        ("plan_speed", None),
         ("projection", None),
     ],
 )
@@ -148,6 +149,16 @@ def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.Mon
     lengths = module.long_tailed_lengths()
     assert lengths == module.long_tailed_lengths() and len(lengths) == 3000
     assert sum(lengths) / 3000 == pytest.approx(376, abs=0.5) and max(lengths) == 4096 and min(lengths) >= 16
+
+
+def test_rows_are_labelled_as_train_py_labels_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    labels = program("labels", monkeypatch)
+    case = "alpaca, no template"
+    monkeypatch.setattr(labels, "CASES", {case: labels.CASES[case]})
+    monkeypatch.setattr(labels, "NUMBER", 3)
+    ours = labels.make_cases(tmp_path)
+    assert [len(tokens) == len(trained) for tokens, trained in ours[case]] == [True] * 3
+    assert all(trained[0] == -100 and trained[-1] == tokens[-1] for tokens, trained in ours[case])
 
 
 @pytest.mark.parametrize(("name", "text"), SAID)
