@@ -47,7 +47,9 @@ def dataset_errors() -> Iterator[None]:
     try:
         yield
     except BadDataset as error:
-        raise UsageError(f"--dataset: {error}", remedy=f"give rows with {FORMS}, in UTF-8") from None
+        raise UsageError(
+            f"--dataset: {error}", remedy=f"give a file or folder of rows with {FORMS}, in UTF-8"
+        ) from None
     except ImportError as error:
         raise EnvironmentProblem(f"--dataset: {error}", remedy="or give JSON lines or --lengths FILE") from None
 
@@ -55,9 +57,11 @@ def dataset_errors() -> Iterator[None]:
 def form_of(path: Path, split: str | None) -> str:
     """The form of the first row: messages, conversations, prompt_completion, chat_completion, alpaca or text."""
     with dataset_errors():
-        where, row = next(read_rows(path, split), (str(path), {}))
-        form = parsed(where, row)
-    columns = {name for name, value in row.items() if value is not None}
+        first = next(read_rows(path, split), None)
+        if first is None:
+            raise BadDataset(f"{path} has no rows")
+        form = parsed(*first)
+    columns = {name for name, value in first[1].items() if value is not None}
     if not isinstance(form, Chat):
         return "text" if form.prompt is None else "prompt_completion"
     chat = next((name for name in ("messages", "conversations") if name in columns), None)

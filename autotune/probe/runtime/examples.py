@@ -52,7 +52,7 @@ class Chat:
 def parse(row: dict[str, Any], *, has_template: bool = True) -> Plain | Chat:
     """The form of a row; columns that are null count as missing.
 
-    Raises KeyError, TypeError, AttributeError and ValueError for a row of no known form.
+    Raises KeyError, TypeError, AttributeError, ValueError and RecursionError for a row of no known form.
     """
     columns = _without_nulls(row)
     tools = columns.get("tools") or None
@@ -293,7 +293,7 @@ def parsed(where: str, row: dict[str, Any], *, has_template: bool = True) -> Pla
     """The form of a row. Raises BadDataset with the place of one that has none."""
     try:
         return parse(row, has_template=has_template)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise BadDataset(f"{where}: needs {FORMS}: {error!r}") from None
 
 

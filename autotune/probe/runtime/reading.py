@@ -31,7 +31,7 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[Located]:
     for file in files_of(path, split):
         try:
             yield from READERS[file.suffix.lower()](file)
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:
             raise BadDataset(f"{file} is not UTF-8: {error}") from None
         except OSError as error:
             raise BadDataset(f"cannot read {file}: {error.strerror or error}") from None
@@ -54,15 +54,34 @@ def files_of(path: Path, split: str | None = None) -> list[Path]:
         path /= split or "train"
         split = None
     if (path / "state.json").is_file():  # datasets has saved a Dataset
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        return [path / file["filename"] for file in state["_data_files"]]
-    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in READERS and file.name not in NOT_ROWS]
-    chosen = [file for file in files if _is_of(file.relative_to(path), split or "train")]
-    if not split and not chosen:
-        chosen = files
+        chosen = _saved(path)
+    else:
+        named = [file for file in sorted(path.rglob("*")) if _may_have_rows(file.relative_to(path))]
+        files = [file for file in named if not file.is_dir()]  # Spark gives folders such names
+        chosen = [file for file in files if _is_of(file.relative_to(path), split or "train")]
+        if not split and not chosen:
+            chosen = files
     if not chosen:
         raise BadDataset(f"{path} has no {', '.join(READERS)}{f' of split {split}' if split else ''}")
+    for file in chosen:
+        if not file.is_file():  # a link to nowhere, or a pipe
+            raise BadDataset(f"there is no file {file}")
     return chosen
+
+
+def _saved(path: Path) -> list[Path]:
+    """The files of a Dataset that datasets has saved."""
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        return [path / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadDataset(f"{path / 'state.json'} is not as datasets writes it: {error!r}") from None
+
+
+def _may_have_rows(file: Path) -> bool:
+    """By its name: hidden files and folders are those of editors, notebooks and downloads."""
+    is_hidden = any(part.startswith(".") for part in file.parts)
+    return file.suffix.lower() in READERS and file.name not in NOT_ROWS and not is_hidden
 
 
 def _is_of(file: Path, split: str) -> bool:
@@ -95,6 +114,8 @@ def _json(path: Path) -> Iterator[Located]:
         while True:
             place = _after_space(text, place, ",")
             if text[place : place + 1] == "]":
+                if (text[place + 1 :] + file.read(JSON_CHUNK)).strip():
+                    raise BadDataset(f"{path}: more follows after its array: give one array, or lines of JSON")
                 return
             line, counted = line + text.count("\n", counted, place), place
             try:
@@ -125,14 +146,14 @@ def _csv(path: Path) -> Iterator[Located]:
     """The lines below the names of the columns; a cell is text, an empty one counts as missing."""
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(file, strict=True)  # or a quote that is not closed would swallow all that follows
         try:
             for row in reader:
                 if None in row:
                     raise BadDataset(f"{path}:{reader.line_num}: it has more cells than there are columns")
                 yield f"{path}:{reader.line_num}", {name: cell or None for name, cell in row.items()}
         except csv.Error as error:
-            raise BadDataset(f"{path}:{reader.line_num}: {error}") from None
+            raise BadDataset(f"{path}:{reader.line_num + 1}: {error}") from None  # where its row begins
 
 
 def _parquet(path: Path) -> Iterator[Located]:

@@ -197,6 +197,7 @@ def test_arguments_are_text_where_a_template_needs_that(tokenizer: Any) -> None:
         ({"text": 3}, None, "3 is not text"),
         ({"messages": "a"}, None, "rows.jsonl:7: needs"),
         ({"messages": []}, None, "there are no messages"),
+        ({"messages": "[" * 100_000}, None, "rows.jsonl:7: needs messages, .*RecursionError"),
         ({"messages": [{"role": "user"}]}, None, "KeyError.'content'"),
         ({"text": "\ud83d"}, None, "half of a surrogate pair"),
         ({"text": "a"}, "completion", "text alone has no completion"),

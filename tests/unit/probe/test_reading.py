@@ -1,6 +1,7 @@
 """Rows are read from each kind of file and folder, one after the other, and a bad one is named by file and line."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ def test_a_folder_without_names_of_splits_is_read_whole(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1},\n\n {"a": ]', r"a\.json:3: not JSON"),
         ("a.json", b'[{"a": 1},\n 5]', r"a\.json:2: not a JSON object"),
         ("a.json", b'[{"a": 1}', r"a\.json:1: not JSON"),
+        ("a.json", b'[{"a": 1}]\n[{"a": 2}]\n', r"a\.json: more follows after its array"),
         ("a.csv", b"text\none\ntwo,three\n", r"a\.csv:3: it has more cells"),
+        ("a.csv", b'text\none\n"two\nthree\n', r"a\.csv:3: unexpected end of data"),
         ("a.jsonl", '{"text": "é"}\n'.encode("latin-1"), "a.jsonl is not UTF-8"),
         ("a.parquet", b"no parquet", "cannot read .*a.parquet"),
         ("a.arrow", b"no arrow", "cannot read .*a.arrow"),
@@ -103,6 +106,35 @@ def test_a_bad_file_is_named_with_its_line(tmp_path: Path, name: str, content: b
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadDataset, match=message):
         found(tmp_path / name)
+
+
+def test_a_file_whose_name_is_no_text_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "a.parquet").rename(tmp_path / "\udcff.parquet")
+    with pytest.raises(BadDataset, match="is not UTF-8"):
+        found(tmp_path)
+
+
+def test_only_files_that_are_shown_are_read_and_none_is_skipped(tmp_path: Path) -> None:
+    save(tmp_path / "train.parquet" / "part-0.parquet")  # as Spark writes it
+    for name in (".ipynb_checkpoints/train-checkpoint.jsonl", "._train.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"\xff")
+    (tmp_path / "all").symlink_to(tmp_path)
+    assert found(tmp_path) == ROWS
+    os.mkfifo(tmp_path / "train.jsonl")
+    with pytest.raises(BadDataset, match=r"there is no file .*train\.jsonl"):
+        found(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.jsonl").symlink_to("gone")
+    with pytest.raises(BadDataset, match=r"there is no file .*train\.jsonl"):
+        found(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["{", "{}", "[]", '{"_data_files": [{}]}', "\xff"])
+def test_a_saved_dataset_that_is_damaged_is_named(tmp_path: Path, state: str) -> None:
+    (tmp_path / "state.json").write_bytes(state.encode("latin-1"))
+    with pytest.raises(BadDataset, match=r"state\.json is not as datasets writes it"):
+        found(tmp_path)
 
 
 def test_what_is_no_dataset(tmp_path: Path) -> None:

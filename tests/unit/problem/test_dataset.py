@@ -119,6 +119,9 @@ def test_an_unusable_row_is_named(tmp_path: Path, text: str, message: str) -> No
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
         dataset_lengths(file, None)
+    if message == "no rows":
+        with pytest.raises(UsageError, match=message):
+            form_of(file, None)
 
 
 def test_messages_in_a_table_of_text_are_refused(tmp_path: Path, tokenizer: str) -> None:
