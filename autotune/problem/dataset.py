@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
 from autotune.core.files import refuse_special_files
 from autotune.probe.runtime.examples import FORMS, Chat, parsed
 from autotune.probe.runtime.reading import BadDataset, files_of, read_rows
-from autotune.probe.runtime.token_cache import read_about, read_ends, tokenise
+from autotune.probe.runtime.token_cache import CannotKeep, read_about, read_ends, tokenise
 from autotune.problem.length_distribution import Lengths
 
 BYTES_PER_TOKEN = 4.0  # bytes of UTF-8; English text has 3.5 to 4.5 with the vocabularies of today
@@ -26,8 +26,8 @@ def dataset_lengths(
     """The length of each example in tokens: counted with the tokenizer of a directory, or estimated from its bytes.
 
     Counted tokens are kept (`token_cache`), so that a training on the same files does not make them again. `say` gets
-    progress messages. Raises UsageError, which names a row of no known form, and EnvironmentProblem where a package is
-    needed and not installed.
+    progress messages. Raises UsageError, which names a row of no known form, EnvironmentProblem where a package is
+    needed and not installed, and StorageError where the tokens cannot be kept.
     """
     say(f"reading {path.name}")
     with dataset_errors():
@@ -50,6 +50,8 @@ def dataset_errors() -> Iterator[None]:
         raise UsageError(
             f"--dataset: {error}", remedy=f"give a file or folder of rows with {FORMS}, in UTF-8"
         ) from None
+    except CannotKeep as error:
+        raise StorageError(f"--dataset: {error}", remedy="make room there, or see whether it can be written") from None
     except ImportError as error:
         raise EnvironmentProblem(f"--dataset: {error}", remedy="or give JSON lines or --lengths FILE") from None
 

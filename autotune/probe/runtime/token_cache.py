@@ -12,6 +12,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from .reading import BadDataset, files_of, read_rows
 VERSION = 1  # of the files, and of what they say about a row
 BYTES_OF_TOKENS = {".parquet": 4.0, ".arrow": 1.5}  # for a byte of the dataset, at most about; for others 1
 SAY_EVERY_S = 2.0
+ABANDONED_S = 3600.0  # what a process that was killed has not written to for this long is removed
+
+
+class CannotKeep(Exception):
+    """Tokens that cannot be written. The message names the folder and the reason."""
 
 
 def cache_folder() -> Path:
@@ -38,31 +44,52 @@ def tokenise(
 ) -> Path:
     """The folder with the dataset's tokens, which are made unless they are there. `say` gets progress messages.
 
-    Raises BadDataset (a row that is no example, no rows at all, no room on the disk), and ImportError where a file is
-    read with a package that is not installed.
+    Raises BadDataset (a row that is no example, no rows at all), CannotKeep (no room on the disk), and ImportError
+    where a file is read with a package that is not installed.
     """
     files = files_of(path, split)
     folder = cache_folder() / _key(files, tokenizer, loss_on)
-    if (folder / "about.json").is_file():
-        return folder
+    try:
+        if not _is_whole(folder):
+            _make(folder, path, files, Encoder(tokenizer, loss_on), split, say)
+    except OSError as error:
+        if not _is_whole(folder):  # another process was quicker
+            reason = f"{error.strerror or error} (XDG_CACHE_HOME names another place)"
+            raise CannotKeep(f"its tokens cannot be kept in {folder.parent}: {reason}") from None
+    return folder
+
+
+def _make(
+    folder: Path, path: Path, files: list[Path], encoder: Encoder, split: str | None, say: Callable[[str], None]
+) -> None:
+    """Write the tokens beside `folder`, and give them its name once they are whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for other in folder.parent.glob("tmp*"):
+        with suppress(OSError):  # it is whole just now, and has its name
+            if time.time() - max(file.stat().st_mtime for file in (other, *other.iterdir())) > ABANDONED_S:
+                shutil.rmtree(other)
     needed = sum(BYTES_OF_TOKENS.get(file.suffix.lower(), 1.0) * file.stat().st_size for file in files)
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
-        raise BadDataset(
-            f"its tokens need about {needed / 2**30:.1f} GiB in {folder.parent}, which has {free / 2**30:.1f} GiB"
-            " (XDG_CACHE_HOME names another place)"
-        )
+        raise OSError(f"they need about {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        _write(made, path, Encoder(tokenizer, loss_on), split, say)
+        _write(made, path, encoder, split, say)
+        if not _is_whole(folder):
+            shutil.rmtree(folder, ignore_errors=True)
         made.replace(folder)
-    except OSError:
-        if not (folder / "about.json").is_file():  # another process was quicker
-            raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the files are there, with the sizes that about.json says: a power cut leaves others."""
+    try:
+        about = read_about(folder)
+        sizes = [(folder / name).stat().st_size for name in ("tokens", "ends")]
+        return sizes == [4 * about["tokens"], 8 * about["examples"]] and "trained" in about
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _key(files: list[Path], tokenizer: Any, loss_on: str | None) -> str:

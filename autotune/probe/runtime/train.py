@@ -19,7 +19,7 @@ from .lean_trainer import LeanTrainer, compile_layers, run_layers_eagerly, train
 from .patches import choose_attention
 from .reading import BadDataset
 from .settings import Options, RunSettings
-from .token_cache import tokenise
+from .token_cache import CannotKeep, tokenise
 
 SEED = 0
 RECOMPILE_LIMIT = 64  # every shape that was compiled in the measurement is compiled here: nothing falls back to eager
@@ -95,7 +95,7 @@ def read_examples(settings: RunSettings, options: Options) -> Sequence[torch.Ten
             loss_on=settings.loss_on,
             say=lambda text: print(text, file=sys.stderr),
         )
-    except (BadDataset, ImportError) as error:
+    except (BadDataset, CannotKeep, ImportError) as error:
         sys.exit(f"train.py: error: {error}")
     return rows.Stored(folder)
 

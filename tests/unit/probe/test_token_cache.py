@@ -1,6 +1,8 @@
 """A dataset is tokenised once for each tokenizer, and again when anything has changed."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 from autotune.probe.runtime import token_cache
 from autotune.probe.runtime.reading import BadDataset
 from autotune.probe.runtime.rows import Stored
-from autotune.probe.runtime.token_cache import cache_folder, read_about, tokenise
+from autotune.probe.runtime.token_cache import CannotKeep, cache_folder, read_about, tokenise
 from tests.helpers.tokenizers import CHATML, byte_level
 
 
@@ -59,5 +61,45 @@ def test_nothing_is_left_of_what_failed(data: Path, tokenizer: Any, monkeypatch:
     data.write_text('{"text": "fine"}\n')
     usage = shutil.disk_usage(data)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3))
-    with pytest.raises(BadDataset, match=r"0\.0 GiB in .*XDG_CACHE_HOME"):
+    with pytest.raises(CannotKeep, match=r"cache.* 0\.0 GiB are free \(XDG_CACHE_HOME"):
         tokenise(data, tokenizer)
+
+
+def test_a_disk_that_is_full_in_mid_write_is_named_and_nothing_is_left(
+    data: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path, *_: Any) -> None:
+        (folder / "tokens").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(token_cache, "_write", fails)
+    with pytest.raises(CannotKeep, match=r"cache.*: No space left on device"):
+        tokenise(data, tokenizer)
+    assert not list(cache_folder().iterdir())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(data))  # a file
+    with pytest.raises(CannotKeep, match=r"data\.jsonl.*: Not a directory"):
+        tokenise(data, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["tokens", "ends", "about.json"])
+@pytest.mark.parametrize("size", [None, 0, 8])
+def test_a_damaged_folder_is_made_again(data: Path, tokenizer: Any, name: str, size: int | None) -> None:
+    folder = tokenise(data, tokenizer)
+    content = (folder / name).read_bytes()
+    if size is None:
+        (folder / name).unlink()
+    else:
+        os.truncate(folder / name, size)
+    assert tokenise(data, tokenizer) == folder
+    assert (folder / name).read_bytes() == content
+    assert list(cache_folder().iterdir()) == [folder]
+
+
+def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(data: Path, tokenizer: Any) -> None:
+    for name in ("tmpkilled", "tmpbusy"):
+        (cache_folder() / name).mkdir(parents=True)
+        (cache_folder() / name / "tokens").write_bytes(b"half")
+        os.utime(cache_folder() / name, (0, 0))
+    os.utime(cache_folder() / "tmpkilled" / "tokens", (0, 0))
+    folder = tokenise(data, tokenizer)
+    assert {*cache_folder().iterdir()} == {folder, cache_folder() / "tmpbusy"}

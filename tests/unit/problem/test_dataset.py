@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_device
-from autotune.core.errors import UsageError
+from autotune.core.errors import StorageError, UsageError
 from autotune.problem.dataset import dataset_lengths, form_of
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.setup import set_up
@@ -122,6 +122,15 @@ def test_an_unusable_row_is_named(tmp_path: Path, text: str, message: str) -> No
     if message == "no rows":
         with pytest.raises(UsageError, match=message):
             form_of(file, None)
+
+
+def test_tokens_that_cannot_be_kept_are_an_error_of_storage(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path / "data.jsonl", [{"text": "fine"}])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.raises(StorageError, match="tokens cannot be kept"):
+        dataset_lengths(file, tokenizer)
 
 
 def test_messages_in_a_table_of_text_are_refused(tmp_path: Path, tokenizer: str) -> None:
