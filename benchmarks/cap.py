@@ -42,7 +42,8 @@ def main() -> None:
     args = parser.parse_args()
     cap_gib = args.cap_gib or round(resolve_device(TARGET).usable_gib or 0.0, 2)
     spec = make_spec(SUITE, {})
-    cases = [("mistral-7b", spec.pins | case.knobs, case.published.outcome) for case in spec.configs]
+    known = [(case.knobs, case.published) for case in spec.configs]
+    cases = [("mistral-7b", spec.pins | knobs, published and published.outcome) for knobs, published in known]
     cases += [(model, knobs, None) for model, knobs in AROUND]
     rows: list[dict[str, Any]] = []
     logs = Path(tempfile.mkdtemp(prefix="autotune-bench-"))

@@ -175,7 +175,7 @@ def compare_published(card: str) -> list[dict[str, Any]]:
     for case in spec.configs:
         model, config = resolve_model(case.model or spec.model), TrainConfig(**spec.pins | case.knobs)
         memory = memory_breakdown(model, config, min(case.accumulation, 2))
-        assert memory is not None
+        assert memory is not None and case.published is not None
         peak = case.published.peak_gib
         compared = peak is not None and config.quantization == "none"
         rows.append(

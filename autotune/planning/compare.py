@@ -19,7 +19,7 @@ from autotune.planning.device_estimate import device_limit_gib, estimate, limit_
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import Plan, plan_setup, planned_setup
 from autotune.problem.run_cost import FITS, CostProjection, DeviceEstimate
-from autotune.problem.search_space import SearchSpace
+from autotune.problem.search_space import SearchSpace, ways_to_fit
 from autotune.problem.setup import Setup, open_reserve
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
@@ -278,6 +278,14 @@ class Comparison:
             cheapest=next((option for option in by_cost if option.usd is not None), None),
             fastest=min(options, key=lambda option: option.hours, default=None),
         )
+
+    def remedy(self) -> str:
+        """What may help where something is `unmet`."""
+        planned = [group for group in self.groups if group.plan]
+        if any(group.fastest for group in planned):
+            return f"allow more than {self.budget}, or compare other cards"
+        leanest = [card.least.config for group in planned for card in group.cards if card.least]
+        return ways_to_fit(min(leanest, key=lambda config: (config.quantization != "nf4", config.seq_len)))
 
     def unmet(self) -> str | None:
         """What is missing where the run fits no card, or no card within the budget; None where it fits one."""

@@ -99,11 +99,13 @@ def with_speed(
     *,
     num_steps: int | None = None,
 ) -> DeviceEstimate:
-    """Add speed and cost to an estimate of memory; unchanged where no formula knows the speed.
+    """Add speed and cost to an estimate of memory; unchanged where it does not fit, or no formula knows the speed.
 
     `step_time` is that of the reference card. `num_steps` is given for a run that ends after so many steps.
     """
     device, config = estimated.device, estimated.config
+    if estimated.state not in (FITS, TIGHT):
+        return estimated
     transfer = observed_transfer(resolve_device(REFERENCE), device, config, observations)
     if step_time is None or transfer is None:
         return estimated

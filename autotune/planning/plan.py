@@ -41,7 +41,7 @@ class Plan:
 
     `best` is None where nothing surely fits; `baseline` is the configuration that guides give. `num_estimated` of the
     `space_size` configurations were estimated. `observations` were made on this card and corrected the speeds.
-    `from_reserve`: only what the floors keep for this case fits.
+    `from_reserve`: only what the floors keep for this case fits. `leanest` needs the least memory of all that may win.
     """
 
     task: Task
@@ -51,6 +51,7 @@ class Plan:
     reason: str
     num_estimated: int
     space_size: int
+    leanest: TrainConfig
     observations: tuple[Observation, ...] = ()
     from_reserve: bool = False
 
@@ -101,7 +102,7 @@ def plan_setup(setup: Setup, limit_gib: float, observations: Sequence[Observatio
         return made
     reserve = plan_task(open_reserve(setup).task, limit_gib, observations)
     if reserve.best is None:
-        return made
+        return replace(made, leanest=reserve.leanest)
     reason = f"nothing fits without one of these: {setup.reserved}; {reserve.reason}"
     return replace(reserve, from_reserve=True, reason=reason)
 
@@ -138,6 +139,7 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
         reason=reason,
         num_estimated=len(configs),
         space_size=space.size(),
+        leanest=task.space.config(task.space.leanest()),
         observations=tuple(observed for observed in observations if observed.device == task.device.name),
     )
 
@@ -229,21 +231,27 @@ def estimate_named_configs(
             reason = refused or f"there is no formula for {unsupported(case_task.model, config)}"
             results.append(replace(result, outcome=Outcome.REFUSED, reason=reason))
             continue
-        shape = case_task.workload.run_shape(config)
-        samples_per_s = estimated.samples_per_s
-        rows_per_s = None if samples_per_s is None else samples_per_s / shape.examples_per_row
-        results.append(
-            replace(
-                result,
-                outcome=Outcome.OOM if estimated.state == OOM else Outcome.OK,
-                reason="too close to tell" if estimated.state == TIGHT else None,
-                tokens_per_s=None if rows_per_s is None else rows_per_s * config.seq_len,
-                samples_per_s=samples_per_s,
-                step_time_s=None if not rows_per_s else shape.rows_per_step / rows_per_s,
-                peak_reserved_gib=estimated.need_gib,
-                with_context_gib=estimated.need_gib + CONTEXT_GIB,
-            )
+        result = replace(
+            result,
+            outcome=Outcome.OOM if estimated.state == OOM else Outcome.OK,
+            reason="too close to tell" if estimated.state == TIGHT else None,
+            tight=estimated.state == TIGHT,
+            peak_reserved_gib=estimated.need_gib,
+            with_context_gib=estimated.need_gib + CONTEXT_GIB,
         )
+        if estimated.samples_per_s and estimated.tokens_per_s and estimated.interval:
+            shape = case_task.workload.run_shape(config)
+            rows_per_s = estimated.samples_per_s / shape.examples_per_row
+            low, high = (useful / estimated.tokens_per_s for useful in estimated.interval)
+            tokens_per_s = rows_per_s * config.seq_len
+            result = replace(
+                result,
+                tokens_per_s=tokens_per_s,
+                interval=(low * tokens_per_s, high * tokens_per_s),
+                samples_per_s=estimated.samples_per_s,
+                step_time_s=shape.rows_per_step / rows_per_s,
+            )
+        results.append(result)
     return results
 
 

@@ -67,7 +67,7 @@ class CheckContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRun:
-    """A run with its estimate. If it does not fit, its speed and cost are those that it would have.
+    """A run with its estimate, which has no speed and cost if it does not fit.
 
     `edits` are the changes of the file that make it this run: keys of its own tool with the values to write.
     """

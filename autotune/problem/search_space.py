@@ -18,6 +18,7 @@ from autotune.core.knobs import KNOBS, Kind, check_value
 from autotune.core.train_config import TrainConfig
 
 _DEFAULTS = TrainConfig()
+SHORT = 256  # tokens; shorter rows save hardly anything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +262,16 @@ class SearchSpace:
             if knob.is_active(chosen):
                 chosen[knob.name] = value_of(knob, knob.possible(chosen))
         return chosen
+
+
+def ways_to_fit(leanest: TrainConfig) -> str:
+    """What a user can still change where not even the leanest configuration of a space fits, in words."""
+    ways = ["take a larger GPU", "a smaller model"]
+    if leanest.quantization != "nf4":
+        ways.append("--space qlora")
+    if leanest.seq_len > SHORT:
+        ways.append("a shorter --seq-len")
+    return ", ".join(ways[:-1]) + f" or {ways[-1]}"
 
 
 def shipped_spaces() -> dict[str, Path]:

@@ -100,7 +100,7 @@ class NamedConfig:
     knobs: dict[str, Any] = field(default_factory=dict)
     model: str | None = None
     accumulation: int = 1
-    published: Published = Published()
+    published: Published | None = None
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():

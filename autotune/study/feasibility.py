@@ -6,7 +6,7 @@ from autotune.core.errors import NothingFits
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.problem.search_space import SearchSpace
+from autotune.problem.search_space import SearchSpace, ways_to_fit
 from autotune.problem.task import Task
 from autotune.study.evaluator import FAILED, Evaluator
 
@@ -62,5 +62,5 @@ def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:
     return NothingFits(
         f"nothing in the search space fits: the leanest configuration, {result.config.label()}, needs {need}"
         f"{speed_note}",
-        remedy="take a larger GPU, a smaller model, --space qlora, or a shorter --seq-len",
+        remedy=ways_to_fit(result.config),
     )

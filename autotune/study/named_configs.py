@@ -17,9 +17,10 @@ from autotune.core.units import DASH, GIB, fmt_count
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.constraints import refusal
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.study_spec import NamedConfig, StudySpec
+from autotune.problem.study_spec import NamedConfig, Published, StudySpec
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
+from autotune.study.ranking import ROOMY
 
 if TYPE_CHECKING:
     from autotune.study.storage.probe_store import ProbeStore
@@ -27,14 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigResult:
-    """The result of a case. Speeds count whole rows; `with_context_gib` is reserved memory and the CUDA context."""
+    """The result of a case. Speeds count whole rows; `with_context_gib` is reserved memory and the CUDA context.
+
+    `interval` is that of the tokens/s: 80 % of cases for estimates, else the range of what was measured. `tight`: it
+    may not fit, or leaves less than a tenth of the memory free.
+    """
 
     case: NamedConfig
     config: TrainConfig
     outcome: Outcome
     evidence: Evidence
     reason: str | None = None
+    tight: bool = False
     tokens_per_s: float | None = None
+    interval: tuple[float, float] | None = None
     samples_per_s: float | None = None
     step_time_s: float | None = None
     peak_reserved_gib: float | None = None
@@ -42,7 +49,7 @@ class ConfigResult:
 
     def against(self) -> dict[str, tuple[float | str, float | str]]:
         """(published, ours) by what it is, for every number that both have; the outcome if one of them is OOM."""
-        theirs = self.case.published
+        theirs = self.case.published or Published()
         whole_gb = None if self.with_context_gib is None else self.with_context_gib * GIB / 1e9
         pairs: dict[str, tuple[float | str | None, float | str | None]] = {
             "tokens/s": (theirs.tokens_per_s, self.tokens_per_s),
@@ -51,7 +58,7 @@ class ConfigResult:
             "peak GiB": (theirs.peak_gib, self.peak_reserved_gib),
             "whole GB": (theirs.peak_gb, whole_gb),
         }
-        if theirs.outcome == "oom" or self.outcome is Outcome.OOM:
+        if self.case.published and (theirs.outcome == "oom" or self.outcome is Outcome.OOM):
             pairs = {"outcome": (theirs.outcome, self.outcome.value), **pairs}
         return {
             name: (published, ours)
@@ -65,8 +72,9 @@ class ConfigResult:
             f"{name} {_number(one)}, here {_number(other)}{_apart(one, other)}"
             for name, (one, other) in self.against().items()
         )
-        outcome = self.outcome.value + (f": {self.reason}" if self.reason else "")
-        speed = DASH if self.tokens_per_s is None else f"{fmt_count(self.tokens_per_s)} [{self.evidence}]"
+        outcome = self.outcome.value + (", tight" if self.tight else "") + (f": {self.reason}" if self.reason else "")
+        between = f" ({' to '.join(map(fmt_count, self.interval))})" if self.interval else ""
+        speed = DASH if self.tokens_per_s is None else f"{fmt_count(self.tokens_per_s)}{between} [{self.evidence}]"
         memory = DASH if self.peak_reserved_gib is None else f"{self.peak_reserved_gib:.1f}"
         return self.case.name, self.config.label(), outcome, speed, memory, published or DASH
 
@@ -171,13 +179,19 @@ def to_config_result(case: NamedConfig, config: TrainConfig, task: Task, result:
     if result.outcome is not Outcome.OK or found is None:
         return ConfigResult(case=case, config=config, outcome=result.outcome, evidence=evidence, reason=result.reason)
     speed = task.performance(config, [found])
+    low, high = speed.spread
+    tokens_per_s = speed.samples_per_second / task.workload.examples_per_row(config) * config.seq_len
     reserved_gib = found.peak_reserved_gib + found.managed_gib
+    free = 1 - found.peak_reserved_gib / found.limit_gib
     return ConfigResult(
         case=case,
         config=config,
         outcome=result.outcome,
         evidence=evidence,
-        tokens_per_s=speed.samples_per_second / task.workload.examples_per_row(config) * config.seq_len,
+        reason=f"{free:.0%} of the memory is free" if free < ROOMY else None,
+        tight=free < ROOMY,
+        tokens_per_s=tokens_per_s,
+        interval=(tokens_per_s / (1 + high), tokens_per_s / (1 + low)),
         samples_per_s=speed.samples_per_second,
         step_time_s=speed.step_time_s,
         peak_reserved_gib=found.peak_reserved_gib,

@@ -77,7 +77,7 @@ def compare_command(
     if out is not None:
         write_atomic(out, text.getvalue())
     if unmet := made.unmet():
-        raise NothingFits(unmet, remedy="allow more, or try other cards, --methods qlora or a shorter --seq-len")
+        raise NothingFits(unmet, remedy=made.remedy())
 
 
 def _print(made: Comparison, today: date) -> None:

@@ -13,7 +13,8 @@ from autotune.planning.device_estimate import ACCURACY, planned_device
 from autotune.planning.observations import EVIDENCE, known_observations
 from autotune.planning.plan import BATCHES, Cell, Plan, estimate_named_configs, memory_tables, plan_data
 from autotune.planning.plan import plan as make_plan
-from autotune.problem.run_cost import FITS, TIGHT, DeviceEstimate
+from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
+from autotune.problem.search_space import ways_to_fit
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.named_configs import COLUMNS
@@ -49,7 +50,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
     if made.best is None:
         raise NothingFits(
             f"nothing in the search space surely fits {device.name}",
-            remedy="take a larger GPU (`autotune compare --gpus ...`), --space qlora, or a shorter --seq-len",
+            remedy=f"{ways_to_fit(made.leanest)}; `autotune compare` says which card holds it",
         )
 
 
@@ -102,7 +103,7 @@ def _lines(estimated: DeviceEstimate, task: Task) -> dict[str, str]:
     terms = memory_terms(estimated)
     cost, price = estimated.cost, task.price
     if estimated.interval is None or cost is None:
-        return {"memory": f"{need}: {terms}", "speed": "unknown"}
+        return {"memory": f"{need}: {terms}"} | ({} if estimated.state == OOM else {"speed": "unknown"})
     hours = " to ".join(map(fmt_hours, cost.interval_hours))
     lines = {
         "memory": f"{need}: {terms}",

@@ -247,7 +247,7 @@ def test_json(printed: Callable[..., str], capsys: pytest.CaptureFixture[str]) -
     data = json.loads(capsys.readouterr().out)
     assert data["verdict"] == "out of memory" and data["smallest_card"] == "a100-40gb-pcie"
     assert data["change"]["edits"] == {"dtype": "bfloat16"} and data["change"]["verdict"] == "fits"
-    assert data["change"]["duration"]["usd"] < data["duration"]["usd"]
+    assert data["duration"] is None and data["change"]["duration"]["usd"] > 0  # what cannot run has no cost
     assert {"dtype", "load_in_4bit"} <= {key for one in data["each_change"] for key in one["edits"]}
 
 

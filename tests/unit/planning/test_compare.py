@@ -227,6 +227,7 @@ def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> No
         "nothing is within $1.00 and 30 min",
         "m, lora: cheapest is a10 ($2.00, 4 h), fastest is h100-sxm ($3.00, 1 h)",
     ]
+    assert held.remedy() == "allow more than $1.00 and 30 min, or compare other cards"
     assert replace(held, budget=Budget(max_usd=3)).unmet() is replace(held, budget=Budget()).unmet() is None
 
 
@@ -235,6 +236,7 @@ def test_if_nothing_fits_the_smallest_card_is_named() -> None:
     assert (
         held.unmet() == "nothing surely fits any of these cards\nm, lora: the smallest card that holds it is h100-sxm"
     )
+    assert held.remedy() == "take a larger GPU, a smaller model, --space qlora or a shorter --seq-len"
 
 
 @pytest.mark.parametrize("wrong", [0, -1, math.nan, math.inf])

@@ -229,12 +229,23 @@ def test_configurations_that_are_named_are_estimated_one_by_one() -> None:
     named = {
         "fits": fits,
         "large": fits | {"micro_batch_size": 64, "checkpointing": "none"},
+        "near": fits | {"micro_batch_size": 4, "seq_len": 1024, "checkpointing": "full"},
         "int8": {"quantization": "int8"},
     }
     configs = tuple(NamedConfig(name=name, knobs=knobs, accumulation=2) for name, knobs in named.items())
     spec = StudySpec(model="mistral-7b", gpu="a10", configs=configs)
-    one, large, without = estimate_named_configs(spec, device=A10)
+    one, large, near, without = estimate_named_configs(spec, device=A10)
     assert (one.outcome, large.outcome, without.outcome) == (Outcome.OK, Outcome.OOM, Outcome.REFUSED)
+    assert one.interval and one.interval[0] < one.tokens_per_s < one.interval[1] and not one.tight
+    assert large.tokens_per_s is large.step_time_s is large.interval is None  # what cannot run has no speed
+    assert large.peak_reserved_gib and large.peak_reserved_gib > 22
+    need_gib = near.peak_reserved_gib
+    assert need_gib is not None
+    memory_gib = next(gib for gib in range(99) if device_limit_gib(A10, 0.0, gib / 4) > 1.005 * need_gib) / 4
+    (near,) = estimate_named_configs(
+        replace(spec, configs=configs[2:3], memory_gib=memory_gib, headroom=0.0), device=A10
+    )
+    assert (near.outcome, near.tight, near.reason) == (Outcome.OK, True, "too close to tell")
     assert without.reason == "there is no formula for int8 bases" and one.reason is None
     assert one.evidence is Evidence.ESTIMATED and one.tokens_per_s and one.samples_per_s and one.step_time_s
     assert one.samples_per_s == pytest.approx(one.tokens_per_s / 512)
@@ -303,9 +314,12 @@ def test_a_quantised_base_is_planned_where_nothing_else_fits(capsys: pytest.Capt
     assert "nothing fits without one of these: quantization int8 or nf4" in capsys.readouterr().out
 
 
-def test_a_model_that_does_not_fit_has_its_own_exit_code() -> None:
-    with pytest.raises(NothingFits, match="nothing in the search space surely fits a10"):
+def test_a_model_that_does_not_fit_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NothingFits, match="nothing in the search space surely fits a10") as caught:
         command.plan(StudySpec(model="llama-3.1-70b", gpu="a10"), evidence=HERE)
+    assert caught.value.remedy and "qlora" not in caught.value.remedy  # the reserve has a quantised base
+    printed = capsys.readouterr().out
+    assert "out of memory" in printed and "useful tokens/s" not in printed and "$" not in printed
 
 
 def test_on_a_machine_without_a_gpu_one_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.problem.search_space import Knob, Removal, SearchSpace, shipped_spaces
+from autotune.problem.search_space import Knob, Removal, SearchSpace, shipped_spaces, ways_to_fit
 
 HEAD = "version: 1\nknobs:\n"
 
@@ -342,3 +342,15 @@ def test_the_leanest_choice():
 def test_the_leanest_is_a_configuration_of_every_space(name):
     shipped = SearchSpace.load(name)
     assert shipped.clip(shipped.config(shipped.leanest())) == shipped.leanest()
+
+
+@pytest.mark.parametrize(
+    ("leanest", "ways"),
+    [
+        (TrainConfig(seq_len=2048), "take a larger GPU, a smaller model, --space qlora or a shorter --seq-len"),
+        (TrainConfig(seq_len=2048, quantization="nf4"), "take a larger GPU, a smaller model or a shorter --seq-len"),
+        (TrainConfig(seq_len=256, quantization="nf4"), "take a larger GPU or a smaller model"),
+    ],
+)
+def test_a_way_to_fit_is_not_one_that_was_tried(leanest: TrainConfig, ways: str) -> None:
+    assert ways_to_fit(leanest) == ways

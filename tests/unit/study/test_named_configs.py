@@ -29,7 +29,7 @@ def spec(*configs: NamedConfig, **changes: Any) -> StudySpec:
     return StudySpec(**{"model": "demo-3m", "gpu": "cpu", "configs": configs} | changes)
 
 
-def of(outcome: Outcome = Outcome.OK, published: Published = Published(), **values: Any) -> ConfigResult:  # noqa: B008
+def of(outcome: Outcome = Outcome.OK, published: Published | None = None, **values: Any) -> ConfigResult:
     case = NamedConfig(name="a|b", published=published)
     return ConfigResult(case=case, config=PLAIN, outcome=outcome, evidence=Evidence.MEASURED, **values)
 
@@ -72,6 +72,10 @@ def test_speeds_are_of_whole_rows_and_memory_of_the_whole_process() -> None:
     assert made.tokens_per_s == pytest.approx(6 * 1024 / 1.6)
     assert (made.step_time_s, made.peak_reserved_gib) == (pytest.approx(1.6), 20.0)
     assert (made.with_context_gib, made.evidence, made.outcome) == (22.0, Evidence.MEASURED, Outcome.OK)
+    assert made.interval == pytest.approx((6 * 1024 / 1.6 / 1.01, 6 * 1024 / 1.6 / 0.99))
+    full = replace(found, peak_reserved_gib=0.95 * found.limit_gib)
+    tight = to_config_result(case, config, task, result(config, measurement=full))
+    assert (made.tight, tight.tight, tight.reason) == (False, True, "5% of the memory is free")
     hidden = to_config_result(case, config, task, result(config, measurement=replace(found, context_gib=None)))
     assert hidden.with_context_gib is None
     carried = replace(task, carried=SpeedTransfer(ratio=0.5, error=0.1))
@@ -127,8 +131,10 @@ def test_a_row_says_everything_in_words() -> None:
         "10.0",
         "tokens/s 1,000, here 1,100 (+10%); peak GiB 8, here 10 (+25%)",
     )
-    bare = of(Outcome.OOM, Published(), reason="in backward").cells()
-    assert bare[2:] == ("oom: in backward", "–", "–", "outcome ok, here oom")
+    bare = of(Outcome.OOM, reason="in backward").cells()
+    assert bare[2:] == ("oom: in backward", "–", "–", "–")  # nothing was published of it
+    near = of(tight=True, reason="it is near", interval=(1000.0, 1200.0), **NUMBERS).cells()
+    assert near[2:4] == ("ok, tight: it is near", "1,100 (1,000 to 1,200) [measured]")
     assert of(Outcome.CRASH).cells()[2:] == ("crash", "–", "–", "–")
     slow = of(published=Published(samples_per_s=0.01234), samples_per_s=100.0)
     assert slow.cells()[-1].startswith("samples/s 0.0123, here 100 (+")
