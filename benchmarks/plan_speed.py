@@ -49,7 +49,7 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     transfer = speed_transfer(resolve_device(REFERENCE), card)
     if on_reference is None or transfer is None:
         return compared | {"excluded": "no formula"}
-    step_time = on_reference.on(card, transfer)
+    step_time = on_reference.on(transfer)
     step_s = row["accumulation"] * step_time.micro_s + step_time.rest_s
     predicted = row["accumulation"] * config.tokens / step_s
     low, high = interval(predicted, step_time.error)

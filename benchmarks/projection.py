@@ -1,9 +1,10 @@
 """Measure how well a speed on one card predicts the speed on another, with published pairs of measurements.
 
-Uncalibrated projections use data sheets only. The exponents of `speed_transfer` are rounded from fits of least absolute
-deviations, in which each pair of cards of a set counts once. The benchmark repeats the fit with each set left out and
-reports the error on that set. Calibrated projections also use one other row of the same set, and so of the same method,
-on the same two cards. The benchmark needs no GPU.
+Uncalibrated projections use data sheets only. The published tables do not say which share of the time products take:
+the same share on the reference card is assumed for all, and fitted with the exponents of peak and power, by least
+absolute deviations in which each pair of cards of a set counts once. The benchmark repeats the fit with each set left
+out and reports the error on that set. Calibrated projections also use one other row of the same set, and so of the same
+method, on the same two cards. The benchmark needs no GPU.
 """
 
 import argparse
@@ -18,10 +19,13 @@ from typing import Any
 import numpy as np
 from common import save, table
 
-from autotune.catalog import resolve_device
+from autotune.catalog import DeviceSpec, resolve_device
 from autotune.core.files import load_yaml
-from autotune.prediction.transfer import interval, speed_transfer
+from autotune.prediction.step_time import REFERENCE
+from autotune.prediction.transfer import USUAL_SHARE, SpeedTransfer, interval, peak_tflops, speed_transfer
 
+EXPONENTS = [round(0.1 * step, 1) for step in range(11)]
+SHARES = EXPONENTS[1:-1]
 PAIRS = Path(__file__).with_name("data") / "published_pairs.yaml"
 
 
@@ -42,8 +46,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pairs = read()
-    exponents = {name: fit_exponents([pair for pair in pairs if pair.set != name]) for name in {p.set for p in pairs}}
-    rows = [compare(pair, pairs, exponents[pair.set]) for pair in pairs]
+    predicted = grid(pairs)
+    fits = {name: fit([pair.set != name for pair in pairs], pairs, predicted) for name in {pair.set for pair in pairs}}
+    rows = [compare(pair, pairs, math.exp(predicted[fits[pair.set]][index])) for index, pair in enumerate(pairs)]
     table(
         [
             {
@@ -60,7 +65,8 @@ def main() -> None:
         ],
         ["set", "pairs", "error", "bias", "inside", "calibrated"],
     )
-    summary = summarize(rows) | {"exponents_of_all_sets": [round(float(value), 3) for value in fit_exponents(pairs)]}
+    *exponents, share = fit([True] * len(pairs), pairs, predicted)
+    summary = summarize(rows) | {"exponents_of_all_sets": exponents, "share_of_all_sets": share}
     save("projection", None, summary, rows, args.out)
     print(summary)
 
@@ -126,7 +132,7 @@ def read() -> list[Pair]:
                 )
                 if expected is None:
                     continue
-                if expected.ratio < 1:
+                if expected.ratio(0.5) < 1:
                     first, second = second, first
                 pairs.append(
                     Pair(
@@ -141,31 +147,46 @@ def read() -> list[Pair]:
     return pairs
 
 
-def logs(pair: Pair) -> tuple[float, float]:
-    """Logarithms of the ratios of peak throughput and of memory bandwidth, target over source."""
-    source, target = resolve_device(pair.source), resolve_device(pair.target)
-    name = "fp8_tflops" if pair.precision == "fp8" else "fp16_tflops"
-    peaks = getattr(target, name) / getattr(source, name)
-    return math.log(peaks), math.log((target.bandwidth_gb_s or math.nan) / (source.bandwidth_gb_s or math.nan))
+def grid(pairs: list[Pair]) -> dict[tuple[float, ...], Any]:
+    """The logarithms of the ratios by exponents of peak and power, and the share of products on the reference card."""
+    at = [np.array([rates(pair, name) for pair in pairs]).T for name in ("source", "target")]
+    found = {}
+    for of_peak, of_power, share in itertools.product(EXPONENTS, EXPONENTS, SHARES):
+        slow, fast = (share / (peak**of_peak * power**of_power) + (1 - share) / moved for peak, power, moved in at)
+        found[of_peak, of_power, share] = np.log(slow / fast)
+    return found
 
 
-def fit_exponents(pairs: list[Pair]) -> Any:
-    """Fit the two exponents by iteratively reweighted least squares."""
+def rates(pair: Pair, name: str) -> tuple[float, float, float]:
+    """Peak, power and bandwidth of a card, over those of the reference card."""
+    card, reference = (
+        [peak_tflops(device, pair.precision) or math.nan, device.tdp_w or math.nan, device.bandwidth_gb_s or math.nan]
+        for device in (resolve_device(getattr(pair, name)), resolve_device(REFERENCE))
+    )
+    peak, power, bandwidth = (one / other for one, other in zip(card, reference, strict=True))
+    return peak, power, bandwidth
+
+
+def fit(chosen: list[bool], pairs: list[Pair], predicted: dict[tuple[float, ...], Any]) -> tuple[float, ...]:
+    """The exponents and the share with the least absolute deviations from the chosen pairs."""
     counts = Counter((pair.set, pair.source, pair.target) for pair in pairs)
-    weights = np.array([1 / counts[pair.set, pair.source, pair.target] for pair in pairs])
-    inputs = np.array([logs(pair) for pair in pairs])
-    targets = np.array([math.log(pair.ratio) for pair in pairs])
-    scale = weights
-    for _ in range(50):
-        fit, *_ = np.linalg.lstsq(inputs * np.sqrt(scale)[:, None], targets * np.sqrt(scale), rcond=None)
-        scale = weights / (np.abs(inputs @ fit - targets) + 1e-3)
-    return fit
+    weights = [one / counts[pair.set, pair.source, pair.target] for one, pair in zip(chosen, pairs, strict=True)]
+    ratios = np.log([pair.ratio for pair in pairs])
+    return min(predicted, key=lambda one: float(np.array(weights) @ np.abs(predicted[one] - ratios)))
 
 
-def compare(pair: Pair, pairs: list[Pair], exponents: Any) -> dict[str, Any]:
+def projected(transfer: SpeedTransfer, source: DeviceSpec, precision: str) -> float:
+    """The ratio of speeds for work that spends the usual share of its time on the reference card in products."""
+    on_source = speed_transfer(resolve_device(REFERENCE), source, precision=precision)
+    assert on_source is not None
+    products, rest = USUAL_SHARE / on_source.products, (1 - USUAL_SHARE) / on_source.bytes
+    return transfer.ratio(products / (products + rest))
+
+
+def compare(pair: Pair, pairs: list[Pair], unseen: float) -> dict[str, Any]:
     """Compare projections with a published ratio: from data sheets, and calibrated by each similar row.
 
-    `exponents` were fitted without the set of this pair (`unseen_`).
+    `unseen` is the ratio by a fit without the set of this pair.
     """
     source, target = resolve_device(pair.source), resolve_device(pair.target)
     alike = [
@@ -175,14 +196,15 @@ def compare(pair: Pair, pairs: list[Pair], exponents: Any) -> dict[str, Any]:
     ]
     uncalibrated = speed_transfer(source, target, precision=pair.precision)
     assert uncalibrated is not None
-    transfers = [speed_transfer(source, target, [other.ratio], precision=pair.precision) for other in alike]
-    calibrated = [transfer for transfer in transfers if transfer is not None]
-    example = calibrated[0] if calibrated else uncalibrated
+    ratio = projected(uncalibrated, source, pair.precision)
+    transfers = [speed_transfer(source, target, [other.ratio / ratio], precision=pair.precision) for other in alike]
+    calibrated = [
+        (projected(transfer, source, pair.precision), transfer.error) for transfer in transfers if transfer is not None
+    ]
     flops = (target.fp16_tflops or math.nan) / (source.fp16_tflops or math.nan)
     bandwidth = (target.bandwidth_gb_s or math.nan) / (source.bandwidth_gb_s or math.nan)
-    low, high = uncalibrated.interval
-    narrow = example.interval
-    unseen = math.exp(float(exponents @ np.array(logs(pair))))
+    low, high = interval(ratio, uncalibrated.error)
+    narrow = interval(1.0, calibrated[0][1] if calibrated else uncalibrated.error)
     low_unseen, high_unseen = interval(unseen, uncalibrated.error)
     return {
         "set": pair.set,
@@ -190,15 +212,15 @@ def compare(pair: Pair, pairs: list[Pair], exponents: Any) -> dict[str, Any]:
         "source": pair.source,
         "target": pair.target,
         "ratio": pair.ratio,
-        "projected": uncalibrated.ratio,
-        "error": uncalibrated.ratio / pair.ratio - 1,
+        "projected": ratio,
+        "error": ratio / pair.ratio - 1,
         "inside": low <= pair.ratio <= high,
         "unseen_error": unseen / pair.ratio - 1,
         "unseen_inside": low_unseen <= pair.ratio <= high_unseen,
-        "half_width": (high - low) / 2 / uncalibrated.ratio,
-        "calibrated_errors": [abs(transfer.ratio / pair.ratio - 1) for transfer in calibrated],
-        "calibrated_inside": [transfer.interval[0] <= pair.ratio <= transfer.interval[1] for transfer in calibrated],
-        "half_width_calibrated": (narrow[1] - narrow[0]) / 2 / example.ratio,
+        "half_width": (high - low) / 2 / ratio,
+        "calibrated_errors": [abs(value / pair.ratio - 1) for value, _ in calibrated],
+        "calibrated_inside": [low <= pair.ratio <= high for low, high in itertools.starmap(interval, calibrated)],
+        "half_width_calibrated": (narrow[1] - narrow[0]) / 2,
         "geometric_mean_error": math.sqrt(flops * bandwidth) / pair.ratio - 1,
         "flops_error": flops / pair.ratio - 1,
     }

@@ -18,7 +18,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.observations import Observation
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
 from autotune.prediction.step_time import REFERENCE, UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
-from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, interval, log_ratio, speed_transfer
+from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, interval, speed_transfer
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
 from autotune.problem.study_spec import StudySpec
@@ -109,7 +109,7 @@ def with_speed(
     transfer = observed_transfer(resolve_device(REFERENCE), device, config, observations)
     if step_time is None or transfer is None:
         return estimated
-    here = step_time.on(device, transfer)
+    here = step_time.on(transfer)
     step_s = shape.accumulation * here.micro_s + here.rest_s
     error = here.error
     low, high = interval(1.0, error)
@@ -135,7 +135,7 @@ def with_speed(
 def measured_ratios(
     observations: Sequence[Observation], device: DeviceSpec, method: str, quantization: str
 ) -> list[float]:
-    """How many times as fast as the formula of the reference card others measured this device to be.
+    """How many times as fast as the formula expects others measured this device to be.
 
     Only what was measured in full, by transformers' Trainer, with the same method and base counts.
     """
@@ -145,20 +145,22 @@ def measured_ratios(
         complete = observed.evidence is Evidence.MEASURED and observed.trainer == "transformers"
         if observed.device != device.name or observed.model is None or not same or not complete:
             continue
-        ratio, expected = _ratio_to_reference(observed), log_ratio(resolve_device(REFERENCE), device)
+        ratio = _ratio_to_formula(observed)
         # A measurement further off than any pair of cards in the published data is a mistake.
-        limit = MAX_DEVIATIONS * math.hypot(BETWEEN, WITHIN)
-        if ratio and expected is not None and abs(math.log(ratio) - expected) <= limit:
+        if ratio and abs(math.log(ratio)) <= MAX_DEVIATIONS * math.hypot(BETWEEN, WITHIN):
             ratios.append(ratio)
     return ratios
 
 
 @functools.cache
-def _ratio_to_reference(observed: Observation) -> float | None:
+def _ratio_to_formula(observed: Observation) -> float | None:
     config = replace(observed.config, seq_len=round(observed.tokens_per_row or observed.config.seq_len))
     step_time = estimate_step_time(resolve_model(observed.model or ""), config, UNKNOWN_HOST)
-    if step_time is None:
+    precision = "fp8" if config.quantization == "fp8" else "bf16"
+    transfer = speed_transfer(resolve_device(REFERENCE), resolve_device(observed.device), precision=precision)
+    if step_time is None or transfer is None:
         return None
+    step_time = step_time.on(transfer)
     took_s = observed.accumulation * config.tokens / observed.tokens_per_s
     if 2 * observed.accumulation * step_time.host_s > took_s:
         return None  # where the host may have set the pace, it says little of the card
@@ -172,12 +174,9 @@ def observed_transfer(
 
     None where a rate of either card is not known.
     """
-    to_source = speed_transfer(resolve_device(REFERENCE), source)
-    if to_source is None:
-        return None
     precision = "fp8" if config.quantization == "fp8" else "bf16"
     ratios = measured_ratios(observations, target, config.method, config.quantization)
-    return speed_transfer(source, target, [ratio / to_source.ratio for ratio in ratios], precision=precision)
+    return speed_transfer(source, target, ratios, precision=precision)
 
 
 def corrected_by_observations(task: Task, observations: Sequence[Observation]) -> Task:

@@ -64,7 +64,7 @@ def _estimate_on(
     transfer = observed_transfer(source, card, winner.config, published_observations())
     if state != FITS or transfer is None:
         return estimated
-    speed = replace(task, device=card, carried=transfer).performance(winner.config, measurements)
+    speed = replace(task, device=card, measured_on=source, carried=transfer).performance(winner.config, measurements)
     cost = project(task.workload, winner.config, speed, price)
     return replace(
         estimated,

@@ -154,8 +154,10 @@ def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | 
     if step_time is None:
         return None
     cast = _cast_s(context.model, run)
-    device_s = step_time.device_s * (OFFLOADED if config.offloads else 1.0) + cast
-    return replace(step_time, device_s=device_s, device_error=math.hypot(step_time.device_error, cast / device_s / 2))
+    longer = OFFLOADED if config.offloads else 1.0
+    step_time = replace(step_time, products_s=longer * step_time.products_s, bytes_s=longer * step_time.bytes_s + cast)
+    cast_error = cast / step_time.device_s / 2
+    return replace(step_time, device_error=math.hypot(step_time.device_error, cast_error))
 
 
 def _cast_s(model: ModelSpec, run: ForeignConfig) -> float:

@@ -1,21 +1,22 @@
 """The time of a micro batch, by formula: products at the rate of large ones, all else at the memory's bandwidth.
 
 The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`, `benchmarks/search_efficiency.py`), and
-`transfer` converts the device's time to other cards. The host's time to issue the work is a lower bound of its own,
-which no card changes, and the least certain number: hosts differ by a factor of two.
+`transfer` converts both parts to other cards. The host's time to issue the work is a lower bound of its own, which no
+card changes, and the least certain number: hosts differ by a factor of two.
 """
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
+from autotune.core.probe_types import Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.prediction.memory_formula import kept_bytes, memory_breakdown, supported
-from autotune.prediction.transfer import SpeedTransfer
+from autotune.prediction.transfer import USUAL_SHARE, SpeedTransfer, products_tflops
 
 REFERENCE = "h200-sxm"
-RATE = 0.67  # share of the dense peak that products and attention reach
 FP8 = 1.36  # that rate with factors in 8 bits, relative to bf16
 # Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; for each byte of a 4-bit base.
 EAGER, COMPILED = (10.5, 560.0, 8.5), (5.0, 260.0, 5.0)
@@ -23,7 +24,6 @@ FULL = 0.7  # share of these bytes in full fine-tuning, which has no adapters
 HOST_MS = {"eager": 6.0, "compiled": 3.5}  # the host's time for a layer and micro batch, with adapters
 NF4_MS, FULL_MS = 2.0, 2.5
 AGAIN = 0.7  # share of that time that recomputing the layer adds
-CEILING = 0.85  # no card is taken to reach more of its dense peak: in published runs the best reached 0.7
 DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
 
 
@@ -44,16 +44,25 @@ UNKNOWN_HOST = Host(scale=0.6, error=0.5)
 class StepTimeEstimate:
     """Seconds of a micro batch, by device and host, and `rest_s` after the last one of a step: clipping, the optimizer.
 
-    `operations` are those of the products, as many as bf16 would need in this time. Errors are standard deviations of
-    the logarithms.
+    The device multiplies, and moves bytes. Errors are standard deviations of the logarithms.
     """
 
-    device_s: float
+    products_s: float
+    bytes_s: float
     host_s: float
     rest_s: float
-    operations: float
     device_error: float = DEVICE_ERROR
     host_error: float = MEASURED_HOST.error
+
+    @property
+    def device_s(self) -> float:
+        """Both parts of the device's time."""
+        return self.products_s + self.bytes_s
+
+    @property
+    def products_share(self) -> float:
+        """The share of the device's time that is in products."""
+        return self.products_s / self.device_s
 
     @property
     def micro_s(self) -> float:
@@ -70,15 +79,33 @@ class StepTimeEstimate:
         """The standard deviation of the logarithm of `micro_s`."""
         return self.device_error + (self.host_error - self.device_error) * self.host_share
 
-    def on(self, device: DeviceSpec, transfer: SpeedTransfer) -> "StepTimeEstimate":
-        """The same on another card: the device's part by its speed, the host's part as it is."""
-        peak = 1e12 * (device.bf16_tflops or device.fp16_tflops or math.inf)
+    def on(self, transfer: SpeedTransfer) -> "StepTimeEstimate":
+        """The same on another card: the device's parts by its speeds, the host's part as it is."""
         return replace(
             self,
-            device_s=max(self.device_s / transfer.ratio, self.operations / (CEILING * peak)),
-            rest_s=self.rest_s / transfer.ratio,
+            products_s=self.products_s / transfer.products,
+            bytes_s=self.bytes_s / transfer.bytes,
+            rest_s=self.rest_s / transfer.bytes,
             device_error=math.hypot(self.device_error, transfer.error),
         )
+
+
+def divide_step_time(measurement: Measurement, by_formula: StepTimeEstimate | None) -> StepTimeEstimate:
+    """A measured time in its parts: the host's as it was measured, the device's as the formula of its card divides it.
+
+    No error of the measurement counts; on another host its part is uncertain.
+    """
+    micro_s, host_share = statistics.median(measurement.micro_step_s), min(measurement.host_share or 0.0, 0.99)
+    device_s = micro_s * (1 - host_share**4) ** 0.25  # `micro_s` is made of the two in this way
+    products = by_formula.products_share if by_formula else USUAL_SHARE
+    return StepTimeEstimate(
+        products_s=products * device_s,
+        bytes_s=(1 - products) * device_s,
+        host_s=host_share * micro_s,
+        rest_s=statistics.median(measurement.rest_s) if measurement.rest_s else 0.0,
+        device_error=0.0,
+        host_error=UNKNOWN_HOST.error,
+    )
 
 
 def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASURED_HOST) -> StepTimeEstimate | None:
@@ -101,11 +128,8 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASU
     moved += tokens * of_logits * sizes.vocab
     if config.quantization == "nf4":  # unpacked for every product
         moved += of_base * sizes.linear_params * (2 + again)
-    peak = (card.bf16_tflops or 0.0) * 1e12
-    if config.quantization == "fp8":
-        peak *= FP8
-    compute = tokens * (products + attention) / (RATE * peak)
-    memory = moved / ((card.bandwidth_gb_s or 0.0) * 1e9)
+    rate = 1e12 * (products_tflops(card) or math.nan) * (FP8 if config.quantization == "fp8" else 1.0)
+    bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
     issue_ms = FULL_MS if full else HOST_MS["compiled" if compiled else "eager"]
     issue_ms += NF4_MS if config.quantization == "nf4" else 0.0
     # Clipping reads the gradients; the optimizer reads and writes weights and state.
@@ -114,9 +138,9 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASU
     weights = trained.weights if full else trained.adapters
     stepped = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB
     return StepTimeEstimate(
-        device_s=compute + memory,
+        products_s=tokens * (products + attention) / rate,
+        bytes_s=moved / bandwidth,
         host_s=sizes.layers * issue_ms / 1000 * (1 + AGAIN * again) * host.scale,
-        rest_s=stepped / ((card.bandwidth_gb_s or math.nan) * 1e9),
-        operations=compute * RATE * (card.bf16_tflops or 0.0) * 1e12,
+        rest_s=stepped / bandwidth,
         host_error=host.error,
     )

@@ -6,11 +6,11 @@ The score of a configuration is its useful tokens per second: neither padding no
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.core.probe_types import Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.transfer import SpeedTransfer
+from autotune.prediction.transfer import interval
 from autotune.problem.workload import RunShape, Workload
 
 # Times differ from one probe to the next by this share, however well the steps of each agree: on an H200 two
@@ -27,7 +27,7 @@ class Performance:
     """The performance of the full run, with its global batch, in useful tokens.
 
     `spread` is the range of step times, relative to `step_time_s`. `own_spread` is that of the probes alone where the
-    speed was converted from another card, by one ratio for all. `mfu` is None where the device's peak is not known.
+    speed was converted from another card. `mfu` is None where the device's peak is not known.
     """
 
     samples_per_second: float
@@ -50,18 +50,12 @@ class Performance:
             mfu=mfu,
         )
 
-    def transferred(self, transfer: SpeedTransfer) -> "Performance":
-        """The performance on another device: the errors of measurement and transfer add up, MFU is unknown."""
+    def projected(self, error: float) -> "Performance":
+        """With the error of a projection from another device, a deviation of the logarithm, added to the spread."""
         low, high = self.spread
-        slower, faster = transfer.interval
-        return Performance(
-            samples_per_second=self.samples_per_second * transfer.ratio,
-            tokens_per_second=self.tokens_per_second * transfer.ratio,
-            step_time_s=self.step_time_s / transfer.ratio,
-            spread=(-math.hypot(low, transfer.ratio / faster - 1), math.hypot(high, transfer.ratio / slower - 1)),
-            mfu=None,
-            own_spread=self.spread,
-        )
+        less, more = interval(1.0, error)
+        spread = (-math.hypot(low, 1 - less), math.hypot(high, more - 1))
+        return replace(self, spread=spread, mfu=None, own_spread=self.spread)
 
     def times(self, other: "Performance") -> tuple[float, float]:
         """The interval of this speed over another on the same device. If it holds 1, their own intervals overlap."""

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price
+from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, resolve_device
 from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig, digest_of
-from autotune.prediction.transfer import SpeedTransfer
+from autotune.prediction.step_time import REFERENCE, divide_step_time, estimate_step_time
+from autotune.prediction.transfer import SpeedTransfer, peak_tflops, speed_transfer
 from autotune.problem.constraints import Floors
 from autotune.problem.performance import Performance, performance, score
 from autotune.problem.run_options import RunOptions
@@ -20,8 +21,8 @@ BASELINE = TrainConfig()  # what guides give: it is measured first, and the winn
 class Task:
     """What is tuned for what: the facts that every number of the study depends on.
 
-    `measured_on` is a larger device of this machine that probes for `device` under a memory cap, and `carried` its
-    speed's transfer to `device`; both are None where the device itself probes.
+    `measured_on` is a larger device of this machine that probes for `device` under a memory cap, and `carried` how its
+    speed transfers to `device`; both are None where the device itself probes.
     """
 
     study: str
@@ -44,20 +45,39 @@ class Task:
     def performance(self, config: TrainConfig, measurements: Sequence[Measurement]) -> Performance:
         """The performance of the full run on the device; projected where another device measured."""
         # With an fp8 base some of the arithmetic runs at twice the rate, so that no single peak applies.
-        peak = None if config.quantization == "fp8" else self.device.bf16_tflops or self.device.fp16_tflops
+        peak = None if config.quantization == "fp8" else peak_tflops(self.device)
         speed = performance(
             config,
-            measurements,
+            [self._on_device(config, measurement)[0] for measurement in measurements],
             self.workload,
             flops_per_token=self.model.flops_per_token(config.method, self.workload.attended(config)),
             peak_tflops=peak,
         )
-        return speed if self.carried is None else speed.transferred(self.carried)
+        return speed if self.carried is None else speed.projected(self._on_device(config, measurements[0])[1])
 
     def score(self, result: ProbeResult) -> float | None:
         """Useful tokens per second of the full run on the device; None where the probe gave no measurement."""
-        speed = score(result, self.workload)
-        return speed if speed is None or self.carried is None else speed * self.carried.ratio
+        if self.carried is not None and result.measurement is not None:
+            result = replace(result, measurement=self._on_device(result.config, result.measurement)[0])
+        return score(result, self.workload)
+
+    def _on_device(self, config: TrainConfig, measurement: Measurement) -> tuple[Measurement, float]:
+        """The times of a measurement as they are expected on the device, and the error of that."""
+        if self.carried is None:
+            return measurement, 0.0
+        by_formula = estimate_step_time(self.model, self.workload.at_mean(config))
+        to_source = speed_transfer(resolve_device(REFERENCE), self.measured_on or self.device)
+        if by_formula is not None and to_source is not None:
+            by_formula = by_formula.on(to_source)
+        here = divide_step_time(measurement, by_formula)
+        there = here.on(self.carried)
+        slower = there.micro_s / here.micro_s
+        expected = replace(
+            measurement,
+            micro_step_s=tuple(slower * seconds for seconds in measurement.micro_step_s),
+            rest_s=tuple(seconds / self.carried.bytes for seconds in measurement.rest_s),
+        )
+        return expected, there.error
 
     def request(
         self, config: TrainConfig, *, device: str, memory_gib: float, headroom: float, seed: int

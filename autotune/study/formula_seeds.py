@@ -13,7 +13,7 @@ from autotune.catalog import resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.prediction.step_time import MEASURED_HOST, REFERENCE, Host, estimate_step_time
-from autotune.prediction.transfer import speed_transfer
+from autotune.prediction.transfer import SpeedTransfer, speed_transfer
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 from autotune.study.neighbours import by_distance
@@ -40,11 +40,10 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
     yielded = {current}
     for host in HOSTS:
 
-        def predicted(config: TrainConfig, scale: float = host * transfer.ratio) -> tuple[float, float]:
+        def predicted(config: TrainConfig, scale: float = host) -> tuple[float, float]:
             """Useful tokens/s; of equals the configuration that needs less memory."""
             shape, need_gib = fitting[config]
-            # As on the reference card, where the same host would be slower by as much as that card is faster.
-            return formula_speed(task, config, shape, replace(MEASURED_HOST, scale=scale)), -need_gib
+            return formula_speed(task, config, shape, replace(MEASURED_HOST, scale=scale), transfer), -need_gib
 
         best = max(fitting, key=predicted, default=current)
         if best not in yielded:
@@ -52,11 +51,19 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
             yield best
 
 
-def formula_speed(task: Task, config: TrainConfig, shape: RunShape, host: Host = MEASURED_HOST) -> float:
-    """Useful tokens/s on the reference card by formula; 0 where it does not know the configuration."""
+def formula_speed(
+    task: Task,
+    config: TrainConfig,
+    shape: RunShape,
+    host: Host = MEASURED_HOST,
+    transfer: SpeedTransfer | None = None,
+) -> float:
+    """Useful tokens/s by formula, on the reference card or where `transfer` leads; 0 for what it does not know."""
     time = estimate_step_time(task.model, task.workload.at_mean(config), host)
     if time is None:
         return 0.0
+    if transfer is not None:
+        time = time.on(transfer)
     return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s)
 
 

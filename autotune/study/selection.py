@@ -436,11 +436,11 @@ def _assumptions(task: Task, config: TrainConfig) -> list[str]:
     if workload.examples_assumed:
         caveats.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
     if task.measured_on is not None and task.carried is not None:
-        low, high = task.carried.interval
+        faster = f"{task.carried.products:.3g} times as fast, memory {task.carried.bytes:.3g} times"
         caveats.append(
             f"probed on {task.measured_on.name} with its memory capped to what {task.device.name} offers: memory is "
-            f"measured; speeds are projected, {task.carried.ratio:.3g} times those there ({low:.3g} to {high:.3g} in "
-            "80 % of cases); power, clocks and kernels are those of the card that probed"
+            f"measured; speeds are projected by data sheets (products {faster}), the host's part as it is here; power, "
+            "clocks and kernels are those of the card that probed"
         )
     if task.device.kind == "cpu":
         caveats.append(

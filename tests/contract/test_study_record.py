@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from autotune.catalog import resolve_device
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.serialization import to_data
+from autotune.prediction.transfer import SpeedTransfer
 from autotune.study.optimizer import Optimizer
 from autotune.study.storage.optuna_storage import all_attributes, delete_study, read_record, study_names
 from autotune.study.storage.study_record import (
@@ -114,6 +116,19 @@ def test_a_changed_space_is_refused_and_named(begin: Begin) -> None:
     assert "space differs" in text
     assert "micro_batch_size" in text and "[1, 2, 4, 8] then, [1, 2, 4] now" in text
     assert "lora_rank" not in text
+
+
+def test_a_projection_by_one_ratio_is_read_as_that_of_products_and_bytes(begin: Begin, database: str) -> None:
+    """As studies on a stand-in were stored before the two had ratios of their own."""
+    h200 = resolve_device("h200")
+    carried = SpeedTransfer(products=0.4, bytes=0.4, error=0.1, basis=2)
+    task = replace(subject_of(), study="one", measured_on=h200, carried=carried)
+    optimizer = begin(record_of(task))
+    stored = to_data(task)
+    stored["carried"] = {"ratio": 0.4, "error": 0.1, "basis": 2}
+    optimizer.remember("task", stored)
+    record = read_record(database, "one")
+    assert record is not None and record.task.carried == carried
 
 
 @pytest.mark.parametrize(

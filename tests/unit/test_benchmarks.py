@@ -21,7 +21,7 @@ BESIDE_ROWS = {
     "chat_training": {"rows", "held_out"},
     "disturbed": {"trials_lost"},
     "mutation": {"seed", "minutes"},
-    "projection": {"exponents_of_all_sets"},
+    "projection": {"exponents_of_all_sets", "share_of_all_sets"},
     "report": {"trials"},
     "search_efficiency": {"configs", "configs_within_goal", "best", "best_tokens_per_second", "censored_at_s", "live"}
     | {"cold_charge_over_measured"},

@@ -140,6 +140,10 @@ class StudyRecord:
         values["worker_seconds"] = {
             key.removeprefix(_WORKER): value for key, value in attributes.items() if key.startswith(_WORKER)
         }
+        carried = (values.get("task") or {}).get("carried")
+        if carried and "ratio" in carried:  # products and bytes had one ratio before
+            ratio = carried.pop("ratio")
+            carried |= {"products": ratio, "bytes": ratio}
         try:
             return from_data(cls, values)
         except (KeyError, TypeError, ValueError) as error:  # pydantic's error is a ValueError

@@ -12,7 +12,7 @@ from autotune.core.probe_types import Evidence
 from autotune.core.serialization import from_data, to_data
 from autotune.planning.device_estimate import corrected_by_observations
 from autotune.planning.observations import published_observations
-from autotune.prediction.transfer import speed_transfer
+from autotune.prediction.transfer import interval, speed_transfer
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, device_cap_gib, find_target
@@ -109,7 +109,7 @@ def test_a_larger_card_stands_in_for_a_smaller_one(cards, name):
     cards(card())
     target, device = find_target(name), resolve_device(name)
     assert (target.device, target.measured_on, target.card) == (device, H200, card())
-    assert target.carried == speed_transfer(H200, device) and target.carried.ratio < 1
+    assert target.carried == speed_transfer(H200, device) and target.carried.ratio(0.5) < 1
     assert 0.95 * device.memory_gib < target.cap_gib < device.memory_gib
 
 
@@ -168,13 +168,11 @@ def test_speeds_are_projected_and_memory_is_measured():
         add_measured(selection, BASELINE, measurement())
         found[task.device.name] = selection.recipe(FINGERPRINT)
     here, there = found[own.device.name].winner, found["a10"].winner
-    assert there.performance.tokens_per_second == pytest.approx(
-        here.performance.tokens_per_second * other.carried.ratio
-    )
-    assert there.cost.full_run_hours == pytest.approx(here.cost.full_run_hours / other.carried.ratio)
-    low, high = other.carried.interval
-    assert there.performance.spread[0] <= other.carried.ratio / high - 1
-    assert there.performance.spread[1] >= other.carried.ratio / low - 1
+    ratio = there.performance.tokens_per_second / here.performance.tokens_per_second
+    assert other.carried.bytes < ratio < other.carried.products
+    assert there.cost.full_run_hours == pytest.approx(here.cost.full_run_hours / ratio)
+    low, high = interval(1.0, other.carried.error)
+    assert there.performance.spread[0] <= low - 1 and there.performance.spread[1] >= high - 1
     assert (there.evidence, there.cost.evidence, there.memory_evidence) == (
         Evidence.PROJECTED,
         Evidence.PROJECTED,

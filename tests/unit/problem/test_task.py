@@ -16,7 +16,7 @@ from tests.helpers.factories import measurement, result
 from tests.helpers.sessions import space, subject_of
 
 H200, A100, T4 = map(resolve_device, ("h200", "a100", "t4"))
-CARRIED = SpeedTransfer(ratio=0.5, error=0.1)
+CARRIED = SpeedTransfer(products=0.5, bytes=0.5, error=0.1)
 PADDED = Workload(examples=1000, lengths=Lengths.of([100, 200, 400, 1000], "counted"), global_batch=32)
 
 
@@ -40,6 +40,30 @@ def test_a_speed_of_another_card_is_converted_by_its_ratio() -> None:
         (-math.hypot(low, measured.spread[0]), math.hypot(high, measured.spread[1])), rel=1e-4
     )
     assert (own.search_price, carried.search_price) == (own.price, find_price("h200-sxm"))
+
+
+def test_what_multiplies_what_moves_bytes_and_the_host_are_projected_apart() -> None:
+    """Half of the speed in products alone, or in bytes alone, slows down by less; what the host needs by nothing."""
+    task = subject_of(device=A100, measured_on=H200, model=resolve_model("mistral-7b"))
+    config = TrainConfig(seq_len=1024)
+
+    def slower(products: float, bytes: float, **fields: Any) -> float:
+        carried = replace(task, carried=SpeedTransfer(products=products, bytes=bytes, error=0.1))
+        found = measurement(0.5, rest_s=(), **fields)
+        assert carried.score(result(config, measurement=found)) == pytest.approx(
+            carried.performance(config, [found]).tokens_per_second
+        )
+        return carried.performance(config, [found]).step_time_s / task.performance(config, [found]).step_time_s
+
+    by_products, by_bytes = slower(0.5, 1.0), slower(1.0, 0.5)
+    assert 1 < by_bytes < by_products < 2 and by_products + by_bytes == pytest.approx(3)
+    assert slower(2.0, 2.0, host_share=0.99) == pytest.approx(1.0, abs=0.02)
+    assert 0.5 < slower(2.0, 2.0, host_share=0.6) < 0.7
+    known, unknown = (
+        replace(task, carried=CARRIED).performance(config, [measurement(0.5, host_share=share)]).spread
+        for share in (0.0, 0.99)
+    )
+    assert unknown[1] > 2 * known[1] and unknown[0] < 2 * known[0]
 
 
 def test_flops_are_compared_with_the_peak_that_the_products_have() -> None:

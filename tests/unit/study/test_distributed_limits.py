@@ -142,9 +142,7 @@ def test_what_would_outlast_the_search_is_not_begun(start: Start, monkeypatch: p
     monkeypatch.setattr(
         module,
         "estimate_step_time",
-        lambda model, config: StepTimeEstimate(
-            device_s=config.micro_batch_size, host_s=0.0, rest_s=0.0, operations=0.0
-        ),
+        lambda model, config: StepTimeEstimate(products_s=config.micro_batch_size, bytes_s=0.0, host_s=0.0, rest_s=0.0),
     )
     made = start(began=0.0, budget_s=1000.0, begin=[BASELINE]).study.trials
     made.clock = lambda: 994.0

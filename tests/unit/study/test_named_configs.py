@@ -78,7 +78,7 @@ def test_speeds_are_of_whole_rows_and_memory_of_the_whole_process() -> None:
     assert (made.tight, tight.tight, tight.reason) == (False, True, "5% of the memory is free")
     hidden = to_config_result(case, config, task, result(config, measurement=replace(found, context_gib=None)))
     assert hidden.with_context_gib is None
-    carried = replace(task, carried=SpeedTransfer(ratio=0.5, error=0.1))
+    carried = replace(task, carried=SpeedTransfer(products=0.5, bytes=0.5, error=0.1))
     assert to_config_result(case, config, carried, result(config)).evidence is Evidence.PROJECTED
 
 
