@@ -226,7 +226,7 @@ def estimate_named_configs(
     for case, config, case_task in cases(spec, task):
         result = ConfigResult(case=case, config=config, outcome=Outcome.OK, evidence=Evidence.ESTIMATED)
         estimated = estimate(case_task, config, limit_gib, observations)
-        refused = refusal(config, case_task.trainer, known_shape(case_task.model))
+        refused = refusal(config, case_task.trainer, known_shape(case_task.model), device)
         if estimated is None or refused:
             reason = refused or f"there is no formula for {unsupported(case_task.model, config)}"
             results.append(replace(result, outcome=Outcome.REFUSED, reason=reason))

@@ -220,11 +220,12 @@ def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | Non
         narrowing.remove("compile", {"per_layer"}, reason)
 
 
-def refusal(config: TrainConfig, trainer: str, shape: ModelShape | None) -> str | None:
-    """What of this configuration the layers of the model cannot do, as `narrow_to_layers` says it; None if nothing."""
+def refusal(config: TrainConfig, trainer: str, shape: ModelShape | None, device: DeviceSpec) -> str | None:
+    """What of this configuration the model's layers or the device cannot do, as the narrowing says it, or None."""
     space = SearchSpace.of(**{name: value for name, value in config.as_dict().items() if value is not None})
     narrowing = Narrowing(space=space, reserve=space)
     try:
+        narrow_to_device(narrowing, device)
         narrow_to_layers(narrowing, trainer, shape)
     except UsageError as error:
         return str(error).partition(": ")[2]

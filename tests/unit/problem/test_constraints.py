@@ -242,7 +242,26 @@ def test_packing_may_be_asked_for(skewed: str, monkeypatch: pytest.MonkeyPatch) 
 def test_what_the_layers_of_a_model_cannot_do_is_refused_of_one_configuration(
     knobs: dict[str, Any], shape: dict[str, Any], named: str | None
 ) -> None:
-    reason = refusal(TrainConfig(**knobs), "transformers", ModelShape(num_layers=2, prefix=0, period=1, **shape))
+    shape_of = ModelShape(num_layers=2, prefix=0, period=1, **shape)
+    reason = refusal(TrainConfig(**knobs), "transformers", shape_of, resolve_device("h200"))
+    assert reason is None if named is None else named in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("card", "knobs", "named"),
+    [
+        ("t4", {}, "t4 has no bf16"),
+        ("t4", {"precision": "fp16_mixed"}, None),
+        ("v100-16gb", {"precision": "fp16_mixed", "attention": "flash_attention_2"}, "too old"),
+        ("a100", {"quantization": "fp8"}, "does not multiply 8-bit floats"),
+        ("cpu", {"kernels": "liger"}, "needs a GPU"),
+    ],
+)
+def test_what_a_card_cannot_do_is_refused_of_one_configuration(
+    card: str, knobs: dict[str, Any], named: str | None
+) -> None:
+    shape = ModelShape(num_layers=2, prefix=0, period=1, liger=True)
+    reason = refusal(TrainConfig(**knobs), "transformers", shape, resolve_device(card))
     assert reason is None if named is None else named in (reason or "")
 
 
