@@ -47,6 +47,7 @@ MORE_TESTS = {
     "probe/runtime/": "probe/test_train_script.py",
     "probe/trl": "probe/test_trl_trainer.py",
     "probe/health": "probe/test_health.py",
+    "probe/synthetic_model": "system/test_verify.py",
     "probe/supervisor": "probe/test_supervisor.py",
     "probe/worker": "probe/test_supervisor.py",
     "probe/": "probe/test_truncation.py",

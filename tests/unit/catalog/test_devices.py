@@ -114,7 +114,7 @@ def test_number_formats_by_compute_capability(capability, bf16, fp8):
 
 def test_a_memory_within_a_tenth_is_that_of_the_product():
     card = DeviceSpec(name="x", vendor="nvidia", compute_capability=None, memory_gib=100.0, source="made up")
-    sizes = {None: True, 89.9: False, 90.1: True, 109.9: True, 110.1: False}
+    sizes = {None: True, 89.9: False, 90.1: True, 110.0: True, 110.1: False}
     assert {size: card.has_memory(size) for size in sizes} == sizes
     assert replace(card, memory_gib=None).has_memory(1.0)
     assert card.usable_gib == pytest.approx(98.0) and replace(card, memory_gib=None).usable_gib is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import describe_price, resolve_device, resolve_model
-from autotune.core.probe_types import Evidence
+from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.planning.other_devices import estimate_other_devices
 from autotune.prediction.transfer import speed_transfer
@@ -29,13 +29,13 @@ def task(**changes: Any) -> Task:
     return subject_of(**values)
 
 
-def found(task: Task, config: TrainConfig = CONFIG) -> dict[str, DeviceEstimate]:
-    speed = task.performance(config, [MEASURED])
+def found(task: Task, config: TrainConfig = CONFIG, measurement: Measurement = MEASURED) -> dict[str, DeviceEstimate]:
+    speed = task.performance(config, [measurement])
     reported = Evidence.MEASURED if task.carried is None else Evidence.PROJECTED
     cost = replace(project(task.workload, config, speed, task.price), evidence=reported)
-    winner = Candidate(config=config, performance=speed, measurement=MEASURED, cost=cost, evidence=reported)
+    winner = Candidate(config=config, performance=speed, measurement=measurement, cost=cost, evidence=reported)
     selection = Selection(task)
-    selection.confirm(config, MEASURED)
+    selection.confirm(config, measurement)
     return {one.device.name: one for one in estimate_other_devices(selection, winner, 0.05)}
 
 
@@ -86,6 +86,13 @@ def test_the_card_that_probed_for_another_counts_as_measured() -> None:
     assert there.tokens_per_s == pytest.approx(task().performance(CONFIG, [MEASURED]).tokens_per_second)
     assert cards["a100-80gb-sxm"].cost is not None
     assert cards["a100-80gb-sxm"].cost.evidence is Evidence.PROJECTED
+
+
+def test_measurements_of_others_are_counted() -> None:
+    """Two of LoRA on an A10 come with the package."""
+    cards = found(task(), measurement=replace(MEASURED, peak_reserved_gib=15.0))
+    assert cards["a10"].state == FITS and cards["a10"].num_observations == 2
+    assert cards["l40s"].state == FITS and cards["l40s"].num_observations == 0
 
 
 def test_a_study_on_a_cpu_estimates_no_cards() -> None:

@@ -12,22 +12,28 @@ from autotune.probe.schedule import Schedule
 
 
 class Clock:
-    """A device whose time passes when the test says so. Peaks cost nothing to read on a GPU."""
+    """A device whose time passes when the test says so. Peaks cost nothing to read on a GPU.
 
-    def __init__(self, *, peaks_are_free: bool = True) -> None:
-        self.now = 0.0
+    It is `lag` seconds behind the host that issues its work. A mark that it has not passed cannot be read.
+    """
+
+    def __init__(self, *, peaks_are_free: bool = True, lag: float = 0.0) -> None:
+        self.now = self._reached = 0.0
         self.peaks_are_free = peaks_are_free
+        self._lag = lag
 
     def mark(self) -> float:
         return self.now
 
     def seconds(self, start: float, end: float) -> float:
+        assert self.passed(end)
         return end - start
 
     def passed(self, mark: float) -> bool:
-        return True
+        return mark <= max(self._reached, self.now - self._lag)
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self._reached = self.now
 
     def reset_peak(self) -> None: ...
 
@@ -63,10 +69,11 @@ def recorded(
     fetch: float = 0.0,
     steps_of: int = 2,
     on_cpu: bool = False,
+    lag: float = 0.0,
     **wanted: Any,
 ) -> Recorder:
     """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first."""
-    clock: Any = Clock(peaks_are_free=not on_cpu)
+    clock: Any = Clock(peaks_are_free=not on_cpu, lag=lag)
     request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=steps_of, **wanted)
     recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0)
     count, done = 0, False
@@ -84,6 +91,7 @@ def recorded(
             clock.now += gap
         clock.now += optimizer
         done = recorder.end_step()
+    clock.synchronize()
     return recorder
 
 
@@ -145,6 +153,12 @@ def test_steps_that_disagree_are_followed_by_more() -> None:
     assert len(recorded(swinging, min_timed_s=1.8).times().steps) == 4
     assert len(recorded(swinging, min_timed_s=1.8, max_timed_steps=3).times().steps) == 3
     assert len(recorded(swinging, min_timed_s=1.8, depth=2).times().steps) == 2  # its error is predicted with it
+
+
+def test_what_the_device_has_not_reached_yet_is_not_read() -> None:
+    """The host is three steps ahead: that steps disagree is known only once the device has passed them."""
+    swinging = [0.45, 0.45, 0.55, 0.55]
+    assert len(recorded(swinging, min_timed_s=4.5, lag=3.0).times().steps) > 4  # and no mark was read too early
 
 
 def test_the_time_of_a_run_is_the_mean_over_its_kinds_of_micro_batch() -> None:

@@ -24,7 +24,7 @@ def tokenizer() -> Any:
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rows = [{"prompt": "one", "completion": f" {index}"} for index in range(3)]
+    rows = [{"prompt": "one", "completion": f" <s>{index}"} for index in range(3)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path / "data.jsonl"
 

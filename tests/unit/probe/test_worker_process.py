@@ -1,8 +1,22 @@
-"""The environment of a worker: what it needs of its parent's, and no more."""
+"""A worker gets what it needs of its parent's environment, and no more; it ends with all that it started."""
 
+import sys
+from pathlib import Path
+
+import psutil
 import pytest
 
-from autotune.probe.worker_process import child_environment, passed_on
+from autotune.probe import worker_process
+from autotune.probe.worker_process import WorkerProcess, child_environment, passed_on
+
+# A worker that ends when it is asked to, and whose child does not.
+OUTLIVED = """
+import os, signal, sys, time
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(os.getpid(), flush=True)
+time.sleep(600)
+"""
 
 
 def test_the_environment_by_device() -> None:
@@ -36,3 +50,14 @@ def test_no_secret_is_passed_on_unless_it_is_named(name: str, value: str) -> Non
     kept = {"HF_HUB_ENABLE": "https://host/a:b", "PATH": "/bin"}
     assert passed_on(parent) == kept and name not in child_environment(parent, "cuda")
     assert passed_on(parent, [name]) == parent
+
+
+def test_nothing_that_a_worker_started_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "module_command", lambda name: [sys.executable, "-c", OUTLIVED])
+    log = tmp_path / "log"
+    worker = WorkerProcess("cpu", log)
+    while not log.read_text().endswith("\n"):
+        assert worker.wait_for_exit(0.05) is None
+    child = psutil.Process(int(log.read_text()))
+    worker.close()
+    child.wait(10)  # raises TimeoutExpired

@@ -151,6 +151,10 @@ def test_what_would_outlast_the_search_is_not_begun(start: Start, monkeypatch: p
     assert made.ask(SPACE.clip(replace(OTHER, micro_batch_size=8))) is None
     proposal = made.ask()  # the baseline, of 8 too, was queued
     assert proposal is not None and proposal.config.micro_batch_size == 4
+    # Of what no formula knows it cannot be said.
+    lasting = made.lasting()
+    monkeypatch.setattr(module, "estimate_step_time", lambda model, config: None)
+    assert lasting(OTHER) == 0.0
 
 
 def test_a_stop_ends_everything(trials: Make) -> None:

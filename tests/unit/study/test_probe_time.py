@@ -37,6 +37,12 @@ def test_loads_and_micro_batches_are_lines_over_depth() -> None:
     assert times.whole_s(longer) == pytest.approx(7.0 + 25.6 + 8 * 3.2)
 
 
+def test_the_deepest_model_tells_what_the_first_steps_take_beside_its_micro_batches() -> None:
+    """Two layers waited half of their time for kernels to load, eight did not."""
+    times = learned((2, 0.2, {"first_step": 1.6}), (8, 0.8, {"first_step": 3.2}))
+    assert times.whole_s(REQUEST) == pytest.approx(12.8)
+
+
 def test_the_longest_rows_of_the_first_step_count() -> None:
     times = learned((2, 0.2, {"first_step": 1.6}), (8, 0.8, {"first_step": 6.4}))
     assert times.whole_s(REQUEST) == pytest.approx(25.6)
