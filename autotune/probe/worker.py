@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autotune.probe.resident import ResidentModel
 
 MAX_LOST_GIB = 0.5
+CHANCE_GIB = 24 / 1024  # by which what a process holds varies on a CPU
 DESCRIBED_GIB = 8  # of a model without weights; 100,000 linear layers take 3, with adapters
 
 
@@ -105,9 +106,11 @@ class Worker:
         `send` sends a message to the parent, `scratch` is a directory for temporary files.
         """
         gc.disable()  # collections among the million objects of the libraries take a fifth of the time to load them
+        from autotune.probe.harness import Probe  # noqa: F401
         from autotune.probe.health import check_products
         from autotune.probe.meters import open_meter
 
+        gc.freeze()  # a collection among the libraries takes longer than many a step
         self.meter = open_meter(device)
         check_products(self.meter.torch_device)
         self.log: str | None = None  # of the current probe, by which faults are injected
@@ -123,7 +126,6 @@ class Worker:
         if result.outcome is not Outcome.OK:
             raise RuntimeError(f"a tiny warm-up probe failed: {result.reason}")
         self._drop(list(self._residents))
-        gc.freeze()
         gc.enable()
         self._served = 0
         self.meter.settle()
@@ -200,7 +202,6 @@ class Worker:
             self._drop([request.depth])
         self.meter.uncap()
         self.meter.release()
-        gc.freeze()  # libraries and base models: no collection in a timed step need visit them
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
         lost = None
@@ -244,11 +245,16 @@ class Worker:
         """Release the base models at these depths."""
         if not depths:
             return
+        held_gib = sum(self._residents[depth].cached_gib() for depth in depths if depth in self._residents)
+        left_gib = self.meter.allocated_gib() - held_gib
         for depth in depths:
             self._residents.pop(depth, None)
-        gc.unfreeze()
         self.meter.release()
-        gc.freeze()  # the Trainer asks for a collection at its start, which need not visit all libraries
+        if self.meter.allocated_gib() > left_gib + CHANCE_GIB:
+            gc.unfreeze()  # what is frozen may refer to it
+            self.meter.release()
+        if not self._residents:
+            gc.freeze()  # what was imported meanwhile, and no model, which could not be collected then
 
     def _failure(self, error: Exception, probe: "Probe | None") -> dict[str, Any]:
         """What failed, as fields of the result. Holds no reference to the error."""

@@ -1,6 +1,9 @@
-"""The worker describes a model within bounds, whatever its config asks for."""
+"""The worker describes a model within bounds, whatever its config asks for, and gives models back."""
 
+import gc
 import resource
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,3 +22,33 @@ def test_a_config_of_impossible_size_does_not_take_the_memory_of_the_machine(
     worker._describe(small | {size: 2**31 - 1}, lambda **message: sent.append(message))
     assert sent == [{"event": "broken", "reason": "without weights it takes more than 0.25 GiB"}]
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
+
+
+class Model:
+    """A model that refers to itself, of 1 GiB."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def cached_gib(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_model_is_given_back_even_where_what_is_frozen_refers_to_it(is_frozen: bool) -> None:
+    model = Model()
+    alive = weakref.ref(model)
+    if is_frozen:
+        gc.freeze()
+    made = worker.Worker.__new__(worker.Worker)
+    meter: Any = SimpleNamespace(allocated_gib=lambda: 1.0 if alive() else 0.0, release=gc.collect)
+    made.meter, made._residents = meter, {2: model, 4: Model()}
+    del model
+    try:
+        made._drop([2, None])
+        assert alive() is None and list(made._residents) == [4]
+        frozen = gc.get_freeze_count()
+        made._drop([4])
+        assert not made._residents and gc.get_freeze_count() > frozen  # no model is left that could not be collected
+    finally:
+        gc.unfreeze()
