@@ -181,7 +181,7 @@ def work(url: str, number: int, trials: int, log: Path) -> None:
         if number:
             Study(shared).work(lambda: False)
         else:
-            shared.begin([task.baselines()[0]])
+            shared.begin([task.baselines[0]])
             Study(shared).run()
             shared.sync(reap=True)
     search.close()

@@ -128,7 +128,7 @@ def ours(table: Table, seed: int, goal: float, prober: TableProber | None = None
             clock=lambda: prober.seconds,
             on_trial=on_trial,
         )
-        trials.begin([task.baselines()[0]])
+        trials.begin([task.baselines[0]])
         Study(trials).run()
         search.close()
         store.close()

@@ -116,7 +116,7 @@ class Display(AbstractContextManager["Display"]):
             "workload": f"{describe.workload(workload)}, global batch {workload.global_batch} examples",
             "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",
-            "baseline": task.baselines()[0].label(),
+            "baseline": task.baselines[0].label(),
             "budget": fmt_seconds(self._budget_s) + (f" or {trials} trials in total" if trials else ""),
             "price": cost,
         }

@@ -183,5 +183,5 @@ def corrected_by_observations(task: Task, observations: Sequence[Observation]) -
     """The task, its projection from another card corrected by what was measured on the task's own device."""
     if task.measured_on is None:
         return task
-    transfer = observed_transfer(task.measured_on, task.device, task.baselines()[0], observations)
+    transfer = observed_transfer(task.measured_on, task.device, task.baselines[0], observations)
     return replace(task, carried=transfer) if transfer and transfer.basis else task

@@ -147,14 +147,14 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
 def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation]) -> DeviceEstimate:
     """What guides give, with the largest micro batch that fits, else with their own. Raises UsageError."""
     first = None
-    for config in task.baselines():
+    for config in task.baselines:
         estimated = estimate(task, config, limit_gib, observations)
         if estimated is not None and estimated.state == FITS:
             return estimated
         first = first or estimated
     if first is None:
         raise UsageError(
-            f"there is no formula for {unsupported(task.model, task.baselines()[0])}",
+            f"there is no formula for {unsupported(task.model, task.baselines[0])}",
             remedy="`autotune run` on a GPU probes it, or says at once why not; --shallow-only if the GPU is too small",
         )
     return first
@@ -180,7 +180,7 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
     longest = task.model.max_seq_len or max(LENGTHS)
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
     precision = "bf16_mixed" if task.device.supports_bf16 else "fp16_mixed"
-    lora = replace(BASELINE, precision=precision, attention=task.baselines()[0].attention)
+    lora = replace(BASELINE, precision=precision, attention=task.baselines[0].attention)
     full = replace(lora, method="full")
     bases = [
         lora,

@@ -24,6 +24,7 @@ from autotune.core.units import GIB, gib
 from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
 
 MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
+WORKSPACE_GIB = 8 / 1024  # of libraries on a GPU: some keep 2 MiB from their first use of a large matrix on
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger-kernel", "trl")
 
 
@@ -139,7 +140,7 @@ class CudaMeter:
 
     def returned_to(self, baseline_gib: float) -> bool:
         """Whether no more memory than this is in use, apart from what a process gains and loses by chance."""
-        return abs(self.allocated_gib() - baseline_gib) < 2 / 1024
+        return abs(self.allocated_gib() - baseline_gib) < WORKSPACE_GIB
 
     def memory_gib(self) -> float:
         """The device's total memory."""

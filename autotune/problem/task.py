@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, resolve_device
 from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult
@@ -17,7 +18,7 @@ from autotune.problem.workload import Workload
 BASELINE = TrainConfig()  # what guides give: it is measured first, and the winner is compared with it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, which leave no room for what is cached
 class Task:
     """What is tuned for what: the facts that every number of the study depends on.
 
@@ -103,10 +104,11 @@ class Task:
         """A key of model and trainer: memory and depth learned from probes hold for all studies with the same key."""
         return self.model.digest if self.trainer == "transformers" else digest_of([self.model.digest, self.trainer])
 
-    def baselines(self) -> list[TrainConfig]:
+    @cached_property
+    def baselines(self) -> tuple[TrainConfig, ...]:
         """The reference configuration clipped to the space, then with smaller and smaller micro batches."""
         wanted = BASELINE if "lora" in self.space.choices("method") else replace(BASELINE, method="full")
         first = self.space.config(self.space.clip(wanted))
         sizes = self.space.choices("micro_batch_size")
         smaller = sorted((size for size in sizes if size <= first.micro_batch_size), reverse=True)
-        return [replace(first, micro_batch_size=size) for size in smaller]
+        return tuple(replace(first, micro_batch_size=size) for size in smaller)

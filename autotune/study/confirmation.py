@@ -53,7 +53,7 @@ def _run_round(trials: SharedTrials, round_: int, entries: list[TrainConfig], li
 
 def _smaller_baseline(trials: SharedTrials, failed: TrainConfig) -> list[TrainConfig]:
     """The next smaller baseline, if that was the last one known: it was screened on a few layers, and did not fit."""
-    baselines = trials.task.baselines()
+    baselines = trials.task.baselines
     if failed not in baselines or trials.selection.baseline() is not None:
         return []
     for smaller in baselines[baselines.index(failed) + 1 :]:

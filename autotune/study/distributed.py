@@ -109,7 +109,7 @@ class SharedTrials:
 
         The baseline is screened by truncated models, where these can: it is confirmed whole in the end.
         """
-        spare_s = self.spare_s() if whole and proposal.config not in self.task.baselines() else 0.0
+        spare_s = self.spare_s() if whole and proposal.config not in self.task.baselines else 0.0
         return self.record(proposal, self.evaluator.evaluate(proposal.config, proposal.number, pruner, spare_s=spare_s))
 
     def ask(self, wanted: dict[str, Any] | None = None) -> Proposal | None:
@@ -356,7 +356,7 @@ class SharedTrials:
 
     def affords(self, config: TrainConfig) -> bool:
         """Whether the shortest confirmation should fit into the time left for it."""
-        left_s, baselines = self.left_s(), self.task.baselines()
+        left_s, baselines = self.left_s(), self.task.baselines
         if config in baselines:
             spent = (self.evaluator.truncated_s, self.evaluator.whole_s)
             spent_s = sum(seconds.get(one, 0.0) for seconds in spent for one in baselines)

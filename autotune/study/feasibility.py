@@ -28,7 +28,7 @@ def find_feasible(
         Cancelled: the user asked to stop, or the budget is over.
     """
     tried: list[TrainConfig] = []
-    for config in task.baselines():
+    for config in task.baselines:
         say(f"baseline: {config.label()}")
         tried.append(config)
         outcome = evaluator.evaluate(config, None, spare_s=0.0).result.outcome

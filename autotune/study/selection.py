@@ -143,7 +143,7 @@ class Selection:
         """
         self.caveats.append(f"{config.label()} succeeded in the search but failed its confirmation: {reason}")
         record = self._own(config)
-        if fits and config in self.task.baselines():
+        if fits and config in self.task.baselines:
             record.cannot_win = True
             return
         record.measured = record.extrapolated = None
@@ -222,7 +222,7 @@ class Selection:
     def baseline(self) -> TrainConfig | None:
         """The largest of the baselines that was measured or extrapolated; None if none was."""
         known = {record.config for record in self.records.values() if record.best_known}
-        return next((config for config in self.task.baselines() if config in known), None)
+        return next((config for config in self.task.baselines if config in known), None)
 
     def pool(self) -> list[Scored]:
         """The results of the search so far that may win."""

@@ -81,3 +81,10 @@ def test_address_space_of_a_host_is_not_lost_memory_is(monkeypatch: pytest.Monke
         status["RssAnon"] += GIB // 5
         meter.rebase(0.0)
     assert not meter.returned_to(0.0)
+
+
+def test_a_gpu_has_its_memory_back_but_for_what_libraries_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some library keeps 2 MiB from its first use of a large matrix on; a tensor that is left is more."""
+    for kept_mib, returned in ((2, True), (-7, True), (9, False), (-9, False)):
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda kept=kept_mib: GIB + kept * 2**20)
+        assert meter(None).returned_to(1.0) is returned

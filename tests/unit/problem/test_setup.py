@@ -64,8 +64,8 @@ def test_a_task(installed):
     opened = open_reserve(setup)
     assert opened.task.space == setup.reserve
     assert replace(opened.task, space=task.space) == task
-    assert task.baselines()[0] == BASELINE
-    assert [config.micro_batch_size for config in task.baselines()] == [8, 4, 2, 1]
+    assert task.baselines[0] == BASELINE
+    assert [config.micro_batch_size for config in task.baselines] == [8, 4, 2, 1]
 
 
 def test_a_cpu_loses_what_it_cannot_do(installed):
@@ -147,7 +147,7 @@ def test_a_default_micro_batch_must_divide_the_global_batch_too(installed, tmp_p
     file.write_text("version: 1\ndescription: odd\nknobs: {method: lora}\n")
     with pytest.raises(UsageError, match="no value of micro_batch_size is left"):
         set_up(StudySpec(model="mistral-7b", space=str(file), global_batch=12), H200)
-    assert set_up(StudySpec(model="mistral-7b", space=str(file), global_batch=16), H200).task.baselines()
+    assert set_up(StudySpec(model="mistral-7b", space=str(file), global_batch=16), H200).task.baselines
 
 
 def test_a_global_batch_in_tokens_fits_what_there_is(installed):
@@ -290,7 +290,7 @@ def test_a_model_without_sdpa_is_probed_with_eager_attention_and_the_removal_is_
     for space in ("lora", "default"):
         setup = set_up(StudySpec(model="gemma-2-9b", space=space), HERE)
         assert setup.task.space.knob("attention").choices() == ("eager",)
-        assert setup.task.baselines()[0].attention == "eager"
+        assert setup.task.baselines[0].attention == "eager"
         assert any(removal.knob == "attention" and "SDPA" in removal.reason for removal in setup.removals)
 
 

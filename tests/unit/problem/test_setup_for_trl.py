@@ -37,7 +37,7 @@ def test_the_space_is_what_sfttrainer_does(monkeypatch: pytest.MonkeyPatch) -> N
     assert "bf16_pure" in choices(qlora, "precision")  # those adapters are bf16 in TRL
     full = narrowed(monkeypatch, space="full", allow_pure_bf16=True)
     assert "bf16_pure" in choices(full, "precision")
-    assert all(config.loss == "chunked" for config in setup.task.baselines())
+    assert all(config.loss == "chunked" for config in setup.task.baselines)
     # TRL's loss knows heads that cap or scale: it stays where ours would be taken out.
     assert choices(adapt_to_layers(setup, None), "loss") == ("chunked",)
 

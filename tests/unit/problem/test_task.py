@@ -109,10 +109,10 @@ def test_probes_of_one_trainer_say_nothing_of_the_other() -> None:
 
 def test_the_baseline_comes_with_all_smaller_micro_batches() -> None:
     sizes = (32, 1, 4, 2, 8)
-    begun = subject_of(space(micro_batch_size=sizes, seq_len=(256,), lora_rank=(8, 16))).baselines()
+    begun = subject_of(space(micro_batch_size=sizes, seq_len=(256,), lora_rank=(8, 16))).baselines
     assert [config.micro_batch_size for config in begun] == [8, 4, 2, 1] and {config.lora_rank for config in begun} == {
         16
     }
     assert {config.method for config in begun} == {"lora"}
-    full = subject_of(space(method=("full",), micro_batch_size=sizes, seq_len=(256,))).baselines()
+    full = subject_of(space(method=("full",), micro_batch_size=sizes, seq_len=(256,))).baselines
     assert {config.method for config in full} == {"full"}

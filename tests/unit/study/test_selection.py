@@ -67,7 +67,7 @@ def confirmed(again_s: float = 0.5) -> Selection:
     ],
 )
 def test_baselines_are_clipped_to_the_space_and_halved(space, method, rank, length, sizes):
-    found = replace(SUBJECT, space=space).baselines()
+    found = replace(SUBJECT, space=space).baselines
     assert [config.micro_batch_size for config in found] == sizes
     assert {(config.method, config.lora_rank, config.seq_len) for config in found} == {(method, rank, length)}
 

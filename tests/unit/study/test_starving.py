@@ -84,5 +84,5 @@ def test_many_candidates_are_judged(
     assert card.now <= budget_s
     finalist = trials.selection.finalists(1)[0]
     assert trials.selection.record(finalist).confirmed and finalist.packing and finalist.compile == "per_layer"
-    of_baseline = sum(seconds for config, _, seconds in card.spent if config in trials.task.baselines())
+    of_baseline = sum(seconds for config, _, seconds in card.spent if config in trials.task.baselines)
     assert of_baseline <= budget_s / 5
