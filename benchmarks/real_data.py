@@ -132,7 +132,7 @@ def by_trl(folder: Path, micro_steps: int) -> dict[str, Any]:
     line = [sys.executable, "-m", "autotune", "verify", "--json", "--format", "trl", "--micro-steps", str(micro_steps)]
     output = subprocess.run(line, cwd=folder, check=False, stdout=subprocess.PIPE, text=True).stdout
     done = json.loads(output) if output else {"reason": "autotune verify printed no result"}
-    return {"trl_tokens_per_s": done.get("tokens_per_s"), "trl_reason": done.get("reason")}
+    return {"trl_tokens_per_s": done.get("tokens_per_s"), "trl_reason": done.get("reason") or done.get("error")}
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:

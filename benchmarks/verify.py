@@ -24,8 +24,8 @@ from common import Rows, run_python, run_study, save, table
 from autotune.core.probe_types import HOST_SHARE, Fingerprint
 from autotune.core.serialization import from_data
 from autotune.core.train_config import TrainConfig
-from autotune.study.summary import Verification
 
+VERIFIED = ["file", "micro_steps", "promised_tokens_per_s", "tokens_per_s", "promised_gib", "reserved_gib", "reason"]
 LENGTHS = Path(__file__).parent.absolute() / "data" / "skewed_lengths.txt"
 PINS = {"method": "lora", "lora_rank": 16, "precision": "bf16_mixed", "optimizer": "adamw_torch_fused"}
 PINS |= {"attention": "sdpa", "micro_batch_size": 2, "seq_len": 1024, "checkpointing": "none", "compile": "none"}
@@ -148,21 +148,13 @@ def run_case(case: str, args: argparse.Namespace) -> dict[str, Any]:
     output = subprocess.run(line, cwd=folder, check=False, stdout=subprocess.PIPE, text=True).stdout
     if not output:
         return row | {"reason": "autotune verify printed no result"}
-    values = json.loads(output)
-    del values["holds"], values["better"]
-    done = from_data(Verification, values)
+    done = json.loads(output)
     return row | {
-        "file": done.file,
-        "config": done.config.label(),
+        "config": TrainConfig(**done["config"]).label(),
         "host_share": study["winner"]["host_share"],
-        "micro_steps": done.micro_steps,
-        "promised_tokens_per_s": done.promised_tokens_per_s,
-        "tokens_per_s": done.tokens_per_s,
-        "error": done.speed_error,
-        "promised_gib": done.promised_gib,
-        "reserved_gib": done.reserved_gib,
-        "peak_error": done.memory_error,
-        "reason": done.reason,
+        "error": done["speed_error"],
+        "peak_error": done["memory_error"],
+        **{name: done[name] for name in VERIFIED},
         "fingerprint": fingerprint(study),
     }
 

@@ -102,7 +102,8 @@ def verify(
     session.amend_record(result.url, result.record, verification=verification)
     result.reload().report()
     if json_:
-        print_json(to_data(verification) | {"holds": verification.holds, "better": verification.better})
+        derived = ("tokens_per_s", "speed_error", "memory_error", "holds", "better")
+        print_json(to_data(verification) | {name: getattr(verification, name) for name in derived})
     else:
         print("\n".join(describe.verification(verification)))
     if reason := describe.failed_verification(verification):

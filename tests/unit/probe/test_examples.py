@@ -214,3 +214,21 @@ def test_a_template_that_refuses_names_the_row(tokenizer: Any) -> None:
         shown(tokenizer, {"messages": TURNS}, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadDataset, match=r"rows\.jsonl:7: "):
         shown(tokenizer, {"messages": TURNS}, chat_template=None)
+
+
+def test_a_tokenizer_that_cannot_place_its_tokens_learns_everything_or_nothing(tokenizer: Any) -> None:
+    class Slow:
+        """What the encoder asks a tokenizer, without the places of the tokens in the text."""
+
+        is_fast = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return tokenizer(*args, **kwargs)
+
+    row = {"prompt": "one", "completion": " two"}
+    with pytest.raises(BadDataset, match="only loss_on all is possible"):
+        shown(Slow(), row)
+    assert shown(Slow(), row, "all") == "[one two</s>]"

@@ -208,6 +208,8 @@ def test_many_removed_values_are_abbreviated():
     narrow, removals = wide.narrow("seq_len", lambda value: value <= 4096, "too long")
     assert narrow.knob("seq_len").high == 4096
     assert [str(removal) for removal in removals] == ["seq_len 4097 to 20000 (15,904 values): too long"]
+    _, ten = wide.narrow("seq_len", lambda value: value > 10, "too short")
+    assert [str(removal) for removal in ten] == ["seq_len 1, 2, 3, 4, 5, 6, 7, 8, 9, 10: too short"]
 
 
 # --- narrowing and pinning

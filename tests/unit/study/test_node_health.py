@@ -99,6 +99,17 @@ def test_a_node_like_the_others_is_reported_nothing(start: Start, tmp_path: Path
     assert len(session.study.trials.rows) == 1  # a reading is no trial
 
 
+def test_a_reading_is_of_the_baseline_timed_for_as_long_as_a_finalist(start: Start, tmp_path: Path) -> None:
+    asked: list[ProbeRequest] = []
+
+    def sound(request: ProbeRequest) -> ProbeResult:
+        asked.append(request)
+        return SOUND(request)
+
+    node(begun(start), tmp_path, sound).check()
+    assert [(one.rung, one.min_timed_s) for one in asked] == [(Rung.NODE, 2.0)]
+
+
 def test_a_node_apart_is_reported_in_what_and_is_no_measure_of_the_next(start: Start, tmp_path: Path) -> None:
     session = begun(start)
     slow = node(session, tmp_path, altered(micro_step_s=1.2))
