@@ -11,11 +11,12 @@ import argparse
 import ast
 import hashlib
 import itertools
+import multiprocessing
 import os
 import queue
 import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -27,7 +28,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +75,13 @@ TEXT = (ast.List, ast.Tuple, ast.JoinedStr)  # what is only ever joined
 WORD = re.compile(r"[a-z0-9_.-]+")
 
 
-Limits = dict[frozenset[str], float]  # seconds that a group of tests may take
+# Imported once, by the process that is forked for each mutant: to import them takes longer than many a test.
+PRELOADED = ["pytest", "numpy", "torch", "transformers.trainer", "peft", "optuna", "sqlalchemy.orm"]
+PRELOADED += ["alembic", "plotly.graph_objects", "pydantic", "typer.testing", "datasets", "trl"]
+FORKS = multiprocessing.get_context("forkserver")
+LOG = "pytest.log"  # in a copy of the tree
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)*)", re.MULTILINE)  # in pytest's summary
+TEST_S, GROUP_S = 240, 1800  # no test takes longer, and no group of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +107,16 @@ class Mutant:
     @property
     def package(self) -> str:
         return self.file.split("/")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What tests say of a mutant, or of the package itself: `failed` names those that failed."""
+
+    mutant: Mutant | None
+    passed: bool
+    failed: set[str]
+    seconds: float
 
 
 class _Finder(ast.NodeVisitor):
@@ -333,11 +350,13 @@ def _is_python(mutant: Mutant) -> bool:
 
 
 def tests_for(file: str) -> list[tuple[str, ...]]:
-    """The groups of tests to ask about a module, one after another: the unit tests with its name first."""
+    """The groups of tests to ask about a module, one after another: those with its name, its package's, and others."""
     folder, own = ROOT / "tests" / "unit" / file.split("/")[0], f"test_{Path(file).stem}"
-    unit = sorted(folder.glob("test_*.py"), key=lambda path: (not path.stem.startswith(own), path))
+    groups: tuple[list[str], list[str]] = ([], [])
+    for path in sorted(folder.glob("test_*.py")):
+        groups[not path.stem.startswith(own)].append(str(path.relative_to(ROOT)))
     more = next((f"tests/{tests}" for prefix, tests in MORE_TESTS.items() if file.startswith(prefix)), None)
-    return [tuple(str(path.relative_to(ROOT)) for path in unit), *([(more,)] if more else [])]
+    return [tuple(tests) for tests in (*groups, [more] if more else []) if tests]
 
 
 class Copies:
@@ -350,16 +369,15 @@ class Copies:
             shutil.copytree(ROOT, folder / str(job), ignore=shutil.ignore_patterns(".*", "__pycache__", "runs"))
             self._free.put(folder / str(job))
 
-    def try_tests(
-        self, groups: list[tuple[str, ...]], limits: Limits | None = None, mutant: Mutant | None = None
-    ) -> tuple[bool, float]:
-        """Whether these tests pass, each group in its time, with this change; and how many seconds that took."""
+    def try_tests(self, groups: list[tuple[str, ...]], mutant: Mutant | None = None) -> Answer:
+        """Ask one group of tests after another, with this change, until one notices it."""
         tree = self._free.get()
         start = time.monotonic()
         try:
             with _changed(tree, mutant) if mutant else nullcontext():
-                passed = all(_pass(tree, tests, limits[frozenset(tests)] if limits else 3600) for tests in groups)
-            return passed, time.monotonic() - start
+                passed = all(_pass(tree, tests, stop=mutant is not None) for tests in groups)
+            failed = FAILED.findall((tree / LOG).read_text(errors="replace"))
+            return Answer(mutant=mutant, passed=passed, failed=set(failed), seconds=time.monotonic() - start)
         finally:
             self._free.put(tree)
 
@@ -382,49 +400,68 @@ def _write(path: Path, source: bytes) -> None:
         compiled.unlink()
 
 
-def _pass(tree: Path, tests: tuple[str, ...], limit_s: float) -> bool:
-    """Whether all these tests pass in time, in a session of its own of which nothing stays."""
-    options = ["-x", "-q", "-n0", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    with (tree / "pytest.log").open("w") as log:
-        process = psutil.Popen(
-            [sys.executable, "-m", "pytest", *options, f"--basetemp={tree / 't'}", *tests],
-            cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            return bool(process.wait(limit_s) == 0)
-        except psutil.TimeoutExpired:
-            for each in [*process.children(recursive=True), process]:
-                with suppress(psutil.NoSuchProcess):
-                    each.kill()
-            process.wait()
-            return False
+def _pass(tree: Path, tests: tuple[str, ...], *, stop: bool) -> bool:
+    """Whether all these tests pass in time. They run in a fork of a process that has imported the libraries."""
+    process = FORKS.Process(target=_run_tests, args=(tree, tests, stop))
+    process.start()
+    process.join(GROUP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)  # and what the tests have left behind
+    process.join()
+    return process.exitcode == 0
 
 
-def ask(chosen: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, bool]]:
-    """Each mutant and whether the tests notice it, in the order in which they end. A test without an end notices."""
-    groups = {frozenset(tests): tests for mutant in chosen for tests in tests_for(mutant.file)}
+def _run_tests(tree: Path, tests: tuple[str, ...], stop: bool) -> None:
+    """Run tests of a copy in this process, which exits as pytest does; `stop` ends them at the first that fails."""
+    os.setsid()
+    os.chdir(tree)
+    log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None) or ""
+        if path.startswith(str(ROOT)) and "site-packages" not in path:
+            del sys.modules[name]  # the copy has its own
+    sys.path.insert(0, str(tree))
+    os.environ["PYTHONPATH"] = str(tree)
+    options = ["-q", "-n0", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={tree / 't'}"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is preloaded
+    options += ["-o", f"faulthandler_timeout={TEST_S}", "-o", "faulthandler_exit_on_timeout=true"]
+    sys.exit(pytest.main([*options, *(["-x"] if stop else []), *tests]))
+
+
+def ask(chosen: list[Mutant], jobs: int) -> list[tuple[Mutant, bool]]:
+    """Each mutant and whether the tests notice it. A test without an end notices.
+
+    Tests that fail without a mutant too notice nothing.
+    """
+    FORKS.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies = Copies(Path(folder), jobs)
-        limits: Limits = {}
-        for tests, (is_green, seconds) in zip(groups, pool.map(copies.try_tests, zip(groups.values())), strict=True):
-            print(f"{seconds:.0f} s without a mutant: {groups[tests][0]}{' ...' * (len(tests) > 1)}", flush=True)
-            if not is_green:
-                raise SystemExit(f"they fail: pytest {' '.join(sorted(tests))}")
-            limits[tests] = 60 + 4 * seconds
-        tasks = {pool.submit(copies.try_tests, tests_for(mutant.file), limits, mutant): mutant for mutant in chosen}
+        if not copies.try_tests([("tests/unit/core",)]).passed:
+            raise SystemExit("tests/unit/core fails without a mutant")
+        tasks = [pool.submit(copies.try_tests, tests_for(mutant.file), mutant) for mutant in chosen]
+        answers = []
         for number, task in enumerate(as_completed(tasks), 1):
-            passed, seconds = task.result()
-            mutant = tasks[task]
-            verdict = "SURVIVED" if passed else "killed"
-            print(f"{number}/{len(chosen)} {verdict} in {seconds:.0f} s  {mutant.file}:{mutant.line}", flush=True)
-            if passed:
+            answer = task.result()
+            answers.append(answer)
+            mutant, verdict = answer.mutant, "SURVIVED" if answer.passed else "killed"
+            assert mutant
+            print(
+                f"{number}/{len(chosen)} {verdict} in {answer.seconds:.0f} s  {mutant.file}:{mutant.line}", flush=True
+            )
+            if answer.passed:
                 print(f"    - {mutant.was}\n    + {mutant.now}", flush=True)
-            yield mutant, not passed
+        noticed = sorted({test for answer in answers if not answer.passed for test in answer.failed})
+        print(f"the {len(noticed)} tests that noticed, without a mutant", flush=True)
+        broken = copies.try_tests([tuple(noticed)]).failed if noticed else set()
+    for test in broken:
+        print(f"    it fails without a mutant too: {test}", flush=True)
+    return [
+        (answer.mutant, not answer.passed and not (answer.failed and answer.failed <= broken))
+        for answer in answers
+        if answer.mutant
+    ]
 
 
 def equivalents() -> dict[str, str]:
