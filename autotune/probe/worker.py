@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from autotune.probe.harness import Probe
     from autotune.probe.resident import ResidentModel
 
-MAX_LOST_GIB = 0.5
+# What paged optimizers may leave behind: half a GiB, or 1 % of a larger device. A worker takes 10 s to start.
+MAX_LOST_GIB, MAX_LOST_SHARE = 0.5, 0.01
 CHANCE_GIB = 24 / 1024  # by which what a process holds varies on a CPU
 DESCRIBED_GIB = 8  # of a model without weights; 100,000 linear layers take 3, with adapters
 
@@ -205,7 +206,7 @@ class Worker:
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
         lost = None
-        if self._lost_gib > MAX_LOST_GIB:
+        if self._lost_gib > max(MAX_LOST_GIB, MAX_LOST_SHARE * self.meter.memory_gib()):
             lost = f"paged optimizers left {self._lost_gib:.1f} GiB behind"
         elif succeeded and not self.meter.returned_to(baseline_gib):
             kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_model
+from autotune.core.probe_types import Outcome, ProbeRequest
+from autotune.core.train_config import TrainConfig
 from autotune.probe import worker
 
 
@@ -52,3 +54,18 @@ def test_a_model_is_given_back_even_where_what_is_frozen_refers_to_it(is_frozen:
         assert not made._residents and gc.get_freeze_count() > frozen  # no model is left that could not be collected
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize(("memory_gib", "left_gib", "is_kept"), [(24, 0.4, True), (24, 0.6, False), (140, 1.3, True)])
+def test_a_worker_is_replaced_for_what_paged_optimizers_left_of_its_device(
+    memory_gib: float, left_gib: float, is_kept: bool
+) -> None:
+    made = worker.Worker.__new__(worker.Worker)
+    gone: Any = SimpleNamespace(uncap=gc.collect, release=gc.collect, returned_to=lambda gib: True)
+    gone.memory_gib = lambda: memory_gib
+    made.meter, made._residents, made._lost_gib, made._empty_gib = gone, {}, left_gib, 0.0
+    fields: dict[str, Any] = {"outcome": Outcome.OK}
+    request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=memory_gib)
+    assert made._restore(request, fields) is is_kept
+    said = f"the worker is replaced, since paged optimizers left {left_gib} GiB behind"
+    assert fields.get("notes") == (None if is_kept else (said,))
