@@ -14,7 +14,7 @@ from autotune.core.probe_types import MicroBatch
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.packing import Rows, packed_rows
-from autotune.problem.padding import Draw, bucket_shares, buckets, padded_tokens, sorted_together, strata
+from autotune.problem.padding import Draw, bucket_shares, buckets, padded_tokens, sorted_together, stand_ins
 
 PROBED_ROWS = 8  # different rows that a probe trains on in turn
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # an order of rows sorted by length in which any few neighbours differ much
@@ -222,10 +222,7 @@ class Workload:
         if config.padding == "max_length":
             rows = tuple((max(2, tokens),) for tokens in self.lengths.sample(draw.size, draw.seq_len))
             return (MicroBatch(rows=rows, length=config.seq_len, share=1.0),)
-        if config.padding == "bucket":
-            shares = bucket_shares(draw)
-        else:
-            shares = {round(one.tokens): one.share for one in strata(draw)}
+        shares = bucket_shares(draw) if config.padding == "bucket" else stand_ins(draw)
         kinds = [_kind(draw, length, share) for length, share in shares.items()]
         half = math.ceil(len(kinds) / 2)
         pairs = itertools.zip_longest(kinds[:half], reversed(kinds[half:]))

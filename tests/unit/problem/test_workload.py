@@ -130,17 +130,18 @@ def test_a_kind_of_micro_batch_has_one_row_of_its_length_and_no_longer_one() -> 
     for kind in kinds:
         assert len(kind.rows) == 4 and kind.rows[0] == (kind.length,)
         assert all(2 <= row[0] <= kind.length for row in kind.rows)
-    for kind in (kind for kind in kinds if kind.share):  # the longest has others as long beside it
+    for kind in (kind for kind in kinds if kind.length < 800):  # the longest has others as long beside it
         others = [row[0] for row in kind.rows[1:]]
         assert sum(others) / 3 == pytest.approx(kind.length / 2, rel=0.1)  # spread over all that are shorter
     assert sum(kind.share for kind in kinds) == pytest.approx(1)
     assert max(kind.length for kind in kinds) == 800 and 1 - (790 / 1000) ** 4 > 0.5  # most have a row that is cut
 
 
-def test_the_longest_that_can_occur_is_weighed_if_it_is_too_rare_to_be_timed() -> None:
+def test_the_longest_that_can_occur_is_weighed_however_rare_it_is() -> None:
     rare = Workload(lengths=Lengths.of([*range(10, 500)] * 100 + [2000], "counted"))
     kinds = rare.micro_batches(replace(TWO, seq_len=4096))
-    assert [kind.share for kind in kinds if kind.length == 2000] == [0.0]
+    (share,) = [kind.share for kind in kinds if kind.length == 2000]
+    assert 0 < share < 2 * 2 / rare.lengths.number  # of two examples drawn
     assert rare.longest_row(replace(TWO, seq_len=1024)) == 1024
 
 
