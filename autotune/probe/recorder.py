@@ -15,7 +15,6 @@ from autotune.probe.meters import Meter
 from autotune.probe.schedule import Schedule
 
 MAX_WARMUP_ROUNDS = 4
-LONG_S = 2.0  # a step of this length counts although it was the first with its rows, or had its peaks read
 # Relative spread of the times of rounds: below the first, more of them add nothing; above the second, more are taken.
 AGREE_SPREAD, DISAGREE_SPREAD = 0.01, 0.02
 ENOUGH_ROUNDS, ENOUGH_S = 2, 0.3  # two short rounds may agree by chance
@@ -46,9 +45,10 @@ class Recorder:
     """Records the phases of each training step, and decides how many steps are timed.
 
     The lead of the schedule warms up. The first round (a later one while something still compiles) shows how long a
-    step takes. From then on whole rounds are timed: for `min_timed_s`, fewer if they agree, more if those of a whole
-    model do not. Where reading a peak takes time (CPU), peaks are not read in timed steps. A CPU's steps are timed half
-    as long, and no more are added: they never agree, since every other process of the machine delays some of them.
+    step takes, and counts where that is long. From then on whole rounds are timed: for `min_timed_s`, fewer if they
+    agree, more if those of a whole model do not. Where reading a peak takes time (CPU), peaks are not read in timed
+    steps. A CPU's steps are timed half as long, and no more are added: they never agree, since every other process of
+    the machine delays some of them.
     """
 
     def __init__(
@@ -172,13 +172,14 @@ class Recorder:
         step_s = max(self.meter.seconds(self.starts[begin][0], self._now()) / each, 1e-6)
         self.emit(Phase.STEADY)
         self._num_warm = self.step + 1
-        enough = max(self._min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
-        wanted = math.ceil(min(math.ceil(enough), request.max_timed_steps) / each)
-        # Where reading peaks costs milliseconds, what had them read counts only if it was long. So does the first
-        # micro batch of a length, for which libraries load kernels.
-        known = self.meter.peaks_are_free and (num_rounds > 1 or not schedule.uneven)
-        self.first_timed = begin if known or step_s > LONG_S else self.step + 1
-        self.last_timed = self.first_timed + wanted * each - 1
+        marks = ((self.starts[index], self.ends[index]) for index in range(begin, self.step + 1))
+        micro_s = schedule.mean([seconds for pair in marks for seconds in map(self.meter.seconds, *pair)])
+        if self.meter.peaks_are_free:
+            counts = num_rounds > 1 or schedule.first_counts(micro_s)
+        else:  # reading a peak costs milliseconds
+            counts = micro_s > schedule.long_s
+        self.first_timed = begin if counts else self.step + 1
+        self.last_timed = self.first_timed + schedule.rounds_to_time(request, step_s, self._min_timed_s) * each - 1
         self._agree_at = max(ENOUGH_ROUNDS, math.ceil(ENOUGH_S / (step_s * each)))
 
     def _adapt(self) -> None:

@@ -1,4 +1,4 @@
-"""Which kind of micro batch each step of a probe trains on: first the longest, then all kinds in turn."""
+"""Which kind of micro batch each step of a probe trains on: first a short one, then all kinds in turn."""
 
 import math
 from collections import Counter
@@ -9,20 +9,35 @@ from autotune.core.probe_types import ProbeRequest
 
 Step = tuple[int, ...]  # for each micro batch of an optimizer step the index of its kind
 
+# The first micro batch of a length takes up to this much longer on a GPU: libraries load kernels.
+FIRST_S = 0.01
+# The first of the longest may take more, since the memory of its activations is mapped then. The lead has one if more
+# than this share of the micro batches are as long.
+OFTEN = 0.05
+# By this share the mean of a first round that counts may be too long for that: for a whole model, and for a few layers,
+# whose times have an error of 2 % anyway. It is a bound: most kernels are there from the lead or from earlier probes.
+WHOLE_ERROR, TRUNCATED_ERROR = 0.01, 0.03
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """The steps of a probe: those of `lead`, then those of `round` over and over.
 
-    The lead has the longest micro batch at the end of a step, where the gradients of others are alive. A round has each
-    kind that is timed at least once; in the order of a round, `weights` are what a micro batch counts in the mean over
-    the run. They sum to 1. `uneven` is whether the kinds of a round have different lengths.
+    The lead makes the optimizer state, with the shortest micro batch, and the longest if that is frequent. A round
+    has each timed kind at least once. In each step the longest comes last, where the gradients of others are alive; a
+    longest kind that is not timed ends the lead. In the order of a round, `weights` are what a micro batch counts in
+    the mean over the run. They sum to 1. `uneven` is whether the kinds of a round have different lengths. By its
+    tokens, the lead is as long as `lead_micros` average micro batches, and a round as `round_micros`. A first round
+    whose micro batches take over `long_s` on average counts, although they may be the first of their length.
     """
 
     lead: tuple[Step, ...]
     round: tuple[Step, ...]
     weights: tuple[float, ...]
+    lead_micros: float
+    round_micros: float
     uneven: bool
+    long_s: float
 
     @classmethod
     def of(cls, request: ProbeRequest) -> "Schedule":
@@ -35,16 +50,27 @@ class Schedule:
         rounds = tuple(tuple(sorted(step, key=lambda index: kinds[index].length)) for step in steps)
         longest = kinds.index(request.longest)
         lengths = {kinds[index].length for index in timed}
+        total = sum(kinds[index].share for index in timed)
         if lengths == {kinds[longest].length}:
             lead: tuple[Step, ...] = rounds[:1]
         else:
-            # The first step has no optimizer state: a longest batch that the rounds lack is trained on once more.
-            first = (*rounds[0][: each - 1], longest)
-            lead = (first,) if longest in timed else (first, first)
+            shortest = min(timed, key=lambda index: kinds[index].length)
+            others = (shortest,) * (each - 1)
+            lead = ((*others, longest if kinds[longest].share > OFTEN * total else shortest),)
+            if longest not in timed:
+                lead += ((*others, longest),)
         count = Counter(slots)
-        total = sum(kinds[index].share for index in timed)
         weights = tuple(kinds[index].share / total / count[index] for step in rounds for index in step)
-        return cls(lead=lead, round=rounds, weights=weights, uneven=len(lengths) > 1)
+        mean = sum(kinds[index].share * kinds[index].length for index in timed) / total
+        return cls(
+            lead=lead,
+            round=rounds,
+            weights=weights,
+            lead_micros=sum(kinds[index].length for step in lead for index in step) / mean,
+            round_micros=sum(kinds[index].length for step in rounds for index in step) / mean,
+            uneven=len(lengths) > 1,
+            long_s=FIRST_S / (WHOLE_ERROR if request.depth is None else TRUNCATED_ERROR),
+        )
 
     def at(self, step: int) -> Step:
         """The micro batches of a step, counted from 0."""
@@ -56,6 +82,15 @@ class Schedule:
         """How many whole rounds end with this step; 0 in the lead and inside a round."""
         rounds, rest = divmod(step + 1 - len(self.lead), len(self.round))
         return 0 if rest else max(rounds, 0)
+
+    def first_counts(self, micro_s: float) -> bool:
+        """Whether the first round is timed on a GPU where its micro batches take `micro_s` seconds on average."""
+        return not self.uneven or micro_s > self.long_s
+
+    def rounds_to_time(self, request: ProbeRequest, step_s: float, min_timed_s: float) -> int:
+        """The number of whole rounds to time for `min_timed_s`, where a step takes `step_s` seconds on average."""
+        enough = max(min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
+        return math.ceil(min(math.ceil(enough), request.max_timed_steps) / len(self.round))
 
     @property
     def num_kinds(self) -> int:

@@ -1,11 +1,9 @@
 """How long a probe of a whole model will take, before it begins: from probes of a few of its layers, or an earlier one.
 
 Loading and a micro batch are linear in the number of layers. The lead and the first round take as long as they did,
-times the ratio of the micro batches: the lead may train on longer rows than the others. Whole rounds are timed; the
-first counts where all rows are equally long.
+times the ratio of the micro batches and of their tokens. Whole rounds are timed; the first may count.
 """
 
-import math
 import statistics
 from dataclasses import dataclass, field, replace
 
@@ -55,13 +53,13 @@ class ProbeTimes:
             return None
         micros = {depth: one.micro_s for depth, one in probed.items()}
         micro_s = micros[WHOLE] if WHOLE in micros else self._line(micros)
-        schedule, steps = Schedule.of(request), request.micro_steps
+        schedule = Schedule.of(request)
         then = Schedule.of(replace(request, micro_steps=known.micro_steps))
-        ratio = len(schedule.lead + schedule.round) * steps / (len(then.lead + then.round) * known.micro_steps)
+        ratio = (schedule.lead_micros + schedule.round_micros) / (then.lead_micros + then.round_micros)
         first_s = known.first_s * micro_s / known.micro_s * ratio
-        each = len(schedule.round) * steps
-        num_rounds = math.ceil(max(request.min_timed_s / micro_s, request.min_timed_micros) / each)
-        timed_s = (num_rounds - (not schedule.uneven)) * each * micro_s
+        round_s = schedule.round_micros * micro_s
+        num_rounds = schedule.rounds_to_time(request, round_s / len(schedule.round), request.min_timed_s)
+        timed_s = (num_rounds - schedule.first_counts(micro_s)) * round_s
         load_s = self._loads_s[WHOLE] if WHOLE in self._loads_s else self._line(self._loads_s)
         return load_s + first_s + timed_s
 

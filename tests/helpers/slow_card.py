@@ -4,7 +4,6 @@ So a whole study of a large model can be replayed in seconds, each probe of whic
 compiling, the steps before the timed ones, and these.
 """
 
-import math
 from dataclasses import dataclass, field, replace
 
 from autotune.core.probe_types import ModelShape, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
@@ -54,14 +53,14 @@ class SlowCard:
             return self._answer(config, request, load_s + 2 * time.micro_s * share, self._oom(peak_gib), {})
         micro_s = time.micro_s * share
         schedule = Schedule.of(request)
-        first_s = len(schedule.lead + schedule.round) * request.micro_steps * micro_s
+        round_s = schedule.round_micros * micro_s
+        first_s = schedule.lead_micros * micro_s + round_s
         graph = replace(config, optimizer="adamw_torch_fused", double_quant=False)  # which these do not change
         if config.compile != "none" and graph not in self._compiled:
             self._compiled.add(graph)
             first_s += COMPILING_S
-        each = len(schedule.round) * request.micro_steps
-        num_rounds = math.ceil(max(request.min_timed_s / micro_s, request.min_timed_micros) / each)
-        steady_s = (num_rounds - (not schedule.uneven)) * each * micro_s
+        num_rounds = schedule.rounds_to_time(request, round_s / len(schedule.round), request.min_timed_s)
+        steady_s = (num_rounds - schedule.first_counts(micro_s)) * round_s
         parts = {"load": load_s, "first_step": first_s, "steady": steady_s}
         measured = measurement(
             micro_s,

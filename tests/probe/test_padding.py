@@ -14,7 +14,17 @@ from tests.helpers.probing import LARGE, request
 
 
 @pytest.mark.probe
-def test_a_probe_times_each_kind_of_micro_batch_and_weighs_the_longest(prober: WorkerProber, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "timed_longest"),
+    [
+        (Lengths.of([*range(40, 400, 3)] * 200 + [5000], "counted"), 1024),  # the longest has a very small share
+        (Lengths.of([60, 120, 180, 240, 360], "characters"), 360),  # a row of 1,024 tokens may occur, and has none
+    ],
+    ids=["counted", "estimated"],
+)
+def test_a_probe_times_each_kind_of_micro_batch_and_weighs_the_longest(
+    prober: WorkerProber, tmp_path: Path, lengths: Lengths, timed_longest: int
+) -> None:
     def measured(asked: ProbeRequest) -> Measurement:
         result = prober.probe(asked, tmp_path / "probe.log")
         assert result.measurement is not None, result.reason
@@ -22,10 +32,9 @@ def test_a_probe_times_each_kind_of_micro_batch_and_weighs_the_longest(prober: W
         return result.measurement
 
     sizes = LARGE | {"micro_batch_size": 8, "seq_len": 1024}
-    mostly_short = Workload(lengths=Lengths.of([*range(40, 400, 3)] * 200 + [5000], "counted"))
-    kinds = mostly_short.micro_batches(request(**sizes).config)
+    kinds = Workload(lengths=lengths).micro_batches(request(**sizes).config)
     timed = [kind for kind in kinds if kind.share]
-    assert len(timed) > 2 and max(kind.length for kind in timed) < 400  # the longest is too rare to be timed
+    assert len(timed) == 5 and max(kind.length for kind in timed) == timed_longest
     padded = measured(replace(request(**sizes), micro_batches=kinds, micro_steps=4))
     assert [share for share, _ in padded.kind_s] == pytest.approx([kind.share for kind in timed])
     assert fmean(padded.micro_step_s) == pytest.approx(sum(share * seconds for share, seconds in padded.kind_s))

@@ -173,13 +173,22 @@ def test_the_time_of_a_run_is_the_mean_over_its_kinds_of_micro_batch() -> None:
     assert times.phases[Phase.FORWARD] == pytest.approx(2 * mean / 3)
     assert times.phases[Phase.BACKWARD] == pytest.approx(4 * mean / 3)
     assert times.phases[Phase.OPTIMIZER] == pytest.approx(0.1)
-    assert recorder.first_timed == 4  # after the longest twice and each other kind once
+    assert recorder.first_timed == 4  # after the shortest, the longest, and each kind once
 
 
-def test_long_steps_count_although_they_are_the_first_of_their_length() -> None:
-    recorder = of_kinds([2.0, 4.0, 3.0, 9.0])
+def test_long_micro_batches_count_although_they_are_the_first_of_their_length() -> None:
+    """On average a micro batch takes 2.8 s, or 0.42 s, which is long for a few layers only, or 0.21 s."""
+    long, middling, short = ([unit * each for each in (2.0, 4.0, 3.0, 9.0)] for unit in (1.0, 0.15, 0.075))
+    recorder = of_kinds(long)
     assert (recorder.first_timed, recorder.last_timed) == (2, 3)
-    assert of_kinds([0.2, 0.4, 0.3, 0.9]).first_timed == 4
+    assert of_kinds(middling).first_timed == 4 and of_kinds(middling, depth=2).first_timed == 2
+    assert of_kinds(short, depth=2).first_timed == 4
+
+
+@pytest.mark.parametrize(("micro_s", "first"), [(0.2, 2), (0.5, 1)])
+def test_on_a_cpu_a_first_step_counts_only_if_reading_its_peaks_took_little_of_it(micro_s: float, first: int) -> None:
+    assert recorded([micro_s], on_cpu=True, depth=2).first_timed == first
+    assert recorded([micro_s], depth=2).first_timed == 1
 
 
 def test_whole_rounds_are_timed_and_compared() -> None:

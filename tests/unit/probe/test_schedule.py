@@ -1,5 +1,7 @@
 """What a probe trains on, step by step."""
 
+from typing import Any
+
 import pytest
 
 from autotune.core.probe_types import MicroBatch, ProbeRequest
@@ -7,12 +9,14 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.schedule import Schedule
 
 
-def schedule(*kinds: tuple[int, float], micro_steps: int = 2) -> Schedule:
+def request(*kinds: tuple[int, float], **wanted: Any) -> ProbeRequest:
     """Of kinds with these lengths and shares."""
     made = tuple(MicroBatch(rows=((length,),), length=length, share=share) for length, share in kinds)
-    return Schedule.of(
-        ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=micro_steps, micro_batches=made)
-    )
+    return ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_batches=made, **wanted)
+
+
+def schedule(*kinds: tuple[int, float], **wanted: Any) -> Schedule:
+    return Schedule.of(request(*kinds, **wanted))
 
 
 def test_full_rows_are_one_kind() -> None:
@@ -21,22 +25,59 @@ def test_full_rows_are_one_kind() -> None:
     assert one.weights == (0.5, 0.5) and one.num_kinds == 1 and not one.uneven
 
 
-def test_the_longest_is_trained_on_first_with_and_without_optimizer_state() -> None:
-    kinds = schedule((10, 0.5), (40, 0.25), (20, 0.25), (100, 0.0))
-    assert [kinds.at(step) for step in range(6)] == [(0, 3), (0, 3), (0, 1), (0, 2), (0, 1), (0, 2)]
-    assert kinds.weights == (0.25, 0.25, 0.25, 0.25)  # the first is there twice
-    assert [kinds.in_rounds(step) for step in range(6)] == [0, 0, 0, 1, 0, 2]
-    assert kinds.uneven and kinds.num_kinds == 3
+def test_the_shortest_makes_the_optimizer_state_and_the_longest_is_last_in_its_step() -> None:
+    kinds = schedule((10, 0.1), (100, 0.02), (30, 0.5), (20, 0.38))
+    assert [kinds.at(step) for step in range(5)] == [(0, 0), (0, 1), (3, 2), (0, 1), (3, 2)]
+    assert kinds.weights == pytest.approx((0.1, 0.02, 0.38, 0.5))
+    assert [kinds.in_rounds(step) for step in range(5)] == [0, 0, 1, 0, 2]
+    assert kinds.uneven and kinds.num_kinds == 4
 
 
-def test_a_longest_kind_that_is_timed_comes_once_before() -> None:
-    """The rounds have it with optimizer state, last in a step, where the peak is."""
+def test_a_frequent_longest_kind_is_trained_on_before_it_may_be_timed() -> None:
     kinds = schedule((100, 0.1), (10, 0.9))
     assert [kinds.at(step) for step in range(3)] == [(1, 0), (1, 0), (1, 0)]
     assert kinds.weights == pytest.approx((0.9, 0.1))
     alone = schedule((100, 0.1), (10, 0.9), micro_steps=1)
     assert [alone.at(step) for step in range(4)] == [(0,), (0,), (1,), (0,)]
     assert alone.weights == pytest.approx((0.1, 0.9))
+
+
+@pytest.mark.parametrize(("micro_steps", "longest_at"), [(1, (3,)), (2, (0, 3)), (4, (0, 0, 0, 3))])
+def test_a_longest_kind_that_is_not_timed_is_trained_on_once_with_optimizer_state(
+    micro_steps: int, longest_at: tuple[int, ...]
+) -> None:
+    kinds = schedule((10, 0.5), (40, 0.25), (20, 0.25), (100, 0.0), micro_steps=micro_steps)
+    assert kinds.lead == ((0,) * micro_steps, longest_at)
+    assert {index for step in kinds.round for index in step} == {0, 1, 2} and kinds.num_kinds == 3
+
+
+def test_what_the_lead_and_a_round_take_goes_by_their_tokens() -> None:
+    """By hand: an average micro batch has 20 tokens. The lead has 10 + 10 and 10 + 100, a round 10 + 40 and 10 + 20."""
+    kinds = schedule((10, 0.5), (40, 0.25), (20, 0.25), (100, 0.0))
+    assert kinds.lead_micros == pytest.approx(130 / 20) and kinds.round_micros == pytest.approx(80 / 20)
+    even = schedule(*[(64, 0.25)] * 4)
+    assert (even.lead_micros, even.round_micros) == (2, 4)
+
+
+def test_the_first_round_counts_where_no_length_is_new_or_micro_batches_are_long() -> None:
+    assert schedule().first_counts(0.001) and schedule(*[(64, 0.25)] * 4).first_counts(0.001)
+    whole = [schedule((10, 0.5), (40, 0.5)).first_counts(micro_s) for micro_s in (0.5, 1.5)]
+    truncated = [schedule((10, 0.5), (40, 0.5), depth=2).first_counts(micro_s) for micro_s in (0.2, 0.5)]
+    assert whole == truncated == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "wanted", "rounds"),
+    [
+        (0.3, {}, 2),  # four steps last a second, and a round has two
+        (0.3, {"min_timed_s": 0.0}, 1),
+        (0.3, {"min_timed_s": 0.0, "min_timed_micros": 5}, 2),
+        (0.001, {}, 20),  # forty steps at most
+    ],
+)
+def test_as_many_rounds_are_timed_as_last_long_enough(step_s: float, wanted: dict[str, Any], rounds: int) -> None:
+    asked = request((10, 0.5), (40, 0.25), (20, 0.25), **wanted)
+    assert Schedule.of(asked).rounds_to_time(asked, step_s, asked.min_timed_s) == rounds
 
 
 def test_kinds_of_one_length_need_no_lead_of_their_own() -> None:

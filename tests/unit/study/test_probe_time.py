@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import ModelShape, ProbeRequest
+from autotune.core.probe_types import MicroBatch, ModelShape, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.study.probe_time import ProbeTimes
 from tests.helpers.factories import measurement, result
 
 CONFIG = TrainConfig()
+LENGTHS = ((100, 0.8), (600, 0.2))
 REQUEST = ProbeRequest(config=CONFIG, model={}, memory_gib=80.0)  # two micro batches a step, timed for a second
 
 
@@ -48,8 +49,22 @@ def test_the_longest_rows_of_the_first_step_count() -> None:
     assert times.whole_s(REQUEST) == pytest.approx(25.6)
 
 
-def test_short_micro_batches_are_timed_for_a_second() -> None:
-    assert learned((None, 0.01, {"load": 1.0, "first_step": 0.04})).whole_s(REQUEST) == pytest.approx(2.02)
+@pytest.mark.parametrize(("micro_s", "timed_s"), [(0.02, 0.96), (0.01, 0.78)])
+def test_short_micro_batches_are_timed_for_a_second_or_forty_steps(micro_s: float, timed_s: float) -> None:
+    """Of which the first step is one."""
+    times = learned((None, micro_s, {"load": 1.0, "first_step": 4 * micro_s}))
+    assert times.whole_s(REQUEST) == pytest.approx(1.0 + 4 * micro_s + timed_s)
+
+
+@pytest.mark.parametrize(("micro_s", "rounds"), [(0.5, 1), (2.0, 0)])
+def test_a_round_of_padded_rows_takes_as_long_as_its_tokens(micro_s: float, rounds: int) -> None:
+    """An average micro batch has 200 tokens: lead and round of 100 and 600 are as long as 3.5 each."""
+    kinds = tuple(MicroBatch(rows=((tokens,),), length=tokens, share=share) for tokens, share in LENGTHS)
+    padded = replace(REQUEST, micro_batches=kinds, min_timed_s=0.0)
+    times = learned((None, micro_s, {"first_step": 20.0}))
+    assert times.whole_s(padded) == pytest.approx(20.0 + rounds * 3.5 * micro_s)
+    more = replace(padded, micro_steps=4)  # the lead has two more of 100 tokens, the round is doubled
+    assert times.whole_s(more) == pytest.approx(20.0 * (4.5 + 7.0) / (3.5 + 3.5) + rounds * 7.0 * micro_s)
 
 
 @pytest.mark.parametrize(("changes", "first_s"), [({}, 30.0), ({"compile": "per_layer"}, 12.0)])
