@@ -285,7 +285,7 @@ class Probe:
         }
         order = [index for step in range(num_steps) for index in schedule.at(step)]
         train = self._rows(order, request.seed)
-        held_out = self._rows(self._evaluated, request.seed + 1)
+        held_out = self._rows(list(schedule.evaluated), request.seed + 1)
         trainer: Any
         if request.trainer == "trl":
             from autotune.probe.trl_trainer import trl_trainer
@@ -330,12 +330,6 @@ class Probe:
             seen[index] += 1
         return in_order
 
-    @property
-    def _evaluated(self) -> list[int]:
-        """Indices of the kinds of micro batch to evaluate: the longest first, which warms up, then those of the run."""
-        kinds = self.request.kinds
-        return [kinds.index(self.request.longest), *(index for index, kind in enumerate(kinds) if kind.share)]
-
     def _evaluate_and_save(self) -> None:
         """Evaluate a micro batch of each kind, and save adapters as the run does: in a checkpoint, if that is small.
 
@@ -346,7 +340,7 @@ class Probe:
         self.trainer.evaluate()
         recorder.weigh()
         meter.synchronize()
-        shares = [self.request.kinds[index].share for index in self._evaluated[1:]]
+        shares = [self.request.kinds[index].share for index in recorder.schedule.evaluated[1:]]
         seconds = [meter.seconds(*marks) for marks in pairwise(recorder.evaluated)]
         self._evaluation_s = sum(map(operator.mul, shares, seconds)) / sum(shares)
         if self.request.config.method != "lora":

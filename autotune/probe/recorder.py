@@ -82,7 +82,8 @@ class Recorder:
         self._agree_at = ENOUGH_ROUNDS
         on_cpu = not meter.peaks_are_free
         self._min_timed_s = request.min_timed_s / 2 if on_cpu else request.min_timed_s
-        self._max_timed_s = 0.0 if on_cpu else 2 * request.min_timed_s
+        # A single round of many lengths may last as long as all that is wanted.
+        self._max_timed_s = 0.0 if on_cpu else (5 if self.schedule.uneven else 2) * request.min_timed_s
         self._num_warm = 0  # steps until their plan was made
 
     def begin(self, phase: Phase) -> None:

@@ -1,11 +1,12 @@
 """Which kind of micro batch each step of a probe trains on: first a short one, then all kinds in turn."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune.core.probe_types import ProbeRequest
+from autotune.core.probe_types import ProbeRequest, Rung
 
 Step = tuple[int, ...]  # for each micro batch of an optimizer step the index of its kind
 
@@ -28,7 +29,8 @@ class Schedule:
     longest kind that is not timed ends the lead. In the order of a round, `weights` are what a micro batch counts in
     the mean over the run. They sum to 1. `uneven` is whether the kinds of a round have different lengths. By its
     tokens, the lead is as long as `lead_micros` average micro batches, and a round as `round_micros`. A first round
-    whose micro batches take over `long_s` on average counts, although they may be the first of their length.
+    whose micro batches take over `long_s` on average counts, although they may be the first of their length. An
+    evaluation passes over `evaluated`: the longest, which warms up, and each timed kind, or two of equal length.
     """
 
     lead: tuple[Step, ...]
@@ -36,6 +38,8 @@ class Schedule:
     weights: tuple[float, ...]
     lead_micros: float
     round_micros: float
+    evaluated: Step
+    evaluated_micros: float
     uneven: bool
     long_s: float
 
@@ -45,7 +49,9 @@ class Schedule:
         kinds, each = request.kinds, request.micro_steps
         timed = [index for index, kind in enumerate(kinds) if kind.share > 0]
         num_steps = math.ceil(len(timed) / each)
-        slots = [timed[index % len(timed)] for index in range(num_steps * each)]
+        # What is left of the last step goes to the most frequent kinds, whose times count most.
+        frequent = itertools.cycle(sorted(timed, key=lambda index: -kinds[index].share))
+        slots = [*timed, *itertools.islice(frequent, num_steps * each - len(timed))]
         steps = [slots[begin : begin + each] for begin in range(0, len(slots), each)]
         rounds = tuple(tuple(sorted(step, key=lambda index: kinds[index].length)) for step in steps)
         longest = kinds.index(request.longest)
@@ -59,6 +65,7 @@ class Schedule:
             lead = ((*others, longest if kinds[longest].share > OFTEN * total else shortest),)
             if longest not in timed:
                 lead += ((*others, longest),)
+        evaluated = (longest, *(timed if len(lengths) > 1 else timed[:2]))
         count = Counter(slots)
         weights = tuple(kinds[index].share / total / count[index] for step in rounds for index in step)
         mean = sum(kinds[index].share * kinds[index].length for index in timed) / total
@@ -68,6 +75,8 @@ class Schedule:
             weights=weights,
             lead_micros=sum(kinds[index].length for step in lead for index in step) / mean,
             round_micros=sum(kinds[index].length for step in rounds for index in step) / mean,
+            evaluated=evaluated,
+            evaluated_micros=sum(kinds[index].length for index in evaluated) / mean,
             uneven=len(lengths) > 1,
             long_s=FIRST_S / (WHOLE_ERROR if request.depth is None else TRUNCATED_ERROR),
         )
@@ -90,7 +99,9 @@ class Schedule:
     def rounds_to_time(self, request: ProbeRequest, step_s: float, min_timed_s: float) -> int:
         """The number of whole rounds to time for `min_timed_s`, where a step takes `step_s` seconds on average."""
         enough = max(min_timed_s / step_s, request.min_timed_micros / request.micro_steps, 1)
-        return math.ceil(min(math.ceil(enough), request.max_timed_steps) / len(self.round))
+        rounds = math.ceil(min(math.ceil(enough), request.max_timed_steps) / len(self.round))
+        # In one round each length is timed once: only a second one shows by how much the host's pace varies.
+        return max(rounds, 2) if self.uneven and request.rung is Rung.CONFIRM else rounds
 
     @property
     def num_kinds(self) -> int:

@@ -202,7 +202,8 @@ class Evaluator:
 
     def confirmation_s(self, config: TrainConfig, micro_steps: int) -> float | None:
         """Seconds that a confirmation will take; None if nothing is known of the configuration."""
-        return self._times.whole_s(self._confirmation(config, micro_steps))
+        evaluate = config not in self.saved
+        return self._times.whole_s(replace(self._confirmation(config, micro_steps), evaluate=evaluate))
 
     def fits_into(self, spare_s: float, config: TrainConfig) -> bool:
         """Whether a probe of the whole model should take less than `spare_s` seconds, as far as anything is known."""

@@ -12,6 +12,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.schedule import Schedule
 
 WHOLE = 0  # the depth of a whole model here
+EVALUATED = 0.5  # at most of the time of a micro batch that is trained on: its forward pass
 FIRST_MICROS = 12  # at most so many average micro batches are in lead and first round; the rest of their time compiles
 
 
@@ -61,7 +62,8 @@ class ProbeTimes:
         num_rounds = schedule.rounds_to_time(request, round_s / len(schedule.round), request.min_timed_s)
         timed_s = (num_rounds - schedule.first_counts(micro_s)) * round_s
         load_s = self._loads_s[WHOLE] if WHOLE in self._loads_s else self._line(self._loads_s)
-        return load_s + first_s + timed_s
+        evaluated_s = schedule.evaluated_micros * micro_s * EVALUATED if request.evaluate else 0.0
+        return load_s + first_s + timed_s + evaluated_s
 
     def _line(self, by_depth: dict[int, float]) -> float:
         """The value of the whole model on the line through two depths; in proportion where there is one."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import MicroBatch, Phase, ProbeRequest
+from autotune.core.probe_types import MicroBatch, Phase, ProbeRequest, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.probe.recorder import Recorder
 from autotune.probe.schedule import Schedule
@@ -194,6 +194,11 @@ def test_on_a_cpu_a_first_step_counts_only_if_reading_its_peaks_took_little_of_i
 def test_whole_rounds_are_timed_and_compared() -> None:
     assert len(of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=3.0).times().micro_batches) == 2  # two rounds agree
     assert len(of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=0.1).times().micro_batches) == 1
+    assert len(of_kinds([0.1, 0.4, 0.2, 0.9], min_timed_s=0.1, rung=Rung.CONFIRM).times().micro_batches) == 2
     noisy = [0.1 + 0.03 * (index % 7) for index in range(7)]
     request_s = {"min_timed_s": 3.0, "micro_batches": KINDS}
     assert len(recorded(noisy, optimizer=0.1, **request_s).times().micro_batches) > 2
+    # A round of 1.4 s is not followed by more for long, unless rounds of the whole model disagree.
+    once = request_s | {"min_timed_s": 1.0}
+    assert len(recorded(noisy, optimizer=0.1, **once, rung=Rung.CONFIRM).times().micro_batches) > 3
+    assert len(recorded(noisy, optimizer=0.1, **once, depth=2).times().micro_batches) < 3

@@ -57,6 +57,7 @@ def test_what_the_lead_and_a_round_take_goes_by_their_tokens() -> None:
     assert kinds.lead_micros == pytest.approx(130 / 20) and kinds.round_micros == pytest.approx(80 / 20)
     even = schedule(*[(64, 0.25)] * 4)
     assert (even.lead_micros, even.round_micros) == (2, 4)
+    assert even.evaluated == (0, 0, 1) and even.evaluated_micros == 3
 
 
 def test_the_first_round_counts_where_no_length_is_new_or_micro_batches_are_long() -> None:
@@ -86,8 +87,9 @@ def test_kinds_of_one_length_need_no_lead_of_their_own() -> None:
     assert not packed.uneven and packed.num_kinds == 4
 
 
-def test_a_round_that_its_kinds_do_not_fill_repeats_the_first() -> None:
+def test_a_round_that_its_kinds_do_not_fill_repeats_the_most_frequent() -> None:
     kinds = schedule((10, 0.2), (30, 0.3), (20, 0.5))
-    assert kinds.round == ((0, 1), (0, 2))
-    assert kinds.weights == pytest.approx((0.1, 0.3, 0.1, 0.5)) and sum(kinds.weights) == pytest.approx(1)
-    assert kinds.mean([1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.1 + 0.6 + 0.3 + 2.0)
+    assert kinds.round == ((0, 1), (2, 2))
+    assert kinds.weights == pytest.approx((0.2, 0.3, 0.25, 0.25)) and sum(kinds.weights) == pytest.approx(1)
+    assert kinds.mean([1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.2 + 0.6 + 0.75 + 1.0)
+    assert kinds.evaluated == (1, 0, 1, 2) and kinds.evaluated_micros == pytest.approx((30 + 60) / 21)

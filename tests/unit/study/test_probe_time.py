@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import MicroBatch, ModelShape, ProbeRequest
+from autotune.core.probe_types import MicroBatch, ModelShape, ProbeRequest, Rung
 from autotune.core.train_config import TrainConfig
 from autotune.study.probe_time import ProbeTimes
 from tests.helpers.factories import measurement, result
@@ -65,6 +65,15 @@ def test_a_round_of_padded_rows_takes_as_long_as_its_tokens(micro_s: float, roun
     assert times.whole_s(padded) == pytest.approx(20.0 + rounds * 3.5 * micro_s)
     more = replace(padded, micro_steps=4)  # the lead has two more of 100 tokens, the round is doubled
     assert times.whole_s(more) == pytest.approx(20.0 * (4.5 + 7.0) / (3.5 + 3.5) + rounds * 7.0 * micro_s)
+
+
+def test_a_confirmation_of_padded_rows_has_a_second_round_and_an_evaluation() -> None:
+    """An average micro batch has 200 tokens; evaluated are one of 100 tokens and two of 600, at half of the time."""
+    kinds = tuple(MicroBatch(rows=((tokens,),), length=tokens, share=share) for tokens, share in LENGTHS)
+    confirmed = replace(REQUEST, micro_batches=kinds, min_timed_s=0.0, rung=Rung.CONFIRM)
+    times = learned((None, 2.0, {"first_step": 20.0}))
+    assert times.whole_s(confirmed) == pytest.approx(20.0 + 1 * 3.5 * 2.0)  # the first of the two is in the 20 s
+    assert times.whole_s(replace(confirmed, evaluate=True)) == pytest.approx(27.0 + 6.5 * 2.0 / 2)
 
 
 @pytest.mark.parametrize(("changes", "first_s"), [({}, 30.0), ({"compile": "per_layer"}, 12.0)])
