@@ -195,7 +195,6 @@ class WorkerProber:
         """Start a worker and return; it imports its libraries meanwhile."""
         self.logs.mkdir(parents=True, exist_ok=True)
         self._process = WorkerProcess(self.device, self.logs / "worker.log")
-        self._ready = False
         self.starts += 1
 
     def close(self) -> None:

@@ -125,10 +125,12 @@ def test_a_cpu_runs_what_the_space_offers(prober: WorkerProber, knobs: dict[str,
 
 def test_an_error_in_the_model_is_a_crash_with_its_reason(prober: WorkerProber) -> None:
     broken = prober.probe(request(model=MODEL | {"model_type": "no-such-model"}), prober.logs / "broken.log")
+    starts = prober.starts
     assert broken.outcome is Outcome.CRASH and broken.phase is Phase.LOAD
     assert "no-such-model" in (broken.reason or "")
     assert "Traceback" in (prober.logs / "broken.log").read_text()
     assert prober.probe(request(), prober.logs / "after.log").outcome is Outcome.OK
+    assert prober.starts == starts + 1  # what an error leaves behind does not meet the next probe
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

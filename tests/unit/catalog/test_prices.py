@@ -1,8 +1,12 @@
 """Prices: of one GPU, of a catalogued device, and the default."""
 
+from dataclasses import replace
+from datetime import date
+
 import pytest
 
-from autotune.catalog import find_price, list_devices, list_prices
+from autotune.catalog import describe_price, find_price, list_devices, list_prices
+from autotune.catalog.prices import Price
 
 
 def test_prices_are_of_one_gpu():
@@ -26,3 +30,14 @@ def test_default_price():
     rtx = find_price("rtx-4090")
     assert rtx and rtx.usd_per_hour == 0.34
     assert find_price("cpu") is None
+
+
+def test_a_price_is_described_with_its_age_and_the_instance_that_it_is_part_of():
+    today = date(2026, 4, 1)
+    one = Price(provider="lambda", device="a10", usd_per_hour=0.75, as_of="2026-01", source="x")
+    assert describe_price(one, today) == "$0.75/h, lambda, 3 months old"
+    eighth = replace(one, count=8, quotable=False)
+    assert describe_price(eighth, today) == (
+        "$0.75/h, lambda, 3 months old, 1/8 of an instance of 8, a reference and not a quote"
+    )
+    assert describe_price(None, today) == "– (no price is known)"

@@ -77,7 +77,7 @@ def test_code_is_the_same_whatever_the_names_are(name: str) -> None:
         if file.endswith(".md"):
             assert python_of(text) == python_of(plain[file]) and text.count("\n```") == 2
         if file.endswith(".json"):
-            json.loads(text)
+            assert json.loads(text) and text.startswith("{\n  ")  # a person reads it
         if file.endswith(".yaml"):
             assert yaml.safe_load(text).keys() == yaml.safe_load(plain[file]).keys()
 

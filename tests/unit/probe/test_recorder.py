@@ -66,7 +66,7 @@ def recorded(
     micros: list[float],
     gap: float = 0.0,
     optimizer: float = 0.0,
-    fetch: float = 0.0,
+    fetch: float | Sequence[float] = 0.0,
     steps_of: int = 2,
     on_cpu: bool = False,
     lag: float = 0.0,
@@ -79,7 +79,7 @@ def recorded(
     count, done = 0, False
     while not done:
         begin = clock.now
-        clock.now += fetch
+        clock.now += fetch if isinstance(fetch, float) else fetch[len(recorder.fetches) % len(fetch)]
         recorder.fetches.append((begin, clock.now))
         for _ in range(request.micro_steps):
             recorder.begin_micro_batch()
@@ -112,6 +112,11 @@ def test_what_making_batches_takes_counts_to_the_micro_batches() -> None:
     assert times.steps[:-1] == pytest.approx(
         [0.31] * (len(times.steps) - 1)
     )  # the last ends before the next one's batches
+
+
+def test_a_step_does_not_count_the_making_of_the_next_ones_batches() -> None:
+    times = recorded([0.1], optimizer=0.05, fetch=(0.04, 0.1, 0.2), min_timed_s=2.0).times()
+    assert len(times.rests) > 3 and times.rests == pytest.approx([0.05] * len(times.rests))
 
 
 def test_a_single_micro_batch_a_step_has_its_batch_made_too() -> None:

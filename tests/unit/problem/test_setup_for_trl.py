@@ -30,6 +30,7 @@ def test_the_space_is_what_sfttrainer_does(monkeypatch: pytest.MonkeyPatch) -> N
     setup = narrowed(monkeypatch)
     assert choices(setup, "loss") == ("chunked",)
     assert choices(setup, "packing") == (False,)
+    assert "sdpa_cudnn" not in choices(narrowed(monkeypatch, space="everything"), "attention")
     assert choices(setup, "precision") == ("bf16_mixed",)
     assert "every_2" in choices(setup, "checkpointing")
     assert choices(narrowed(monkeypatch, "5.17.0"), "checkpointing") == ("none", "full")

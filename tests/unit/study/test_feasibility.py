@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autotune.core.errors import TooManyFailures
+from autotune.core.errors import NothingFits, TooManyFailures
 from autotune.core.probe_types import MicroBatch, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.study.evaluator import Evaluator
@@ -146,6 +146,20 @@ def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> No
     session.study.trials.begin(tried)
     session.study.run()
     assert len(session.study.trials.rows) == 8 and session.study.trials.best() is not None
+
+
+def test_the_leanest_configuration_is_announced_where_the_baseline_does_not_fit(start: Start) -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        if request.config in subject_of().baselines:
+            return result(request.config, outcome=Outcome.OOM, oom=oom_detail())
+        return by_tokens(request)
+
+    session = start(answer, trials=8)
+    task = subject_of()
+    with pytest.raises(NothingFits):  # it is a baseline too
+        find_feasible(task, SPACE, session.evaluator, session.said.append)
+    lean = task.space.config(task.space.leanest())
+    assert session.said[-1] == f"the baseline does not fit; trying the leanest configuration: {lean.label()}"
 
 
 def test_a_baseline_that_comes_through_after_all_may_win() -> None:
