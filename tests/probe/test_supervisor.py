@@ -41,8 +41,9 @@ def test_a_probe_comes_through(prober: WorkerProber) -> None:
     assert measured.loss_first == pytest.approx(5.545, abs=0.05)  # ln 256
     assert result.request_digest == request().digest
     assert {"load", "first_step", "steady", "total"} <= result.seconds.keys()
-    dora = prober.probe(request(dora=True, rslora=True), log).measurement  # a magnitude for each of 512 outputs a layer
-    assert dora is not None and dora.trainable_params == (16 * 1024 + 512) * 2
+    with_dora = prober.probe(request(dora=True, rslora=True), log)
+    dora = with_dora.measurement  # a magnitude for each of 512 outputs a layer
+    assert with_dora.warm and dora is not None and dora.trainable_params == (16 * 1024 + 512) * 2
 
 
 def test_confirming_evaluates_and_saves_too(prober: WorkerProber) -> None:

@@ -164,3 +164,8 @@ def test_rank_is_needed_by_lora_alone():
 )
 def test_versions_that_recompute_some_layers_only(version, expected):
     assert checkpoints_some(version) is expected
+
+
+@pytest.mark.parametrize(("checkpointing", "offloads"), [("none", False), ("full", False), ("offload", True)])
+def test_what_is_offloaded_waits_in_the_hosts_memory(checkpointing: str, offloads: bool) -> None:
+    assert TrainConfig(checkpointing=checkpointing).offloads is offloads

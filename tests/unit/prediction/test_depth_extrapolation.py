@@ -285,6 +285,18 @@ def test_doubt_grows_with_the_spread() -> None:
     assert errors[-1] > 3 * DEVICE_BOUND
 
 
+@pytest.mark.parametrize("unit", [0.1, 10.0])
+def test_doubt_is_a_share_of_a_step_however_long_that_takes(unit: float) -> None:
+    def at(depth: int, scale: float) -> Measurement:
+        made = noisy(depth, 0.05)
+        rests = tuple(scale * rest for rest in (0.02, 0.03, 0.025))
+        times = {name: tuple(scale * value for value in getattr(made, name)) for name in ("step_s", "micro_step_s")}
+        return replace(made, rest_s=rests, host_micro_s=None, **times)
+
+    one, other = (predicted(at(2, scale), at(8, scale)) for scale in (1.0, unit))
+    assert (other.noise, other.rest_noise) == pytest.approx((one.noise, one.rest_noise)) and one.rest_noise > 0
+
+
 def test_doubt_grows_with_the_layers_that_were_left_out() -> None:
     probes = [(2, noisy(2, 0.05)), (8, noisy(8, 0.05))]
     errors = [extrapolate(probes, num_layers).time_error for num_layers in (16, 32, 64)]

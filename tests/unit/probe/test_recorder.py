@@ -181,6 +181,14 @@ def test_the_time_of_a_run_is_the_mean_over_its_kinds_of_micro_batch() -> None:
     assert recorder.first_timed == 4  # after the shortest, the longest, and each kind once
 
 
+def test_what_warms_up_would_take_as_long_at_the_pace_of_what_is_timed() -> None:
+    """It did take as long here, where nothing compiles; the longest, which is not timed, goes by its tokens."""
+    recorder = of_kinds([0.1, 0.4, 0.2, 0.9])
+    assert recorder.warm_s(recorder.times()) == pytest.approx(recorder.starts[4][0])
+    even = recorded([0.1], optimizer=0.1, min_timed_s=2.0)
+    assert even.warm_s(even.times()) == pytest.approx(even.starts[2][0])
+
+
 def test_long_micro_batches_count_although_they_are_the_first_of_their_length() -> None:
     """On average a micro batch takes 2.8 s, or 0.42 s, which is long for a few layers only, or 0.21 s."""
     long, middling, short = ([unit * each for each in (2.0, 4.0, 3.0, 9.0)] for unit in (1.0, 0.15, 0.075))

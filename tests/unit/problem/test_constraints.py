@@ -16,6 +16,7 @@ from autotune.problem.constraints import (
     Floors,
     Narrowing,
     apply_floors,
+    narrow_padding,
     narrow_to_device,
     narrow_to_packages,
     refusal,
@@ -324,3 +325,15 @@ def lost_by(narrow: Callable[[Narrowing], None]) -> dict[str, set[Any]]:
     lost = {knob.name: set(knob.choices()) - left[knob.name] for knob in every.knobs}
     assert removed == {name for name, values in lost.items() if values}
     return {name: values for name, values in lost.items() if values}
+
+
+def test_what_is_padded_to_the_longest_is_compiled_only_where_it_is_packed():
+    searched = space(padding=("longest",), packing=(True, False), compile=("none", "per_layer"))
+    narrowing = Narrowing(space=searched, reserve=searched)
+    narrow_padding(narrowing)
+    assert [str(removal) for removal in narrowing.removals] == [
+        "compile per_layer: without packing: rows padded to the longest of each micro batch have too many lengths to "
+        "compile for"
+    ]
+    compiled = [chosen["packing"] for chosen in narrowing.space.enumerate() if chosen.get("compile") == "per_layer"]
+    assert compiled and all(compiled)

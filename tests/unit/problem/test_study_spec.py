@@ -163,6 +163,7 @@ def test_contradictions_are_errors_for_python_too():
         StudySpec(model="m", examples=1, tokens=1)
     with pytest.raises(UsageError, match="configs need different names"):
         StudySpec(model="m", configs=(NamedConfig(name="a"), NamedConfig(name="a")))
+    assert NamedConfig(name="a").accumulation == 1
     with pytest.raises(UsageError, match="accumulation cannot be 0"):
         NamedConfig(name="a", accumulation=0)
     with pytest.raises(UsageError, match="peak_gib cannot be -1"):
