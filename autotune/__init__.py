@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autotune.api import StudyResult, check, compare, load_study, plan, tune
+    from autotune.api import StudyResult, calibrate, check, compare, load_study, plan, tune
     from autotune.core.errors import AutotuneError
     from autotune.core.train_config import TrainConfig
     from autotune.problem.search_space import SearchSpace
@@ -16,6 +16,7 @@ __all__ = [
     "StudyResult",
     "StudySpec",
     "TrainConfig",
+    "calibrate",
     "check",
     "compare",
     "load_study",

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from autotune.planning.compare import Budget, Comparison, Owned
     from autotune.planning.plan import Plan
     from autotune.planning.run_check import CheckReport
+    from autotune.prediction.calibration import Calibration
     from autotune.study.named_configs import ConfigResult
     from autotune.study.session import Leader, Session
 
@@ -47,6 +48,7 @@ __all__ = [
     "StudyResult",
     "StudySpec",
     "TrainConfig",
+    "calibrate",
     "check",
     "compare",
     "load_study",
@@ -145,6 +147,33 @@ def check(file: str | Path, **options: Any) -> "CheckReport":
     from autotune.planning.observations import known_observations
 
     return planning.check(Path(file), options, observations=known_observations())
+
+
+def calibrate(
+    gpu: str = "auto",
+    *,
+    progress: Callable[[str], Any] = lambda text: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> "Calibration":
+    """Measure the device of this machine and its host, and keep the result for estimates, as `autotune calibrate` does.
+
+    Raises:
+        AutotuneError: there is no such device here, it cannot be measured, or the result cannot be kept.
+        Cancelled: `should_stop` returned True; nothing is kept.
+    """
+    from autotune.prediction.calibration import kept_path, write_calibration
+    from autotune.probe.calibrate import calibrate as measure
+    from autotune.problem.target import find_target
+
+    target = find_target(gpu)
+    if target.measured_on is not None:
+        raise UsageError(
+            f"{target.device.name} is not here, but {target.measured_on.name}",
+            remedy="calibrate the card that is here: leave --gpu out",
+        )
+    made = measure(target, say=progress, should_stop=should_stop)
+    write_calibration(made, kept_path(made.device))
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -17,8 +17,8 @@ from common import save, table
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.step_time import REFERENCE, UNKNOWN_HOST, estimate_step_time
-from autotune.prediction.transfer import interval, speed_transfer
+from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
+from autotune.prediction.transfer import REFERENCE, interval, speed_transfer
 
 DATA = Path(__file__).parent / "data" / "published_speeds.yaml"
 COLUMNS = ["model", "config", "published", "predicted", "error", "low", "high", "host_share"]

@@ -21,8 +21,7 @@ from common import save, table
 
 from autotune.catalog import DeviceSpec, resolve_device
 from autotune.core.files import load_yaml
-from autotune.prediction.step_time import REFERENCE
-from autotune.prediction.transfer import USUAL_SHARE, SpeedTransfer, interval, peak_tflops, speed_transfer
+from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, SpeedTransfer, interval, peak_tflops, speed_transfer
 
 EXPONENTS = [round(0.1 * step, 1) for step in range(11)]
 SHARES = EXPONENTS[1:-1]

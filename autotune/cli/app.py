@@ -58,6 +58,10 @@ COMMANDS = {
         "It shows a copy in memory, with notes, figures and reports; the database is only read. A study that still "
         "runs is read again every 5 seconds while the page is open.",
     ),
+    "calibrate": (
+        "calibrate:calibrate",
+        "Measure this machine in about 30 seconds: card, host, disk and link. Estimates for it use that from then on.",
+    ),
     "doctor": ("doctor:doctor", "Check whether this machine has what a study needs."),
     "gpus": ("catalogs:gpus", "List the GPUs of the catalogue."),
     "models": ("catalogs:models", "List the models of the catalogue."),

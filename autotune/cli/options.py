@@ -59,7 +59,7 @@ LENGTHS = (
     *("examples", "dataset", "split", "tokenizer", "loss_on", "lengths"),
     *("mean_tokens", "p99_tokens", "tokens_per_example", "tokens"),
 )
-CARD = ("memory_gib", "headroom", "price", "prices")
+CARD = ("memory_gib", "headroom", "price", "prices", "calibration")
 PLANNED = (
     *("spec", "space", *LENGTHS, "epochs", "global_batch", "global_batch_tokens", "seq_len", "rank", "set_", *CARD),
     *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "slack"),

@@ -63,6 +63,11 @@ def read_user_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     raise UsageError(f"cannot read {path}: {reason}", remedy="check the path")
 
 
+def cache_directory() -> Path:
+    """What is kept for this user between studies: $XDG_CACHE_HOME or ~/.cache, and in it autotune."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
+
+
 def refuse_special_files(directory: Path) -> None:
     """Raises UsageError if a directory holds a pipe, a socket or a device, on which a library may wait for ever."""
     for path in directory.glob("*"):

@@ -240,6 +240,21 @@ class Telemetry:
         return tuple(reason for reason in self.throttle_reasons if reason != "power cap")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """What a device reaches when it does one thing at a time, on random data.
+
+    `products` are TFLOP/s of products of square matrices, by dtype (bf16, fp16, fp32) and side. `copy_gb_s` counts what
+    a copy within the device's memory reads and what it writes; `link_gb_s` is the slower direction between the host's
+    pinned memory and the device, None on a CPU. `launch_us` are microseconds of the host for one small kernel.
+    """
+
+    products: dict[str, dict[int, float]]
+    copy_gb_s: float
+    link_gb_s: float | None
+    launch_us: float
+
+
 # The host sets the pace if issuing a micro batch takes it at least this share of the time of a micro batch.
 HOST_SHARE = 0.8
 

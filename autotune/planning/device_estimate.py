@@ -2,7 +2,8 @@
 
 The device's time is that of the reference card (`prediction/step_time`), transferred to the device
 (`prediction/transfer`) and corrected by what others measured there with the same method. The host's time to issue the
-work is that of a host of which nothing is known. Nothing here is measured on the device at hand.
+work is that of a host of which nothing is known. Where there is a calibration, it replaces what is assumed of its card
+and of its host.
 """
 
 import functools
@@ -16,9 +17,18 @@ from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.observations import Observation
+from autotune.prediction.calibration import Calibration
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
-from autotune.prediction.step_time import REFERENCE, UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
-from autotune.prediction.transfer import BETWEEN, WITHIN, SpeedTransfer, interval, speed_transfer
+from autotune.prediction.step_time import UNKNOWN_HOST, StepTimeEstimate, estimate_step_time, host_of
+from autotune.prediction.transfer import (
+    BETWEEN,
+    REFERENCE,
+    WITHIN,
+    SpeedTransfer,
+    calibrated_parts,
+    interval,
+    speed_transfer,
+)
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate, run_cost
 from autotune.problem.study_spec import StudySpec
@@ -30,7 +40,15 @@ ACCURACY = (
     "memory by a formula that was within 0.3 % of the 3 models on an H200 that it was made with, and 5.1 % of 11 "
     "others (LoRA, nf4, full fine-tuning); speed by another, 12 % off in the median of these"
 )
+NOT_MEASURED = "Nothing was measured here. Estimated"
+CALIBRATED_METHOD = ("lora", "none")  # method and quantisation of the training in a calibration
 MAX_DEVIATIONS = 6.0  # an observation further from the expected speed than so many standard deviations is ignored
+
+
+def how_known(calibration: Calibration | None, device: DeviceSpec) -> str:
+    """What estimates for a card rest on, in a sentence without its stop."""
+    parts = calibrated_parts(calibration, device)
+    return f"{f'Estimated, {parts}' if parts else NOT_MEASURED}: {ACCURACY}"
 
 
 def planned_device(name: str) -> DeviceSpec:
@@ -87,8 +105,8 @@ def estimate(
         price=task.price,
         memory=memory,
     )
-    step_time = estimate_step_time(task.model, task.workload.at_mean(config), UNKNOWN_HOST)
-    return with_speed(without_speed, step_time, shape, observations)
+    step_time = estimate_step_time(task.model, task.workload.at_mean(config), host_of(task.calibration))
+    return with_speed(without_speed, step_time, shape, observations, calibration=task.calibration)
 
 
 def with_speed(
@@ -98,16 +116,19 @@ def with_speed(
     observations: Sequence[Observation] = (),
     *,
     num_steps: int | None = None,
+    calibration: Calibration | None = None,
 ) -> DeviceEstimate:
     """Add speed and cost to an estimate of memory; unchanged where it does not fit, or no formula knows the speed.
 
-    `step_time` is that of the reference card. `num_steps` is given for a run that ends after so many steps.
+    `step_time` is that of the reference card with the host in question. `num_steps` is given for a run that ends after
+    so many steps.
     """
     device, config = estimated.device, estimated.config
-    if estimated.state not in (FITS, TIGHT):
+    if estimated.state not in (FITS, TIGHT) or step_time is None:
         return estimated
-    transfer = observed_transfer(resolve_device(REFERENCE), device, config, observations)
-    if step_time is None or transfer is None:
+    reference = resolve_device(REFERENCE)
+    transfer = observed_transfer(reference, device, config, observations, calibration, side=step_time.side)
+    if transfer is None:
         return estimated
     here = step_time.on(transfer)
     step_s = shape.accumulation * here.micro_s + here.rest_s
@@ -129,6 +150,7 @@ def with_speed(
         samples_per_s=speed.samples_per_second / gpus,
         cost=replace(cost, evidence=Evidence.ESTIMATED),
         num_observations=transfer.basis,
+        calibration=calibration,
     )
 
 
@@ -168,20 +190,33 @@ def _ratio_to_formula(observed: Observation) -> float | None:
 
 
 def observed_transfer(
-    source: DeviceSpec, target: DeviceSpec, config: TrainConfig, observations: Sequence[Observation]
+    source: DeviceSpec,
+    target: DeviceSpec,
+    config: TrainConfig,
+    observations: Sequence[Observation],
+    calibration: Calibration | None = None,
+    *,
+    side: float | None = None,
 ) -> SpeedTransfer | None:
     """How a speed transfers between two cards, corrected by what was measured on the target with this method and base.
 
-    None where a rate of either card is not known.
+    Either card may be calibrated. None where a rate of either is not known.
     """
-    precision = "fp8" if config.quantization == "fp8" else "bf16"
-    ratios = measured_ratios(observations, target, config.method, config.quantization)
-    return speed_transfer(source, target, ratios, precision=precision)
+    kind = config.method, config.quantization
+    return speed_transfer(
+        source,
+        target,
+        measured_ratios(observations, target, *kind),
+        precision="fp8" if config.quantization == "fp8" else "bf16",
+        calibration=calibration,
+        side=side,
+        alike=kind == CALIBRATED_METHOD,
+    )
 
 
 def corrected_by_observations(task: Task, observations: Sequence[Observation]) -> Task:
     """The task, its projection from another card corrected by what was measured on the task's own device."""
     if task.measured_on is None:
         return task
-    transfer = observed_transfer(task.measured_on, task.device, task.baselines[0], observations)
+    transfer = observed_transfer(task.measured_on, task.device, task.baselines[0], observations, task.calibration)
     return replace(task, carried=transfer) if transfer and transfer.basis else task

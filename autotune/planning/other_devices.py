@@ -61,7 +61,7 @@ def _estimate_on(
     estimated = DeviceEstimate(
         device=card, config=winner.config, state=state, need_gib=need, limit_gib=limit, price=price
     )
-    transfer = observed_transfer(source, card, winner.config, published_observations())
+    transfer = observed_transfer(source, card, winner.config, published_observations(), task.calibration)
     if state != FITS or transfer is None:
         return estimated
     speed = replace(task, device=card, measured_on=source, carried=transfer).performance(winner.config, measurements)

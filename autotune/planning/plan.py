@@ -18,6 +18,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import ACCURACY, estimate, limit_of, planned_device
 from autotune.planning.observations import Observation, Say, silent
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
+from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.constraints import refusal
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
@@ -273,6 +274,7 @@ def plan_data(made: Plan) -> dict[str, Any]:
         "configurations": {"looked_at": made.num_estimated, "of": made.space_size},
         "seen": [observed.source for observed in made.observations],
         "how_sure": ACCURACY,
+        "calibrated": calibrated_parts(task.calibration, task.device),
         "what_fits": {name: [_cell_data(cell) for cell in cells] for name, cells in memory_tables(made).items()},
     }
 

@@ -23,6 +23,7 @@ from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import plan_task
 from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
 from autotune.prediction.memory_formula import unsupported
+from autotune.prediction.transfer import calibrated_parts
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.setup import DEFAULT_TOKENS, set_up
@@ -88,6 +89,7 @@ def check(
         workload=_workload(task.workload, spec, run),
         price=task.price,
         observations=tuple(observations),
+        calibration=task.calibration,
     )
     checked = check_run(context, run)
     if checked is None:
@@ -288,6 +290,7 @@ def report_data(report: CheckReport) -> dict[str, Any]:
         "faster": faster and asdict(faster) | {"config": faster.config.as_dict()},
         "notes": list(report.notes),
         "how_sure": ACCURACY,
+        "calibrated": calibrated_parts(context.calibration, context.device),
         "evidence": Evidence.ESTIMATED,
     }
 

@@ -13,8 +13,10 @@ from autotune.core.units import gib
 from autotune.planning.device_estimate import with_speed
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import Observation
+from autotune.prediction.calibration import Calibration
 from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, memory_breakdown
-from autotune.prediction.step_time import REFERENCE, UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
+from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
+from autotune.prediction.transfer import REFERENCE
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.workload import Workload
 
@@ -55,6 +57,7 @@ class CheckContext:
     workload: Workload
     price: Price | None = None
     observations: tuple[Observation, ...] = ()
+    calibration: Calibration | None = None
 
     def bounds(self, run: ForeignConfig) -> MemoryBounds | None:
         """What a run needs with these examples; None for a model that no formula covers."""
@@ -100,7 +103,14 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
     shape = context.workload.run_shape(run.config, accumulation=run.accumulation, world_size=run.num_gpus or 1)
     shape = replace(shape, epochs=run.epochs or 1)
     step_time = _step_time(context, run)
-    estimated = with_speed(without_speed, step_time, shape, context.observations, num_steps=run.max_steps)
+    estimated = with_speed(
+        without_speed,
+        step_time,
+        shape,
+        context.observations,
+        num_steps=run.max_steps,
+        calibration=context.calibration,
+    )
     return CheckedRun(run=run, bounds=bounds, estimate=estimated, edits=edits or {})
 
 
@@ -150,7 +160,7 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
     """The times of a step on the reference card; None where no formula covers the model or the configuration."""
     config = context.workload.at_mean(run.config)
-    step_time = estimate_step_time(context.model, _checkpoints_on_gpu(config), UNKNOWN_HOST)
+    step_time = estimate_step_time(context.model, _checkpoints_on_gpu(config), host_of(context.calibration))
     if step_time is None:
         return None
     cast = _cast_s(context.model, run)

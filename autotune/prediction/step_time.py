@@ -2,7 +2,7 @@
 
 The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`, `benchmarks/search_efficiency.py`), and
 `transfer` converts both parts to other cards. The host's time to issue the work is a lower bound of its own, which no
-card changes, and the least certain number: hosts differ by a factor of two.
+card changes, and the least certain number: hosts differ by a factor of two, unless a calibration measured this one.
 """
 
 import math
@@ -13,10 +13,10 @@ from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
 from autotune.core.probe_types import Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
+from autotune.prediction.calibration import Calibration
 from autotune.prediction.memory_formula import kept_bytes, memory_breakdown, supported
-from autotune.prediction.transfer import USUAL_SHARE, SpeedTransfer, products_tflops
+from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, SpeedTransfer, products_tflops
 
-REFERENCE = "h200-sxm"
 FP8 = 1.36  # that rate with factors in 8 bits, relative to bf16
 # Bytes moved for each byte that a layer keeps, with temporary tensors; for each logit; for each byte of a 4-bit base.
 EAGER, COMPILED = (10.5, 560.0, 8.5), (5.0, 260.0, 5.0)
@@ -40,11 +40,23 @@ MEASURED_HOST = Host(scale=1.0, error=0.25)
 UNKNOWN_HOST = Host(scale=0.6, error=0.5)
 
 
+def host_of(calibration: Calibration | None) -> Host:
+    """The host of a calibration, with the error of a measured one; an unknown host without a calibration.
+
+    One that was calibrated with a CPU alone also computed what it issued, and is no more certain than an unknown host.
+    """
+    if calibration is None:
+        return UNKNOWN_HOST
+    scale = calibration.layer_ms / (HOST_MS["eager"] * (1 + AGAIN))
+    return Host(scale=scale, error=(MEASURED_HOST if calibration.on_gpu else UNKNOWN_HOST).error)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeEstimate:
     """Seconds of a micro batch, by device and host, and `rest_s` after the last one of a step: clipping, the optimizer.
 
-    The device multiplies, and moves bytes. Errors are standard deviations of the logarithms.
+    The device multiplies, and moves bytes. Errors are standard deviations of the logarithms. `side` is that of square
+    matrices whose product has as many multiply-adds as those of the layers have in the mean; None where it is unknown.
     """
 
     products_s: float
@@ -53,6 +65,7 @@ class StepTimeEstimate:
     rest_s: float
     device_error: float = DEVICE_ERROR
     host_error: float = MEASURED_HOST.error
+    side: float | None = None
 
     @property
     def device_s(self) -> float:
@@ -143,4 +156,5 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASU
         host_s=sizes.layers * issue_ms / 1000 * (1 + AGAIN * again) * host.scale,
         rest_s=stepped / bandwidth,
         host_error=host.error,
+        side=math.cbrt(tokens * sizes.linear_params / (sizes.layers * len(sizes.linears))),
     )

@@ -5,7 +5,7 @@ the 0.3rd of the power that the card may draw: newer cards multiply faster than 
 power cannot keep their clocks. What moves bytes goes with the bandwidth. The host's time to issue the work stays what
 it is. The exponents were fitted on 574 published pairs (`benchmarks/projection.py`). On one pair of cards a method
 deviates from this by about `BETWEEN`, the same for every configuration of the method, so one measurement on the target
-helps; `WITHIN` is the scatter that remains.
+helps; `WITHIN` is the scatter that remains. What a calibration measured of a card replaces its data sheet.
 """
 
 import math
@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autotune.catalog import DeviceSpec
+from autotune.prediction.calibration import Calibration
 
-PEAK, POWER_W, REACHED = 989.4, 700.0, 0.67  # of an H200, and the share of its dense peak that products reach
+REFERENCE = "h200-sxm"  # the card that the formulas were fitted on
+PEAK, POWER_W, REACHED = 989.4, 700.0, 0.67  # its own, and the share of its dense peak that products reach
 OF_PEAK, OF_POWER = 0.7, 0.3  # exponents
 CEILING = 0.95  # no card is taken to multiply at more of its dense peak
 USUAL_SHARE = 0.3  # of the time on an H200, in products, in the published pairs; for what no formula knows
@@ -23,6 +25,11 @@ BETWEEN, WITHIN = 0.14, 0.09  # standard deviations of the logarithm of a ratio
 MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
 UNMEASURED = 2 * BETWEEN
 EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
+# What products reach in training, of what they reach alone; what a copy reaches of the bandwidth of a data sheet, in
+# which the formula of step time counts. Both are assumed, as nobody measured these rates of an H200: 0.72 of its peak,
+# in the middle of what cards keep under their power cap, and 0.88 of its bandwidth. The training in a calibration
+# corrects what is wrong with both together.
+IN_TRAINING, COPIED = REACHED / 0.72, 0.88
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,30 +61,79 @@ def interval(value: float, error: float) -> tuple[float, float]:
     return value / spread, value * spread
 
 
+def calibrates(calibration: Calibration | None, device: DeviceSpec) -> bool:
+    """Whether a calibration replaces the data sheet of a card.
+
+    Not that of the reference: the formulas were fitted on that card, which says more than one training. And not that of
+    a CPU, for which there is no formula.
+    """
+    return calibration is not None and calibration.device == device.name != REFERENCE and device.kind != "cpu"
+
+
+def calibrated_parts(calibration: Calibration | None, device: DeviceSpec) -> str | None:
+    """'card and host calibrated on this machine, 2026-11-22': what of an estimate for the card was; None if nothing."""
+    if calibration is None:
+        return None
+    return f"{'card and host' if calibrates(calibration, device) else 'host'} {calibration.label}"
+
+
 def speed_transfer(
-    source: DeviceSpec, target: DeviceSpec, known: Sequence[float] = (), *, precision: str = "bf16"
+    source: DeviceSpec,
+    target: DeviceSpec,
+    known: Sequence[float] = (),
+    *,
+    precision: str = "bf16",
+    calibration: Calibration | None = None,
+    side: float | None = None,
+    alike: bool = False,
 ) -> SpeedTransfer | None:
     """How a speed transfers from `source` to `target`; None where a rate of either card is unknown.
 
-    `known` are speeds measured on the target with the same method, over those that were expected there. `precision` is
-    that of the products: bf16, fp16 or fp8.
+    `known` are speeds measured on the target with the same method, over those that were expected there. They do not
+    count where the target is calibrated: its calibration has a training, which counts as one if it was `alike`.
+    `precision` is that of the products (bf16, fp16 or fp8), `side` their size as in `Calibration.products_tflops`.
     """
     if source.name == target.name:
         return SpeedTransfer(products=1.0, bytes=1.0, error=0.0)
-    of_source, of_target = products_tflops(source, precision), products_tflops(target, precision)
-    bandwidth, target_bandwidth = source.bandwidth_gb_s, target.bandwidth_gb_s
-    if not (of_source and of_target and bandwidth and target_bandwidth):
+    of_source = card_rates(source, precision, calibration, side)
+    of_target = card_rates(target, precision, calibration, side)
+    if of_source is None or of_target is None:
         return None
-    between = BETWEEN if is_measured_kind(source) and is_measured_kind(target) else UNMEASURED
-    variance, noise, count = between**2, WITHIN**2, len(known)
-    shift = math.exp(sum(map(math.log, known)) * variance / (count * variance + noise))
+    calibrated = calibrates(calibration, target)
+    measured = is_measured_kind(source) and (calibrated or is_measured_kind(target))
+    between = BETWEEN if measured else UNMEASURED
+    variance, noise = between**2, WITHIN**2
+    shift, count = 1.0, len(known)
+    if calibration is not None and calibrated:  # its rates hold what its training showed
+        count = int(alike and calibration.reference is not None)
+    else:
+        shift = math.exp(sum(map(math.log, known)) * variance / (count * variance + noise))
     left = variance * noise / (count * variance + noise)
     return SpeedTransfer(
-        products=shift * of_target / of_source,
-        bytes=shift * target_bandwidth / bandwidth,
+        products=shift * of_target[0] / of_source[0],
+        bytes=shift * of_target[1] / of_source[1],
         error=math.sqrt(left + noise),
-        basis=count,
+        basis=0 if calibrated else count,
     )
+
+
+def card_rates(
+    device: DeviceSpec, precision: str, calibration: Calibration | None, side: float | None = None
+) -> tuple[float, float] | None:
+    """TFLOP/s of products and GB/s of a card in training, calibrated or else by its data sheet; None where unknown."""
+    by_data_sheet = products_tflops(device, precision)
+    if calibration is None or not calibrates(calibration, device):
+        bandwidth = device.bandwidth_gb_s
+        return (by_data_sheet, bandwidth) if by_data_sheet and bandwidth else None
+    products = IN_TRAINING * calibration.products_tflops(side)
+    if precision == "fp8":  # which is not calibrated: it is as much faster as the data sheet has it
+        plain = products_tflops(device)
+        if not by_data_sheet or not plain:
+            return None
+        products *= by_data_sheet / plain
+    # The calibration's training weighs as one measurement of others does.
+    shift = (calibration.reference or 1.0) ** (BETWEEN**2 / (BETWEEN**2 + WITHIN**2))
+    return shift * products, shift * calibration.rates.copy_gb_s / COPIED
 
 
 def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from autotune.core.machine import processor_name
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import PROBE_VERSION, Fingerprint
@@ -243,7 +244,7 @@ class CpuMeter:
 
     def fingerprint(self) -> Fingerprint:
         return _fingerprint(
-            device=_cpu_name(),
+            device=processor_name(),
             device_memory_gib=round(self.memory_gib(), 1),
             allocator="malloc",
             threads=torch.get_num_threads(),
@@ -270,8 +271,3 @@ def _fingerprint(**fields: Any) -> Fingerprint:
         except metadata.PackageNotFoundError:
             continue
     return Fingerprint(python=platform.python_version(), packages=packages, probe=PROBE_VERSION, **fields)
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.lower().startswith("model name")), "CPU")

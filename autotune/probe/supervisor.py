@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
 from autotune.core.nvml import Nvml
-from autotune.core.probe_types import Fingerprint, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import DeviceRates, Fingerprint, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.scratch import scratch_directory
 from autotune.core.serialization import from_data, to_data
 from autotune.core.text import printable
@@ -190,6 +190,22 @@ class WorkerProber:
                 remedy=f"pass a causal language model; {self.logs / 'worker.log'} says more",
             )
         return from_data(ModelShape, message["shape"])
+
+    def rates(self) -> DeviceRates:
+        """What the device reaches when it does one thing at a time. Raises as `probe` does."""
+        process = self._ready_process()
+        try:
+            process.send({"rates": True})
+            message = self._receive(process, Monitor(None))
+        except ENDED:
+            message = {"reason": self._end_of_worker(by_oom_killer=False)}
+        if message is not None and message.get("event") == "rates":
+            return from_data(DeviceRates, message["rates"])
+        self.close()
+        reason = message["reason"] if message else f"it took more than {DEADLINES[Phase.START]:.0f} s"
+        raise EnvironmentProblem(
+            f"the device could not be measured: {printable(reason)}", remedy="see what else uses it: `autotune doctor`"
+        )
 
     def launch(self) -> None:
         """Start a worker and return; it imports its libraries meanwhile."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from autotune.core.probe_types import OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import DeviceRates, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.process import die_with_parent, take_group_along
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
@@ -68,6 +68,9 @@ def main() -> None:
         if "describe" in message:
             _describe(message["describe"], send)
             continue
+        if "rates" in message:
+            _measure_rates(worker, send)
+            continue
         _log_to(message["log"])
         worker.log = message["log"]
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
@@ -96,6 +99,15 @@ def _describe(model: dict[str, Any], send: Callable[..., None]) -> None:
         send(event="broken", reason=reason)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
+def _measure_rates(worker: "Worker", send: Callable[..., None]) -> None:
+    """Send what the device reaches."""
+    try:
+        send(event="rates", rates=to_data(worker.rates()))
+    except Exception as error:
+        traceback.print_exc()
+        send(event="broken", reason=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 class Worker:
@@ -131,6 +143,17 @@ class Worker:
         self._served = 0
         self.meter.settle()
         self._empty_gib = self.meter.allocated_gib()
+
+    def rates(self) -> DeviceRates:
+        """What the device reaches when it does one thing at a time; no model is kept."""
+        from autotune.probe.device_rates import measure_rates
+
+        self._drop(list(self._residents))
+        rates = measure_rates(self.meter)
+        self.meter.release()
+        self.meter.settle()  # what libraries keep of it is context
+        self._empty_gib = self.meter.allocated_gib()
+        return rates
 
     def serve(self, request: ProbeRequest) -> tuple[ProbeResult, bool]:
         """The result of one probe, and whether this process is as good as new after it."""

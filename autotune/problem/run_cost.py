@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from autotune.catalog import DeviceSpec, Price
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.calibration import Calibration
 from autotune.prediction.memory_formula import MemoryBreakdown
-from autotune.prediction.transfer import is_measured_kind
+from autotune.prediction.transfer import calibrated_parts, calibrates, is_measured_kind
 from autotune.problem.performance import Performance
 from autotune.problem.run_options import KEPT_CHECKPOINTS, RunOptions
 from autotune.problem.workload import RunShape, Workload
@@ -81,7 +82,7 @@ class DeviceEstimate:
     `state` is FITS, TIGHT, OOM, or what the device lacks. `need_gib` is reserved at the peak, of the `limit_gib` that
     tensors may take; `memory` is what it consists of, None where it was measured. `tokens_per_s` are useful tokens of
     one device, and 80 % of cases lie in `interval`. Unknown speeds and costs are None. `num_observations` counts the
-    measurements by others on this device that the speed rests on.
+    measurements by others on this device that the speed rests on; `calibration` is what it rests on too.
     """
 
     device: DeviceSpec
@@ -96,6 +97,7 @@ class DeviceEstimate:
     samples_per_s: float | None = None
     cost: CostProjection | None = None
     num_observations: int = 0
+    calibration: Calibration | None = None
 
     @property
     def margin(self) -> float:
@@ -105,7 +107,13 @@ class DeviceEstimate:
     @property
     def is_guess(self) -> bool:
         """Whether the speed rests on data sheets alone: no card of this kind was measured by anybody."""
-        return self.interval is not None and not self.num_observations and not is_measured_kind(self.device)
+        measured = self.num_observations or is_measured_kind(self.device) or calibrates(self.calibration, self.device)
+        return self.interval is not None and not measured
+
+    @property
+    def calibrated(self) -> str | None:
+        """What of the speed a calibration measured, and when; None without one."""
+        return calibrated_parts(self.calibration, self.device)
 
 
 def run_cost(

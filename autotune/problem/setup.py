@@ -15,14 +15,16 @@ from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, load_pric
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.calibration import Calibration, read_calibration
 from autotune.prediction.memory_formula import Sizes
+from autotune.prediction.transfer import speed_transfer
 from autotune.problem import constraints
 from autotune.problem.constraints import Floors, Narrowing
 from autotune.problem.dataset import dataset_lengths, form_of
 from autotune.problem.length_distribution import Lengths, read_lengths
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.study_spec import MAX_COUNT, StudySpec
-from autotune.problem.target import Target
+from autotune.problem.target import Target, kept_calibration
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 
@@ -89,6 +91,10 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     constraints.narrow_packing(narrowing, workload, model.config["model_type"])
     constraints.narrow_padding(narrowing)
     warnings = _warnings(spec, narrowing, workload)
+    calibration = calibration_of(spec, target.measured_on or target.device, say)
+    carried = target.carried
+    if target.measured_on is not None and calibration is not None:
+        carried = speed_transfer(target.measured_on, target.device, calibration=calibration)
     proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(
         study=spec.study or f"{target.device.name}{proxy}-{model.short}-{space.name}".lower(),
@@ -100,12 +106,25 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
         space=narrowing.space,
         trainer=spec.trainer,
         measured_on=target.measured_on,
-        carried=target.carried,
+        carried=carried,
         run_options=spec.run_options,
+        calibration=calibration,
     )
     setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
+
+
+def calibration_of(
+    spec: StudySpec, device: DeviceSpec, say: Callable[[str], None] = lambda text: None
+) -> Calibration | None:
+    """The calibration that the spec names; else what is kept of the device that probes, if that is here.
+
+    Raises UsageError if the file is no calibration.
+    """
+    if spec.calibration is not None:
+        return read_calibration(Path(expanduser(spec.calibration)))
+    return kept_calibration(device, say)
 
 
 def known_shape(model: ModelSpec) -> ModelShape | None:

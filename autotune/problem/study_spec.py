@@ -182,6 +182,9 @@ class StudySpec:
     prices: str | None = _option(
         None, "File with your own prices (`autotune prices` shows the format).", metavar="FILE"
     )
+    calibration: str | None = _option(
+        None, "What `autotune calibrate --out` wrote.", metavar="FILE", shown_default="that of this machine and card"
+    )
     min_rank: int | None = _count(None, "Smallest LoRA rank.", shown_default="16")
     max_truncated: float | None = _share(None, "Largest share of tokens that may be cut off.", shown_default="0.01")
     allow_quantized: bool = _option(False, "Let quantised bases win.")

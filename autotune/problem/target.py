@@ -4,13 +4,16 @@ A larger GPU can probe for a smaller device. Under a cap of the device's memory 
 would on the device; its speed is projected. What the device has and the GPU here lacks cannot be tried.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from autotune.catalog import DeviceSpec, match_device, resolve_device
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
-from autotune.core.text import dashed
+from autotune.core.machine import processor_name
+from autotune.core.text import dashed, printable
 from autotune.core.units import fmt_gib
+from autotune.prediction.calibration import HERE, Calibration, kept_path, read_calibration
 from autotune.prediction.transfer import SpeedTransfer, speed_transfer
 
 IGNORED_GIB = 0.5  # what other processes hold of a GPU is ignored up to here: a display server, a monitor
@@ -81,6 +84,47 @@ def device_cap_gib(device: DeviceSpec, asked_gib: float | None = None) -> float:
     return min(known)
 
 
+def present_card() -> nvml.GpuInfo | None:
+    """The GPU of this machine that probes; None where there is none."""
+    visible = nvml.first_visible()
+    return next((card for card in nvml.list_gpus() if visible in (card.index, card.uuid)), None)
+
+
+def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
+    """What the catalogue knows of a GPU of this machine; its rates are unknown, not guessed, where that is nothing."""
+    return match_device(card.name, card.memory_gib) or DeviceSpec(
+        name=dashed(card.name),
+        vendor="nvidia",
+        compute_capability=card.compute_capability,
+        memory_gib=card.memory_gib,
+        memory_source="NVML",
+        source="NVML",
+    )
+
+
+def kept_calibration(device: DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Calibration | None:
+    """What `autotune calibrate` kept of this device; None where that is nothing, or the device is not here.
+
+    `say` gets a warning where there is one that cannot be used.
+    """
+    path = kept_path(device.name)
+    if not path.is_file():
+        return None
+    card = None if device.kind == "cpu" else present_card()
+    if device.kind != "cpu" and (card is None or data_sheet(card) != device):
+        return None
+    try:
+        kept = replace(read_calibration(path), place=HERE)
+    except UsageError as error:
+        say(f"warning: {error}; it is not used (`autotune calibrate` makes it anew)")
+        return None
+    if kept.processor != processor_name():  # machines may share a home
+        of_another = f"it is of a machine with {printable(kept.processor)}"
+        say(f"warning: the kept calibration is not used: {of_another} (`autotune calibrate` makes it anew)")
+        return None
+    return kept
+
+
 def find_target(name: str) -> Target:
     """The target of this name on this machine: its CPU, its GPU, or a device that its GPU can probe for.
 
@@ -89,15 +133,14 @@ def find_target(name: str) -> Target:
     wanted = None if name.strip().lower() == "auto" else resolve_device(name)
     if wanted is not None and wanted.kind == "cpu":
         return Target(device=wanted)
-    visible = nvml.first_visible()
-    card = next((card for card in nvml.list_gpus() if visible in (card.index, card.uuid)), None)
+    card = present_card()
     if card is None:
         instead = f"estimate with `autotune plan --gpu {wanted.name}`" if wanted else "run on a machine that has one"
         raise EnvironmentProblem(
             f"{wanted.name if wanted else 'an NVIDIA GPU'} was asked for, but there is no NVIDIA GPU here to probe on",
             remedy=f"{instead}, or try the tool on the processor: --gpu cpu --model demo-3m",
         )
-    present = match_device(card.name, card.memory_gib) or _uncatalogued(card)
+    present = data_sheet(card)
     if wanted is None or wanted.name == present.name:
         return Target(device=present, card=card)
     lack = _lack(wanted, present, card)
@@ -125,15 +168,3 @@ def _lack(wanted: DeviceSpec, present: DeviceSpec, card: nvml.GpuInfo) -> str | 
     if wanted.supports_bf16 and not present.supports_bf16:
         return "it has no bf16"
     return None
-
-
-def _uncatalogued(card: nvml.GpuInfo) -> DeviceSpec:
-    """The data sheet of a GPU that the catalogue does not know: its rates are unknown, not guessed."""
-    return DeviceSpec(
-        name=dashed(card.name),
-        vendor="nvidia",
-        compute_capability=card.compute_capability,
-        memory_gib=card.memory_gib,
-        memory_source="NVML",
-        source="NVML",
-    )

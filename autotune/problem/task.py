@@ -7,8 +7,9 @@ from functools import cached_property
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, resolve_device
 from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig, digest_of
-from autotune.prediction.step_time import REFERENCE, divide_step_time, estimate_step_time
-from autotune.prediction.transfer import SpeedTransfer, peak_tflops, speed_transfer
+from autotune.prediction.calibration import Calibration
+from autotune.prediction.step_time import divide_step_time, estimate_step_time
+from autotune.prediction.transfer import REFERENCE, SpeedTransfer, peak_tflops, speed_transfer
 from autotune.problem.constraints import Floors
 from autotune.problem.performance import Performance, performance, score
 from autotune.problem.run_options import RunOptions
@@ -23,7 +24,8 @@ class Task:
     """What is tuned for what: the facts that every number of the study depends on.
 
     `measured_on` is a larger device of this machine that probes for `device` under a memory cap, and `carried` how its
-    speed transfers to `device`; both are None where the device itself probes.
+    speed transfers to `device`; both are None where the device itself probes. `calibration` is of either of the two, or
+    of another card whose host is meant.
     """
 
     study: str
@@ -37,6 +39,7 @@ class Task:
     measured_on: DeviceSpec | None = None
     carried: SpeedTransfer | None = None
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
+    calibration: Calibration | None = None
 
     @property
     def search_price(self) -> Price | None:
@@ -67,7 +70,8 @@ class Task:
         if self.carried is None:
             return measurement, 0.0
         by_formula = estimate_step_time(self.model, self.workload.at_mean(config))
-        to_source = speed_transfer(resolve_device(REFERENCE), self.measured_on or self.device)
+        source = self.measured_on or self.device
+        to_source = speed_transfer(resolve_device(REFERENCE), source, calibration=self.calibration)
         if by_formula is not None and to_source is not None:
             by_formula = by_formula.on(to_source)
         here = divide_step_time(measurement, by_formula)

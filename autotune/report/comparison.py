@@ -20,7 +20,7 @@ from autotune.catalog import NO_PRICE, describe_price
 from autotune.core.pages import environment
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, usd_interval
-from autotune.planning.device_estimate import ACCURACY
+from autotune.planning.device_estimate import ACCURACY, NOT_MEASURED
 from autotune.problem.run_cost import FITS
 
 Data = dict[str, Any]
@@ -51,6 +51,7 @@ def card_data(group: Group, card: ComparedCard) -> Data:
         "evidence": best and "estimated",
         "measurements_on_this_card": best and best.tokens_per_s and best.num_observations,
         "is_guess": card.is_guess,
+        "calibrated": best and best.tokens_per_s and best.calibrated,
         "usd_per_hour": price and price.usd_per_hour,
         "provider": price and price.provider,
         "price_as_of": price and price.as_of,
@@ -89,7 +90,9 @@ def _memory(data: Data) -> str:
 def _evidence(data: Data) -> str:
     count = data["measurements_on_this_card"]
     guess = ", no measurement of this kind of card" if data["is_guess"] else ""
-    return (data["evidence"] or DASH) + (f", tightened by {count} measured on this card" if count else guess)
+    calibrated = f", {data['calibrated']}" if data["calibrated"] else ""
+    tightened = f", tightened by {count} measured on this card" if count else guess
+    return (data["evidence"] or DASH) + tightened + calibrated
 
 
 def _relative(data: Data) -> str:
@@ -130,6 +133,14 @@ def cells(group: Group, card: ComparedCard, today: date) -> dict[str, str]:
 
 
 # --- sentences about a group
+
+
+def how_estimated(comparison: Comparison) -> str:
+    """What the estimates rest on, in a sentence without its stop."""
+    plans = [card.plan for group in comparison.groups for card in group.cards if card.plan]
+    calibrated = any(plan.task.calibration for plan in plans)
+    how = "Estimated, calibrated as each card's evidence says" if calibrated else NOT_MEASURED
+    return f"{how}: {ACCURACY}"
 
 
 def heading(group: Group) -> str:
@@ -258,7 +269,12 @@ def _render(comparison: Comparison, today: date, template: str) -> str:
     pages = environment("autotune.report")
     pages.filters["markdown"] = _escaped
     return pages.get_template(template).render(
-        functions, comparison=comparison, today=today, columns=COLUMNS, accuracy=ACCURACY, fits=FITS
+        functions,
+        comparison=comparison,
+        today=today,
+        columns=COLUMNS,
+        how_estimated=how_estimated(comparison),
+        fits=FITS,
     )
 
 

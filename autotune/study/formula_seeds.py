@@ -1,8 +1,9 @@
 """Warm start by formula: the fastest configuration that fits, for each speed that the host may have.
 
 If the device is the bottleneck, the formulas are within a few percent (`step_time`). How long the host needs to issue
-the work is unknown, and where memory is short it decides whether small micro batches or recomputation pay. Probes tell
-which of these seeds is right, and coordinate search continues from there. Only the knobs in VARIED change.
+the work is unknown unless it was calibrated, and where memory is short it decides whether small micro batches or
+recomputation pay. Probes tell which of these seeds is right, and coordinate search continues from there. Only the knobs
+in VARIED change.
 """
 
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ from itertools import islice
 from autotune.catalog import resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
-from autotune.prediction.step_time import MEASURED_HOST, REFERENCE, Host, estimate_step_time
-from autotune.prediction.transfer import SpeedTransfer, speed_transfer
+from autotune.prediction.step_time import MEASURED_HOST, Host, estimate_step_time, host_of
+from autotune.prediction.transfer import REFERENCE, SpeedTransfer, speed_transfer
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 from autotune.study.neighbours import by_distance
@@ -28,9 +29,12 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
 
     Nothing is yielded if the formulas do not know the model or the card.
     """
-    transfer = speed_transfer(resolve_device(REFERENCE), task.measured_on or task.device)
+    device, calibration = task.measured_on or task.device, task.calibration
+    transfer = speed_transfer(resolve_device(REFERENCE), device, calibration=calibration)
     if transfer is None:
         return
+    own_host = calibration is not None and calibration.device == device.name
+    hosts = (host_of(calibration).scale,) if own_host else HOSTS
     fitting: dict[TrainConfig, tuple[RunShape, float]] = {}  # with the memory that it needs, in GiB
     for config in _candidates(task, current):
         shape = task.workload.run_shape(config)
@@ -38,7 +42,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
         if need is not None and need.peak_reserved_gib <= limit_gib:
             fitting[config] = shape, need.peak_reserved_gib
     yielded = {current}
-    for host in HOSTS:
+    for host in hosts:
 
         def predicted(config: TrainConfig, scale: float = host) -> tuple[float, float]:
             """Useful tokens/s; of equals the configuration that needs less memory."""

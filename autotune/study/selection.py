@@ -11,6 +11,7 @@ from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence, Fingerprint, Measurement, Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import Extrapolation
+from autotune.prediction.transfer import calibrates
 from autotune.problem.constraints import UNASKED
 from autotune.problem.length_distribution import SAYS
 from autotune.problem.performance import AGAIN, TIE, Performance, step_time_s
@@ -437,10 +438,12 @@ def _assumptions(task: Task, config: TrainConfig) -> list[str]:
         caveats.append(f"the number of examples was not given: {workload.examples:,} are assumed (--examples)")
     if task.measured_on is not None and task.carried is not None:
         faster = f"{task.carried.products:.3g} times as fast, memory {task.carried.bytes:.3g} times"
+        ends = [card.name for card in (task.measured_on, task.device) if calibrates(task.calibration, card)]
+        calibrated = f", {ends[0]} {task.calibration.label}" if ends and task.calibration else ""
         caveats.append(
             f"probed on {task.measured_on.name} with its memory capped to what {task.device.name} offers: memory is "
-            f"measured; speeds are projected by data sheets (products {faster}), the host's part as it is here; power, "
-            "clocks and kernels are those of the card that probed"
+            f"measured; speeds are projected by data sheets{calibrated} (products {faster}), the host's part as it is "
+            "here; power, clocks and kernels are those of the card that probed"
         )
     if task.device.kind == "cpu":
         caveats.append(

@@ -214,9 +214,10 @@ class Leader:
     def _fit_setup(self) -> tuple[Setup, ModelShape | None]:
         """The setup narrowed to what the model's layers allow, and how those repeat. Raises UsageError."""
         setup = self.plan.setup
-        # One transfer ratio for all sessions, or values would not compare.
+        # One conversion for all sessions, or values would not compare.
         if self._before is not None and setup.task.carried is not None:
-            setup = replace(setup, task=replace(setup.task, carried=self._before.task.carried))
+            before = self._before.task
+            setup = replace(setup, task=replace(setup.task, carried=before.carried, calibration=before.calibration))
         shape = self.session.prober.describe(setup.task.model.config)
         if self.plan.spec.shallow_only and (shape is None or depths(shape, None) is None):
             raise UsageError(

@@ -2,12 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
 from autotune.catalog import find_price, resolve_device, resolve_model
-from autotune.core.probe_types import Fingerprint, Measurement, OomDetail, Outcome, Phase, ProbeResult, Rung, Telemetry
+from autotune.core.probe_types import (
+    DeviceRates,
+    Fingerprint,
+    Measurement,
+    OomDetail,
+    Outcome,
+    Phase,
+    ProbeResult,
+    Rung,
+    Telemetry,
+)
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.calibration import Calibration
 from autotune.problem.performance import performance
 from autotune.problem.run_cost import TABLE_EXAMPLES, project
 from autotune.problem.workload import Workload
@@ -35,6 +46,31 @@ TINY: dict[str, Any] = {
     "vocab_size": 128,
     "pad_token_id": 0,
 }
+
+
+def calibration(
+    device: str = "a10",
+    *,
+    products: dict[str, dict[int, float]] | None = None,
+    copy_gb_s: float = 500.0,
+    compute_capability: str | None = "8.6",
+    **changes: Any,
+) -> Calibration:
+    """The calibration of an A10, or of another card with the same rates."""
+    products = products or {"bf16": {1024: 30.0, 2048: 50.0, 4096: 65.0, 8192: 70.0}, "fp32": {1024: 9.0}}
+    values: dict[str, Any] = {
+        "device": device,
+        "fingerprint": replace(FINGERPRINT, device="NVIDIA A10", compute_capability=compute_capability),
+        "rates": DeviceRates(products=products, copy_gb_s=copy_gb_s, link_gb_s=24.0, launch_us=4.0),
+        "layer_ms": 8.0,
+        "reference": 1.0,
+        "processor": "a processor",
+        "cores": 16.0,
+        "memory_gib": 64.0,
+        "disk_mb_s": 900.0,
+        "day": date(2026, 11, 22),
+    }
+    return Calibration(**values | changes)
 
 
 def measurement(micro_s: float = 0.5, peak_gib: float = 20.0, **changes: Any) -> Measurement:

@@ -39,6 +39,7 @@ READING = {f"probe.runtime.{name}" for name in ("reading", "examples", "token_ca
 # What runs in the worker's process.
 CHILD = (
     "accounting",
+    "device_rates",
     "fault_injection",
     "harness",
     "health",

@@ -16,7 +16,7 @@ from autotune.cli.options import CARD, LENGTHS, Evidence, Gpu, Json, with_study_
 from autotune.core.errors import NothingFits
 from autotune.core.text import printable
 from autotune.core.units import DASH, fmt_gib, fmt_hours, fmt_usd
-from autotune.planning.device_estimate import ACCURACY
+from autotune.planning.device_estimate import how_known
 from autotune.planning.foreign_config import FP32_BASE
 from autotune.planning.observations import EVIDENCE, known_observations
 from autotune.planning.run_check import VERDICTS, CheckReport, Faster, check, report_data
@@ -82,7 +82,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "faster", _faster_text(report, report.faster)
     for note in report.notes:
         yield "note", note
-    yield "how", f"nothing was measured here; estimated: {ACCURACY}"
+    yield "how", how_known(report.context.calibration, report.context.device)
 
 
 def verdict(report: CheckReport) -> str:

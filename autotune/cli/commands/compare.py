@@ -15,9 +15,8 @@ from autotune.cli.options import PLANNED, Evidence, spec_of, with_study_options
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
 from autotune.planning.compare import Budget, Comparison, Owned, compare
-from autotune.planning.device_estimate import ACCURACY
 from autotune.planning.observations import EVIDENCE, known_observations
-from autotune.report.comparison import COLUMNS, FORMATS, cells, heading, verdicts, workload_text
+from autotune.report.comparison import COLUMNS, FORMATS, cells, heading, how_estimated, verdicts, workload_text
 
 FORMS = ("table", *FORMATS)
 BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
@@ -81,7 +80,7 @@ def compare_command(
 
 
 def _print(made: Comparison, today: date) -> None:
-    print(f"Nothing was measured here. Estimated: {ACCURACY}.")
+    print(f"{how_estimated(made)}.")
     for group in made.groups:
         print(f"\n{heading(group)}\n{workload_text(group)}")
         rows = [cells(group, card, today) for card in group.cards]

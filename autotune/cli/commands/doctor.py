@@ -5,12 +5,16 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autotune.cli.commands.catalogs import print_json
+from autotune.catalog import resolve_device
+from autotune.cli.commands.calibrate import facts
+from autotune.cli.commands.catalogs import print_json, print_note
 from autotune.cli.options import Json, Storage
 from autotune.core.errors import AutotuneError, EnvironmentProblem, TooManyFailures
 from autotune.core.nvml import list_gpus
 from autotune.core.units import fmt_gib, gib
+from autotune.planning.slow_parts import slow_parts
 from autotune.probe.supervisor import check_worker
+from autotune.problem.target import data_sheet, kept_calibration, present_card
 from autotune.study.storage.location import storage_url
 
 NEEDED = ("transformers", "peft", "accelerate", "optuna")
@@ -30,7 +34,7 @@ class Check:
 
 def doctor(storage: Storage = None, json_: Json = False) -> None:
     """Print every check. Raises EnvironmentProblem (exit 3) if something that is needed is missing."""
-    checks = [*_packages(), *_gpus(), *_torch(), *_disk(), _storage(storage)]
+    checks = [*_packages(), *_gpus(), *_torch(), *_disk(), _storage(storage), *_calibration()]
     if json_:
         print_json([asdict(check) for check in checks])
     else:
@@ -100,6 +104,21 @@ def _torch() -> list[Check]:
 def _disk() -> list[Check]:
     free = gib(shutil.disk_usage(Path.cwd()).free)
     return [Check(name="disk", ok=free > 0.5, found=f"{fmt_gib(free)} free here")]
+
+
+def _calibration() -> list[Check]:
+    """What is known of the speed of this machine, and what is slow about it; nothing of it is needed."""
+    card = present_card()
+    device = data_sheet(card) if card else resolve_device("cpu")
+    kept = kept_calibration(device, print_note)
+    if kept is None:
+        command = "autotune calibrate" + ("" if card else " --gpu cpu")
+        remedy = f"`{command}` measures this machine in about 30 s, and estimates for it use that"
+        checks = [Check(name="calibration", ok=None, found="none", remedy=remedy)]
+    else:
+        checks = [Check(name=f"calibrated {name}", ok=True, found=text) for name, text in facts(kept).items()]
+    slow = [Check(name=f"slow: {one.limit.part}", ok=None, found=str(one)) for one in slow_parts(kept, device)]
+    return [*checks, *slow]
 
 
 def _storage(storage: str | None) -> Check:

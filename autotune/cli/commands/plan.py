@@ -9,12 +9,13 @@ from autotune.cli.commands.catalogs import print_json, print_note, print_table
 from autotune.cli.options import PLANNED, Evidence, Gpu, Json, spec_of, with_study_options
 from autotune.core.errors import NothingFits
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
-from autotune.planning.device_estimate import ACCURACY, planned_device
+from autotune.planning.device_estimate import how_known, planned_device
 from autotune.planning.observations import EVIDENCE, known_observations
 from autotune.planning.plan import BATCHES, Cell, Plan, estimate_named_configs, memory_tables, plan_data
 from autotune.planning.plan import plan as make_plan
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.search_space import ways_to_fit
+from autotune.problem.setup import calibration_of
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.named_configs import COLUMNS
@@ -39,7 +40,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         if as_json:
             print_json([result.data() for result in results])
         else:
-            print(f"{device.name}. Nothing was measured here. Estimated: {ACCURACY}.")
+            print(f"{device.name}. {how_known(calibration_of(spec, device), device)}.")
             print_table(None, dict(COLUMNS), [result.cells() for result in results])
         return
     made = make_plan(spec, device=device, observations=observations, say=print_note)
@@ -58,7 +59,7 @@ def _print(made: Plan) -> None:
     task = made.task
     memory = fmt_gib(task.device.memory_gib)
     print(f"{task.model.name} on {task.device.name}: {memory}, {fmt_gib(made.limit_gib)} of it for tensors")
-    print(f"Nothing was measured here. Estimated: {ACCURACY}.\n")
+    print(f"{how_known(task.calibration, task.device)}.\n")
     for name, estimated in (("best", made.best), ("guides", made.baseline)):
         if estimated is not None:
             print(f"{name:>8}  {estimated.config.label()}")
@@ -125,9 +126,10 @@ def memory_terms(estimated: DeviceEstimate) -> str:
 
 
 def speed_text(estimated: DeviceEstimate, unit: str = "useful tokens/s") -> str:
-    """'1,109 useful tokens/s (934 to 1,318, tightened by 2 measured on this card)'."""
+    """'1,109 useful tokens/s (934 to 1,318, tightened by 2 measured on this card)', or what was calibrated and when."""
     low, high = map(fmt_count, estimated.interval or (None, None))
     count = estimated.num_observations
     tightened = f", tightened by {count} measured on this card" if count else ""
     tightened = ", no measurement of this kind of card" if estimated.is_guess else tightened
+    tightened += f", {estimated.calibrated}" if estimated.calibrated else ""
     return f"{fmt_count(estimated.tokens_per_s)} {unit} ({low} to {high}{tightened})"

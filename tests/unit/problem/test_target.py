@@ -12,13 +12,14 @@ from autotune.core.probe_types import Evidence
 from autotune.core.serialization import from_data, to_data
 from autotune.planning.device_estimate import corrected_by_observations
 from autotune.planning.observations import published_observations
+from autotune.prediction.calibration import write_calibration
 from autotune.prediction.transfer import interval, speed_transfer
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, device_cap_gib, find_target
 from autotune.problem.task import BASELINE
 from autotune.study.selection import Selection
-from tests.helpers.factories import FINGERPRINT, add_measured, measurement
+from tests.helpers.factories import FINGERPRINT, add_measured, calibration, measurement
 from tests.helpers.sessions import record_of, subject_of
 
 CPU, H200, A10, T4 = map(resolve_device, ("cpu", "h200", "a10", "t4"))
@@ -191,6 +192,23 @@ def test_an_emulated_study_is_stored_and_is_not_continued_on_the_target_itself()
     assert from_data(type(other), to_data(other)) == other
     facts = [record_of(task).identity() for task in (other, replace(other, measured_on=None, carried=None))]
     assert [one["measured on"] for one in facts] == ["h200-sxm", "a10"]
+
+
+@pytest.mark.parametrize("calibrated", ["a10", "a100-80gb-sxm"])
+def test_a_calibration_of_either_card_changes_the_projection(tmp_path, calibrated):
+    """Of cards that reach a tenth of what their data sheets lead to expect: ten times less there, or more."""
+    a100 = resolve_device("a100")
+    target = Target(device=A10, card=card(), measured_on=a100, carried=speed_transfer(a100, A10))
+    made = calibration(calibrated, products={"bf16": {1024: 8.0}}, copy_gb_s=50.0)
+    write_calibration(made, tmp_path / "file.json")
+    task = set_up(StudySpec(model="mistral-7b", calibration=str(tmp_path / "file.json")), target).task
+    ratio = task.carried.ratio(0.5) / target.carried.ratio(0.5)
+    assert ratio < 0.3 if calibrated == "a10" else ratio > 3
+    assert from_data(type(task), to_data(task)) == task
+    selection = Selection(task)
+    add_measured(selection, BASELINE, measurement())
+    caveats = selection.recipe(FINGERPRINT).caveats
+    assert any(f"by data sheets, {calibrated} calibrated by file.json, 2026-11-22 (" in one for one in caveats)
 
 
 def test_measurements_on_the_target_tighten_the_projection():

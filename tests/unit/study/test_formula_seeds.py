@@ -13,7 +13,8 @@ from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study import formula_seeds as module
-from autotune.study.formula_seeds import VARIED, formula_seeds
+from autotune.study.formula_seeds import HOSTS, VARIED, formula_seeds
+from tests.helpers.factories import calibration
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens, subject_of
 
@@ -39,6 +40,15 @@ def test_where_memory_is_short_each_pace_of_the_host_has_its_own() -> None:
 def test_with_room_the_host_makes_no_difference() -> None:
     found = list(formula_seeds(task(), HERE, 127.0))
     assert len(found) == 1 and found[0].checkpointing == "none" and found[0].compile == "per_layer"
+
+
+@pytest.mark.parametrize("pace", [0, 2])
+def test_a_host_that_was_calibrated_has_one_seed(pace: int) -> None:
+    """That of its pace: 1.0 or 0.5 times what the formula assumes, 10.2 ms a layer."""
+    own = calibration("h200-sxm", layer_ms=10.2 * HOSTS[pace])
+    assert list(formula_seeds(task(calibration=own), HERE, 19.6)) == [list(formula_seeds(task(), HERE, 19.6))[pace]]
+    elsewhere = task(calibration=replace(own, device="a10"))
+    assert len(list(formula_seeds(elsewhere, HERE, 19.6))) == 3
 
 
 def test_a_slower_card_leaves_the_host_behind() -> None:

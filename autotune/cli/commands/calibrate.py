@@ -1,0 +1,76 @@
+"""`autotune calibrate`: measure this machine once, so that estimates need not assume what it is."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autotune.api import calibrate as measure
+from autotune.cli.commands.catalogs import print_json, print_note
+from autotune.cli.options import Gpu, Json
+from autotune.cli.stop import stop_on_signals
+from autotune.core.errors import Cancelled, Interrupted
+from autotune.core.serialization import to_data
+from autotune.core.text import printable, short_path
+from autotune.core.units import DASH, fmt_count, fmt_gib
+from autotune.planning.slow_parts import slow_parts
+from autotune.prediction.calibration import Calibration, kept_path, write_calibration
+from autotune.problem.target import find_target
+
+
+def calibrate(
+    gpu: Gpu = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a copy, to take to another machine.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure the device of this machine and its host, keep the result and print it.
+
+    Raises:
+        UsageError: the device is unknown, or another than the one that is here.
+        EnvironmentProblem: there is no such device here, or it cannot be measured.
+        StorageError: the result cannot be written.
+        Interrupted: stopped by a signal; nothing is kept.
+    """
+    device = find_target(gpu or "auto").device
+    with stop_on_signals() as stop:
+        try:
+            made = measure(gpu or "auto", progress=print_note, should_stop=stop)
+        except Cancelled:
+            raise Interrupted("stopped; nothing was kept", exit_code=128 + (stop.signal or 2)) from None
+    if out is not None:
+        write_calibration(made, out)
+    if json_:
+        print_json(to_data(made))
+        return
+    for name, text in facts(made).items():
+        print(f"{name:>10}  {text}")
+    for slow in slow_parts(made, device):
+        print(f"{'slow':>10}  {slow.limit.part}: {slow}")
+    kept = f"kept in {short_path(kept_path(made.device))}"
+    if made.on_gpu:
+        print(f"{kept}: estimates for {made.device} on this machine use it from now on")
+    else:
+        print(f"{kept}: `--calibration` with this file uses its host in an estimate for a GPU")
+
+
+def facts(calibration: Calibration) -> dict[str, str]:
+    """What was measured, in words, by what it is about."""
+    rates = calibration.rates
+    products = (
+        f"{name} " + ", ".join(f"{fmt_count(rate)} ({side:,})" for side, rate in by_side.items())
+        for name, by_side in rates.products.items()
+    )
+    reference = calibration.reference
+    training = f"{reference:.2f} times as fast as these rates lead to expect" if reference else DASH
+    issued = f"{fmt_count(calibration.layer_ms)} ms to issue a layer"
+    link = "" if rates.link_gb_s is None else f", {fmt_count(rates.link_gb_s)} GB/s to and from the host"
+    disk = "" if calibration.disk_mb_s is None else f", disk {fmt_count(calibration.disk_mb_s)} MB/s"
+    return {
+        "device": f"{calibration.device} ({printable(calibration.fingerprint.device)}), {calibration.label}",
+        "products": f"TFLOP/s by the side of the matrices: {'; '.join(products)}",
+        "copies": f"{fmt_count(rates.copy_gb_s)} GB/s within its memory{link}",
+        "host": f"{issued}, {fmt_count(rates.launch_us)} microseconds a small kernel",
+        "training": training,
+        "machine": f"{calibration.cores:g} x {printable(calibration.processor)}, "
+        f"{fmt_gib(calibration.memory_gib)}{disk}",
+    }

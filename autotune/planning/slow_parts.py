@@ -1,0 +1,109 @@
+"""What is slow about a machine: each limit stands in one table, with the reason for it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from autotune.catalog import DeviceSpec
+from autotune.core.machine import host_memory_gib, num_cores
+from autotune.core.units import fmt_count
+from autotune.prediction.calibration import Calibration
+from autotune.prediction.step_time import MEASURED_HOST, host_of
+from autotune.prediction.transfer import COPIED, IN_TRAINING, products_tflops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A part of a machine that is slow below `least`, in `unit`. `measured` gives None where it is not known."""
+
+    part: str
+    measured: Callable[[Calibration | None, DeviceSpec], float | None]
+    least: float
+    unit: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowPart:
+    """A part below its limit."""
+
+    limit: Limit
+    value: float
+
+    def __str__(self) -> str:
+        limit = self.limit
+        return f"{fmt_count(self.value)} {limit.unit}, below {fmt_count(limit.least)}: {limit.why}"
+
+
+def _pace(calibration: Calibration | None, device: DeviceSpec) -> float | None:
+    return MEASURED_HOST.scale / host_of(calibration).scale if calibration and calibration.on_gpu else None
+
+
+def _products(calibration: Calibration | None, device: DeviceSpec) -> float | None:
+    expected = products_tflops(device)
+    return IN_TRAINING * calibration.products_tflops() / expected if calibration and expected else None
+
+
+def _copies(calibration: Calibration | None, device: DeviceSpec) -> float | None:
+    expected = device.bandwidth_gb_s
+    return calibration.rates.copy_gb_s / COPIED / expected if calibration and expected else None
+
+
+LIMITS = (
+    Limit(
+        part="cores",
+        measured=lambda calibration, device: num_cores(),
+        least=4,
+        unit="processors",
+        why="the loop that issues the work, the loader of the rows and the compiler want one each",
+    ),
+    Limit(
+        part="host memory",
+        measured=lambda calibration, device: host_memory_gib(),
+        least=16,
+        unit="GiB",
+        why="a 7B in bf16 has 14 GiB, which pass through it when a model is loaded or a checkpoint is written",
+    ),
+    Limit(
+        part="disk",
+        measured=lambda calibration, device: calibration.disk_mb_s if calibration else None,
+        least=200,
+        unit="MB/s",
+        why="a 7B in bf16 then takes over a minute to write, and training waits for each checkpoint",
+    ),
+    Limit(
+        part="link to the GPU",
+        measured=lambda calibration, device: calibration.rates.link_gb_s if calibration else None,
+        least=10,
+        unit="GB/s",
+        why="PCIe 3.0 with 16 lanes reaches 12: offloaded checkpoints and paged optimizers go over it in every step",
+    ),
+    Limit(
+        part="host",
+        measured=_pace,
+        least=0.7,
+        unit="times the pace of the hosts that the formulas were measured on",
+        why="small micro batches wait for it; larger ones, or compiled layers, have it issue less",
+    ),
+    Limit(
+        part="products",
+        measured=_products,
+        least=0.75,
+        unit="of what its data sheet leads to expect",
+        why="the card may be hot, held to less power, or shared (`nvidia-smi -q -d PERFORMANCE`)",
+    ),
+    Limit(
+        part="memory of the GPU",
+        measured=_copies,
+        least=0.75,
+        unit="of the bandwidth that its data sheet leads to expect",
+        why="another process may use the card, or its memory runs at a lower clock",
+    ),
+)
+
+
+def slow_parts(calibration: Calibration | None, device: DeviceSpec) -> Iterator[SlowPart]:
+    """What is slow about this machine: processors and memory in any case, the rest as far as it was calibrated."""
+    for limit in LIMITS:
+        value = limit.measured(calibration, device)
+        if value is not None and value < limit.least:
+            yield SlowPart(limit=limit, value=value)

@@ -1,0 +1,143 @@
+"""What a device reaches when it does one thing at a time: products of matrices, copies, the link, small kernels.
+
+In the worker's process. Operands are random, since a card at its power limit multiplies equal ones faster. Times are
+those of device events on a GPU, and of the clock on a CPU; everything but the sizes is the same for both.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from autotune.core.probe_types import DeviceRates
+from autotune.core.units import GIB, MIB
+from autotune.probe.meters import Meter
+
+ROUNDS = 5  # the median of so many counts
+ROUND_S = 0.1  # each lasts so long, or one call
+AHEAD_S = 0.01  # a GPU is kept busy so long before a round, while the host issues the calls of it
+MOST_CALLS = 400  # of a round: a GPU's queue holds about a thousand
+TOO_LONG_S = 0.3  # no larger matrices are tried where one product takes as long
+LAUNCHES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is measured on a kind of device: sides of square matrices, dtypes by name, bytes to copy."""
+
+    sides: tuple[int, ...]
+    dtypes: dict[str, torch.dtype]
+    copied_bytes: int
+
+
+ON_CPU = Sizes(sides=(256, 512, 1024), dtypes={"fp32": torch.float32}, copied_bytes=64 * MIB)
+# Copies are larger than any cache.
+ON_GPU = Sizes(
+    sides=(1024, 2048, 4096, 8192),
+    dtypes={"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32},
+    copied_bytes=512 * MIB,
+)
+BF16_CAPABILITY = (8, 0)  # older cards only emulate it
+
+
+def measure_rates(meter: Meter) -> DeviceRates:
+    """Measure the device of this process: about 5 s on a fast GPU, 1 s on a CPU."""
+    device = meter.torch_device
+    on_gpu = device.type == "cuda"
+    sizes = ON_GPU if on_gpu else ON_CPU
+    size = sizes.copied_bytes
+    while on_gpu and 3 * size > torch.cuda.mem_get_info()[0]:
+        size //= 2
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = _seconds(meter, lambda: target.copy_(source), lambda: None)
+    num_copies = math.ceil(AHEAD_S / copy_s) if on_gpu else 0  # a CPU does each call before the next is issued
+
+    def get_ahead() -> None:
+        for _ in range(num_copies):
+            target.copy_(source)
+
+    products: dict[str, dict[int, float]] = {}
+    for name, dtype in sizes.dtypes.items():
+        if name == "bf16" and on_gpu and torch.cuda.get_device_capability() < BF16_CAPABILITY:
+            continue
+        if rates := _products(meter, dtype, sizes.sides, get_ahead):
+            products[name] = rates
+    return DeviceRates(
+        products=products,
+        copy_gb_s=2 * size / copy_s / 1e9,
+        link_gb_s=_link_gb_s(meter, target) if on_gpu else None,
+        launch_us=_launch_us(meter),
+    )
+
+
+def _products(
+    meter: Meter, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]
+) -> dict[int, float]:
+    """TFLOP/s of products of square matrices by their side, as far as memory and time allow."""
+    rates = {}
+    for side in sides:
+        # Two factors, the product, and a factor in fp32 before it is converted.
+        if meter.torch_device.type == "cuda" and 4 * side * side * 4 > torch.cuda.mem_get_info()[0]:
+            break
+        seconds = _product_s(meter, dtype, side, get_ahead)
+        rates[side] = 2 * side**3 / seconds / 1e12
+        if seconds > TOO_LONG_S:
+            break
+    return rates
+
+
+def _product_s(meter: Meter, dtype: torch.dtype, side: int, get_ahead: Callable[[], None]) -> float:
+    left, right = (torch.randn(side, side, device=meter.torch_device).to(dtype) for _ in range(2))
+    product = torch.empty_like(left)
+    return _seconds(meter, lambda: torch.mm(left, right, out=product), get_ahead)
+
+
+def _link_gb_s(meter: Meter, buffer: torch.Tensor) -> float:
+    """GB/s between pinned memory of the host and the device, in the slower direction."""
+    buffer = buffer[: GIB // 4]
+    pinned = torch.empty_like(buffer, device="cpu", pin_memory=True)
+    there = _seconds(meter, lambda: buffer.copy_(pinned, non_blocking=True), lambda: None)
+    back = _seconds(meter, lambda: pinned.copy_(buffer, non_blocking=True), lambda: None)
+    return float(buffer.nbytes / max(there, back) / 1e9)
+
+
+def _launch_us(meter: Meter) -> float:
+    """Microseconds in which the host issues one small kernel."""
+    value = torch.zeros(1, device=meter.torch_device)
+    taken = []
+    for _ in range(ROUNDS):
+        meter.synchronize()
+        begin = time.perf_counter()
+        for _ in range(LAUNCHES // ROUNDS):
+            value.add_(1)
+        taken.append(time.perf_counter() - begin)
+        meter.synchronize()
+    return statistics.median(taken) / (LAUNCHES // ROUNDS) * 1e6
+
+
+def _seconds(meter: Meter, call: Callable[[], object], get_ahead: Callable[[], None]) -> float:
+    """Seconds of the device for one call, once it is warm: the median over a few rounds of many calls.
+
+    `get_ahead` keeps the device busy while the host issues a round, so that it waits for no launch within it.
+    """
+    _round(meter, call, 1)  # loads kernels
+    one_s = _round(meter, call, 1)
+    num_calls = max(1, min(MOST_CALLS, math.ceil(ROUND_S / one_s)))
+    rounds = []
+    for _ in range(ROUNDS):
+        get_ahead()
+        rounds.append(_round(meter, call, num_calls) / num_calls)
+    return statistics.median(rounds)
+
+
+def _round(meter: Meter, call: Callable[[], object], num_calls: int) -> float:
+    begin = meter.mark()
+    for _ in range(num_calls):
+        call()
+    end = meter.mark()
+    meter.synchronize()
+    return max(meter.seconds(begin, end), 1e-9)

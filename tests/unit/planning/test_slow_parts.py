@@ -1,0 +1,64 @@
+"""What is slow about a machine: from its calibration, and without one from what the kernel says."""
+
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_device
+from autotune.planning import slow_parts as module
+from autotune.planning.slow_parts import LIMITS, slow_parts
+from autotune.prediction.calibration import Calibration
+from tests.helpers.factories import calibration
+
+A10, CPU = resolve_device("a10"), resolve_device("cpu")
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the processors and the memory of this machine."""
+
+    def set_to(cores: float, memory_gib: float) -> None:
+        monkeypatch.setattr(module, "num_cores", lambda: cores)
+        monkeypatch.setattr(module, "host_memory_gib", lambda: memory_gib)
+
+    set_to(16, 64)
+    return set_to
+
+
+def found(of: Calibration | None, device: Any = A10) -> dict[str, str]:
+    return {one.limit.part: str(one) for one in slow_parts(of, device)}
+
+
+def test_a_good_machine_has_nothing_slow(host: Any) -> None:
+    good = calibration(products={"bf16": {8192: 90.0}})
+    assert found(good) == found(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "says"),
+    [
+        ({"disk_mb_s": 90.0}, "disk", "90 MB/s, below 200: "),
+        ({"layer_ms": 20.4}, "host", "0.5 times the pace of the hosts"),
+        ({"products": {"bf16": {1024: 90.0, 8192: 30.0}}}, "products", "of what its data sheet leads to expect, below"),
+        ({"copy_gb_s": 264.0}, "memory of the GPU", "0.5 of the bandwidth"),
+    ],
+)
+def test_each_slow_part_is_named_with_its_limit(host: Any, changes: dict[str, Any], part: str, says: str) -> None:
+    slow = found(calibration(**{"products": {"bf16": {8192: 90.0}}} | changes))
+    assert list(slow) == [part] and says in slow[part]
+
+
+def test_processors_and_memory_are_known_without_a_calibration(host: Any) -> None:
+    host(2, 8)
+    assert list(found(None)) == ["cores", "host memory"]
+    assert found(None)["cores"].startswith("2 processors, below 4: ")
+
+
+def test_what_was_not_measured_is_not_slow(host: Any) -> None:
+    """The host of a CPU also computes, and there is no data sheet of it; the disk may not have been writable."""
+    assert found(calibration(device="cpu", compute_capability=None, layer_ms=99.0, disk_mb_s=None), CPU) == {}
+
+
+def test_each_limit_has_a_reason() -> None:
+    assert len({limit.part for limit in LIMITS}) == len(LIMITS)
+    assert all(len(limit.why) > 30 and limit.unit for limit in LIMITS)

@@ -1,0 +1,135 @@
+"""Calibrating: the pace of a host from two depths, and a short training against what the formula expects of it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.api import calibrate
+from autotune.catalog import resolve_device, resolve_model
+from autotune.core import nvml
+from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.nvml import GpuInfo
+from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
+from autotune.prediction.step_time import estimate_step_time, host_of
+from autotune.prediction.transfer import REFERENCE, speed_transfer
+from autotune.probe.calibrate import NARROW, ROWS, TRAINED, TRAINED_DEPTHS, LayerProbes
+from tests.helpers.factories import calibration, measurement, result
+from tests.helpers.replay import ReplayProber
+
+A10, T4, H200, CPU = map(resolve_device, ("a10", "t4", "h200", "cpu"))
+
+
+def probes(answers: Any, device: Any = A10, memory_gib: float = 22.0) -> tuple[LayerProbes, ReplayProber]:
+    prober = ReplayProber(answers)
+    return LayerProbes(prober, device, memory_gib, Path("logs")), prober  # type: ignore[arg-type]
+
+
+def host(layer_ms: float, rest_ms: float = 5.0, **changes: Any) -> Any:
+    """A host that needs so long for a layer, and for what is beside the layers."""
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        host_s = (layer_ms * (request.depth or 0) + rest_ms) / 1000
+        return result(request.config, measurement=measurement(host_s, **{"host_micro_s": host_s} | changes))
+
+    return answer
+
+
+@pytest.mark.parametrize("changes", [{}, {"host_micro_s": None}], ids=["GPU", "CPU"])
+def test_the_time_of_a_layer_is_the_slope_between_two_depths(changes: dict[str, Any]) -> None:
+    asked, prober = probes(host(7.5, **changes))
+    assert asked.layer_ms() == pytest.approx(7.5)
+    assert [request.model for request in prober.requests] == [NARROW, NARROW]
+    assert all(
+        request.config.checkpointing == "full" and request.config.compile == "none" for request in prober.requests
+    )
+
+
+def test_a_disturbed_host_gives_no_impossible_time() -> None:
+    """All that is timed is the ten layers, in 50 ms: a layer takes more than half of a tenth of it, and no more."""
+    for first_s in (0.2, 0.0001):
+        times = iter([first_s, 0.05])
+
+        def answer(request: ProbeRequest, times: Any = times) -> ProbeResult:
+            return result(request.config, measurement=measurement(host_micro_s=next(times)))
+
+        assert 2.5 <= probes(answer)[0].layer_ms() <= 5.0
+
+
+def test_a_host_on_which_no_layer_trains_is_a_problem_of_the_machine() -> None:
+    crashed = lambda request: result(request.config, Outcome.CRASH, reason="it broke")  # noqa: E731
+    with pytest.raises(EnvironmentProblem, match="a probe failed: it broke"):
+        probes(crashed)[0].layer_ms()
+
+
+def card(device: Any, times: float, **changes: Any) -> Any:
+    """A card that trains so many times as fast as its calibration leads to expect, and whose host hides behind it."""
+    made = calibration(device.name, reference=None, layer_ms=0.1)
+    model = resolve_model(TRAINED)
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        assert request.model == model.config
+        depth = replace(model, config=model.config | {"num_hidden_layers": request.depth})
+        by_formula = estimate_step_time(depth, request.config, host_of(made))
+        assert by_formula is not None
+        to_card = speed_transfer(resolve_device(REFERENCE), device, calibration=made, side=by_formula.side)
+        assert to_card is not None
+        seconds = by_formula.on(to_card).device_s / times
+        return result(request.config, measurement=measurement(seconds, **{"host_micro_s": 0.001} | changes))
+
+    return made, answer
+
+
+@pytest.mark.parametrize("device", [A10, T4, H200], ids=lambda device: device.name)
+@pytest.mark.parametrize("times", [1.0, 0.6])
+def test_the_training_is_compared_with_what_is_expected(device: Any, times: float) -> None:
+    made, answer = card(device, times)
+    asked, prober = probes(answer, device)
+    assert asked.reference(made) == pytest.approx(times, rel=0.01)
+    assert [request.depth for request in prober.requests] == list(TRAINED_DEPTHS)
+    assert len({request.config for request in prober.requests}) == 1
+
+
+def test_there_are_as_many_rows_as_the_device_needs_to_set_the_pace() -> None:
+    rows = []
+    for layer_ms in (0.1, 20.0, 2000.0):
+        made, answer = card(A10, 1.0)
+        asked, prober = probes(answer, memory_gib=80.0)
+        asked.reference(replace(made, layer_ms=layer_ms))
+        rows.append(prober.configs[0].micro_batch_size)
+    assert rows[0] == ROWS[0] < rows[1] < rows[2] == ROWS[-1]
+
+
+def test_where_nothing_can_be_compared_there_is_no_number() -> None:
+    made, answer = card(A10, 1.0)
+    assert probes(answer, memory_gib=2.0)[0].reference(made) is None  # it does not fit
+    assert probes(answer, CPU)[0].reference(replace(made, device="cpu")) is None  # no formula knows it
+    _, slow_host = card(A10, 1.0, host_micro_s=60.0)
+    assert probes(slow_host)[0].reference(made) is None  # the host sets the pace
+    no_memory = lambda request: result(request.config, Outcome.OOM)  # noqa: E731
+    assert probes(no_memory)[0].reference(made) is None
+
+
+def test_another_card_than_the_one_that_is_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = GpuInfo(
+        index=0,
+        uuid="GPU-0",
+        name="NVIDIA H200",
+        memory_gib=140.4,
+        used_gib=0.0,
+        compute_capability="9.0",
+        driver="580",
+        processes=(),
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nvml, "list_gpus", lambda: [here])
+    with pytest.raises(UsageError, match="a10 is not here, but h200-sxm") as caught:
+        calibrate("a10")
+    assert caught.value.remedy == "calibrate the card that is here: leave --gpu out"
+
+
+def test_a_card_without_bf16_is_measured_in_fp16() -> None:
+    asked, prober = probes(host(7.5), T4)
+    asked.layer_ms()
+    assert {config.precision for config in prober.configs} == {"fp16_mixed"}
