@@ -18,6 +18,7 @@ from autotune.core.serialization import from_data, to_data
 from autotune.core.text import dashed, printable
 
 HERE = "this machine"
+LEAST, MOST = 1e-6, 1e9  # no rate, size or time is outside, in the unit of any field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,8 @@ class Calibration:
         measured = [rate for by_side in rates.products.values() for rate in by_side.values()]
         measured += [rates.copy_gb_s, rates.launch_us, self.layer_ms, self.cores, self.memory_gib, *sides]
         measured += [rate for rate in (rates.link_gb_s, self.reference, self.disk_mb_s) if rate is not None]
-        if not all(0 < value < math.inf for value in measured):
-            raise ValueError("every number is positive and finite")
+        if not all(LEAST <= value <= MOST for value in measured):
+            raise ValueError(f"a number is not between {LEAST:g} and {MOST:g}")
         if not sides or not all(rates.products.values()):
             raise ValueError("no product of matrices was measured")
 

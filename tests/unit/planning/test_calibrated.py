@@ -16,7 +16,7 @@ from autotune.core.machine import processor_name
 from autotune.core.nvml import GpuInfo
 from autotune.core.train_config import TrainConfig
 from autotune.planning.compare import compare
-from autotune.planning.device_estimate import device_limit_gib, estimate
+from autotune.planning.device_estimate import device_limit_gib, estimate, planned_device
 from autotune.planning.plan import plan_data, plan_task, planned_setup
 from autotune.planning.run_check import check, report_data
 from autotune.prediction.calibration import Calibration, kept_path, write_calibration
@@ -143,6 +143,16 @@ def test_a_card_that_nobody_measured_is_no_guess_once_it_is_calibrated(file: Cal
         for options in ({}, {"calibration": file(calibration("t4"))})
     )
     assert unknown.is_guess and not known.is_guess
+
+
+def test_a_card_outside_the_catalogue_is_planned_by_its_rates(kept: Callable[..., None]) -> None:
+    spec = StudySpec(model="tinyllama", gpu="auto")
+    kept(replace(calibration("nvidia-test-gpu"), processor=processor_name()), card="NVIDIA Test GPU", memory_gib=16.0)
+    case = planned_setup(spec, planned_device("auto")).task
+    assert case.device.name == "nvidia-test-gpu" and case.device.bandwidth_gb_s is None
+    assert speed(case, DEVICE_BOUND) > 1000
+    without = estimate(replace(case, calibration=None), DEVICE_BOUND, 14.0)
+    assert without is not None and without.tokens_per_s is None
 
 
 # What is printed
