@@ -1,6 +1,7 @@
 """10,000 hostile inputs: each gives a value or a documented error, quickly, and writes only inside its folder."""
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,22 +19,26 @@ from autotune.catalog import list_models, load_prices, resolve_device, resolve_m
 from autotune.cli.app import app
 from autotune.cli.options import pins_of
 from autotune.core.errors import AutotuneError
+from autotune.core.serialization import to_data
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.observations import load_evidence, store_submission
 from autotune.planning.plan import plan_task
 from autotune.planning.run_check import check
 from autotune.planning.submission import submission_of
+from autotune.prediction.calibration import read_calibration
+from autotune.prediction.step_time import host_of
+from autotune.prediction.transfer import speed_transfer
 from autotune.problem.dataset import dataset_lengths
 from autotune.problem.length_distribution import read_lengths
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import make_spec
 from autotune.study.storage.location import study_directory
-from tests.helpers.factories import summary
+from tests.helpers.factories import calibration, summary
 from tests.helpers.hostile import fuzz, guarded, mutated, scalars, values, yaml_files
 
 ROOT = Path(__file__).parents[2]
-CPU, H200 = resolve_device("cpu"), resolve_device("h200")
+CPU, H200, A10 = map(resolve_device, ("cpu", "h200", "a10"))
 EXIT_CODES = {0, 2, 3, 4, 6}
 
 
@@ -71,6 +76,7 @@ CONFIGS = tuple(model.config for model in list_models())
 RECIPE = summary().recipe
 assert RECIPE is not None
 SUBMISSION = json.loads(submission_of(RECIPE, "2026-11-22").text)
+CALIBRATION = to_data(calibration())
 ROWS = (
     {"text": "some words"},
     {"prompt": "a question", "completion": "an answer"},
@@ -148,6 +154,17 @@ def test_submissions(workdir: Path, content: bytes) -> None:
         target.unlink()
     with guarded(evidence):
         load_evidence(workdir)
+
+
+@fuzz(250)
+@given(content=mutated((CALIBRATION,)).map(as_json) | st.binary(max_size=50) | values.map(as_json))
+def test_calibrations(workdir: Path, content: bytes) -> None:
+    path = written(workdir, "node.json", content)
+    with guarded(workdir), suppress(AutotuneError):
+        given = read_calibration(path)
+        assert given.label.isprintable()
+        found = speed_transfer(H200, A10, calibration=given, side=3000.0)
+        assert found and 0 < found.products < math.inf and 0 < host_of(given).scale < math.inf
 
 
 @fuzz(500)

@@ -360,6 +360,7 @@ def test_the_command_line_is_light(tmp_path):
         (["gpus"], 0, ""),
         (["models", "--json"], 0, ""),
         (["run", "--help"], 0, ""),
+        (["calibrate", "--help"], 0, ""),
         (["run", "--model", "demo-3m", "--epochs", "0"], 2, "error: epochs cannot be 0"),
         (["run", "--model", "x", "--budget", "nonsense"], 2, "error: --budget: 'nonsense' is not a duration"),
         (["run", "--model", "demo-3m"], 3, "error: an NVIDIA GPU was asked for"),

@@ -78,7 +78,7 @@ def test_spaces_as_json():
 
 def test_version_and_help():
     assert output("--version") == f"autotune {__version__}\n"
-    for command in ("run", "status", "oom", "export", "report", "doctor", "gpus", "models", "spaces"):
+    for command in ("run", "status", "oom", "export", "report", "calibrate", "doctor", "gpus", "models", "spaces"):
         assert command in output("--help")
         assert output(command, "-h") == output(command, "--help")
 
