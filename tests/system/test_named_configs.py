@@ -138,7 +138,7 @@ def test_a_suite_is_probed_once_and_its_results_are_stored(
         pins=small,
         configs=(
             NamedConfig(name="one", knobs={"micro_batch_size": 1}, published=Published(tokens_per_s=1000.0)),
-            NamedConfig(name="much", knobs={"micro_batch_size": 2**20}),
+            NamedConfig(name="much", knobs={"micro_batch_size": 2**17}),
             CHUNKS_OF_GEMMA,
         ),
     )
