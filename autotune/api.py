@@ -232,7 +232,7 @@ class StudyResult:
         """The report's figures by name, those that have something to show."""
         from plotly.graph_objects import Figure
 
-        from autotune.report import draw
+        from autotune.report.html import draw
 
         return {name: Figure(drawn) for name, drawn in draw(self.summary).items() if drawn is not None}
 

@@ -27,7 +27,7 @@ def main() -> None:
     study = replace(study, trials=tuple(replace(row, log=f"trial-{row.number:04d}.log") for row in study.trials))
     rows = []
     started = time.perf_counter()
-    from autotune.report import render  # the first run loads plotly and jinja2, as the command does
+    from autotune.report.html import render  # the first run loads plotly and jinja2, as the command does
 
     for run in range(args.runs):
         page = render(study, "out")

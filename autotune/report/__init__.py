@@ -3,8 +3,3 @@
 `describe` has the words, `infos` and `timeline` the plain values, `figures` draws them (plotly), `html` renders them,
 and `oom` explains what did not fit. `comparison` is the page of several cards, `dashboard` a study in optuna-dashboard.
 """
-
-from autotune.report.html import draw, render
-from autotune.report.oom import OomReport, oom_report
-
-__all__ = ["OomReport", "draw", "oom_report", "render"]

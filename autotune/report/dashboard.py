@@ -25,8 +25,10 @@ from optuna.trial import FrozenTrial
 
 from autotune.core.text import code_span
 from autotune.core.units import fmt_count, fmt_gib
-from autotune.report import draw, infos, oom_report, render
+from autotune.report import infos
 from autotune.report.describe import LABELS, candidate_line
+from autotune.report.html import draw, render
+from autotune.report.oom import oom_report
 from autotune.study.optimizer import METRIC
 from autotune.study.summary import StudySummary, TrialRecord
 

@@ -32,7 +32,8 @@ class TrialLog:
 
 def write_study(out: Path, summary: StudySummary, formats: list[str] | None = None) -> dict[str, Any]:
     """Write summary, projection, reports and exports; returns what summary.json holds. Raises StorageError."""
-    from autotune.report import oom_report, render
+    from autotune.report.html import render
+    from autotune.report.oom import oom_report
 
     data = summary_data(summary, str(out))
     write_atomic(out / "summary.json", json.dumps(data, indent=2) + "\n")
@@ -53,7 +54,7 @@ def write_study(out: Path, summary: StudySummary, formats: list[str] | None = No
 
 def write_exports(out: Path, recipe: Recipe, formats: list[str] | None = None) -> list[Path]:
     """Write recipe.yaml into `out` and every other export into out/export; returns the paths. Raises StorageError."""
-    from autotune.export import USUAL, export_all
+    from autotune.export.formats import USUAL, export_all
 
     written = []
     for name, text in export_all(recipe, formats or USUAL).items():

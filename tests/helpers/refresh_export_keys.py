@@ -67,7 +67,7 @@ def _exported(tool: str) -> list[str]:
     """The exports of each configuration of the tests, of models with hostile names, and of runs that evaluate."""
     from dataclasses import replace
 
-    from autotune.export import FORMATS
+    from autotune.export.formats import FORMATS
     from autotune.problem.run_options import TRACKERS, RunOptions
     from tests.unit.export.test_tool_file_axolotl import CONFIGS, HOSTILE, recipe
 

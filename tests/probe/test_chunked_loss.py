@@ -12,7 +12,7 @@ import pytest
 from autotune.catalog import ModelSpec, resolve_model
 from autotune.core.probe_types import Measurement, ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.export import export_all
+from autotune.export.formats import export_all
 from autotune.prediction.memory_formula import kept_factors
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths

@@ -14,7 +14,7 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Measurement, ModelShape, Outcome, ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.export import export_all
+from autotune.export.formats import export_all
 from autotune.prediction.memory_predictor import needs_at_least
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths

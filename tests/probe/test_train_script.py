@@ -10,7 +10,7 @@ import pytest
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.export import export_all
+from autotune.export.formats import export_all
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 from autotune.study.summary import Recipe

@@ -16,7 +16,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.export.run.quality import compare, impossible
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
-from autotune.report import describe, render
+from autotune.report import describe
+from autotune.report.html import render
 from autotune.study.summary import Candidate, Learned, Quality, Recipe
 from tests.helpers.factories import summary
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune.report import draw, render
+from autotune.report.html import draw, render
 from autotune.study.summary import StudySummary
 from tests.helpers.browser import CHROMIUM, needs_chromium
 from tests.helpers.factories import summary

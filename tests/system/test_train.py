@@ -21,8 +21,8 @@ from autotune.core import nvml
 from autotune.core.errors import AutotuneError, EnvironmentProblem, Interrupted, NothingFits, UsageError
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
-from autotune.export import export_all
 from autotune.export.clusters import PREEMPTED
+from autotune.export.formats import export_all
 from autotune.export.run.train import Progress, Run
 from autotune.problem.run_cost import Pauses
 from autotune.study.summary import Recipe

@@ -20,7 +20,8 @@ from autotune.export.run.verify import straining_lengths, verify, with_result
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
-from autotune.report import describe, render
+from autotune.report import describe
+from autotune.report.html import render
 from autotune.study.summary import Recipe, Verification, summary_data
 from tests.helpers.factories import summary
 

@@ -23,9 +23,10 @@ import autotune
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
-from autotune.export import FORMATS
+from autotune.export.formats import FORMATS
 from autotune.problem.search_space import SearchSpace
-from autotune.report import describe, infos, oom, render
+from autotune.report import describe, infos, oom
+from autotune.report.html import render
 from autotune.study.neighbours import neighbours
 from tests.helpers.factories import summary
 

@@ -15,7 +15,7 @@ from autotune.core import errors
 from autotune.core.errors import AutotuneError
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Evidence
-from autotune.report import draw
+from autotune.report.html import draw
 from tests.helpers.factories import summary
 
 ROOT = Path(__file__).parents[2]

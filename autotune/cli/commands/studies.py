@@ -129,7 +129,7 @@ def delete(
 
 def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Print every OOM and refusal of a study, with what to change: as Markdown, which a terminal shows laid out."""
-    from autotune.report import oom_report
+    from autotune.report.oom import oom_report
 
     report = oom_report(load_study(study, storage).summary)
     if json_:
@@ -144,7 +144,7 @@ def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -
 
 def export(study: StudyName = None, format_: Formats = None, out: Directory = None, storage: Storage = None) -> None:
     """Write the exports of a study again, all of them or some."""
-    from autotune.export import FORMATS, require_formats
+    from autotune.export.formats import FORMATS, require_formats
 
     require_formats(format_ or (), FORMATS)
     for path in load_study(study, storage).export(*format_ or (), out=out):
@@ -169,8 +169,8 @@ def fleet(
 
     Raises UsageError if no other machine could reach the study.
     """
-    from autotune.export import require_formats
     from autotune.export.clusters import SYSTEMS, render, workers_job
+    from autotune.export.formats import require_formats
 
     require_formats(format_ or (), SYSTEMS)
     if storage_url(storage).startswith("sqlite"):

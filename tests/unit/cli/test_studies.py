@@ -11,7 +11,7 @@ from autotune.api import load_study
 from autotune.cli.commands import studies
 from autotune.cli.commands.run import resume
 from autotune.problem.study_spec import StudySpec
-from autotune.report import oom_report
+from autotune.report.oom import oom_report
 from autotune.study.optimizer import Optimizer
 from autotune.study.session import worker_folder
 from autotune.study.storage.location import opened_out, stored_out

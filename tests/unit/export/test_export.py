@@ -13,7 +13,8 @@ import yaml
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
-from autotune.export import FORMATS, clusters, export_all
+from autotune.export import clusters
+from autotune.export.formats import FORMATS, export_all
 from autotune.export.script import ENCODING
 from autotune.study.summary import Recipe
 from tests.helpers.hostile import NAMES

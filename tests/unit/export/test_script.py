@@ -15,7 +15,8 @@ import yaml
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
-from autotune.export import FORMATS, USUAL, export_all, keys, script
+from autotune.export import keys, script
+from autotune.export.formats import FORMATS, USUAL, export_all
 from autotune.probe.runtime.settings import ModelSettings, RunSettings
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_options import RunOptions

@@ -9,7 +9,8 @@ import yaml
 from autotune.catalog import list_models, resolve_model
 from autotune.core.files import load_data
 from autotune.core.train_config import TrainConfig
-from autotune.export import USUAL, keys, torchtune
+from autotune.export import keys, torchtune
+from autotune.export.formats import USUAL
 from autotune.study.summary import Recipe
 from tests.unit.export.test_tool_file_axolotl import HOSTILE, KEYS, each_config, named, recipe
 

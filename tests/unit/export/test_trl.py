@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from autotune.core.train_config import TrainConfig
-from autotune.export import export_all, keys
+from autotune.export import keys
+from autotune.export.formats import export_all
 from tests.helpers.factories import summary
 
 

@@ -14,7 +14,8 @@ from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_cost import FITS, OOM, DeviceEstimate, project
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
-from autotune.report import figures, render
+from autotune.report import figures
+from autotune.report.html import render
 from autotune.study.selection import Selection
 from autotune.study.summary import Candidate, device_estimate_data
 from tests.helpers.factories import measurement, summary

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from autotune.core.probe_types import Outcome
-from autotune.report import draw, figures, infos, style
+from autotune.report import figures, infos, style
+from autotune.report.html import draw
 from autotune.study.summary import StudySummary
 from tests.helpers.factories import summary
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from autotune.core.probe_types import Evidence, Outcome
-from autotune.report import describe, render, style
-from autotune.report.html import script_json, stats
+from autotune.report import describe, style
+from autotune.report.html import render, script_json, stats
 from autotune.study.decomposition import Decomposition, Factor
 from autotune.study.summary import Recipe, StudySummary
 from tests.helpers.factories import FINGERPRINT, summary

@@ -9,7 +9,8 @@ import pytest
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
-from autotune.report import draw, infos, render
+from autotune.report import infos
+from autotune.report.html import draw, render
 from autotune.study.summary import Candidate, Recipe, StudySummary
 from tests.helpers.factories import summary
 

@@ -8,8 +8,7 @@ import pytest
 from autotune.core.probe_types import Outcome, Rung
 from autotune.core.text import code_span
 from autotune.core.train_config import TrainConfig
-from autotune.report import oom_report
-from autotune.report.oom import Term, advise, distance
+from autotune.report.oom import Term, advise, distance, oom_report
 from autotune.study.summary import StudySummary, TrialRecord
 from tests.helpers.factories import oom_detail, summary
 

@@ -9,7 +9,8 @@ from autotune.core.errors import EnvironmentProblem
 from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
-from autotune.report import describe, render
+from autotune.report import describe
+from autotune.report.html import render
 from autotune.study.ablation import AblatedKnob, Ablation, ablate, ablated_configs, to_ablated_knob
 from autotune.study.summary import summary_data
 from tests.helpers.factories import summary
