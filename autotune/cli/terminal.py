@@ -4,6 +4,7 @@
 since it colours and moves the cursor itself; `console` cleans each text before rich styles it.
 """
 
+import json
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,9 @@ from autotune.core.text import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+# Wide enough for any row: a pipe or a file must get whole cells.
+_PIPE_WIDTH = 240
 
 
 class _Guarded:
@@ -48,3 +52,29 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
 
     stream = sys.stderr if stderr else sys.stdout
     return Clean(file=getattr(stream, "unguarded", stream), **options)
+
+
+def print_note(text: str) -> None:
+    """Print a warning or progress on stderr."""
+    print(text, file=sys.stderr)
+
+
+def print_json(rows: Any) -> None:
+    """Print data as JSON on stdout."""
+    print(json.dumps(rows, indent=2))
+
+
+def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str, ...]]) -> None:
+    """Print a table on stdout; `columns` maps each heading to the justification of its cells."""
+    from rich.table import Table
+    from rich.text import Text
+
+    screen = console()
+    if not screen.is_terminal:
+        screen = console(width=_PIPE_WIDTH)
+    table = Table(title=title, title_justify="left")
+    for heading, justify in columns.items():
+        table.add_column(heading, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # no markup: names may hold brackets
+    screen.print(table)

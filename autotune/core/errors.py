@@ -5,6 +5,8 @@ Expected failures of a probe (out of memory, timeout, ...) are values (`probe_ty
 
 from collections.abc import Iterable
 
+PREEMPTED = 75  # the exit code that asks for another attempt later
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The hint "; did you mean 'a10' or 'a100'?", or an empty text if no known name is similar."""

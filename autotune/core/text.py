@@ -1,5 +1,6 @@
 """Text of unknown origin, made safe for a terminal, a command line, a file name, or Markdown."""
 
+import hashlib
 import re
 import shlex
 from pathlib import Path
@@ -20,6 +21,17 @@ def printable_lines(text: str) -> str:
 def dashed(text: str) -> str:
     """The lower-case letters and digits of the text, with one dash for each run of other characters between them."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def slug(study: str) -> str:
+    """A directory name for a study: readable, and never a path. Names that had to be changed end in a hash.
+
+    So does a name that looks as if it ended in one, so that no two names share a directory.
+    """
+    plain = re.sub(r"[^a-z0-9._-]+", "-", study.lower()).strip("-.")[:80]
+    if plain == study and plain and not re.search(r"-[0-9a-f]{8}$", plain):
+        return plain
+    return f"{plain or 'study'}-{hashlib.sha256(study.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
 def operands(*texts: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from autotune import __version__
 from autotune.catalog import DeviceSpec
+from autotune.core.errors import PREEMPTED
 from autotune.core.files import load_data
 from autotune.core.probe_types import Fingerprint
 from autotune.core.text import dashed
@@ -25,7 +26,6 @@ from autotune.study.summary import Recipe
 URL = "AUTOTUNE_STORAGE"
 UNPROJECTED_H = 0.5  # hours of a training run that no projection has: start-up, downloads and saves
 STARTING_S = 1800.0  # seconds of a worker's time limit beyond the study's budget: packages, images, a queue
-PREEMPTED = 75  # the exit code that asks for another attempt later
 GRACE_S = 120  # seconds from the signal to the end: for a step and a checkpoint, from which the next attempt goes on
 RETRIES = 3  # attempts after a preemption; a run that fails otherwise has a single one
 _MAKER = re.compile(r"^(nvidia-)?(geforce-|tesla-)?")

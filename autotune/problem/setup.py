@@ -3,9 +3,7 @@
 It takes no GPU time and no torch. Each removal of a value is recorded with its reason.
 """
 
-import hashlib
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from os.path import expanduser
@@ -155,17 +153,6 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
 def open_reserve(setup: Setup) -> Setup:
     """The same study with what only its reserve has: quantised bases, other optimizers, full training in pure bf16."""
     return replace(setup, task=replace(setup.task, space=setup.reserve))
-
-
-def slug(study: str) -> str:
-    """A directory name for a study: readable, and never a path. Names that had to be changed end in a hash.
-
-    So does a name that looks as if it ended in one, so that no two names share a directory.
-    """
-    plain = re.sub(r"[^a-z0-9._-]+", "-", study.lower()).strip("-.")[:80]
-    if plain == study and plain and not re.search(r"-[0-9a-f]{8}$", plain):
-        return plain
-    return f"{plain or 'study'}-{hashlib.sha256(study.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
 def _global_batch(spec: StudySpec, space: SearchSpace, model: ModelSpec, lengths: Lengths) -> int:

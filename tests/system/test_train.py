@@ -18,10 +18,9 @@ from autotune.api import StudyResult
 from autotune.catalog import find_price, resolve_device
 from autotune.cli.commands import train as command
 from autotune.core import nvml
-from autotune.core.errors import AutotuneError, EnvironmentProblem, Interrupted, NothingFits, UsageError
+from autotune.core.errors import PREEMPTED, AutotuneError, EnvironmentProblem, Interrupted, NothingFits, UsageError
 from autotune.core.text import operands
 from autotune.core.train_config import TrainConfig
-from autotune.export.clusters import PREEMPTED
 from autotune.export.formats import export_all
 from autotune.export.run.train import Progress, Run
 from autotune.problem.run_cost import Pauses

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from autotune.api import load_study
-from autotune.cli.commands.catalogs import print_json, print_note
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
+from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
 from autotune.core.probe_types import Evidence
 from autotune.core.process import StopToken

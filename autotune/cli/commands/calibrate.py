@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from autotune.api import calibrate as measure
-from autotune.cli.commands.catalogs import print_json, print_note
 from autotune.cli.options import Gpu, Json
 from autotune.cli.stop import stop_on_signals
+from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import Cancelled, Interrupted
 from autotune.core.serialization import to_data
 from autotune.core.text import printable, short_path

@@ -1,22 +1,17 @@
-"""`autotune gpus`, `models`, `prices` and `spaces`: what the catalogue holds. Also prints for the other commands."""
+"""`autotune gpus`, `models`, `prices` and `spaces`: what the catalogue holds."""
 
-import json
-import sys
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from autotune.catalog import age, find_price, list_devices, list_models, resolve_device
 from autotune.catalog.prices import Price, best_first, list_prices, load_prices
 from autotune.cli.options import Json
-from autotune.cli.terminal import console
+from autotune.cli.terminal import print_json, print_table
 from autotune.core.units import DASH, fmt_count, fmt_usd
-
-# Wide enough for any row: a pipe or a file must get whole cells.
-_PIPE_WIDTH = 240
 
 
 def gpus(json_: Json = False) -> None:
@@ -65,32 +60,6 @@ def models(json_: Json = False) -> None:
             for spec in specs
         ],
     )
-
-
-def print_note(text: str) -> None:
-    """Print a warning or progress on stderr."""
-    print(text, file=sys.stderr)
-
-
-def print_json(rows: Any) -> None:
-    """Print data as JSON on stdout."""
-    print(json.dumps(rows, indent=2))
-
-
-def print_table(title: str | None, columns: dict[str, Any], rows: list[tuple[str, ...]]) -> None:
-    """Print a table on stdout; `columns` maps each heading to the justification of its cells."""
-    from rich.table import Table
-    from rich.text import Text
-
-    screen = console()
-    if not screen.is_terminal:
-        screen = console(width=_PIPE_WIDTH)
-    table = Table(title=title, title_justify="left")
-    for heading, justify in columns.items():
-        table.add_column(heading, justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # no markup: names may hold brackets
-    screen.print(table)
 
 
 def prices(

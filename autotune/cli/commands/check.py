@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from autotune.catalog import NO_PRICE, describe_price
-from autotune.cli.commands.catalogs import print_json, print_note
 from autotune.cli.commands.plan import memory_terms, speed_text
 from autotune.cli.options import CARD, LENGTHS, Evidence, Gpu, Json, with_study_options
+from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import NothingFits
 from autotune.core.text import printable
 from autotune.core.units import DASH, fmt_gib, fmt_hours, fmt_usd

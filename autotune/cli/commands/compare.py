@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from autotune.catalog import resolve_device
-from autotune.cli.commands.catalogs import print_note, print_table
 from autotune.cli.options import PLANNED, Evidence, spec_of, with_study_options
+from autotune.cli.terminal import print_note, print_table
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
 from autotune.planning.compare import Budget, Comparison, Owned, compare

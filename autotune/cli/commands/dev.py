@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.commands.catalogs import print_json, print_table
 from autotune.cli.options import Json
+from autotune.cli.terminal import print_json, print_table
 from autotune.core.errors import TooManyFailures, UsageError, did_you_mean
 from autotune.core.process import module_command
 from autotune.core.scratch import scratch_directory

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from autotune.catalog import resolve_device
 from autotune.cli.commands.calibrate import facts
-from autotune.cli.commands.catalogs import print_json, print_note
 from autotune.cli.options import Json, Storage
+from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import AutotuneError, EnvironmentProblem, TooManyFailures
 from autotune.core.nvml import list_gpus
 from autotune.core.units import fmt_gib, gib

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalog import NO_PRICE, describe_price
-from autotune.cli.commands.catalogs import print_json, print_note, print_table
 from autotune.cli.options import PLANNED, Evidence, Gpu, Json, spec_of, with_study_options
+from autotune.cli.terminal import print_json, print_note, print_table
 from autotune.core.errors import NothingFits
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import how_known, planned_device

@@ -64,7 +64,7 @@ def run_spec(spec: StudySpec, *, as_json: bool = False, quiet: bool = False, eve
         if as_json and outcome.data is not None:
             sys.stdout.write(json.dumps(outcome.data) + "\n")
         elif outcome.configs and not events:
-            from autotune.cli.commands.catalogs import print_table
+            from autotune.cli.terminal import print_table
             from autotune.study.named_configs import COLUMNS
 
             print_table(None, dict(COLUMNS), [result.cells() for result in outcome.configs])

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from autotune.api import StudyResult, load_study, result_of
-from autotune.cli.commands.catalogs import print_json, print_table
 from autotune.cli.options import Directory, Json, Storage, StudyName
-from autotune.cli.terminal import console
+from autotune.cli.terminal import console, print_json, print_table
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_count, fmt_seconds

@@ -11,14 +11,12 @@ from typing import Annotated
 import typer
 
 from autotune.api import StudyResult, load_study
-from autotune.cli.commands.catalogs import print_note
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
-from autotune.cli.terminal import console
-from autotune.core.errors import AutotuneError, EnvironmentProblem, Interrupted, UsageError
+from autotune.cli.terminal import console, print_note
+from autotune.core.errors import PREEMPTED, AutotuneError, EnvironmentProblem, Interrupted, UsageError
 from autotune.core.text import operands, short_path
 from autotune.core.units import fmt_seconds, fmt_usd
-from autotune.export.clusters import PREEMPTED
 from autotune.export.run.train import Progress, Run
 from autotune.export.run.verify import TOLERANCE
 from autotune.problem.dataset import check_exists

@@ -11,10 +11,9 @@ import typer
 from autotune.cli.console import Display
 from autotune.cli.options import Quiet, Storage
 from autotune.cli.stop import stop_on_signals
-from autotune.core.errors import Interrupted, UsageError
+from autotune.core.errors import PREEMPTED, Interrupted, UsageError
 from autotune.core.process import die_with_parent
 from autotune.core.units import parse_duration
-from autotune.export.clusters import PREEMPTED
 from autotune.study import session
 from autotune.study.storage.location import make_writable, shared_url
 

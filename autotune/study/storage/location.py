@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.files import write_errors
-from autotune.problem.setup import slug
+from autotune.core.text import slug
 
 DEFAULT_ROOT = Path("runs")
 FREE_BYTES = 200 * 2**20

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.cli.commands.catalogs import print_table
 from autotune.cli.console import Display
-from autotune.cli.terminal import guard
+from autotune.cli.terminal import guard, print_table
 from tests.unit.catalog.test_models import LLAMA
 from tests.unit.cli.test_console import Terminal, terminal
 

@@ -1,11 +1,12 @@
 """Text of unknown origin is safe on a terminal, in a file name, and in Markdown."""
 
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
-from autotune.core.text import code_span, dashed, operands, printable, printable_lines, short_path, study_command
+from autotune.core.text import code_span, dashed, operands, printable, printable_lines, short_path, slug, study_command
 
 
 def test_operands_are_no_options() -> None:
@@ -52,3 +53,31 @@ def test_a_path_is_short_inside_the_working_directory(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert short_path(tmp_path / "runs" / "a") == "runs/a"
     assert short_path(tmp_path.parent / "other") == str(tmp_path.parent / "other")
+
+
+HOSTILE = ["", ".", "..", "...", "/", "//", "../x", "/etc/passwd", "a/b", "a\\b", "a/../b", "~", "~root", "$HOME"]
+HOSTILE += ["a b", "a\nb", "a\tb", "a\0b", "\x1b[31m", "\x7f", "\udcff", "\ud800", "-rf", "--out", "*", "a;b", "a'b"]
+HOSTILE += ["H200", "h200-H", "ä", "日本", "a" * 81, "a" * 80 + "b", "A" * 5000, "a.", ".a", "-", "con.", "\u202eb"]
+FINE = ["h200-mistral-7b", "a", "a.b", "a_b", "a..b", "0", "a" * 80]
+
+
+@pytest.mark.parametrize("study", HOSTILE + FINE)
+def test_a_slug_is_one_plain_file_name(tmp_path: Path, study: str) -> None:
+    name = slug(study)
+    assert 0 < len(name) <= 90
+    assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789._-")
+    assert name[0] not in ".-"
+    assert os.path.normpath(tmp_path / name) == str(tmp_path / name)
+    assert (tmp_path / name).parent == tmp_path == Path(os.path.dirname(tmp_path / name))
+    assert (slug(name) == name) is (study in FINE)
+
+
+def test_a_plain_name_is_its_own_slug() -> None:
+    assert [slug(name) for name in FINE] == FINE
+
+
+def test_no_two_names_share_a_slug() -> None:
+    names = [*HOSTILE, *FINE, "a-b", "a b", "a  b", "a\tb", "A-b", "h200"]
+    names += [slug(name) for name in HOSTILE]  # a study called like another one's directory
+    names = list(dict.fromkeys(names))
+    assert len({slug(name) for name in names}) == len(names)

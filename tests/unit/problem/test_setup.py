@@ -1,9 +1,7 @@
 """From a spec to a task: names are resolved, the space is narrowed, and study names are never paths."""
 
 import importlib.util
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,7 @@ from autotune.core.errors import UsageError
 from autotune.core.probe_types import ModelShape
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.setup import adapt_to_layers, open_reserve, set_up, slug
+from autotune.problem.setup import adapt_to_layers, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
 from autotune.problem.task import BASELINE
@@ -254,36 +252,6 @@ def test_unknown_names_are_usage_errors(installed, spec, message):
     with pytest.raises(UsageError) as caught:
         set_up(spec, H200)
     assert message in str(caught.value)
-
-
-# --- slug
-
-HOSTILE = ["", ".", "..", "...", "/", "//", "../x", "/etc/passwd", "a/b", "a\\b", "a/../b", "~", "~root", "$HOME"]
-HOSTILE += ["a b", "a\nb", "a\tb", "a\0b", "\x1b[31m", "\x7f", "\udcff", "\ud800", "-rf", "--out", "*", "a;b", "a'b"]
-HOSTILE += ["H200", "h200-H", "ä", "日本", "a" * 81, "a" * 80 + "b", "A" * 5000, "a.", ".a", "-", "con.", "\u202eb"]
-FINE = ["h200-mistral-7b", "a", "a.b", "a_b", "a..b", "0", "a" * 80]
-
-
-@pytest.mark.parametrize("study", HOSTILE + FINE)
-def test_a_slug_is_one_plain_file_name(tmp_path, study):
-    name = slug(study)
-    assert 0 < len(name) <= 90
-    assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789._-")
-    assert name[0] not in ".-"
-    assert os.path.normpath(tmp_path / name) == str(tmp_path / name)
-    assert (tmp_path / name).parent == tmp_path == Path(os.path.dirname(tmp_path / name))
-    assert (slug(name) == name) is (study in FINE)
-
-
-def test_a_plain_name_is_its_own_slug():
-    assert [slug(name) for name in FINE] == FINE
-
-
-def test_no_two_names_share_a_slug():
-    names = [*HOSTILE, *FINE, "a-b", "a b", "a  b", "a\tb", "A-b", "h200"]
-    names += [slug(name) for name in HOSTILE]  # a study called like another one's directory
-    names = list(dict.fromkeys(names))
-    assert len({slug(name) for name in names}) == len(names)
 
 
 def test_a_model_without_sdpa_is_probed_with_eager_attention_and_the_removal_is_recorded(installed):
