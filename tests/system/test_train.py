@@ -326,4 +326,4 @@ _NOTHING: dict[str, Any] = {
 def _use_study(monkeypatch: pytest.MonkeyPatch, out: Path, **changes: Any) -> None:
     made = replace(summary(), recipe=replace(demo(CONFIG), **{"device": resolve_device("cpu")} | changes))
     study = StudyResult(summary=made, record=record_of(out=out))
-    monkeypatch.setattr(command, "load_study", lambda *_: study)
+    monkeypatch.setattr("autotune.api.load_study", lambda *_: study)

@@ -1,25 +1,19 @@
 """`autotune explain` and `autotune verify`: probe a study's winner again, record the result and print it."""
 
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.api import load_study
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import Cancelled, EnvironmentProblem, Interrupted, NothingFits, UsageError, VerificationFailed
-from autotune.core.probe_types import Evidence
 from autotune.core.process import StopToken
-from autotune.core.serialization import to_data
-from autotune.export.run.verify import FILES, probed_format
-from autotune.export.run.verify import verify as run_and_compare
-from autotune.report import describe
-from autotune.study import session
-from autotune.study.progress import TextProgress
 from autotune.study.storage.location import make_writable
-from autotune.study.summary import Recipe
+
+if TYPE_CHECKING:
+    from autotune.study.summary import Recipe
 
 
 def explain(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
@@ -31,6 +25,12 @@ def explain(study: StudyName = None, storage: Storage = None, json_: Json = Fals
         EnvironmentProblem: another device than the study's, or the winner fails this time.
         Interrupted: stopped by a signal; finished probes are stored.
     """
+    from autotune.api import load_study
+    from autotune.core.serialization import to_data
+    from autotune.report import describe
+    from autotune.study import session
+    from autotune.study.progress import TextProgress
+
     result = load_study(study, storage)
     recipe = result.recipe
     if recipe.baseline is None:
@@ -77,6 +77,13 @@ def verify(
         StorageError: no room for weights that TRL could read.
         VerificationFailed: it is slower or larger than promised, beyond the tolerance, or its memory grows.
     """
+    from autotune.api import load_study
+    from autotune.core.serialization import to_data
+    from autotune.export.run.verify import FILES
+    from autotune.export.run.verify import verify as run_and_compare
+    from autotune.report import describe
+    from autotune.study.session import amend_record
+
     if not 1 <= micro_steps <= 10**6 or not 0 < tolerance < 100:
         raise UsageError("--micro-steps is a positive number, --tolerance a share such as 0.05", remedy="see --help")
     if format_ not in (None, *FILES):
@@ -99,7 +106,7 @@ def verify(
             )
         except Cancelled:
             raise _stopped(stop, "stopped; nothing was verified") from None
-    session.amend_record(result.url, result.record, verification=verification)
+    amend_record(result.url, result.record, verification=verification)
     result.reload().report()
     if json_:
         derived = ("tokens_per_s", "speed_error", "memory_error", "holds", "better")
@@ -114,8 +121,12 @@ def verify(
         )
 
 
-def require_measured_here(recipe: Recipe, form: str | None = None) -> None:
+def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
     """Raises UsageError or EnvironmentProblem if this machine cannot compare the recipe with reality."""
+    from autotune.core.probe_types import Evidence
+    from autotune.export.run.verify import probed_format
+    from autotune.study.session import require_device
+
     if recipe.winner.evidence is not Evidence.MEASURED:
         remedy = f"run the study on {recipe.device.name} itself"
         if recipe.winner.evidence is Evidence.EXTRAPOLATED:  # here, from a few layers
@@ -125,7 +136,7 @@ def require_measured_here(recipe: Recipe, form: str | None = None) -> None:
         )
     if (form or probed_format(recipe)) == "trl" and find_spec("trl") is None:
         raise EnvironmentProblem("TRL is not installed", remedy="pip install trl")
-    session.require_device(recipe.device, "verify it there")
+    require_device(recipe.device, "verify it there")
 
 
 def _stopped(stop: StopToken, text: str) -> Interrupted:

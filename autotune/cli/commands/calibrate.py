@@ -1,21 +1,19 @@
 """`autotune calibrate`: measure this machine once, so that estimates need not assume what it is."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.api import calibrate as measure
 from autotune.cli.options import Gpu, Json
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import Cancelled, Interrupted
-from autotune.core.serialization import to_data
 from autotune.core.text import printable, short_path
 from autotune.core.units import DASH, fmt_count, fmt_gib
-from autotune.planning.slow_parts import slow_parts
-from autotune.prediction.calibration import Calibration, kept_path, write_calibration
-from autotune.problem.target import find_target
+
+if TYPE_CHECKING:
+    from autotune.prediction.calibration import Calibration
 
 
 def calibrate(
@@ -31,6 +29,12 @@ def calibrate(
         StorageError: the result cannot be written.
         Interrupted: stopped by a signal; nothing is kept.
     """
+    from autotune.api import calibrate as measure
+    from autotune.core.serialization import to_data
+    from autotune.planning.slow_parts import slow_parts
+    from autotune.prediction.calibration import kept_path, write_calibration
+    from autotune.problem.target import find_target
+
     device = find_target(gpu or "auto").device
     with stop_on_signals() as stop:
         try:
@@ -53,7 +57,7 @@ def calibrate(
         print(f"{kept}: `--calibration` with this file uses its host in an estimate for a GPU")
 
 
-def facts(calibration: Calibration) -> dict[str, str]:
+def facts(calibration: "Calibration") -> dict[str, str]:
     """What was measured, in words, by what it is about."""
     rates = calibration.rates
     products = (

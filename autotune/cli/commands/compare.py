@@ -5,20 +5,19 @@ import sys
 from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.catalog import resolve_device
 from autotune.cli.options import PLANNED, Evidence, spec_of, with_study_options
 from autotune.cli.terminal import print_note, print_table
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
-from autotune.planning.compare import Budget, Comparison, Owned, compare
-from autotune.planning.observations import EVIDENCE, known_observations
-from autotune.report.comparison import COLUMNS, FORMATS, cells, heading, how_estimated, verdicts, workload_text
+from autotune.planning.observations import EVIDENCE
 
-FORMS = ("table", *FORMATS)
+if TYPE_CHECKING:
+    from autotune.planning.compare import Comparison
+
 BY_SUFFIX = {".md": "markdown", ".csv": "csv", ".html": "html", ".json": "json"}
 
 
@@ -49,10 +48,15 @@ def compare_command(
         NothingFits: on none of the cards, or none within the budget.
         StorageError: `out` cannot be written.
     """
+    from autotune.catalog import resolve_device
+    from autotune.planning.compare import Budget, Owned, compare
+    from autotune.planning.observations import known_observations
+    from autotune.report.comparison import FORMATS
+
     specs = [spec_of(options | {"model": name}) for name in model or (None,)]
     form = format_ or BY_SUFFIX.get(out.suffix.lower() if out else "", "table")
-    if form not in FORMS:
-        raise UsageError(f"there is no format {form!r}", remedy=f"use one of {', '.join(FORMS)}")
+    if form not in ("table", *FORMATS):
+        raise UsageError(f"there is no format {form!r}", remedy=f"use one of table, {', '.join(FORMATS)}")
     if (owned is None) is not (owned_usd is None):
         raise UsageError("--owned and --owned-usd go together", remedy="for example --owned rtx-4090 --owned-usd 1800")
     own_card = None
@@ -79,7 +83,9 @@ def compare_command(
         raise NothingFits(unmet, remedy=made.remedy())
 
 
-def _print(made: Comparison, today: date) -> None:
+def _print(made: "Comparison", today: date) -> None:
+    from autotune.report.comparison import COLUMNS, cells, heading, how_estimated, verdicts, workload_text
+
     print(f"{how_estimated(made)}.")
     for group in made.groups:
         print(f"\n{heading(group)}\n{workload_text(group)}")

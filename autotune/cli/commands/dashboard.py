@@ -10,7 +10,6 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import typer
 
-from autotune.api import load_study
 from autotune.cli.options import Storage, StudyName
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.study.storage.location import storage_url
@@ -31,6 +30,7 @@ def dashboard(
     """
     if importlib.util.find_spec("optuna_dashboard") is None:
         raise EnvironmentProblem("optuna-dashboard is not installed", remedy="pip install optuna-dashboard")
+    from autotune.api import load_study
     from autotune.report.dashboard import PAGE, LiveDashboard, gate, is_loopback
     from autotune.study.optimizer import Optimizer
     from autotune.study.storage.database import read_only

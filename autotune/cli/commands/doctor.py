@@ -5,16 +5,11 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autotune.catalog import resolve_device
 from autotune.cli.commands.calibrate import facts
 from autotune.cli.options import Json, Storage
 from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import AutotuneError, EnvironmentProblem, TooManyFailures
-from autotune.core.nvml import list_gpus
 from autotune.core.units import fmt_gib, gib
-from autotune.planning.slow_parts import slow_parts
-from autotune.probe.supervisor import check_worker
-from autotune.problem.target import data_sheet, kept_calibration, present_card
 from autotune.study.storage.location import storage_url
 
 NEEDED = ("transformers", "peft", "accelerate", "optuna")
@@ -63,6 +58,8 @@ def _packages() -> list[Check]:
 
 
 def _gpus() -> list[Check]:
+    from autotune.core.nvml import list_gpus
+
     cards = list_gpus()
     if not cards:
         remedy = "without one, try --gpu cpu --model demo-3m; with one, install NVIDIA's driver"
@@ -77,6 +74,9 @@ def _gpus() -> list[Check]:
 
 
 def _torch() -> list[Check]:
+    from autotune.core.nvml import list_gpus
+    from autotune.probe.supervisor import check_worker
+
     if importlib.util.find_spec("torch") is None:
         return [Check(name="torch", ok=False, found="not installed", remedy="pip install torch")]
     on_gpu = bool(list_gpus())
@@ -108,6 +108,10 @@ def _disk() -> list[Check]:
 
 def _calibration() -> list[Check]:
     """What is known of the speed of this machine, and what is slow about it; nothing of it is needed."""
+    from autotune.catalog import resolve_device
+    from autotune.planning.slow_parts import slow_parts
+    from autotune.problem.target import data_sheet, kept_calibration, present_card
+
     card = present_card()
     device = data_sheet(card) if card else resolve_device("cpu")
     kept = kept_calibration(device, print_note)

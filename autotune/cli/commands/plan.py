@@ -1,24 +1,13 @@
 """`autotune plan`: what a card would hold, how fast it would train and what that would cost, without having one."""
 
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from autotune.catalog import NO_PRICE, describe_price
 from autotune.cli.options import PLANNED, Evidence, Gpu, Json, spec_of, with_study_options
 from autotune.cli.terminal import print_json, print_note, print_table
 from autotune.core.errors import NothingFits
-from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
-from autotune.planning.device_estimate import how_known, planned_device
-from autotune.planning.observations import EVIDENCE, known_observations
-from autotune.planning.plan import BATCHES, Cell, Plan, estimate_named_configs, memory_tables, plan_data
-from autotune.planning.plan import plan as make_plan
-from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
-from autotune.problem.search_space import ways_to_fit
-from autotune.problem.setup import calibration_of
+from autotune.planning.observations import EVIDENCE
 from autotune.problem.study_spec import StudySpec
-from autotune.problem.task import Task
-from autotune.study.named_configs import COLUMNS
 
 
 @with_study_options("model", *PLANNED)
@@ -34,6 +23,14 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         UsageError: a part of the spec is unknown or impossible, or no formula covers it.
         NothingFits: no configuration of the space surely fits.
     """
+    from autotune.planning.device_estimate import how_known, planned_device
+    from autotune.planning.observations import known_observations
+    from autotune.planning.plan import estimate_named_configs, plan_data
+    from autotune.planning.plan import plan as make_plan
+    from autotune.problem.search_space import ways_to_fit
+    from autotune.problem.setup import calibration_of
+    from autotune.study.named_configs import COLUMNS
+
     device, observations = planned_device(spec.gpu), known_observations(evidence, print_note)
     if spec.configs:
         results = estimate_named_configs(spec, device=device, observations=observations, say=print_note)
@@ -47,89 +44,11 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
     if as_json:
         print_json(plan_data(made))
     else:
-        _print(made)
+        from autotune.cli.plan_text import print_plan
+
+        print_plan(made)
     if made.best is None:
         raise NothingFits(
             f"nothing in the search space surely fits {device.name}",
             remedy=f"{ways_to_fit(made.leanest)}; `autotune compare` says which card holds it",
         )
-
-
-def _print(made: Plan) -> None:
-    task = made.task
-    memory = fmt_gib(task.device.memory_gib)
-    print(f"{task.model.name} on {task.device.name}: {memory}, {fmt_gib(made.limit_gib)} of it for tensors")
-    print(f"{how_known(task.calibration, task.device)}.\n")
-    for name, estimated in (("best", made.best), ("guides", made.baseline)):
-        if estimated is not None:
-            print(f"{name:>8}  {estimated.config.label()}")
-            for label, text in _lines(estimated, task).items():
-                print(f"{label:>8}  {text}")
-            print()
-    if made.best is not None:
-        part = ""
-        if made.num_estimated < made.space_size:
-            part = f" (of the first {made.num_estimated:,} of {made.space_size:,} configurations)"
-        print(f"{'why':>8}  {made.reason}{part}\n")
-    for name, cells in memory_tables(made).items():
-        _print_table(name, cells, made.limit_gib)
-
-
-def _print_table(name: str, cells: list[Cell], limit_gib: float) -> None:
-    if not any(cell.chosen.state in (FITS, TIGHT) for cell in cells):
-        least = min(cell.recomputed.need_gib for cell in cells)
-        print(f"{name}: does not fit, the least it needs is {fmt_gib(least)} of {fmt_gib(limit_gib)}")
-        return
-    print(f"{name}: GiB by length and micro batch (c: only with every layer recomputed, ?: too close to tell)")
-    lengths = dict.fromkeys(cell.seq_len for cell in cells)
-    print_table(
-        None,
-        {"seq_len": "right"} | {str(size): "right" for size in BATCHES},
-        [(str(length), *(_cell(cell) for cell in cells if cell.seq_len == length)) for length in lengths],
-    )
-
-
-def _cell(cell: Cell) -> str:
-    """'31.2', '18.4 c', '22.0 c?', 'OOM'."""
-    chosen = cell.chosen
-    if chosen.state not in (FITS, TIGHT):
-        return "OOM"
-    mark = ("c" if chosen.config.checkpointing == "full" else "") + ("?" if chosen.state == TIGHT else "")
-    return f"{chosen.need_gib:.1f} {mark}".strip()
-
-
-def _lines(estimated: DeviceEstimate, task: Task) -> dict[str, str]:
-    """What is estimated of a configuration, by what it is about."""
-    need = f"{fmt_gib(estimated.need_gib)} of {fmt_gib(estimated.limit_gib)}, {estimated.state}"
-    terms = memory_terms(estimated)
-    cost, price = estimated.cost, task.price
-    if estimated.interval is None or cost is None:
-        return {"memory": f"{need}: {terms}"} | ({} if estimated.state == OOM else {"speed": "unknown"})
-    hours = " to ".join(map(fmt_hours, cost.interval_hours))
-    lines = {
-        "memory": f"{need}: {terms}",
-        "speed": speed_text(estimated),
-        "run": f"{fmt_hours(cost.full_run_hours)} ({hours}) for {cost.examples:,} examples x {cost.epochs}",
-        "cost": f"{DASH} ({NO_PRICE}: --price USD_PER_HOUR)",
-    }
-    if price is not None and cost.interval_usd is not None:
-        bounds = " to ".join(map(fmt_usd, cost.interval_usd))
-        spot = f", spot {fmt_usd(cost.spot_usd)}" if cost.spot_usd is not None else ""
-        lines["cost"] = f"{fmt_usd(cost.full_run_usd)} ({bounds}){spot} at {describe_price(price, date.today())}"
-    return lines
-
-
-def memory_terms(estimated: DeviceEstimate) -> str:
-    """'weights 13.5 + adapters 0.2 + ...': what the memory is made of, without what is too little to show."""
-    terms = estimated.memory.terms() if estimated.memory else {}
-    return " + ".join(f"{name} {value:.1f}" for name, value in terms.items() if value >= 0.05)
-
-
-def speed_text(estimated: DeviceEstimate, unit: str = "useful tokens/s") -> str:
-    """'1,109 useful tokens/s (934 to 1,318, tightened by 2 measured on this card)', or what was calibrated and when."""
-    low, high = map(fmt_count, estimated.interval or (None, None))
-    count = estimated.num_observations
-    tightened = f", tightened by {count} measured on this card" if count else ""
-    tightened = ", no measurement of this kind of card" if estimated.is_guess else tightened
-    tightened += f", {estimated.calibrated}" if estimated.calibrated else ""
-    return f"{fmt_count(estimated.tokens_per_s)} {unit} ({low} to {high}{tightened})"

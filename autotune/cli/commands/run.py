@@ -4,17 +4,17 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.api import prepare_study, run_study
-from autotune.cli.console import Display
 from autotune.cli.options import ALL, Json, Quiet, Storage, StudyName, spec_of, with_study_options
 from autotune.cli.stop import stop_on_signals
 from autotune.core.errors import UsageError
-from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.location import opened_out, storage_url
+
+if TYPE_CHECKING:
+    from autotune.problem.study_spec import StudySpec
 
 
 @with_study_options(*ALL)
@@ -53,8 +53,11 @@ def resume(
     run_spec(spec, as_json=json_, quiet=quiet)
 
 
-def run_spec(spec: StudySpec, *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
+def run_spec(spec: "StudySpec", *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
     """Run or continue a study. Raises AutotuneError for everything a user can act on."""
+    from autotune.api import prepare_study, run_study
+    from autotune.cli.console import Display
+
     plan = prepare_study(spec, (lambda text: None) if quiet else partial(print, file=sys.stderr))
     with (
         stop_on_signals() as stop,

@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
-from autotune.api import load_study
 from autotune.cli.options import Storage, StudyName
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
-from autotune.core.probe_types import Evidence
 from autotune.core.units import fmt_count, fmt_gib
-from autotune.planning.observations import EVIDENCE, read_submission, store_submission
+from autotune.planning.observations import EVIDENCE
 from autotune.study.storage.location import storage_url
 
 
@@ -29,6 +27,10 @@ def submit(
         NothingFits: it has no winner.
         StorageError: the file cannot be written.
     """
+    from autotune.api import load_study
+    from autotune.core.probe_types import Evidence
+    from autotune.planning.submission import submission_of
+
     result = load_study(study, storage)
     recipe = result.recipe
     if recipe.winner.evidence is Evidence.PROJECTED:
@@ -36,8 +38,6 @@ def submit(
             f"its speeds are projected: nothing was measured on {recipe.device.name}",
             remedy=f"run the study on {recipe.device.name} itself",
         )
-    from autotune.planning.submission import submission_of
-
     submission = submission_of(recipe, _measured_on(result.summary.study, storage))
     path = out or result.out / "submission.json"
     write_atomic(path, submission.text)
@@ -55,6 +55,8 @@ def import_(
         UsageError: the file is not a valid submission.
         StorageError: the directory cannot be written.
     """
+    from autotune.planning.observations import read_submission, store_submission
+
     path, known = store_submission(file, evidence)
     for row in read_submission(path):
         model = row.model or f"a model of shape {row.model_digest}"

@@ -2,17 +2,19 @@
 
 import sys
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.api import StudyResult, load_study, result_of
 from autotune.cli.options import Directory, Json, Storage, StudyName
 from autotune.cli.terminal import console, print_json, print_table
 from autotune.core.errors import AutotuneError, UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_count, fmt_seconds
 from autotune.study.storage.location import running_process, storage_url
+
+if TYPE_CHECKING:
+    from autotune.api import StudyResult
 
 Formats = Annotated[
     list[str] | None,
@@ -26,6 +28,7 @@ Formats = Annotated[
 
 def status(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Print how far a study is, and its best configuration so far."""
+    from autotune.api import load_study
     from autotune.report.describe import candidate_line
 
     result = load_study(study, storage)
@@ -50,6 +53,7 @@ def status(study: StudyName = None, storage: Storage = None, json_: Json = False
 
 def list_all(storage: Storage = None, json_: Json = False) -> None:
     """Print the studies of a database: what they tune, how far they are, and their best."""
+    from autotune.api import result_of
     from autotune.study.storage.optuna_storage import all_attributes
     from autotune.study.storage.study_record import StudyRecord
 
@@ -77,7 +81,7 @@ def list_all(storage: Storage = None, json_: Json = False) -> None:
     print_table(None, columns, cells)
 
 
-def _row(study: StudyResult) -> dict[str, Any]:
+def _row(study: "StudyResult") -> dict[str, Any]:
     recipe = study.summary.recipe
     return {
         "study": study.summary.study,
@@ -102,6 +106,7 @@ def delete(
     """
     from contextlib import closing
 
+    from autotune.api import load_study
     from autotune.study.storage.leases import Leases, Worker
     from autotune.study.storage.optuna_storage import delete_study
     from autotune.study.storage.probe_store import ProbeStore
@@ -128,6 +133,7 @@ def delete(
 
 def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
     """Print every OOM and refusal of a study, with what to change: as Markdown, which a terminal shows laid out."""
+    from autotune.api import load_study
     from autotune.report.oom import oom_report
 
     report = oom_report(load_study(study, storage).summary)
@@ -143,6 +149,7 @@ def oom(study: StudyName = None, storage: Storage = None, json_: Json = False) -
 
 def export(study: StudyName = None, format_: Formats = None, out: Directory = None, storage: Storage = None) -> None:
     """Write the exports of a study again, all of them or some."""
+    from autotune.api import load_study
     from autotune.export.formats import FORMATS, require_formats
 
     require_formats(format_ or (), FORMATS)
@@ -152,6 +159,8 @@ def export(study: StudyName = None, format_: Formats = None, out: Directory = No
 
 def report(study: StudyName = None, out: Directory = None, storage: Storage = None) -> None:
     """Write summary, reports and exports of a study again."""
+    from autotune.api import load_study
+
     print(load_study(study, storage).report(out))
 
 
@@ -168,6 +177,7 @@ def fleet(
 
     Raises UsageError if no other machine could reach the study.
     """
+    from autotune.api import load_study
     from autotune.export.clusters import SYSTEMS, render, workers_job
     from autotune.export.formats import require_formats
 

@@ -6,24 +6,20 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.api import StudyResult, load_study
 from autotune.cli.options import Json, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
 from autotune.cli.terminal import console, print_note
 from autotune.core.errors import PREEMPTED, AutotuneError, EnvironmentProblem, Interrupted, UsageError
 from autotune.core.text import operands, short_path
 from autotune.core.units import fmt_seconds, fmt_usd
-from autotune.export.run.train import Progress, Run
-from autotune.export.run.verify import TOLERANCE
-from autotune.problem.dataset import check_exists
-from autotune.report.describe import training_commands, training_data
-from autotune.report.study_directory import write_exports
-from autotune.study.session import require_device
-from autotune.study.storage.database import public_url
+
+if TYPE_CHECKING:
+    from autotune.api import StudyResult
+    from autotune.export.run.train import Progress
 
 PLAIN_S = 30.0  # between two lines where there is no terminal
 STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes; the last one before training begins
@@ -56,6 +52,11 @@ def train(
         Interrupted: stopped by a signal; the run can be continued from its checkpoint.
         AutotuneError: the script failed.
     """
+    from autotune.api import load_study
+    from autotune.export.run.train import Run
+    from autotune.report.study_directory import write_exports
+    from autotune.study.storage.database import public_url
+
     result = load_study(study, storage)
     recipe = result.recipe
     _check(result, dataset, split, random_weights=random_weights, pass_env=pass_env or [], other_device=other_device)
@@ -99,7 +100,7 @@ def _script_options(dataset: Path | None, split: str | None, model: str | None, 
 
 
 def _check(
-    result: StudyResult,
+    result: "StudyResult",
     dataset: Path | None,
     split: str | None,
     *,
@@ -108,6 +109,10 @@ def _check(
     other_device: bool,
 ) -> None:
     """Refuse what cannot be trained with these options, before anything is written."""
+    from autotune.problem.dataset import check_exists
+    from autotune.report.describe import training_commands, training_data
+    from autotune.study.session import require_device
+
     recipe = result.recipe
     if recipe.trainer != "transformers":
         (command,) = training_commands(result.summary, recipe, short_path(result.out)).values()
@@ -180,8 +185,10 @@ class TrainingDisplay:
             self.say("stopping: this step will end and a checkpoint be saved; a second signal ends the run at once")
         return True
 
-    def progress(self, now: Progress) -> None:
+    def progress(self, now: "Progress") -> None:
         """Show how far the run is; warn once if its steps take longer or less than measured."""
+        from autotune.export.run.verify import TOLERANCE
+
         loss = "" if now.loss is None else f", loss {now.loss:.4g}"
         spent = "" if now.spent_usd is None else f", {fmt_usd(now.spent_usd)}"
         projected = f"projected {fmt_seconds(now.projected_s)}"

@@ -8,13 +8,11 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.console import Display
 from autotune.cli.options import Quiet, Storage
 from autotune.cli.stop import stop_on_signals
 from autotune.core.errors import PREEMPTED, Interrupted, UsageError
 from autotune.core.process import die_with_parent
 from autotune.core.units import parse_duration
-from autotune.study import session
 from autotune.study.storage.location import make_writable, shared_url
 
 
@@ -37,6 +35,9 @@ def worker(
         TooManyFailures: this node differs from the others, or its probes keep failing.
         Interrupted: stopped by a signal; the current trial is queued again. Exit code 75 after SIGTERM.
     """
+    from autotune.cli.console import Display
+    from autotune.study import session
+
     if parent is not None:
         die_with_parent(parent, number=signal.SIGTERM)
     url = shared_url(storage)

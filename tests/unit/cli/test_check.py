@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from autotune.catalog import list_models, resolve_device, resolve_model
-from autotune.cli.commands.check import check_command, verdict
+from autotune.cli.check_text import verdict
+from autotune.cli.commands.check import check_command
 from autotune.core.errors import NothingFits, UsageError
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.foreign_config import read_file

@@ -27,6 +27,7 @@ from autotune.planning.plan import (
     Plan,
     estimate_named_configs,
     memory_tables,
+    plan,
     plan_data,
     plan_task,
     planned_setup,
@@ -169,7 +170,7 @@ def test_what_a_run_of_the_model_refuses_is_not_planned() -> None:
     case = task("h100", model="gemma-2-9b", allow_quantized=True)
     assert case.space.choices("loss") == ("full",) and "sdpa" not in case.space.choices("attention")
     spec = StudySpec(model="gemma-2-9b", gpu="h100")
-    data = plan_data(command.make_plan(spec))
+    data = plan_data(plan(spec))
     assert (data["best"] or data["baseline"])["config"]["loss"] == "full"
     with pytest.raises(UsageError, match="changes its logits after its head"):
         planned_setup(replace(spec, pins={"loss": "chunked"}), H100)

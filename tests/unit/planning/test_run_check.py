@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from autotune.catalog import list_devices, resolve_model
-from autotune.cli.commands.check import edits_text, lines, verdict
+from autotune.cli.check_text import edits_text, lines, verdict
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.planning.device_estimate import device_limit_gib

@@ -108,7 +108,7 @@ def test_nothing_private_goes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     task = subject_of(study=f"{CANARY}-study")
     spec = StudySpec(model=task.model.name, dataset=f"/data/{CANARY}.jsonl")
     found = StudyResult(summary=whole, record=record_of(task, tmp_path / f"{CANARY}-out", spec=spec), url=url)
-    monkeypatch.setattr(share, "load_study", lambda name, storage: found)
+    monkeypatch.setattr("autotune.api.load_study", lambda name, storage: found)
     out = tmp_path / "out.json"
     share.submit(out=out, storage=url)
     text = out.read_text()
@@ -139,7 +139,7 @@ def test_a_projected_study_cannot_be_submitted(monkeypatch: pytest.MonkeyPatch) 
     made: Any = summary().recipe
     recipe = replace(made, winner=replace(made.winner, evidence=Evidence.PROJECTED))
     found = SimpleNamespace(recipe=recipe)
-    monkeypatch.setattr(share, "load_study", lambda name, storage: found)
+    monkeypatch.setattr("autotune.api.load_study", lambda name, storage: found)
     with pytest.raises(UsageError, match="nothing was measured on"):
         share.submit()
 
@@ -163,7 +163,7 @@ def test_a_study_on_a_processor_and_without_a_baseline(write: Callable[[Any], Pa
 def test_a_study_without_a_winner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     found = StudyResult(summary=replace(summary(), recipe=None), record=record_of(out=tmp_path))
-    monkeypatch.setattr(share, "load_study", lambda name, storage: found)
+    monkeypatch.setattr("autotune.api.load_study", lambda name, storage: found)
     with pytest.raises(NothingFits):
         share.submit()
     assert list(tmp_path.iterdir()) == []
