@@ -1,37 +1,16 @@
-"""Options of the commands: those of StudySpec, generated from its fields, and those that several commands share."""
+"""Options that several commands share. Those of a study are in `study_options`, which takes longer to load."""
 
-import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from autotune.core.errors import UsageError
-from autotune.core.files import load_yaml
-from autotune.problem.study_spec import OPTIONS, StudySpec, make_spec
 
-if TYPE_CHECKING:
-    from dataclasses import Field
-
-
-def _models(incomplete: str) -> list[str]:
-    """Names of models for the shell's TAB, like the next two."""
-    from autotune.catalog import list_models
-
-    return [name for model in list_models() for name in (*model.aliases, model.name) if name.startswith(incomplete)]
-
-
-def _gpus(incomplete: str) -> list[str]:
+def gpu_names(incomplete: str) -> list[str]:
+    """Names of GPUs for the shell's TAB."""
     from autotune.catalog import list_devices
 
     return [name for name in ("auto", *(device.name for device in list_devices())) if name.startswith(incomplete)]
-
-
-def _spaces(incomplete: str) -> list[str]:
-    from autotune.problem.search_space import shipped_spaces
-
-    return [name for name in shipped_spaces() if name.startswith(incomplete)]
 
 
 StudyName = Annotated[str | None, typer.Argument(help="Name of the study; the newest by default.")]
@@ -41,85 +20,8 @@ Storage = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-Gpu = Annotated[str | None, typer.Option(help="Target GPU: a name, or auto (the one here).", autocompletion=_gpus)]
+Gpu = Annotated[str | None, typer.Option(help="Target GPU: a name, or auto (the one here).", autocompletion=gpu_names)]
 Directory = Annotated[Path | None, typer.Option(help="Directory. [the study's]")]
 Evidence = Annotated[
     Path, typer.Option(metavar="DIR", help="What `autotune import` stored, which makes the speeds more exact.")
 ]
-
-_COMPLETIONS = {"model": _models, "gpu": _gpus, "space": _spaces}
-_PINS: dict[str, Any] = {  # options that are not fields of StudySpec of their own
-    "spec": Annotated[Path | None, typer.Option(help="Read a study spec (YAML); options override it.")],
-    "seq_len": Annotated[int | None, typer.Option(help="Pin the sequence length.")],
-    "rank": Annotated[int | None, typer.Option(help="Pin the LoRA rank.")],
-    "set_": Annotated[list[str] | None, typer.Option("--set", metavar="KNOB=VALUE", help="Pin a knob; repeatable.")],
-    "storage": Storage,
-}
-LENGTHS = (
-    *("examples", "dataset", "split", "tokenizer", "loss_on", "lengths"),
-    *("mean_tokens", "p99_tokens", "tokens_per_example", "tokens"),
-)
-CARD = ("memory_gib", "headroom", "price", "prices", "calibration")
-PLANNED = (
-    *("spec", "space", *LENGTHS, "epochs", "global_batch", "global_batch_tokens", "seq_len", "rank", "set_", *CARD),
-    *("min_rank", "max_truncated", "allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "slack"),
-)
-ALL = ("model", "gpu", "spec", *(name for name in OPTIONS if name not in ("model", "gpu")), "seq_len", "rank", "set_")
-
-
-def _annotation(name: str) -> Any:
-    """The annotation of an option of this name, as typer reads it."""
-    if name in _PINS:
-        return _PINS[name]
-    option = OPTIONS[name]
-    field: Field[Any] = StudySpec.__dataclass_fields__[name]
-    text = option.help if option.shown_default is None else f"{option.help} [{option.shown_default}]"
-    names = (f"--{name.replace('_', '-')}",)
-    kinds: Any = str | None if name == "space" else field.type  # a SearchSpace is for Python alone
-    parameter = typer.Option(*names, help=text, metavar=option.metavar, autocompletion=_COMPLETIONS.get(name))
-    return Annotated[kinds | None, parameter]
-
-
-def with_study_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes **options these options of a study, before its own."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        declared = inspect.signature(command).parameters.values()
-        own = {parameter.name: parameter for parameter in declared if parameter.kind is not parameter.VAR_KEYWORD}
-        parameters = [
-            inspect.Parameter(name, keyword, default=None, annotation=_annotation(name))
-            for name in names
-            if name not in own
-        ]
-        parameters += [parameter.replace(kind=keyword) for parameter in own.values()]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
-
-    return decorate
-
-
-def spec_of(options: dict[str, Any]) -> StudySpec:
-    """The StudySpec that these options mean. Raises UsageError."""
-    options = dict(options)
-    pins = pins_of(options.pop("set_") or [], seq_len=options.pop("seq_len"), lora_rank=options.pop("rank"))
-    return make_spec(options.pop("spec"), options | {"pins": pins or None})
-
-
-def pins_of(settings: list[str], **named: Any) -> dict[str, Any]:
-    """{knob: value} from KNOB=VALUE settings (values as YAML reads them) and the named options. Raises UsageError."""
-    pins = {name: value for name, value in named.items() if value is not None}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals or not name or not text:
-            raise UsageError(f"--set {setting!r} is not KNOB=VALUE", remedy="for example --set checkpointing=none")
-        try:
-            value = load_yaml(text)
-        except Exception:
-            raise UsageError(f"--set {setting!r}: the value cannot be read", remedy="quote it") from None
-        if pins.setdefault(name.strip(), value) != value:
-            raise UsageError(
-                f"{name.strip()} is pinned to {pins[name.strip()]} and to {value}", remedy="give one value"
-            )
-    return pins

@@ -1,6 +1,5 @@
 """Text of unknown origin, made safe for a terminal, a command line, a file name, or Markdown."""
 
-import hashlib
 import re
 import shlex
 from pathlib import Path
@@ -28,6 +27,8 @@ def slug(study: str) -> str:
 
     So does a name that looks as if it ended in one, so that no two names share a directory.
     """
+    import hashlib
+
     plain = re.sub(r"[^a-z0-9._-]+", "-", study.lower()).strip("-.")[:80]
     if plain == study and plain and not re.search(r"-[0-9a-f]{8}$", plain):
         return plain

@@ -15,11 +15,11 @@ from autotune.core.files import load_data, read_regular, write_atomic
 from autotune.core.probe_types import Evidence
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
+from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
     from autotune.planning.submission import Submission
 
-EVIDENCE = Path("runs/evidence")  # where `autotune import` stores submissions, in the current directory
 Say = Callable[[str], None]
 
 

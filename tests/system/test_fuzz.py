@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from autotune.catalog import list_models, load_prices, resolve_device, resolve_model
 from autotune.cli.app import app
-from autotune.cli.options import pins_of
+from autotune.cli.study_options import pins_of
 from autotune.core.errors import AutotuneError
 from autotune.core.serialization import to_data
 from autotune.planning.device_estimate import device_limit_gib

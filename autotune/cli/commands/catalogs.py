@@ -3,19 +3,22 @@
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.catalog import age, find_price, list_devices, list_models, resolve_device
-from autotune.catalog.prices import Price, best_first, list_prices, load_prices
 from autotune.cli.options import Json
 from autotune.cli.terminal import print_json, print_table
 from autotune.core.units import DASH, fmt_count, fmt_usd
 
+if TYPE_CHECKING:
+    from autotune.catalog import Price
+
 
 def gpus(json_: Json = False) -> None:
     """Print every GPU with its default price."""
+    from autotune.catalog import age, find_price, list_devices
+
     rows = [(device, find_price(device.name)) for device in list_devices()]
     today = date.today()
     if json_:
@@ -39,6 +42,8 @@ def gpus(json_: Json = False) -> None:
 
 def models(json_: Json = False) -> None:
     """Print every model of the catalogue."""
+    from autotune.catalog import list_models
+
     specs = list_models()
     if json_:
         sizes = ("num_layers", "hidden_size", "vocab_size", "max_seq_len")
@@ -76,6 +81,9 @@ def prices(
         UsageError: no such GPU, or a price file that cannot be read.
         EnvironmentProblem: `live` without gpuhunt or without a network.
     """
+    from autotune.catalog import age, list_devices, resolve_device
+    from autotune.catalog.prices import best_first, list_prices, load_prices
+
     devices = list_devices() if gpu is None else (resolve_device(gpu),)
     own_prices = load_prices(own) if own else ()
     today = date.today()

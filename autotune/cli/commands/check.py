@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import CARD, LENGTHS, Evidence, Gpu, Json, with_study_options
+from autotune.cli.options import Evidence, Gpu, Json
+from autotune.cli.study_options import CARD, LENGTHS, with_study_options
 from autotune.cli.terminal import print_json, print_note
 from autotune.core.errors import NothingFits
 from autotune.core.text import printable
-from autotune.planning.observations import EVIDENCE
+from autotune.study.storage.location import EVIDENCE
 
 
 @with_study_options(*LENGTHS, *CARD)

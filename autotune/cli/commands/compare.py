@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli.options import PLANNED, Evidence, spec_of, with_study_options
+from autotune.cli.options import Evidence
+from autotune.cli.study_options import PLANNED, spec_of, with_study_options
 from autotune.cli.terminal import print_note, print_table
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.files import write_atomic
-from autotune.planning.observations import EVIDENCE
+from autotune.study.storage.location import EVIDENCE
 
 if TYPE_CHECKING:
     from autotune.planning.compare import Comparison

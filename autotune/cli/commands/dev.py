@@ -23,7 +23,6 @@ from autotune.cli.terminal import print_json, print_table
 from autotune.core.errors import TooManyFailures, UsageError, did_you_mean
 from autotune.core.process import module_command
 from autotune.core.scratch import scratch_directory
-from autotune.probe.fault_injection import VARIABLE
 
 TRIALS = 4
 FULL = 200_000  # bytes of a file on a disk that is full
@@ -155,6 +154,8 @@ def _study(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
     """Run or continue the study; its exit code. `meanwhile` is called again and again until it ends."""
+    from autotune.probe.fault_injection import VARIABLE
+
     command = [*module_command("autotune"), "run", "--quiet", "--gpu", gpu, "--model", "demo-3m"]
     command += ["--space", "space.yaml", "--trials", str(TRIALS), "--study", "injected", "--out", "out"]
     command += ["--storage", "sqlite:///study.db"]

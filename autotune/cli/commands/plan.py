@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from autotune.cli.options import PLANNED, Evidence, Gpu, Json, spec_of, with_study_options
+from autotune.cli.options import Evidence, Gpu, Json
+from autotune.cli.study_options import PLANNED, spec_of, with_study_options
 from autotune.cli.terminal import print_json, print_note, print_table
 from autotune.core.errors import NothingFits
-from autotune.planning.observations import EVIDENCE
 from autotune.problem.study_spec import StudySpec
+from autotune.study.storage.location import EVIDENCE
 
 
 @with_study_options("model", *PLANNED)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli.options import ALL, Json, Quiet, Storage, StudyName, spec_of, with_study_options
+from autotune.cli.options import Json, Quiet, Storage, StudyName
 from autotune.cli.stop import stop_on_signals
+from autotune.cli.study_options import ALL, spec_of, with_study_options
 from autotune.core.errors import UsageError
 from autotune.study.storage.location import opened_out, storage_url
 

@@ -11,8 +11,7 @@ from autotune.cli.options import Storage, StudyName
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.core.units import fmt_count, fmt_gib
-from autotune.planning.observations import EVIDENCE
-from autotune.study.storage.location import storage_url
+from autotune.study.storage.location import EVIDENCE, storage_url
 
 
 def submit(

@@ -11,6 +11,7 @@ from autotune.core.files import write_errors
 from autotune.core.text import slug
 
 DEFAULT_ROOT = Path("runs")
+EVIDENCE = DEFAULT_ROOT / "evidence"  # where `autotune import` stores submissions, in the current directory
 FREE_BYTES = 200 * 2**20
 LOCK = ".lock"  # in a study's directory, held by the process that runs it
 

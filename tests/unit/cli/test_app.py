@@ -155,7 +155,7 @@ def test_an_error_of_the_file_system_is_no_riddle(
     def fail() -> None:
         raise PermissionError(13, "Permission denied", "/the/file")
 
-    monkeypatch.setattr("autotune.cli.commands.catalogs.list_devices", fail)
+    monkeypatch.setattr("autotune.catalog.list_devices", fail)
     answer = said(monkeypatch, capsys, "gpus")
     assert answer.code == 6 and answer.is_one_error()
     assert answer.err.startswith("error: /the/file: Permission denied\n")
