@@ -1,6 +1,7 @@
 """Measure the time from process start to exit of commands that need no torch: the median of several runs."""
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -11,12 +12,13 @@ from typing import Any
 
 from common import save, table
 
+from autotune.cli import app
 from autotune.probe.supervisor import WorkerProber
 
 COMMANDS = {
     "python -c pass": None,
     "--help": ["--help"],
-    "run --help": ["run", "--help"],
+    **{f"{name} --help": [name, "--help"] for name in app.COMMANDS},
     "gpus": ["gpus"],
     "models": ["models"],
     "spaces": ["spaces"],
@@ -29,6 +31,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each run would compile what an installation compiles once
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, arguments in COMMANDS.items():
@@ -38,7 +42,7 @@ def main() -> None:
             times = []
             for _ in range(args.runs):
                 start = time.perf_counter()
-                subprocess.run(command, cwd=folder, capture_output=True, check=False)
+                subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
                 times.append((time.perf_counter() - start) * 1000)
             rows.append({"command": name, "median_ms": statistics.median(times), "max_ms": max(times)})
         with WorkerProber("cpu", Path(folder)) as prober:

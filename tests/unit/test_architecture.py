@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune.cli.app import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "autotune"
 RUNTIME = PACKAGE / "probe" / "runtime"  # exported as it is: its modules import each other relatively
@@ -359,8 +361,6 @@ def test_the_command_line_is_light(tmp_path):
         (["--help"], 0, ""),
         (["gpus"], 0, ""),
         (["models", "--json"], 0, ""),
-        (["run", "--help"], 0, ""),
-        (["calibrate", "--help"], 0, ""),
         (["run", "--model", "demo-3m", "--epochs", "0"], 2, "error: epochs cannot be 0"),
         (["run", "--model", "x", "--budget", "nonsense"], 2, "error: --budget: 'nonsense' is not a duration"),
         (["run", "--model", "demo-3m"], 3, "error: an NVIDIA GPU was asked for"),
@@ -373,3 +373,23 @@ def test_quick_commands_load_nothing_heavy(tmp_path, args, status, says):
     assert "Traceback" not in errors
     assert loaded & HEAVY <= {"pydantic"}  # by typer itself, which builds a command's parameters with it
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "dev inject"])
+def test_the_help_of_every_command_loads_nothing_heavy(tmp_path, command):
+    code, loaded, errors = run("from autotune.cli.app import main; main()", tmp_path, *command.split(), "--help")
+    assert code == 0, errors
+    assert loaded & HEAVY <= {"pydantic"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_load_other_packages_when_they_run():
+    eager = {
+        target
+        for module, target, how in edges()
+        if module.startswith("cli.commands.") and how.at_module_level and not how.for_types_only
+    }
+    light = {"problem.study_spec", "study.storage.location"}  # options are made from the one; the other is small
+    assert {target for target in eager if layer(target) not in ("cli", "core")} <= light
+    # These print what was found, or stand on what finds it.
+    assert eager & {"cli.console", "cli.plan_text", "cli.check_text"} == set()
