@@ -11,7 +11,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-PROBE_VERSION = 6  # raised when probes measure something else than before; stored results are then measured again
+PROBE_VERSION = 7  # raised when probes measure something else than before; stored results are then measured again
 SHARDINGS = ("none",)
 
 

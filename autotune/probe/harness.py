@@ -164,6 +164,7 @@ class Probe:
             self.recorder.begin(Phase.FIRST_STEP)
             self.trainer.train()
             self.meter.synchronize()
+            self.meter.return_freed(self._state_gib())
             self.recorder.weigh()
             self.recorder.check_steady()
             losses = [float(loss) for loss in self.recorder.losses]
@@ -271,7 +272,7 @@ class Probe:
         request, config = self.request, self.request.config
         schedule = self.recorder.schedule
         each = len(schedule.round)
-        num_steps = len(schedule.lead) + each * MAX_WARMUP_ROUNDS + request.max_timed_steps + each
+        num_steps = len(schedule.lead) + each * (MAX_WARMUP_ROUNDS + 1) + request.max_timed_steps + each
         on_cpu = self.meter.torch_device.type == "cpu"
         settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=on_cpu) | {
             "output_dir": scratch,

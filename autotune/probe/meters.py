@@ -26,6 +26,11 @@ from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
 
 MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
 WORKSPACE_GIB = 8 / 1024  # of libraries on a GPU: some keep 2 MiB from their first use of a large matrix on
+# malloc, on a CPU: from which size on blocks are returned to the kernel while peaks are read, and below which size they
+# are kept while steps are timed. The latter is glibc's own upper bound, which it comes to as it sees blocks freed.
+RETURNED_BYTES, KEPT_BYTES = 2**16, 2**25
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of glibc's
+IS_MAPPED = 2  # in the word before a block: it came straight from the kernel
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger-kernel", "trl")
 
 
@@ -56,6 +61,12 @@ class CudaMeter:
 
     def rebase(self, resident_gib: float) -> None:
         """Count all that the process holds now, except the resident model, as context, which is read at any time."""
+
+    def keep_freed(self) -> None:
+        """From now on only times matter: let freed memory be kept, as in the full run. Torch always does."""
+
+    def return_freed(self, resident_gib: float) -> None:
+        """From now on peaks matter again; `resident_gib` is what tensors hold now."""
 
     def cap(self, memory_gib: float, headroom: float, managed_gib: float) -> float:
         """Let allocations fail beyond a limit, and return it.
@@ -163,8 +174,8 @@ class CudaMeter:
 class CpuMeter:
     """The host's processors, with the methods of CudaMeter. The context is what libraries hold before a model is built.
 
-    Peaks repeat to 1 % only with the malloc settings that the parent gives the process: large blocks straight from the
-    kernel and back to it.
+    Peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back, as the parent sets
+    malloc for the process. The full run keeps them, and can be twice as fast: while steps are timed, so does this.
     """
 
     peaks_are_free = False
@@ -173,6 +184,10 @@ class CpuMeter:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
+        self._held: list[int] = []  # blocks of malloc's that are allocated only to keep tensors out of them
+        self._capped_at: int | None = None  # the limit that holds again when freed memory is returned again
         self.settle()
 
     def settle(self) -> None:
@@ -194,6 +209,45 @@ class CpuMeter:
     def uncap(self) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+    def keep_freed(self) -> None:
+        """Let malloc keep freed blocks up to the size that it comes to by itself. Nothing is capped meanwhile."""
+        while self._held:
+            self._libc.free(self._held.pop())
+        self._set_malloc(KEPT_BYTES)
+        self._capped_at, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        self.uncap()
+
+    def return_freed(self, resident_gib: float) -> None:
+        """Let large blocks go straight back to the kernel again. What malloc has kept until now counts as context."""
+        if self._capped_at is None:
+            return
+        self._hold_free_blocks()
+        data, capped_at = self._data, self._capped_at
+        self.rebase(resident_gib)
+        self._capped_at = None
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = capped_at if capped_at == resource.RLIM_INFINITY else capped_at + self._data - data
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        self.reset_peak()
+
+    def _hold_free_blocks(self) -> None:
+        """Return the pages of all free blocks, and allocate these, untouched: a tensor there would not be returned."""
+        self._set_malloc(RETURNED_BYTES)
+        self._libc.malloc_trim(0)
+        size = KEPT_BYTES
+        while size >= RETURNED_BYTES:
+            block = self._libc.malloc(size)
+            if ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & IS_MAPPED:
+                self._libc.free(block)  # no free block is as large
+                size //= 2
+            else:
+                self._held.append(block)
+
+    def _set_malloc(self, threshold: int) -> None:
+        """Take larger blocks straight from the kernel, and return the free end of the heap beyond twice that."""
+        self._libc.mallopt(M_MMAP_THRESHOLD, threshold)
+        self._libc.mallopt(M_TRIM_THRESHOLD, 2 * threshold)
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -230,6 +284,9 @@ class CpuMeter:
         return 0
 
     def release(self) -> None:
+        if self._capped_at is not None:  # a probe failed while it was timed
+            self._capped_at = None
+            self._hold_free_blocks()
         gc.collect()
         self._libc.malloc_trim(0)
 

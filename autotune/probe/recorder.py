@@ -46,9 +46,9 @@ class Recorder:
 
     The lead of the schedule warms up. The first round (a later one while something still compiles) shows how long a
     step takes, and counts where that is long. From then on whole rounds are timed: for `min_timed_s`, fewer if they
-    agree, more if those of a whole model do not. Where reading a peak takes time (CPU), peaks are not read in timed
-    steps. A CPU's steps are timed half as long, and no more are added: they never agree, since every other process of
-    the machine delays some of them.
+    agree, more if those of a whole model do not. A CPU's steps are timed half as long, and no more are added: they
+    never agree, since every other process of the machine delays some of them. They are timed once all peaks are read,
+    with freed memory kept, and unless micro batches are long after a round that fills the heap.
     """
 
     def __init__(
@@ -177,9 +177,10 @@ class Recorder:
         micro_s = schedule.mean([seconds for pair in marks for seconds in map(self.meter.seconds, *pair)])
         if self.meter.peaks_are_free:
             counts = num_rounds > 1 or schedule.first_counts(micro_s)
-        else:  # reading a peak costs milliseconds
-            counts = micro_s > schedule.long_s
-        self.first_timed = begin if counts else self.step + 1
+            self.first_timed = begin if counts else self.step + 1
+        else:
+            self.meter.keep_freed()
+            self.first_timed = self.step + 1 + (0 if micro_s > schedule.long_s else each)
         self.last_timed = self.first_timed + schedule.rounds_to_time(request, step_s, self._min_timed_s) * each - 1
         self._agree_at = max(ENOUGH_ROUNDS, math.ceil(ENOUGH_S / (step_s * each)))
 

@@ -445,11 +445,6 @@ def _assumptions(task: Task, config: TrainConfig) -> list[str]:
             f"measured; speeds are projected by data sheets{calibrated} (products {faster}), the host's part as it is "
             "here; power, clocks and kernels are those of the card that probed"
         )
-    if task.device.kind == "cpu":
-        caveats.append(
-            "on a CPU, probes give large blocks of memory straight back to the kernel, so that peaks repeat; the "
-            "full run does not, and can be twice as fast"
-        )
     cut = workload.truncated(config.seq_len)
     if cut > 0:
         longer = lengths.longer(config.seq_len)

@@ -1,5 +1,8 @@
 """What a GPU's meter says of the context, with a driver and a torch that the test makes up; what a host has lost."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from autotune.core.units import GIB
 from autotune.probe.meters import CpuMeter, CudaMeter
+from autotune.probe.worker_process import child_environment
 
 
 class Driver:
@@ -81,6 +85,46 @@ def test_address_space_of_a_host_is_not_lost_memory_is(monkeypatch: pytest.Monke
         status["RssAnon"] += GIB // 5
         meter.rebase(0.0)
     assert not meter.returned_to(0.0)
+
+
+PEAKS = """
+import torch
+from autotune.core.units import gib
+from autotune.probe.meters import CpuMeter
+
+def blocks(sizes_kib):
+    return [torch.ones(size * 256) for size in sizes_kib]
+
+meter = CpuMeter()
+meter.cap(4.0, 0.1, managed_gib=0.0)
+held = blocks([40_000])
+for _ in range(3):
+    meter.keep_freed()
+    kept = blocks([100, 3_000, 700, 9_000, 300] * 20)
+    del kept[1::2]
+    freed = meter._status("RssAnon")
+    kept.clear()
+    assert freed - meter._status("RssAnon") < 60 * 2**20  # what was freed is kept: so much more stood there
+    meter.return_freed(gib(40_000 * 1024))
+    began = meter.allocated_gib()
+    assert abs(began * 1024 - 39.06) < 0.1, began * 1024
+    used = blocks([200, 5_000, 800, 1_500, 30_000])
+    used.clear()
+    _, peak = meter.peak_gib()
+    assert abs((peak - began) * 1024 - 37_500 / 1024) < 0.3, (peak - began) * 1024
+    assert abs(meter.allocated_gib() - began) * 1024 < 0.1
+    try:
+        torch.ones(2**30)
+    except RuntimeError:
+        continue
+    raise AssertionError("nothing is capped any more")
+"""
+
+
+def test_peaks_of_a_host_are_exact_again_after_freed_memory_was_kept() -> None:
+    environment = child_environment(os.environ, "cpu")
+    done = subprocess.run([sys.executable, "-c", PEAKS], env=environment, check=False, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_a_gpu_has_its_memory_back_but_for_what_libraries_keep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ class Clock:
 
     def rebase(self, resident_gib: float) -> None: ...
 
+    def keep_freed(self) -> None: ...
+
     def peak_gib(self) -> tuple[float, float]:
         return 1.0, 2.0
 
@@ -198,10 +200,12 @@ def test_long_micro_batches_count_although_they_are_the_first_of_their_length() 
     assert of_kinds(short, depth=2).first_timed == 4
 
 
-@pytest.mark.parametrize(("micro_s", "first"), [(0.2, 2), (0.5, 1)])
-def test_on_a_cpu_a_first_step_counts_only_if_reading_its_peaks_took_little_of_it(micro_s: float, first: int) -> None:
+@pytest.mark.parametrize(("micro_s", "first"), [(0.2, 3), (0.5, 2)])
+def test_on_a_cpu_a_round_is_timed_after_one_that_read_peaks_and_one_that_fills_the_heap(
+    micro_s: float, first: int
+) -> None:
+    """Long micro batches take little of their time for either: the heap is filled by one that counts."""
     assert recorded([micro_s], on_cpu=True, depth=2).first_timed == first
-    assert recorded([micro_s], depth=2).first_timed == 1
 
 
 def test_whole_rounds_are_timed_and_compared() -> None:
