@@ -48,6 +48,31 @@ def test_no_module_is_loaded_from_the_working_directory(tmp_path: Path, monkeypa
     assert ran.stdout and not (tmp_path / "was_here").exists()
 
 
+GROUP = """
+import os, sys
+from autotune.core.process import take_group_along
+os.setpgid(0, 0)
+take_group_along(scratch=sys.argv[1])
+print("alive", flush=True)
+if os.fork() == 0:
+    sys.stdin.read()  # a process of its own, which ends with it alone
+    print("outlived", flush=True)
+    os._exit(0)
+os._exit(0)
+"""
+
+
+def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", GROUP, str(scratch)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == "alive\n"  # ends when all that might still write are dead
+    assert not scratch.exists()
+
+
 def test_the_package_may_be_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(autotune.__file__).parents[1])
     assert module_command("autotune") == [sys.executable, "-m", "autotune"]

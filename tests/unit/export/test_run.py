@@ -173,6 +173,10 @@ def test_a_tenth_of_the_steps_is_reported(tmp_path: Path) -> None:
         reporter.report()
     assert len(said) == 10
     assert said[0] == "verifying: step 2 of 20, about 54 s left" and said[-1] == "verifying: step 20 of 20, the last"
+    few = verify._StepReporter(tmp_path / "few", 2, 3.0, said.append)
+    (tmp_path / "few").write_text("x\n")
+    few.report()
+    assert said[-1] == "verifying: step 1 of 2, about 3.0 s left"
 
 
 @pytest.mark.parametrize("batch", [1, 3])

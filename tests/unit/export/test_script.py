@@ -204,6 +204,7 @@ def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> N
     assert settings.accumulation * config.micro_batch_size == 32
     assert (settings.model_settings.bitsandbytes_arguments() is None) is (config.quantization in ("none", "fp8"))
     assert json.loads(files["model_config.json"]) == resolve_model("mistral-7b").config
+    assert files["model_config.json"].startswith('{\n  "')  # to be read and edited
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,12 @@ def test_without_a_limit_in_usd_an_unknown_price_comes_last() -> None:
     assert [one and one.name for one in chosen] == ["a10", "l4"]
 
 
+def test_what_costs_nothing_is_the_cheapest() -> None:
+    free, cheap = entry("l4", 2, 0.0), entry("a10", 1, 0.5)
+    advice = advise(group(cheap, free), Budget(max_hours=3))
+    assert advice.cheapest and advice.cheapest.name == "l4"
+
+
 def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> None:
     held = comparison(entry("a10", 4, 0.5), entry("h100", 1, 3.0), budget=Budget(max_usd=1, max_hours=0.5))
     text = held.unmet()

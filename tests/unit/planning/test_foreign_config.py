@@ -282,6 +282,7 @@ ONE_NOTE = {
     ("trl", "packing: true"): "TRL packs a micro batch into one row, whose mask needs more memory than estimated",
     ("trl", "accelerate_config: zero3"): SHARDED,
     ("trl", "lora_alpha: 1"): "lora_alpha 1 is far from twice the rank.",
+    ("trl", "{lora_r: 20, lora_alpha: 4}"): "lora_alpha 4 is far from twice the rank.",
     ("trl", "gradient_checkpointing_kwargs: {selective: true}"): "selective is not counted: the run needs more memory",
     ("trl", "{gradient_checkpointing: no, activation_offloading: 1}"): "activation_offloading is not counted: ",
     ("trl", "torch_compile: true"): "torch_compile takes the whole model; its layers are counted, compiled one by one.",

@@ -461,3 +461,11 @@ def test_the_smallest_card(text: str, answer: Callable[..., CheckReport]) -> Non
             and device_limit_gib(card, 0.05) < device_limit_gib(found.smallest_card, 0.05)
         ):
             assert answer(text, card.name).checked.state != FITS, card.name
+
+
+@pytest.mark.parametrize(("gpu", "bf16", "noted"), [("t4", True, True), ("t4", False, False), ("a10", True, False)])
+def test_bf16_on_a_card_without_it_is_noted(
+    answer: Callable[..., CheckReport], gpu: str, bf16: bool, noted: bool
+) -> None:
+    found = answer(changed(TRL, bf16=bf16, fp16=not bf16), gpu)
+    assert any(note.startswith("t4 has no bf16: it starts with bf16 off") for note in found.notes) is noted

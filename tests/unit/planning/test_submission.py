@@ -57,6 +57,13 @@ def write(tmp_path: Path) -> Callable[[Any], Path]:
 # --- what goes out
 
 
+def test_the_name_of_a_product_is_cut_to_a_hundred_characters() -> None:
+    recipe = recipe_of()
+    long = replace(recipe.fingerprint, device="A processor " + 200 * "x")
+    named = replace(recipe, device=resolve_device("cpu"), fingerprint=long)
+    assert len(json.loads(submission_of(named, DAY).text)["gpu"]["product"]) == 100
+
+
 def test_a_submission_holds_what_was_measured(write: Callable[[Any], Path]) -> None:
     recipe = recipe_of()
     submission = submission_of(recipe, DAY)

@@ -1,5 +1,6 @@
 """Cross-entropy in chunks of tokens: the same loss and gradients as of the whole, where the head allows it."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,32 @@ def built(model: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     shape = dict(model)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape))
+
+
+class Scaled(torch.nn.Module):
+    """A model that scales its logits by what stands on its own device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 4)
+        self.base_model, self.config = self.model, None
+        self.register_buffer("scales", torch.ones(4))
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=self.head(self.model(input_ids)[0]) * self.scales)
+
+
+def test_tensors_are_made_on_the_device_of_the_model() -> None:
+    """Where torch makes tensors by default is another place."""
+    scaled, model = Scaled(), built(SMALL | {"model_type": "llama"})
+    tokens = torch.randint(0, 128, (2, 9))
+    with torch.device("meta"):
+        assert not chunked_loss.has_plain_head(scaled)
+        loss = chunked_loss.chunked_loss(model)
+        assert loss(model(input_ids=tokens), tokens).device.type == "cpu"
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -205,3 +205,25 @@ def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert codes == []
     signal.raise_signal(signal.SIGTERM)
     assert codes == [143]
+
+
+def test_the_clock_of_trl_counts_tokens_with_and_without_padding() -> None:
+    """Rows of 10 and 30 tokens: 4 of them are 80 tokens in the mean; each micro batch has 2 x 30 with its padding."""
+    trl_trainer = pytest.importorskip("autotune.probe.trl_trainer")
+    clock = trl_trainer.TrlClock(saves=False)
+    model = torch.nn.Identity()
+    arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    rows = {"input_ids": [[1] * 10, [1] * 30]}
+    loader = SimpleNamespace(
+        dataset=type("Rows", (), {"__getitem__": lambda _, key: rows[key], "__len__": lambda _: 2})()
+    )
+    clock.on_train_begin(arguments, None, None, model, train_dataloader=loader)
+    control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
+    for step in (1, 2, 3):
+        clock.on_step_begin(None, None, control)
+        for _ in range(2):
+            clock._count(model, None, {"input_ids": torch.zeros(2, 30)})
+        clock.on_step_end(None, SimpleNamespace(global_step=step, max_steps=3), control)
+    clock.on_train_end(None, None, control)
+    assert clock.tokens_per_step == 80 and clock.num_steps == 3
+    assert model._forward_pre_hooks and clock.measured()["padded_tokens_per_step"] == 120

@@ -1,5 +1,6 @@
 """Rates of the CPU of this machine: each that was asked for, in its unit, from calls that really ran."""
 
+import itertools
 import math
 
 import pytest
@@ -31,6 +32,12 @@ def test_a_cpu_has_every_rate_but_that_of_a_link() -> None:
 def test_no_larger_product_is_tried_where_one_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TOO_LONG_S", 0.0)
     assert list(measure_rates(CpuMeter()).products["fp32"]) == [32]
+
+
+def test_a_launch_takes_its_share_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock) * 0.005)  # a round takes 5 ms
+    assert module._launch_us(CpuMeter()) == pytest.approx(5000 / (module.LAUNCHES // module.ROUNDS))
 
 
 def test_the_time_of_a_call_is_that_of_the_median_round() -> None:

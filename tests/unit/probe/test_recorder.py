@@ -97,6 +97,21 @@ def recorded(
     return recorder
 
 
+def test_the_timed_steps_begin_once_in_the_report_to_the_parent() -> None:
+    phases: list[Phase] = []
+    clock: Any = Clock()
+    recorder = Recorder(clock, ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0), phases.append, lambda: 0.0)
+    done = False
+    while not done:
+        recorder.fetches.append((clock.now, clock.now))
+        for _ in range(recorder.request.micro_steps):
+            recorder.begin_micro_batch()
+            clock.now += 0.1
+            recorder.end_micro_batch()
+        done = recorder.end_step()
+    assert phases == [Phase.STEADY]
+
+
 def test_every_micro_batch_counts_not_the_first_of_each_step_alone() -> None:
     """A card at its power limit runs ahead after each pause: the first of two is the faster one."""
     times = recorded([0.9, 1.1], gap=0.01, optimizer=0.2).times()

@@ -158,6 +158,22 @@ def test_gradients_are_clipped_and_what_fills_no_micro_batch_waits_for_the_next_
     assert norms.norms == pytest.approx([1.0, 1.0], rel=1e-3)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_saves_a_checkpoint_and_says_so(
+    number: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(clock: Clock, *_: Any, **__: Any) -> None:
+        clock.mark()
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(Clock, "on_step_begin", begin)
+    output = tmp_path / "o"
+    with pytest.raises(SystemExit) as ended:
+        run(settings({"examples": 64}), tmp_path, capsys, max_steps=9, output_dir=str(output), saves=True)
+    assert ended.value.code == code
+    assert [path.name for path in output.iterdir()] == ["checkpoint-1"]  # no model that looks as if it were trained
+
+
 def test_what_was_trained_is_saved_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for saves in (True, False):
         run(settings(), tmp_path, capsys, output_dir=str(tmp_path / str(saves)), saves=saves)

@@ -48,6 +48,7 @@ def test_a_distribution_survives_serialization() -> None:
 def test_different_distributions_have_different_digests() -> None:
     same = Lengths.of([2500] + [1000] * 2 + [500] * 3 + [100] * 4, "counted")
     assert SKEWED.facts() == same.facts()
+    assert [SKEWED.facts()[name] for name in ("mean", "median", "p99", "longest")] == [640, 500, 2500, 2500]
     assert (
         SKEWED.facts()["digest"] != Lengths.of([100] * 4 + [500] * 3 + [1000] * 2 + [2501], "counted").facts()["digest"]
     )

@@ -156,6 +156,12 @@ def test_every_micro_batch_has_a_bucket(size: int) -> None:
     assert max(shares) == 4096
 
 
+def test_a_length_that_saves_little_is_not_made() -> None:
+    """Each is compiled by itself: a second one would save 0.9 % of the tokens, or 25 %."""
+    assert buckets(draw([982, 1000] * 50, size=1)) == (1000,)
+    assert buckets(draw([500, 1000] * 50, size=1)) == (500, 1000)
+
+
 def test_equal_examples_need_one_length() -> None:
     alike = Draw(lengths=Lengths.constant(500), seq_len=1024, size=4)
     assert buckets(alike) == (500,) and stand_ins(alike) == {500: 1.0}

@@ -10,6 +10,7 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import (
     AGAIN,
     UNSEEN,
+    Performance,
     margins,
     performance,
     score,
@@ -21,6 +22,7 @@ from autotune.problem.workload import Workload
 from tests.helpers.factories import measurement, oom_detail, result
 
 WORKLOAD = Workload(examples=1000, lengths=Lengths.constant(1024), global_batch=32)
+SHAPE = WORKLOAD.run_shape(TrainConfig())
 
 
 def space(**knobs) -> SearchSpace:
@@ -28,6 +30,13 @@ def space(**knobs) -> SearchSpace:
 
 
 # --- time and score
+
+
+def test_the_interval_of_a_speed_up_leaves_out_what_both_share():
+    """Both may be 10 % slower or 25 % faster; what a projection adds to both makes neither faster than the other."""
+    fast, slow = (Performance.of_steps(SHAPE, seconds, spread=(-0.1, 0.25)) for seconds in (1.0, 2.0))
+    assert fast.times(slow) == pytest.approx((2 * 0.9 / 1.25, 2 * 1.25 / 0.9))
+    assert fast.projected(0.3).times(slow.projected(0.3)) == pytest.approx(fast.times(slow))
 
 
 def test_a_step_is_its_micro_batches_and_the_rest():

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from autotune.catalog import Price
+from autotune.catalog import Price, resolve_device
 from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import Performance
-from autotune.problem.run_cost import TABLE_EXAMPLES, project
+from autotune.problem.run_cost import TABLE_EXAMPLES, DeviceEstimate, project
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
 from tests.helpers.factories import measurement
@@ -51,6 +51,30 @@ def test_a_price_of_zero_is_a_known_price():
     assert (cost.full_run_usd, cost.interval_usd, cost.cost_per_1000_samples_usd) == (0.0, (0.0, 0.0), 0.0)
     assert cost.spot_usd is None
     assert cost.kwh == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "interval", "observations", "guess"),
+    [
+        ("t4", (1.0, 2.0), 0, True),
+        ("t4", (1.0, 2.0), 1, False),
+        ("t4", None, 0, False),
+        ("a100-80gb", (1.0, 2.0), 0, False),
+    ],
+)
+def test_a_speed_of_a_kind_of_card_that_nobody_measured_is_a_guess(
+    gpu: str, interval: tuple[float, float] | None, observations: int, guess: bool
+) -> None:
+    estimate = DeviceEstimate(
+        device=resolve_device(gpu),
+        config=TrainConfig(),
+        state="fits",
+        need_gib=1.0,
+        limit_gib=2.0,
+        interval=interval,
+        num_observations=observations,
+    )
+    assert estimate.is_guess is guess
 
 
 def test_the_table_of_sizes():

@@ -155,6 +155,19 @@ def test_a_global_batch_in_tokens_fits_what_there_is(installed):
     assert set_up(pinned, H200).task.workload.global_batch == 12
 
 
+def test_a_given_price_says_that_it_was_given(installed):
+    price = set_up(StudySpec(model="mistral-7b", space="lora", price=1.5), H200).task.price
+    assert price is not None
+    assert (price.provider, price.source, price.usd_per_hour) == ("given by --price", "--price", 1.5)
+
+
+def test_of_global_batches_that_as_many_micro_batches_divide_the_nearest_is_taken(installed, tmp_path):
+    file = tmp_path / "two.yaml"
+    file.write_text("version: 1\nknobs: {micro_batch_size: {values: [7, 9]}}\n")
+    asked = StudySpec(model="mistral-7b", space=str(file), global_batch_tokens=100 * 1024, tokens_per_example=1024)
+    assert set_up(asked, H200).task.workload.global_batch == 99  # nearer than 98
+
+
 def test_a_global_batch_in_tokens_is_a_micro_batch_at_least(installed, tmp_path):
     file = tmp_path / "two.yaml"
     file.write_text("version: 1\nknobs: {micro_batch_size: {values: [4, 6]}}\n")

@@ -88,6 +88,13 @@ def test_probed_rows_represent_all_rows() -> None:
     assert sum(kind.share for kind in by_three) == pytest.approx(1)
 
 
+def test_probed_rows_stand_at_equal_distances_in_the_order_of_filling() -> None:
+    lengths = range(93, 101)  # each fills a row of its own
+    workload = Workload(lengths=Lengths.of([length for length in lengths for _ in range(16)], "counted"))
+    kinds = workload.micro_batches(replace(PACKED, seq_len=100))
+    assert sorted(row for kind in kinds for row in kind.rows) == [(length,) for length in lengths]
+
+
 def test_padded_rows_have_the_lengths_of_the_examples_and_full_rows_are_left_out() -> None:
     config = TrainConfig(seq_len=1024, micro_batch_size=4, padding="max_length")
     (kind,) = Workload(lengths=Lengths.of([100] * 50 + [500] * 25 + [4000] * 25, "counted")).micro_batches(config)

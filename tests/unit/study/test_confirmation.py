@@ -3,6 +3,7 @@
 The search is left out: its results are given as tokens/s, and so is what each confirmation will find.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -126,11 +127,22 @@ def test_a_finalist_that_fails_is_replaced_by_the_next_best(
     assert " ".join(confirmed(session)) == order
 
 
-def test_a_baseline_that_does_not_fit_after_all_is_replaced_by_a_smaller_one(start: Start) -> None:
+def test_a_baseline_that_does_not_fit_after_all_is_replaced_by_a_smaller_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session, _ = searched(start, {A: 1000.0, B: 700.0}, {B: (Outcome.OOM,)}, rounds=1, finalists=1)
+    spare: list[float] = []
+    evaluate = Evaluator.evaluate
+
+    def evaluated(self: Evaluator, config: TrainConfig, trial: int | None, **options: float) -> Any:
+        spare.append(options.get("spare_s", math.inf))
+        return evaluate(self, config, trial, **options)
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluated)
     session.study.confirm()
     smaller = replace(B, micro_batch_size=4)
     assert [one.config for one in session.prober.requests if one.rung is Rung.CONFIRM] == [A, B, smaller]
+    assert spare == [0.0]  # by a few layers if that is possible: the confirmation measures it whole
     assert session.study.trials.selection.baseline() == smaller
 
 

@@ -116,6 +116,16 @@ def test_time_is_kept_for_confirmation(
         assert made.is_done() is is_spent
 
 
+def test_time_is_kept_for_each_finalist_once(trials: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The winner twice and three others, of which one is the baseline: 10 s each, and a fifth more."""
+    monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 10.0)
+    for now, is_spent in ((939.9, False), (940.1, True)):
+        made = trials(now)
+        for number, config in enumerate((OTHER, replace(OTHER, lora_rank=32), replace(OTHER, lora_rank=64), BASELINE)):
+            add_measured(made.selection, config, measurement(0.5 + number / 4))
+        assert made.is_spent() is is_spent
+
+
 @pytest.mark.parametrize(
     ("judged", "took_s", "now", "hurried"),
     [

@@ -1,6 +1,7 @@
 """A process's part in a study, with recorded probes: what a leader keeps of it, who may join, and what ends it."""
 
 import math
+import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -113,6 +114,9 @@ def test_a_leader_keeps_the_record_of_its_study(tmp_path: Path) -> None:
     assert said[:1] == ["starting the probe worker"] and "resumed with 0" in said
     assert [line for line in said if line.startswith("on trial")] == ["on trial 0", "on trial 1", "on trial 2"]
     assert len(leader.trials.rows) == 3 and leader.failure is None
+    with closing(sqlite3.connect("a.db")) as database:
+        query = "SELECT value_json FROM study_user_attributes WHERE key = 'schema_version'"
+        assert database.execute(query).fetchall() == [("2",)]  # another is refused by those who have this one
     assert Rung.CONFIRM in probed(leader) and leader.trials.selection.leader() is not None
     with closing(Leases(URL, "mine", Worker.here("cpu"))) as leases:
         assert leases.taken() == set() and set(leases.workers()) == {leases.name}  # it has left
