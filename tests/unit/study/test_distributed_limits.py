@@ -8,6 +8,7 @@ import pytest
 
 from autotune.core.errors import Cancelled
 from autotune.core.probe_types import Outcome, Rung
+from autotune.core.train_config import TrainConfig
 from autotune.prediction.step_time import StepTimeEstimate
 from autotune.study import distributed as module
 from autotune.study.distributed import SharedTrials
@@ -223,3 +224,156 @@ def test_what_nobody_tried_is_nearest_to_the_best(start: Start) -> None:
     assert sum(getattr(config, name) != value for name, value in BASELINE.as_dict().items()) == 1
     made.rows += [row(9, None, Outcome.OOM, config=SPACE.config(each)) for each in SPACE.enumerate()]
     assert made.untried() is None
+
+
+def test_seconds_of_the_budget_count_from_the_start(trials: Make) -> None:
+    made = trials(900.0, began=100.0)
+    assert made.left_s() == 200.0 == made.search_s() and not made.has_ended()
+    made.clock = lambda: 1100.0
+    assert made.left_s() == 0.0 and made.has_ended()
+
+
+def test_a_candidate_takes_as_long_as_the_median_of_truncated_models_or_else_of_whole_ones(trials: Make) -> None:
+    made = trials()
+    assert made.compiled_s() == 0.0 and not made.is_spent()
+    sizes = [replace(OTHER, micro_batch_size=size) for size in (1, 2, 4)]
+    made.evaluator.whole_s = dict(zip(sizes, (20.0, 30.0, 90.0), strict=True))
+    for left_s, spent in ((30.5, False), (30.0, True)):
+        made.clock = lambda left_s=left_s: 1000.0 - left_s
+        assert made.is_spent() is spent
+    assert made.compiled_s() == 0.0
+    made.evaluator.truncated_s = dict(zip(sizes, (2.0, 3.0, 9.0), strict=True))
+    for left_s, spent in ((3.5, False), (3.0, True)):
+        made.clock = lambda left_s=left_s: 1000.0 - left_s
+        assert made.is_spent() is spent
+    assert made.compiled_s() == 8.0  # 5 s more for compiling
+
+
+def test_candidates_are_missing_to_fifteen_without_those_that_were_refused(trials: Make) -> None:
+    made = trials()
+    assert made.num_missing() == 15
+    made.rows = [row(number, None, Outcome.OOM) for number in range(10)] + [row(10, None, Outcome.REFUSED)]
+    assert made.num_missing() == 5
+    made._open = dict.fromkeys((11, 12), "")
+    assert made.num_missing() == 3
+    made.rows *= 2
+    assert made.num_missing() == 0
+
+
+@pytest.mark.parametrize(("spent_s", "now", "spare_s"), [(0.0, 0.0, 100.0), (70.0, 0.0, 30.0), (70.0, 990.0, 10.0)])
+def test_a_tenth_of_the_budget_is_for_whole_models(trials: Make, spent_s: float, now: float, spare_s: float) -> None:
+    made = trials(now)
+    made.evaluator.whole_s = {OTHER: spent_s - 30.0, BASELINE: 30.0}
+    assert made.spare_s() == pytest.approx(spare_s)
+    made.evaluator.whole_s[OTHER] = 80.0
+    assert made.spare_s() == 0.0
+
+
+def sized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By formula, micro batches take as many seconds as they have rows."""
+    monkeypatch.setattr(
+        module,
+        "estimate_step_time",
+        lambda model, config: StepTimeEstimate(products_s=config.micro_batch_size, bytes_s=0.0, host_s=0.0, rest_s=0.0),
+    )
+
+
+def test_candidates_last_as_a_line_over_the_formula_says(trials: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four seconds, and two for each row; where layers are compiled, five more."""
+    sized(monkeypatch)
+    made, compiled = trials(), replace(BASELINE, micro_batch_size=4, compile="per_layer")
+    assert made.lasting()(OTHER) == 0.0
+    made.evaluator.truncated_s = {replace(BASELINE, micro_batch_size=1): 6.0}
+    assert made.lasting()(OTHER) == 0.0  # no line leads through one point
+    made.evaluator.truncated_s[compiled] = 17.0
+    lasts_s = made.lasting()
+    assert lasts_s(replace(BASELINE, micro_batch_size=8)) == pytest.approx(20.0)
+    assert lasts_s(replace(BASELINE, micro_batch_size=16, compile="per_layer")) == pytest.approx(41.0)
+    assert lasts_s(compiled) == 0.0  # it is known
+
+
+def test_nothing_lasts_less_than_no_time(trials: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that were compiled before take less than compiling does, and a line that falls ends at 0."""
+    sized(monkeypatch)
+    made = trials()
+    one, two = (replace(BASELINE, micro_batch_size=size, compile="per_layer") for size in (1, 2))
+    made.evaluator.truncated_s = {one: 3.0, two: 7.0}
+    assert made.lasting()(replace(BASELINE, micro_batch_size=4)) == pytest.approx(6.0)  # through 0 and 2 s
+    made.evaluator.truncated_s = {one: 7.0, two: 3.0}
+    assert made.lasting()(replace(BASELINE, micro_batch_size=4)) == 0.0
+    assert made.lasting()(replace(two, micro_batch_size=4)) == 5.0
+
+
+@pytest.mark.parametrize(("took_s", "affords"), [(None, True), (166.0, True), (167.0, False)])
+def test_a_confirmation_is_afforded_if_it_fits_though_it_takes_a_fifth_longer(
+    trials: Make, monkeypatch: pytest.MonkeyPatch, took_s: float | None, affords: bool
+) -> None:
+    """200 s are left: all of them for a candidate, and for the baseline a fifth of the budget in all."""
+    monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: took_s)
+    made = trials(800.0)
+    assert made.affords(OTHER) is made.affords(BASELINE) is affords
+    made.evaluator.truncated_s = {BASELINE: 6.0, OTHER: 500.0}
+    made.evaluator.whole_s = {replace(BASELINE, micro_batch_size=4): 4.0, OTHER: 500.0}
+    assert made.affords(OTHER) is affords
+    if took_s is not None:
+        for took_now_s, fits in ((158.0, True), (159.0, False)):
+            monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_, took_now_s=took_now_s: took_now_s)
+            assert made.affords(BASELINE) is fits
+
+
+@pytest.mark.parametrize(("left_s", "micro_steps"), [(60.0, 4), (59.0, 2)])
+def test_a_confirmation_has_longer_steps_where_half_of_the_time_left_suffices(
+    trials: Make, monkeypatch: pytest.MonkeyPatch, left_s: float, micro_steps: int
+) -> None:
+    asked: list[int] = []
+
+    def lasting(evaluator: Evaluator, config: object, steps: int) -> float:
+        asked.append(steps)
+        return 30.0
+
+    monkeypatch.setattr(Evaluator, "confirmation_s", lasting)
+    assert trials(1000.0 - left_s).confirmed_micro_steps(OTHER) == micro_steps and asked == [4]
+    monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: None)
+    assert trials(1000.0 - left_s).confirmed_micro_steps(OTHER) == 4  # nothing is known
+
+
+def test_what_nobody_tried_has_the_values_asked_for_and_leaves_the_time_to_keep(
+    trials: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the line, a candidate takes as many seconds as it has rows. 20 s are left."""
+    sized(monkeypatch)
+    made = trials(980.0)
+    made.evaluator.truncated_s = {replace(BASELINE, micro_batch_size=size): float(size) for size in (1, 2)}
+    made.rows = [row(number, 1000.0) for number in range(15)]  # so that there is no hurry
+    for keep_s, sizes in ((11.0, {8}), (13.0, {1, 2, 4}), (17.0, {1, 2}), (18.5, {1})):
+        found = [made.untried(keep_s=keep_s, lora_rank=32, checkpointing="none") for _ in range(20)]
+        chosen = [one for one in found if one is not None]
+        assert {(one["lora_rank"], one["checkpointing"]) for one in chosen} == {(32, "none")}
+        assert {one["micro_batch_size"] for one in chosen} == sizes and len(chosen) == 20
+    assert made.untried(keep_s=21.0, lora_rank=32) is None
+
+
+@pytest.mark.parametrize(
+    ("promised", "size"),
+    [
+        ({1: 0.2, 2: 0.9, 4: 0.4}, 2),
+        ({1: 0.2, 2: 0.3, 4: 0.5}, 4),  # half of the best's
+        ({1: 0.2, 2: 0.3, 4: 0.49}, None),
+    ],
+)
+def test_in_a_hurry_the_most_promising_is_tried_if_it_may_be_half_as_fast_as_the_best(
+    trials: Make, monkeypatch: pytest.MonkeyPatch, promised: dict[int, float], size: int | None
+) -> None:
+    def promise(task: object, config: TrainConfig, shape: object) -> float:
+        return (promised | {8: 1.0})[config.micro_batch_size]
+
+    monkeypatch.setattr(module, "formula_speed", promise)
+    made = trials(960.0)
+    made.evaluator.truncated_s = {BASELINE: 1.0}  # fourteen that compile take 84 s
+    made.rows = [row(0, 1000.0)]
+    assert made.is_hurried()
+    chosen = made.untried(lora_rank=16, checkpointing="full")
+    assert (chosen and chosen["micro_batch_size"]) == size
+    made._open = {1: SPACE.config(chosen).digest} if chosen else {}
+    again = made.untried(lora_rank=16, checkpointing="full")
+    assert again is None  # the others are too slow
