@@ -11,6 +11,9 @@ from autotune.core.layer_pattern import repetition
         ("AAAAAAAA", 0, 1),
         ("AA", 0, 1),
         ("ABABABAB", 0, 2),
+        ("ABAB", 0, 2),
+        ("ABCABC", 0, 3),
+        ("ABBB", 1, 1),
         ("ABABABABA", 0, 2),  # the last period is cut short
         ("SSSSSFSSSSSFSSSSSFSSSSSFSS", 0, 6),
         ("DDDSSSSSSSS", 3, 1),
@@ -19,6 +22,7 @@ from autotune.core.layer_pattern import repetition
         ("ABCDEFGH", 0, None),
         ("SSSSSFSS", 0, None),  # the pattern is not seen twice
         ("AAAAAAAB", 0, None),
+        ("ABCC", 0, None),  # half of it comes before
         ("A", 0, None),
         ("", 0, None),
     ],

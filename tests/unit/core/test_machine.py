@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,8 @@ from autotune.core.machine import disk_mb_s, host_memory_gib, num_cores, process
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"), [("50000 100000", 0.5), ("max 100000", None), ("900000000 100000", None), ("", None)]
+    ("quota", "cores"),
+    [("50000 100000", 0.5), ("max 100000", None), ("900000000 100000", None), ("50000 x", None), ("", None)],
 )
 def test_a_container_may_have_a_share_of_the_processors(tmp_path: Path, quota: str, cores: float | None) -> None:
     (tmp_path / "cpu.max").write_text(quota)
@@ -38,3 +40,36 @@ def test_writing_to_the_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 
 def test_where_no_file_can_be_written_the_disk_is_unknown(tmp_path: Path) -> None:
     assert disk_mb_s(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: AMD EPYC: 9654 \nmodel name\t: another\n", "AMD EPYC: 9654"),
+        ("Model Name: Neoverse\n", "Neoverse"),
+        ("processor\t: 0\n", "CPU"),  # some kernels name none
+    ],
+)
+def test_the_processor_is_called_as_the_kernel_calls_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / Path(path).name)
+    assert processor_name() == name
+
+
+@pytest.mark.parametrize(
+    ("clock_s", "written", "speed"),
+    [
+        ((10.0, 10.5, 11.0, 12.0), [2**23, 2**24], 8.388608),  # 16.8 MB in two seconds
+        ((10.0, 10.5, 13.0, 14.0), [2**23], 2.097152),  # after three seconds no more is begun: 8.4 MB in four
+    ],
+)
+def test_the_speed_of_a_disk_is_of_what_has_reached_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock_s: tuple[float, ...], written: list[int], speed: float
+) -> None:
+    reached: list[int] = []
+    monkeypatch.setattr(machine, "WRITTEN_BYTES", 2**24)
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=iter(clock_s).__next__))
+    monkeypatch.setattr(machine.os, "fdatasync", lambda file: reached.append(os.fstat(file).st_size))
+    assert disk_mb_s(tmp_path) == pytest.approx(speed) and reached == written

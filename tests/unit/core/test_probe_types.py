@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from autotune.core.probe_types import (
     Fingerprint,
     Measurement,
+    MicroBatch,
     ModelShape,
     OomDetail,
     Outcome,
@@ -230,3 +231,25 @@ def test_a_world_size_is_a_positive_integer(world_size: Any) -> None:
 def test_unknown_sharding_is_refused() -> None:
     with pytest.raises(ValueError, match="sharding is one of none, not 'fsdp'"):
         Parallelism(sharding="fsdp")
+
+
+def test_a_request_has_full_rows_unless_it_names_kinds_of_micro_batches() -> None:
+    full = MicroBatch(rows=((1024,),) * 8, length=1024, share=1.0)
+    assert REQUEST.kinds == (full,) and REQUEST.longest == full
+    short, long = (MicroBatch(rows=((100, 20),), length=length, share=0.5) for length in (128, 256))
+    for kinds in ((short, long), (long, short)):
+        assert replace(REQUEST, micro_batches=kinds).kinds == kinds
+        assert replace(REQUEST, micro_batches=kinds).longest == long
+
+
+def test_numbers_are_the_same_question_where_they_differ_by_rounding() -> None:
+    def digest(share: float, memory_gib: float = 139.8) -> str:
+        kind = MicroBatch(rows=((100,),), length=128, share=share)
+        return replace(REQUEST, micro_batches=(kind,), memory_gib=memory_gib).digest
+
+    assert digest(0.5) == digest(0.5 + 4e-7) == digest(0.5, 139.8004)
+    assert len({digest(0.5), digest(0.5 + 2e-6), digest(0.5, 139.801), REQUEST.digest}) == 4
+
+
+def test_a_checkpoint_has_what_is_trained_and_its_optimizer_state() -> None:
+    assert measurement(gradients_gib=2.0, optimizer_gib=3.0, managed_gib=0.5).checkpoint_gib == 5.5

@@ -34,6 +34,8 @@ def test_dashed(text: str, expected: str) -> None:
         ("plain", "`plain`"),
         ("a\n# b\x1b[0m", "`a # b [0m`"),
         ("`x`", "`` `x` ``"),
+        ("`x", "`` `x ``"),
+        ("x`", "`` x` ``"),
         ("a ``` b", "````a ``` b````"),
         ("a ` b ``` c", "````a ` b ``` c````"),
         ("", "`–`"),

@@ -120,6 +120,21 @@ def test_a_window_that_is_left_out_is_reported() -> None:
     assert not any("INCOMPLETE" in text for text in texts)
 
 
+def test_a_window_that_the_model_does_not_use_is_none() -> None:
+    model = resolve_model("qwen2.5-7b")
+    for uses, said in ((False, False), (True, True)):
+        shape = model.config | {"sliding_window": 256, "use_sliding_window": uses}
+        text, _ = exported(recipe(TrainConfig(seq_len=512), model=replace(model, config=shape)))
+        assert ("sliding window is left out" in text) is said
+
+
+def test_heads_of_no_size_of_their_own_are_no_obstacle() -> None:
+    model = resolve_model("llama-3-8b")
+    for head_dim in (None, 128):
+        made = recipe(TrainConfig(), model=replace(model, config=model.config | {"head_dim": head_dim}))
+        assert torchtune.obstacle(made) == ""
+
+
 def test_the_components_of_families() -> None:
     def parts(name: str) -> tuple[str, ...]:
         _, data = exported(recipe(TrainConfig(), model=resolve_model(name)))
@@ -174,6 +189,14 @@ def test_a_shape_without_key_heads_has_one_for_each_head() -> None:
         ("llama-3-8b", {"tie_word_embeddings": True}, "embeddings tied, or not, as here"),
         ("gemma-2b", {"tie_word_embeddings": False}, "embeddings tied, or not, as here"),
         ("llama-3-8b", {"attention_bias": True, "hidden_act": "gelu"}, "another activation, biases"),
+        ("llama-3-8b", {"hidden_act": "gelu"}, "another activation"),
+        ("llama-3-8b", {"mlp_bias": True}, "biases"),
+        ("llama-2-7b", {"rope_parameters": {"rope_theta": 5e5}}, "rotary positions of its own"),
+        (
+            "llama-3-8b",
+            {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+            "rotary positions of its own",
+        ),
         ("llama-3-8b", {"intermediate_size": None}, "its config leaves out sizes"),
     ],
 )

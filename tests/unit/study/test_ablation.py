@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from autotune.core.errors import EnvironmentProblem
-from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest
+from autotune.core.probe_types import Evidence, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
 from autotune.report import describe
 from autotune.report.html import render
 from autotune.study.ablation import AblatedKnob, Ablation, ablate, ablated_configs, to_ablated_knob
 from autotune.study.summary import summary_data
-from tests.helpers.factories import summary
+from tests.helpers.factories import result, summary
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens
 
@@ -106,3 +106,18 @@ def test_it_is_kept_with_the_study_and_shown() -> None:
     assert summary_data(shown, "out")["explanation"]["undone"][0]["knob"] == "checkpointing"
     assert "2.00 times as fast" in render(shown, "out")
     assert "autotune explain" in render(made, "out")
+
+
+def test_each_knob_is_announced_and_one_that_fails_ends_nothing(start: Start) -> None:
+    """Three crashes in a row would end a search."""
+    said: list[str] = []
+
+    def answer(request: ProbeRequest) -> ProbeResult:
+        return machine(rate=by_tokens)(request) if request.config == WINNER else result(outcome=Outcome.CRASH)
+
+    session = start(answer)
+    baseline = replace(BASELINE, loss="chunked")
+    done = ablate(session.study.trials.task, session.evaluator, WINNER, baseline, say=said.append)
+    assert [(one.outcome, one.tokens_per_s) for one in done.undone] == [(Outcome.CRASH, None)] * 4
+    assert said[0] == f"without micro_batch_size 8: {replace(WINNER, micro_batch_size=4).label()}"
+    assert len(said) == 4 and session.evaluator.failures_in_a_row == 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.search_space import Knob, SearchSpace, shipped_spaces
-from autotune.study.coordinate_search import ORDER, next_move
+from autotune.study.coordinate_search import ORDER, next_move, smaller_batches
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, space, subject_of
 
@@ -117,3 +117,19 @@ def test_packing_is_climbed_to_with_the_largest_micro_batch_that_allows_it() -> 
     tried = {here.digest: Outcome.OK, choices.config(chosen).digest: Outcome.OOM}
     assert next_move(choices, here, "packing", tried) == {"micro_batch_size": 2, "packing": True}
     assert next_move(choices, choices.config(chosen), "packing", tried) is None
+
+
+def test_at_the_ends_of_its_values_a_micro_batch_has_one_neighbour() -> None:
+    found = {
+        size: [
+            one.micro_batch_size
+            for one in first_moves(replace(MIDDLE, micro_batch_size=size), "micro_batch_size", Outcome.OOM)
+        ]
+        for size in (1, 2, 16)
+    }
+    assert found == {1: [2], 2: [4, 1], 16: [8]}
+
+
+def test_smaller_micro_batches_come_after_the_configuration_itself_the_largest_first() -> None:
+    assert [one.micro_batch_size for one in smaller_batches(SPACE, MIDDLE)] == [4, 2, 1]
+    assert list(smaller_batches(space(seq_len=(256,)), MIDDLE)) == [MIDDLE]

@@ -261,3 +261,33 @@ def test_what_is_queued_is_handed_to_one(database: str) -> None:
     for one in coordinator:
         one.close()
     assert sorted(handed) == list(range(8))
+
+
+def test_every_fifteen_seconds_the_trials_of_the_dead_are_settled(
+    join: Join, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = join(), join()
+    said, now, trials = list[str](), [100.0], first.study.trials
+    trials.say, trials.clock = said.append, lambda: now[0]
+    trials.sync()
+    assert second.study.trials.ask() is not None
+    first.coordinator.forget(second.coordinator.name)
+    monkeypatch.setattr(first.coordinator, "workers", lambda: {first.coordinator.name})
+    now[0] = 114.9
+    trials.sync()
+    assert states(database)[TrialState.RUNNING] == 1 and said == []
+    now[0] = 115.0
+    trials.sync()
+    assert states(database)[TrialState.RUNNING] == 0
+    assert said == ["1 trials of a worker that died are queued again"]
+
+
+def test_what_others_found_is_heard_of_and_is_not_this_workers_patience(join: Join) -> None:
+    first, second = join(), join()
+    heard = list[tuple[int, float]]()
+    first.study.trials.on_trial_of_others = lambda row: heard.append((row.number, row.seconds))
+    wanted = {"micro_batch_size": 8, "seq_len": 256, "lora_rank": 16, "optimizer": "adamw_8bit"}
+    found = [second.study.trials.run_one(None, wanted | {"checkpointing": how}) for how in ("none", "full")]
+    first.study.trials.sync()
+    assert heard == [(row.number, 3.0) for row in found if row is not None] and len(heard) == 2
+    assert (first.study.trials.num_stale(), second.study.trials.num_stale()) == (0, 1)

@@ -106,6 +106,13 @@ def test_an_oom_of_an_earlier_session_refuses_too(session: Session) -> None:
     assert prober.num_probes == 0
 
 
+def test_what_ran_out_on_another_node_refuses_nothing(session: Session) -> None:
+    evaluator, prober = session(machine(limit_gib=100.0), memory_gib=140.0)
+    evaluator.learn(None, result(MIDDLE, Outcome.OOM, rung=Rung.NODE))
+    assert evaluator.evaluate(replace(MIDDLE, seq_len=2048), 0).result.outcome is Outcome.OK
+    assert prober.num_probes == 1
+
+
 def test_other_outcomes_refuse_nothing(session: Session) -> None:
     evaluator, prober = session(machine(limit_gib=100.0), memory_gib=140.0)
     for outcome in (Outcome.OK, Outcome.CRASH, Outcome.NUMERICS, Outcome.TIMEOUT):

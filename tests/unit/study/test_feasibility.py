@@ -11,7 +11,7 @@ from autotune.core.errors import NothingFits, TooManyFailures
 from autotune.core.probe_types import MicroBatch, Outcome, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.study.evaluator import Evaluator
-from autotune.study.feasibility import find_feasible
+from autotune.study.feasibility import find_feasible, nothing_fits
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import FINGERPRINT, add_measured, measurement, oom_detail, result
@@ -196,3 +196,27 @@ def test_what_was_climbed_does_not_count_as_patience_when_continued(start: Start
     second = start(machine(rate=by_tokens, limit_gib=100.0))
     assert second.study.trials.exempt == first.study.trials.exempt != set()
     assert second.study.trials.num_stale() == first.study.trials.num_stale()
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({}, "more than 133.0 GiB (what it held when it ran out) of the 132.0 GiB there are"),
+        (
+            {"oom": replace(oom_detail(), requested_gib=None)},
+            "more than 131.0 GiB (what it held when it ran out) of the 132.0 GiB there are",
+        ),
+        (
+            {"measurement": measurement(0.5)},  # four of them and 0.02 s for 32 rows of 256 tokens
+            "133.0 GiB of the 132.0 GiB there are (extrapolated from a few layers); it would train 4,055 tokens/s here "
+            "if it fitted",
+        ),
+        ({"oom": None}, "more memory than there is"),
+    ],
+)
+def test_where_nothing_fits_the_least_need_is_said(changes: dict[str, Any], needs: str) -> None:
+    error = nothing_fits(result(BASELINE, Outcome.OOM, **changes), subject_of())
+    assert str(error) == (
+        f"nothing in the search space fits: the leanest configuration, {BASELINE.label()}, needs {needs}"
+    )
+    assert error.remedy

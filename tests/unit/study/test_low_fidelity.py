@@ -1,5 +1,6 @@
 """The shallow rung: what two truncated depths decide, what they leave to the whole model, and what is learned of it."""
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import SEEN, Extrapolation
 from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown
 from autotune.prediction.memory_predictor import MemoryEstimate, MemoryPredictor
-from autotune.study.evaluator import GATE_BAND, Evaluation, Evaluator
+from autotune.study.evaluator import GATE_BAND, Evaluation, Evaluator, shortened
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import result
 from tests.helpers.layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
@@ -450,3 +451,72 @@ def test_a_whole_model_is_measured_if_it_fits_into_the_time_to_spare(session: St
     assert evaluator.truncated_s == {MIDDLE: 2 * SHORT_S} and evaluator.whole_s == {}
     assert evaluator.evaluate(MIDDLE, 0, spare_s=30.0).result.evidence is Evidence.MEASURED
     assert asked(prober) == [2, 8, None] and evaluator.whole_s == {MIDDLE: FULL_S}
+
+
+def test_a_truncated_model_is_timed_for_seven_tenths_of_a_second_at_most() -> None:
+    request = ProbeRequest(config=MIDDLE, model={}, memory_gib=80.0)
+    for asked_s, timed_s in ((1.0, 0.7), (0.2, 0.2)):
+        short = shortened(replace(request, min_timed_s=asked_s), 4)
+        assert (short.depth, short.rung, short.min_timed_s, short.min_timed_micros) == (4, Rung.SHALLOW, timed_s, 3)
+
+
+def test_a_finalist_is_timed_for_two_seconds_and_a_reference_for_a_step(session: Start) -> None:
+    evaluator, prober = session()
+    evaluator.confirm(MIDDLE, 4, 1)
+    evaluator.reference(HALF)
+    evaluator.confirm(MIDDLE, 4, 2)
+    assert [(one.rung, one.min_timed_s, one.micro_steps) for one in prober.requests] == [
+        (Rung.CONFIRM, 2.0, 4),
+        (Rung.REFERENCE, 0.0, 2),
+        (Rung.CONFIRM, 2.0, 4),
+    ]
+    assert prober.logs[:2] == [f"confirm-{MIDDLE.digest}-1.log", f"reference-{HALF.digest}.log"]
+    assert evaluator.whole_s == {MIDDLE: 2 * FULL_S} and evaluator.truncated_s == {}
+
+
+def test_a_reference_whose_losses_are_known_is_not_measured_again(session: Start, store: ProbeStore) -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        found = layered()(request)
+        assert found.measurement is not None
+        return replace(found, measurement=replace(found.measurement, losses=(2.0, 1.9)))
+
+    session(answer, study="another")[0].evaluate(HALF, 0)
+    evaluator, prober = session(answer)
+    for config, probes in ((HALF, 0), (MIDDLE, 1), (MIDDLE, 1)):
+        measured = evaluator.reference(config)
+        assert measured is not None and measured.losses == (2.0, 1.9) and prober.num_probes == probes
+    rows = [row.result for row in store.of_study("one")]
+    assert {one.rung for one in rows} == {Rung.REFERENCE}
+    log = f"reference-{MIDDLE.digest}.log"
+    assert [(one.seconds, one.log) for one in rows] == [({}, None), ({"total": FULL_S}, log), ({}, None)]
+    silent, prober = session(study="silent")  # what has no losses is no reference
+    silent.reference(TWICE)
+    silent.reference(TWICE)
+    assert prober.num_probes == 2
+
+
+def test_a_confirmation_takes_longer_while_its_evaluation_is_to_come(session: Start) -> None:
+    evaluator, _ = session()
+    assert evaluator.confirmation_s(MIDDLE, 2) is None
+    evaluator.evaluate(MIDDLE, 0)
+    first_s = evaluator.confirmation_s(MIDDLE, 2)
+    evaluator.saved.add(MIDDLE)
+    again_s = evaluator.confirmation_s(MIDDLE, 2)
+    assert first_s is not None and again_s is not None and first_s > again_s > 0
+
+
+def test_what_nothing_is_known_of_fits_into_any_time(session: Start) -> None:
+    evaluator, _ = session()
+    assert [evaluator.fits_into(spare_s, MIDDLE) for spare_s in (0.0, 0.1, math.inf)] == [False, True, True]
+    evaluator.evaluate(MIDDLE, 0)
+    assert [evaluator.fits_into(spare_s, MIDDLE) for spare_s in (0.1, 1e9, math.inf)] == [False, True, True]
+
+
+@pytest.mark.parametrize(("basis", "said"), [(1, "1 similar configuration"), (2, "2 similar configurations")])
+def test_the_gate_says_what_is_needed_and_how_it_knows(
+    session: Start, monkeypatch: pytest.MonkeyPatch, basis: int, said: str
+) -> None:
+    estimate = MemoryEstimate(low_gib=3.12, gib=3.3, high_gib=3.6, limit_gib=3.0, phase=Phase.BACKWARD, basis=basis)
+    monkeypatch.setattr(MemoryPredictor, "predict", lambda *args: estimate)
+    found = session(limit_gib=3.2)[0].evaluate(MIDDLE, 0).result
+    assert found.reason == f"needs 3.12 GiB to 3.60 GiB of 3.00 GiB, as learned from {said}"

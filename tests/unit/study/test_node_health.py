@@ -47,6 +47,7 @@ def test_nothing_is_apart_where_there_are_no_others() -> None:
         ({"reserved_gib": 21.0}, ["it reserves 21.0 GiB, the fleet 20.0 GiB"]),
         ({"temperature_c": 70.0}, ["it is at 70 C, the fleet at 55 C"]),
         ({"temperature_c": 40.0}, ["it is at 40 C, the fleet at 55 C"]),
+        ({"temperature_c": 65.0}, []),
         ({"temperature_c": None}, []),
     ],
 )
@@ -141,3 +142,31 @@ def test_a_node_is_looked_at_now_and_then(start: Start, tmp_path: Path, monkeypa
     assert made.is_due()
     made.check()
     assert not made.is_due()
+
+
+def test_a_node_is_looked_at_every_ten_minutes(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(node_health.time, "monotonic", lambda: now[0])
+    made = node(start(began=1000.0), tmp_path)
+    for begun_s in (1000.0, 1700.0):
+        for passed_s, due in ((599.0, False), (600.0, True)):
+            now[0] = begun_s + passed_s
+            assert made.is_due() is due
+        now[0] = 1700.0
+        made.check()
+
+
+def test_a_node_that_has_worked_may_be_warm(start: Start, tmp_path: Path) -> None:
+    def at(celsius: float) -> Answers:
+        def answer(request: ProbeRequest) -> ProbeResult:
+            found = SOUND(request)
+            assert found.measurement is not None
+            return replace(found, measurement=replace(found.measurement, telemetry=Telemetry(temperature_c=celsius)))
+
+        return answer
+
+    session = begun(start)
+    assert node(session, tmp_path, at(55.0)).check() == []
+    warm = node(session, tmp_path, at(80.0))
+    assert warm.check() == ["it is at 80 C, the fleet at 55 C"]
+    assert warm.check() == []

@@ -70,6 +70,24 @@ def test_deviation_is_of_shared_micro_batches() -> None:
     assert deviation(one, measurement(losses=())) is None
 
 
+def test_losses_below_and_above_the_reference_do_not_cancel_out() -> None:
+    assert deviation(measurement(losses=(1.8, 2.2)), measurement(losses=(2.0, 2.0))) == pytest.approx(0.1)
+
+
+def test_the_reference_of_products_of_eight_bits_is_plain_and_recomputes_all() -> None:
+    """What was compiled had rows of a few lengths, and keeps them."""
+    config = TrainConfig(
+        micro_batch_size=2,
+        quantization="fp8",
+        optimizer="adamw_8bit",
+        checkpointing="none",
+        compile="per_layer",
+        loss="chunked",
+    )
+    assert in_question(config) == "fp8 and adamw_8bit"
+    assert reference_of(config, bf16=True) == TrainConfig(micro_batch_size=2, checkpointing="full", padding="bucket")
+
+
 def with_losses(off: float) -> Callable[[ProbeRequest], ProbeResult]:
     """8-bit state is twice as fast here, and its losses are `off` the reference's."""
     answers = machine(

@@ -93,3 +93,19 @@ def test_what_another_study_answered_has_no_times() -> None:
     times = ProbeTimes(None)
     times.learn(result(CONFIG, seconds={}), measurement())
     assert times.whole_s(REQUEST) is None
+
+
+def test_a_single_depth_is_taken_in_proportion() -> None:
+    """Of 32 layers, or of as many as were probed where nobody says how many there are."""
+    part = (8, 0.5, {"load": 1.0, "first_step": 2.0})
+    assert learned(part).whole_s(REQUEST) == pytest.approx(4.0 + 8.0)
+    measured = measurement(2.0, micro_step_s=(2.0,))
+    times = ProbeTimes(None)
+    times.learn(result(CONFIG, depth=8, measurement=measured, seconds={"total": 9.0, "load": 1.0}), measured)
+    assert times.whole_s(REQUEST) == pytest.approx(1.0 + 9.0)  # without a first step, all of it is
+
+
+def test_a_wider_model_that_was_faster_predicts_no_less_for_the_whole_one() -> None:
+    """Something else had disturbed the first probe."""
+    times = learned((2, 4.0, {"load": 3.0, "first_step": 16.0}), (8, 2.0, {"load": 1.0, "first_step": 8.0}))
+    assert times.whole_s(REQUEST) == pytest.approx(1.0 + 8.0)

@@ -15,7 +15,7 @@ from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import BASELINE, Task
 from autotune.problem.workload import Workload
 from autotune.study.selection import Selection
-from tests.helpers.factories import FINGERPRINT, add_measured, measurement, result
+from tests.helpers.factories import FINGERPRINT, add_measured, calibration, measurement, result
 
 GIVEN = Workload(examples=3200, lengths=Lengths.constant(1024), examples_assumed=False)
 SUBJECT = Task(
@@ -668,3 +668,42 @@ def test_padding_and_packing_are_said():
         "rows are packed: 2.7 examples each on average, 100.0% of them filled; a step has 42.7 examples on average, "
         "32 were asked for"
     )
+
+
+# --- who is named
+
+
+def test_a_baseline_whose_pace_the_host_sets_is_reported_too():
+    made = confirmed()
+    made.confirm(SLOW, steady(1.0, host_share=0.9))
+    (caveat,) = made.recipe(FINGERPRINT).caveats
+    assert caveat.startswith(f"the host sets the pace of {SLOW.label()}: issuing takes it 90% of the time")
+
+
+def test_of_a_cell_whose_best_are_equal_the_measured_one_is_named():
+    made = selection()
+    extrapolated(made, replace(FAST, compile="per_layer"), 0.5)
+    assert [cell.config for cell in made.recipe(FINGERPRINT).cells] == [FAST]
+
+
+def test_the_start_leaves_out_what_the_first_steps_take_in_any_case():
+    """4.04 s, of which 3.04 s are steps that neither load nor compile."""
+    made = Selection(SUBJECT)
+    first = begun(PLAIN, start=14.0, load=6.0, first_step=4.04)
+    made.add_result(replace(first, measurement=replace(first.measurement, warm_s=3.04)))
+    assert made.startup_s(PLAIN) == pytest.approx(14 + 6 + 1)
+
+
+def test_a_card_that_was_calibrated_is_named_where_speeds_are_projected():
+    made = selection()
+    card = calibration("h100-sxm")
+    made.task = replace(
+        made.task,
+        carried=SpeedTransfer(products=0.5, bytes=0.4, error=0.1),
+        measured_on=resolve_device("h100"),
+        calibration=card,
+    )
+    (caveat,) = [one for one in made.recipe(FINGERPRINT).caveats if one.startswith("probed on h100-sxm with its")]
+    assert f"by data sheets, h100-sxm {card.label} (products 0.5 times as fast" in caveat
+    made.task = replace(made.task, calibration=calibration("a10"))  # of neither card
+    assert "speeds are projected by data sheets (products" in " ".join(made.recipe(FINGERPRINT).caveats)
