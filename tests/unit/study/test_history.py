@@ -11,6 +11,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.ablation import AblatedKnob, Ablation
+from autotune.study.decomposition import Decomposition
 from autotune.study.evaluator import Evaluation
 from autotune.study.history import restore, summarize, to_record
 from autotune.study.optimizer import FinishedTrial
@@ -162,3 +163,15 @@ def test_notes_and_explanation_are_of_this_winner() -> None:
     assert made.explanation == of_baseline and summary(selection, ablation=of_other).explanation is None
     (note,) = made.notes
     assert note.startswith("what this winner learns is not known")
+
+
+def test_factors_are_of_this_winner_and_this_baseline() -> None:
+    selection = Selection(TASK)
+    made = Decomposition(winner=OTHER, baseline=BASELINE, factors=())
+    assert summary(selection, decomposition=made).decomposition is None  # there is no winner yet
+    add_measured(selection, BASELINE, measurement(1.0))
+    add_measured(selection, OTHER, measurement(0.5))
+    assert summary(selection, decomposition=made).decomposition == made
+    for other in (replace(made, winner=BASELINE), replace(made, baseline=OTHER)):
+        assert summary(selection, decomposition=other).decomposition is None
+    assert summary(selection).decomposition is None

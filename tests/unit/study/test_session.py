@@ -11,22 +11,36 @@ from typing import Any
 
 import pytest
 
+from autotune.catalog import resolve_device
 from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.nvml import GpuInfo
 from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.problem.study_spec import StudySpec
+from autotune.problem.target import Target
 from autotune.study import session as session_module
 from autotune.study.decomposition import WHOLE
 from autotune.study.optimizer import Optimizer
 from autotune.study.preparation import prepare_session
 from autotune.study.progress import TextProgress
-from autotune.study.session import Leader, Session, await_study, explain, find_record, read_summary, work, worker_folder
+from autotune.study.session import (
+    Leader,
+    Session,
+    await_study,
+    explain,
+    find_record,
+    read_summary,
+    require_device,
+    work,
+    worker_device,
+    worker_folder,
+)
 from autotune.study.storage.leases import Leases, Worker
 from autotune.study.storage.optuna_storage import read_record
-from autotune.study.storage.study_record import Limits, StudyPhase, StudyRecord, update_record
+from autotune.study.storage.study_record import Limits, ProbeTerms, StudyPhase, StudyRecord, update_record
 from tests.helpers.factories import FINGERPRINT, result
 from tests.helpers.layered import SHAPE, layered
 from tests.helpers.replay import Answers, ReplayProber, machine
-from tests.helpers.sessions import by_tokens
+from tests.helpers.sessions import BASELINE, by_tokens, record_of, subject_of
 
 SPACE = """\
 version: 1
@@ -336,3 +350,92 @@ def test_a_record_is_found_by_name_and_a_worker_has_a_folder_of_its_own(tmp_path
     assert worker_folder(record(), URL, Path("given")) == Path("given")
     assert worker_folder(record(), URL, None).parent == tmp_path / "out"
     assert worker_folder(record(), URL, None).name.startswith("worker-")
+
+
+# --- the device of a worker
+
+
+def card(name: str = "NVIDIA H200", used_gib: float = 0.0) -> GpuInfo:
+    values: dict[str, Any] = {"index": 0, "uuid": "GPU-0", "compute_capability": "9.0", "driver": "580"}
+    return GpuInfo(**values, name=name, memory_gib=140.4, used_gib=used_gib, processes=())
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the cards of this machine."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda *found: monkeypatch.setattr("autotune.core.nvml.list_gpus", lambda: list(found))
+
+
+def test_a_device_is_required_by_its_product(cards: Callable[..., None]) -> None:
+    h200, cpu = resolve_device("h200"), resolve_device("cpu")
+    cards(card())
+    assert (require_device(h200, "go"), require_device(cpu, "go")) == ("cuda", "cpu")
+    for found, here in (((card("NVIDIA A10"),), "a10"), ((), "no GPU")):
+        cards(*found)
+        assert require_device(cpu, "go") == "cpu"
+        with pytest.raises(EnvironmentProblem, match=f"the study is for h200-sxm, here is {here}") as caught:
+            require_device(h200, "another card")
+        assert caught.value.remedy == "another card"
+
+
+def test_a_worker_needs_the_memory_that_the_study_uses_of_each_card(cards: Callable[..., None]) -> None:
+    """80 GiB of 140.4, of which half a GiB that others hold is ignored."""
+    on_h200 = record_of()
+    stands_in = record_of(subject_of(device=resolve_device("a10"), measured_on=resolve_device("h200")))
+    for used_gib in (0.0, 60.8):
+        cards(card(used_gib=used_gib))
+        assert worker_device(on_h200) == worker_device(stands_in) == "cuda"
+    cards(card(used_gib=61.0))
+    with pytest.raises(EnvironmentProblem, match=r"uses 80\.0 GiB of each card, and 79\.4 GiB of this one"):
+        worker_device(on_h200)
+    assert worker_device(record_of(subject_of(device=resolve_device("cpu")))) == "cpu"
+
+
+# --- what a session has
+
+
+def test_the_formula_is_asked_for_what_it_was_measured_with() -> None:
+    terms = ProbeTerms(memory_gib=80.0, headroom=0.05)
+    with Session(URL, Path("logs"), "cpu") as session:
+        known = []
+        for changes in ({}, {"device": resolve_device("cpu")}, {"trainer": "trl"}):
+            evaluator = session.evaluator(subject_of(**changes), terms, study="one", shape=None)
+            known.append(evaluator.formula(BASELINE, 2) is not None)
+            assert not evaluator.shallow_only and evaluator.request(BASELINE).memory_gib == 80.0
+    assert known == [True, False, False]
+
+
+def test_preparing_a_dataset_is_said_not_to_count() -> None:
+    plan = prepare_session(StudySpec(model="demo-3m", gpu="cpu", study="mine", storage=URL, space="space.yaml"))
+    for dataset, notes in ((None, 0), ("a.jsonl", 1)):
+        said: list[str] = []
+        read = replace(plan, spec=replace(plan.spec, dataset=dataset), preparation_s=75.0)
+        with Session(URL, plan.out, "cpu", progress=TextProgress(said.append)) as session:
+            Leader(session, read)
+        note = "preparing the dataset took 1 min 15 s, which does not count against the budget"
+        assert [note in line for line in said].count(True) == notes
+
+
+def test_memory_that_others_hold_is_said() -> None:
+    plan = prepare_session(StudySpec(model="demo-3m", gpu="cpu", study="mine", storage=URL, space="space.yaml"))
+    for used_gib, notes in ((0.4, 0), (3.1, 1)):
+        said: list[str] = []
+        shared = replace(plan, target=Target(device=resolve_device("h200"), card=card(used_gib=used_gib)))
+        with Session(URL, plan.out, "cpu", progress=TextProgress(said.append)) as session:
+            Leader(session, shared)
+        assert ["others hold 3.10 GiB of this GPU: " in line for line in said].count(True) == notes
+
+
+def test_the_time_of_a_study_that_still_runs_is_that_of_its_probes() -> None:
+    lead()
+    made = record()
+    probed_s = read_summary(made, URL, nowhere).probe_seconds
+    assert probed_s >= 9.0  # three trials of 3 s
+    for wall_seconds, worker_seconds, expected_s in (
+        (0.5, {}, probed_s),
+        (probed_s + 1, {}, probed_s + 1),
+        (0.5, {"another": 1.0}, 0.5),  # some of them were its
+    ):
+        known = replace(made, wall_seconds=wall_seconds, worker_seconds=worker_seconds)
+        assert read_summary(known, URL, nowhere).wall_seconds == expected_s
