@@ -17,7 +17,7 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import Cancelled, StorageError, UsageError
 from autotune.core.train_config import TrainConfig
-from autotune.export import script
+from autotune.export import script, tool_file
 from autotune.export.run import process, quality, verify
 from autotune.export.run.process import AddedLines, last_error, run_exported, scratch_folder, time_limit_s, write_files
 from autotune.problem.length_distribution import Lengths
@@ -268,6 +268,97 @@ def test_what_a_run_printed_is_kept() -> None:
     assert verify.with_result(promise(), printed | {"peaks_gib": None}, 3).peaks_gib == ()
     for wrong in ({"steps": 2}, {"seconds_per_step": 0}, {"seconds_per_step": "4"}):
         assert verify.with_result(promise(), printed | wrong, 3).reason is not None
+
+
+@pytest.mark.parametrize(
+    ("trainer", "form", "runs", "file", "probed"),
+    [
+        ("transformers", None, "train", "train.py", True),
+        ("transformers", "trl", "trl", "trl_sft.yaml", False),
+        ("trl", None, "trl", "trl_sft.yaml", True),
+        ("trl", "train", "train", "train.py", False),
+    ],
+)
+def test_the_form_that_was_probed_is_run_unless_another_is_asked_for(
+    trainer: str,
+    form: str | None,
+    runs: str,
+    file: str,
+    probed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[str] = []
+
+    def running(name: str) -> Any:
+        def run(recipe: Recipe, folder: Path, steps: int, lengths: Any, run: Any) -> dict[str, Any]:
+            begun.append(name)
+            assert lengths is None and recipe.workload.eval_share == 0.0
+            return {"steps": steps, "seconds_per_step": 2.0}
+
+        return run
+
+    for name in ("train", "trl"):
+        monkeypatch.setattr(verify, f"_run_{name}", running(name))
+    made = replace(demo(TrainConfig(seq_len=32)), trainer=trainer)
+    done = verify.verify(made, tmp_path, form=form, micro_steps=1)
+    assert begun == [runs] and (done.file, done.probed, done.reason) == (file, probed, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "lengths", "every", "saves"), [("lora", None, "9", "steps"), ("full", [5, 6], "3", "no")]
+)
+def test_trl_runs_on_rows_of_tokens_through_the_launcher_of_accelerate(
+    method: str, lengths: list[int] | None, every: str, saves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A soak evaluates and saves in each quarter of its nine steps."""
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    monkeypatch.setattr(verify.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**60))
+    calls: list[tuple[list[str], dict[str, Any]]] = []
+
+    def run(arguments: list[str], **options: Any) -> dict[str, Any]:
+        calls.append((arguments, options))
+        return {"call": len(calls)}
+
+    made = demo(TrainConfig(method=method, micro_batch_size=4, seq_len=32))
+    for device, hides in (("h200", False), ("cpu", True)):
+        calls.clear()
+        on_device = replace(made, device=resolve_device(device))
+        assert verify._run_trl(on_device, tmp_path, 9, lengths, run) == {"call": 2}
+        (weights, options), (arguments, again) = calls
+        assert weights == ["made.json"] and options["script"] == "autotune.probe.synthetic_model"
+        assert json.loads((tmp_path / "made.json").read_text()) == verify._made_for_trl(on_device, 9, lengths)
+        home = Path(verify.HOME)
+        assert (home / "autotune" / "export" / "run" / "verify.py").samefile(verify.__file__)
+        expected = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{home}{os.pathsep}/mine"}
+        assert options["environment"] == again["environment"]
+        assert options["environment"] == expected | ({"CUDA_VISIBLE_DEVICES": ""} if hides else {})
+        assert again["script"] == "accelerate.commands.launch"
+        head = ["--quiet", *tool_file.launch_arguments(on_device), "--module", "autotune.probe.trl_entry"]
+        head += ["--config", "trl_sft.yaml"]
+        assert arguments[: len(head)] == head and (tmp_path / "trl_sft.yaml").is_file()
+        rest = arguments[len(head) :]
+        assert dict(zip(rest[::2], rest[1::2], strict=True)) == {
+            "--model_name_or_path": str(tmp_path / "model"),
+            "--dataset_name": str(tmp_path / "data"),
+            "--assistant_only_loss": "False",
+            "--output_dir": str(tmp_path / "saved"),
+            "--max_steps": "9",
+            "--eval_on_start": "True",
+            "--eval_strategy": "steps",
+            "--eval_steps": every,
+            "--per_device_eval_batch_size": "4",
+            "--save_strategy": saves,
+            "--save_steps": every,
+            "--save_total_limit": "1",
+        }
+
+
+def test_trl_is_not_run_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**60))
+    made = demo(TrainConfig(micro_batch_size=4, seq_len=32))
+    reason = verify._run_trl(made, tmp_path, 9, None, lambda *_, **options: "exit code 3")
+    assert reason == "no random weights could be made: exit code 3"
 
 
 # --- quality
