@@ -93,6 +93,7 @@ def test_steps_that_scatter_need_a_larger_gain(trials: Make) -> None:
         (10.0, 300.0, {}, 24.0),  # more than a fifth of the budget: the baseline stays extrapolated
         (90.0, 90.0, {}, 150.0),  # a share of the budget
         (200.0, 10.0, {}, 240.0),  # or what the first of them takes
+        (200.0, 10.0, {"rounds": 1}, 240.0),
         (400.0, 10.0, {}, 1000.0 / 3),  # but no more than a third
     ],
 )
@@ -377,3 +378,12 @@ def test_in_a_hurry_the_most_promising_is_tried_if_it_may_be_half_as_fast_as_the
     made._open = {1: SPACE.config(chosen).digest} if chosen else {}
     again = made.untried(lora_rank=16, checkpointing="full")
     assert again is None  # the others are too slow
+
+
+def test_what_nobody_tried_is_one_step_from_the_best_wherever_that_is(trials: Make) -> None:
+    made, best = trials(), replace(OTHER, micro_batch_size=1, lora_rank=32)
+    made.rows = [row(0, 900.0), row(1, 1000.0, config=best)]
+    for _ in range(20):
+        chosen = made.untried()
+        assert chosen is not None
+        assert sum(getattr(best, name) != value for name, value in chosen.items()) == 1
