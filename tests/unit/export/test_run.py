@@ -371,7 +371,9 @@ def study(rows: int = 700, batch: int = 32) -> tuple[Recipe, Quality]:
     return replace(made, workload=workload), Quality(steps=1, trained_on=4, held_out=2, tokens=8)
 
 
-def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have() -> None:
+def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Micro batches of two rows of 100 tokens take 3 s, of 300 tokens 5 s: 0.005 s a token. A step has four."""
     halves = Workload(examples=1000, lengths=Lengths.of([100, 300], "counted"), global_batch=8)
     made = recipe(TrainConfig(micro_batch_size=2, seq_len=512), workload=halves)
@@ -382,6 +384,13 @@ def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have(
     assert verify._step_s_of(timed, 2000.0) == step_s
     assert verify._step_s_of(timed, 2400.0) == pytest.approx(step_s + 400 * 0.005)
     assert verify._step_s_of(timed, None) == verify._step_s_of(made, 2400.0) == step_s  # what is not known
+
+    def ran(recipe: Recipe, folder: Path, steps: int, lengths: Any, run: Any) -> dict[str, Any]:
+        return {"steps": steps, "seconds_per_step": 2.0, "padded_tokens_per_step": 2400.0}
+
+    monkeypatch.setattr(verify, "_run_train", ran)
+    done = verify.verify(timed, tmp_path, micro_steps=1)
+    assert done.promised_step_s == pytest.approx(step_s + 400 * 0.005) and done.seconds_per_step == 2.0
 
 
 @pytest.mark.parametrize(

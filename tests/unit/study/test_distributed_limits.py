@@ -357,16 +357,16 @@ def test_what_nobody_tried_has_the_values_asked_for_and_leaves_the_time_to_keep(
 @pytest.mark.parametrize(
     ("promised", "size"),
     [
-        ({1: 0.2, 2: 0.9, 4: 0.4}, 2),
-        ({1: 0.2, 2: 0.3, 4: 0.5}, 4),  # half of the best's
-        ({1: 0.2, 2: 0.3, 4: 0.49}, None),
+        ({1: 0.4, 2: 1.8, 4: 0.8}, 2),
+        ({1: 0.4, 2: 0.6, 4: 1.0}, 4),  # half of the best's
+        ({1: 0.4, 2: 0.6, 4: 0.98}, None),
     ],
 )
 def test_in_a_hurry_the_most_promising_is_tried_if_it_may_be_half_as_fast_as_the_best(
     trials: Make, monkeypatch: pytest.MonkeyPatch, promised: dict[int, float], size: int | None
 ) -> None:
     def promise(task: object, config: TrainConfig, shape: object) -> float:
-        return (promised | {8: 1.0})[config.micro_batch_size]
+        return (promised | {8: 2.0})[config.micro_batch_size]
 
     monkeypatch.setattr(module, "formula_speed", promise)
     made = trials(960.0)

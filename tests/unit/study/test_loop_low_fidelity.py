@@ -305,3 +305,13 @@ def test_what_was_stopped_and_can_win_by_now_is_a_close_call() -> None:
     assert selection.finalists(1) == [replace(lean, micro_batch_size=2)]
     reported(selection, replace(BASELINE, micro_batch_size=1), 0.122, Evidence.EXTRAPOLATED)
     assert selection.close_calls() == [replace(BASELINE, micro_batch_size=1)]
+
+
+def test_the_baseline_and_what_is_not_wanted_whole_stay_extrapolated(open_study: Open) -> None:
+    made, other = open_study(layered(by_tokens), limit_gib=100.0).study.trials, replace(BASELINE, checkpointing="none")
+    evidence = []
+    for config, wanted in ((BASELINE, True), (other, True), (replace(other, lora_rank=32), False)):
+        proposal = made.ask(SPACE.clip(config))
+        assert proposal is not None and proposal.config == config
+        evidence.append(made.evaluate(proposal, None, whole=wanted).evidence)
+    assert evidence == [Evidence.EXTRAPOLATED, Evidence.MEASURED, Evidence.EXTRAPOLATED]
