@@ -301,8 +301,11 @@ def test_the_form_that_was_probed_is_run_unless_another_is_asked_for(
     for name in ("train", "trl"):
         monkeypatch.setattr(verify, f"_run_{name}", running(name))
     made = replace(demo(TrainConfig(seq_len=32)), trainer=trainer)
-    done = verify.verify(made, tmp_path, form=form, micro_steps=1)
-    assert begun == [runs] and (done.file, done.probed, done.reason) == (file, probed, None)
+    small = replace(made.winner, measurement=replace(made.winner.measurement, peak_reserved_gib=0.5))
+    done = verify.verify(replace(made, winner=small), tmp_path, form=form, micro_steps=1)
+    assert (
+        done.promised_gib == 0.5 and begun == [runs] and (done.file, done.probed, done.reason) == (file, probed, None)
+    )
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def test_a_confirmation_has_longer_steps_where_half_of_the_time_left_suffices(
     monkeypatch.setattr(Evaluator, "confirmation_s", lasting)
     assert trials(1000.0 - left_s).confirmed_micro_steps(OTHER) == micro_steps and asked == [4]
     monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: None)
-    assert trials(1000.0 - left_s).confirmed_micro_steps(OTHER) == 4  # nothing is known
+    assert trials(999.0).confirmed_micro_steps(OTHER) == 4  # nothing is known
 
 
 def test_what_nobody_tried_has_the_values_asked_for_and_leaves_the_time_to_keep(
@@ -352,6 +352,8 @@ def test_what_nobody_tried_has_the_values_asked_for_and_leaves_the_time_to_keep(
         assert {(one["lora_rank"], one["checkpointing"]) for one in chosen} == {(32, "none")}
         assert {one["micro_batch_size"] for one in chosen} == sizes and len(chosen) == 20
     assert made.untried(keep_s=21.0, lora_rank=32) is None
+    made.evaluator.truncated_s = {}  # then nothing is known to last, and fits into no time at all
+    assert made.untried(keep_s=20.0) is not None
 
 
 @pytest.mark.parametrize(
