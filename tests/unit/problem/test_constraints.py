@@ -2,12 +2,13 @@
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autotune.catalog import resolve_device
+from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import ModelShape
@@ -16,9 +17,13 @@ from autotune.problem.constraints import (
     Floors,
     Narrowing,
     apply_floors,
+    narrow_packing,
     narrow_padding,
     narrow_to_device,
+    narrow_to_layers,
+    narrow_to_model,
     narrow_to_packages,
+    narrow_to_trl,
     refusal,
 )
 from autotune.problem.length_distribution import Lengths
@@ -337,3 +342,309 @@ def test_what_is_padded_to_the_longest_is_compiled_only_where_it_is_packed():
     ]
     compiled = [chosen["packing"] for chosen in narrowing.space.enumerate() if chosen.get("compile") == "per_layer"]
     assert compiled and all(compiled)
+
+
+def unnarrowed(**knobs: tuple[Any, ...]) -> Narrowing:
+    return Narrowing(space=space(**knobs), reserve=space(**knobs))
+
+
+def both(narrowing: Narrowing, name: str) -> tuple[Any, ...]:
+    """The choices that are left of a knob, in the space and, as they must be, in its reserve."""
+    assert narrowing.reserve.choices(name) == narrowing.space.choices(name)
+    return narrowing.space.choices(name)
+
+
+def when(narrowing: Narrowing, name: str) -> dict[str, Any] | None:
+    """The condition of a knob, in the space and, as it must be, in its reserve."""
+    knob, reserved = narrowing.space.knob(name), narrowing.reserve.knob(name)
+    assert knob is not None and reserved is not None and knob.when == reserved.when
+    return knob.when
+
+
+# --- the model
+
+
+@pytest.mark.parametrize(("assumed", "left"), [(True, (1, 3, 8, 12, 24)), (False, (1, 3, 8))])
+def test_a_micro_batch_divides_the_global_batch_and_has_no_more_rows_than_there_are_known_examples(
+    assumed: bool, left: tuple[int, ...]
+) -> None:
+    narrowing = unnarrowed(micro_batch_size=(1, 3, 5, 8, 12, 16, 24))
+    workload = replace(WORKLOAD, examples=16, eval_share=0.5, examples_assumed=assumed, global_batch=24)
+    narrow_to_model(narrowing, resolve_model("mistral-7b"), workload)
+    assert both(narrowing, "micro_batch_size") == left
+    reasons = ["micro_batch_size 5, 16: does not divide the global batch of 24 (--global-batch)"]
+    reasons += ["micro_batch_size 12, 24: more rows than examples (8)"] * (not assumed)
+    assert [str(removal) for removal in narrowing.removals] == reasons
+
+
+def test_rows_are_as_long_as_the_context_at_most() -> None:
+    model = resolve_model("mistral-7b")
+    context = model.max_seq_len
+    assert context is not None
+    narrowing = unnarrowed(seq_len=(512, context, context + 1))
+    narrow_to_model(narrowing, model, WORKLOAD)
+    assert both(narrowing, "seq_len") == (512, context)
+    assert [removal.reason for removal in narrowing.removals] == [f"longer than the model's context of {context}"]
+
+
+def test_layers_whose_checkpoints_are_offloaded_do_not_compile() -> None:
+    model, compiled = resolve_model("mistral-7b"), ("none", "per_layer")
+    some = unnarrowed(checkpointing=("none", "offload", "full"), compile=compiled)
+    narrow_to_model(some, model, WORKLOAD)
+    assert when(some, "compile") == {"checkpointing": ["none", "full"]} and both(some, "compile") == compiled
+    every = unnarrowed(checkpointing=("offload",), compile=compiled)
+    narrow_to_model(every, model, WORKLOAD)
+    assert when(every, "compile") is None and both(every, "compile") == ("none",)
+    nothing = unnarrowed(checkpointing=("none", "full"), compile=compiled)
+    narrow_to_model(nothing, model, WORKLOAD)
+    assert when(nothing, "compile") is None and both(nothing, "compile") == compiled
+
+
+NO_SDPA = "transformers has no SDPA attention for this model"
+
+
+@pytest.mark.parametrize(
+    ("attentions", "left", "reasons"),
+    [
+        (("sdpa",), ("eager",), [f"attention sdpa: {NO_SDPA}; eager is left"]),
+        (
+            ("sdpa", "sdpa_cudnn"),
+            ("eager",),
+            [f"attention sdpa_cudnn: {NO_SDPA}", f"attention sdpa: {NO_SDPA}; eager is left"],
+        ),
+        (("sdpa", "flex_attention"), ("flex_attention",), [f"attention sdpa: {NO_SDPA}"]),
+    ],
+)
+def test_without_sdpa_eager_attention_is_left_where_there_is_no_other(
+    attentions: tuple[str, ...], left: tuple[str, ...], reasons: list[str]
+) -> None:
+    of_layers = unnarrowed(attention=attentions)
+    shape = ModelShape(num_layers=2, prefix=0, period=1, sdpa=False)
+    narrow_to_layers(of_layers, "transformers", shape)
+    assert both(of_layers, "attention") == left
+    assert [str(removal) for removal in of_layers.removals] == reasons
+
+
+# --- the layers
+
+
+def layered(shape: dict[str, Any] | None, trainer: str = "transformers", **knobs: tuple[Any, ...]) -> Narrowing:
+    narrowing = unnarrowed(**knobs)
+    known = None if shape is None else ModelShape(**{"num_layers": 2, "prefix": 0, "period": 1, **shape})
+    narrow_to_layers(narrowing, trainer, known)
+    return narrowing
+
+
+def test_what_is_not_known_of_the_layers_is_not_searched() -> None:
+    narrowing = layered(None, loss=("full", "chunked"), kernels=("torch", "liger"))
+    assert (both(narrowing, "loss"), both(narrowing, "kernels")) == (("full",), ("torch",))
+    assert [str(removal) for removal in narrowing.removals] == [
+        "loss chunked: whether the model changes its logits after its head is not known",
+        "kernels liger: Liger has no kernels for this model",
+    ]
+    trl = layered(None, "trl", loss=("full", "chunked"))
+    assert both(trl, "loss") == ("full", "chunked")  # its chunked loss is its own
+
+
+def test_layers_without_adapters_are_trained_as_a_whole_or_not_at_all() -> None:
+    refused = {"no_adapters": "a reason"}
+    assert both(layered(refused, method=("lora", "full")), "method") == ("full",)
+    assert both(layered(refused, method=("full",)), "method") == ("full",)
+    for knobs in ({}, {"method": ("lora",)}):  # adapters are the default
+        with pytest.raises(UsageError, match="PEFT refuses adapters on its layers: a reason"):
+            layered(refused, **knobs)
+    assert both(layered({"no_adapters": ""}, method=("lora", "full")), "method") == ("lora", "full")
+
+
+def test_adapters_on_fused_experts_are_compiled_nowhere() -> None:
+    compiled = ("none", "per_layer")
+    shape = {"parametrized": True}
+    assert both(layered(shape, method=("lora", "full"), compile=compiled), "compile") == ("none",)
+    assert both(layered(shape, compile=compiled), "compile") == ("none",)
+    assert both(layered(shape, method=("full",), compile=compiled), "compile") == compiled
+    assert both(layered({}, compile=compiled), "compile") == compiled
+
+
+# --- TRL
+
+
+def of_trl(**knobs: tuple[Any, ...]) -> Narrowing:
+    narrowing = unnarrowed(**knobs)
+    narrow_to_trl(narrowing, installed=False)
+    return narrowing
+
+
+def test_trl_has_one_loss_and_neither_packing_nor_fp8() -> None:
+    narrowing = of_trl(
+        loss=("full", "chunked"),
+        packing=(False, True),
+        quantization=("none", "fp8"),
+        attention=("sdpa", "sdpa_cudnn"),
+    )
+    left = {name: both(narrowing, name) for name in ("loss", "packing", "quantization", "attention")}
+    assert left == {"loss": ("chunked",), "packing": (False,), "quantization": ("none",), "attention": ("sdpa",)}
+    assert [str(removal).partition(":")[0] for removal in narrowing.removals] == [
+        "loss full",
+        "packing True",
+        "quantization fp8",
+        "attention sdpa_cudnn",
+    ]
+    assert both(of_trl(), "loss") == ("chunked",)
+    with pytest.raises(UsageError, match="TRL has a chunked loss of its own, and no other"):
+        of_trl(loss=("full",))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "left"),
+    [
+        ({}, ("bf16_mixed",)),
+        ({"quantization": ("nf4", "none")}, ("bf16_mixed",)),
+        ({"quantization": ("nf4",)}, ("bf16_mixed", "bf16_pure")),
+        ({"method": ("full",)}, ("bf16_mixed", "bf16_pure")),
+        ({"method": ("full", "lora")}, ("bf16_mixed",)),
+    ],
+)
+def test_trl_keeps_adapters_on_an_unquantised_base_in_fp32(
+    knobs: dict[str, tuple[str, ...]], left: tuple[str, ...]
+) -> None:
+    assert both(of_trl(precision=("bf16_mixed", "bf16_pure"), **knobs), "precision") == left
+
+
+COMPILED = {"compile": ("none", "per_layer")}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "left", "condition"),
+    [
+        (COMPILED, ("max_length",), {"compile": ["per_layer"]}),
+        (COMPILED | {"padding": ("longest", "bucket")}, ("max_length",), {"compile": ["per_layer"]}),
+        (COMPILED | {"padding": ("longest", "max_length")}, ("max_length",), {"compile": ["per_layer"]}),
+        (COMPILED | {"padding": ("longest",)}, ("longest",), None),  # as it was asked for
+        (COMPILED | {"padding": ("max_length", "bucket")}, ("max_length",), None),
+        ({"padding": ("longest", "bucket")}, ("longest",), None),  # nothing is compiled
+    ],
+)
+def test_trl_pads_to_one_length_in_order_to_compile(
+    knobs: dict[str, tuple[str, ...]], left: tuple[str, ...], condition: dict[str, Any] | None
+) -> None:
+    narrowing = of_trl(**knobs)
+    assert both(narrowing, "padding") == left and when(narrowing, "padding") == condition
+
+
+def test_trl_pads_nothing_where_nothing_is_compiled() -> None:
+    assert of_trl().space.knob("padding") is None
+    with pytest.raises(UsageError, match="TRL pads to the longest row of a micro batch, or all rows to one length"):
+        of_trl(padding=("bucket",))
+
+
+# --- padding
+
+
+@pytest.mark.parametrize(
+    ("knobs", "left"),
+    [
+        ({"padding": ("longest",)}, ("none",)),
+        ({"padding": ("longest",), "packing": (False,)}, ("none",)),
+        ({"padding": ("longest", "bucket")}, ("none", "per_layer")),
+        ({"padding": ("bucket",)}, ("none", "per_layer")),
+        ({}, ("none", "per_layer")),
+    ],
+)
+def test_rows_that_can_only_be_padded_to_the_longest_are_not_compiled(
+    knobs: dict[str, tuple[Any, ...]], left: tuple[str, ...]
+) -> None:
+    narrowing = unnarrowed(**COMPILED, **knobs)
+    narrow_padding(narrowing)
+    assert both(narrowing, "compile") == left and when(narrowing, "compile") is None
+    uncompiled = unnarrowed(padding=("longest",), packing=(True, False), compile=("none",))
+    narrow_padding(uncompiled)
+    assert not uncompiled.removals and when(uncompiled, "compile") is None
+
+
+# --- floors and the reserve
+
+
+def test_the_reserve_keeps_what_only_the_floors_forbid() -> None:
+    searched = space(
+        seq_len=(512, 1024),
+        lora_rank=(8, 16),
+        quantization=("none", "fp8", "nf4"),
+        optimizer=("adamw_torch", "adafactor"),
+        precision=("bf16_mixed", "bf16_pure"),
+    )
+    reserve = floored(searched).reserve
+    assert {knob.name: knob.choices() for knob in reserve.knobs} == {
+        "seq_len": (1024,),
+        "lora_rank": (16,),
+        "quantization": ("none", "nf4"),
+        "optimizer": ("adamw_torch", "adafactor"),
+        "precision": ("bf16_mixed",),
+    }
+    allowed = floored(searched, allow_quantized=True)
+    assert both(allowed, "quantization") == ("none", "fp8", "nf4")
+    assert floored(space(quantization=("fp8", "nf4"))).reserve.choices("quantization") == ("fp8", "nf4")
+
+
+def test_a_floor_may_be_all_that_the_space_has() -> None:
+    assert narrowed(space(lora_rank=(8, 64), seq_len=(1024,)), min_rank=64)["lora_rank"] == (64,)
+    assert narrowed(space(seq_len=(512,)), max_truncated=0.5)["seq_len"] == (512,)
+    workload = replace(WORKLOAD, lengths=Lengths.constant(768))  # a third is cut off
+    with pytest.raises(UsageError) as caught:
+        floored(space(seq_len=(512,)), workload, max_truncated=0.1)
+    assert caught.value.remedy.startswith("give 0.334 or more, or ")
+
+
+# --- packing at its limits
+
+
+def packed(workload: Workload, model_type: str = "mistral", **knobs: tuple[Any, ...]) -> Narrowing:
+    narrowing = unnarrowed(**{"packing": (False, True), **knobs})
+    narrow_packing(narrowing, workload, model_type)
+    return narrowing
+
+
+def test_a_step_of_packed_rows_is_a_quarter_off_the_global_batch_at_most() -> None:
+    """Rows hold 3, 5 or 6 examples of 512 tokens: three are a quarter less than four, five a quarter more."""
+    workload = Workload(examples=900, lengths=Lengths.constant(512), global_batch=4)
+    narrowing = packed(workload, seq_len=(1536, 2560, 3072), micro_batch_size=(1,))
+    assert both(narrowing, "packing") == (False, True)
+    assert when(narrowing, "packing") == {"seq_len": [1536, 2560]}
+    reason = "a step would be over 25% off the global batch of 4 (--global-batch)"
+    assert [str(one) for one in narrowing.removals] == [f"packing True: not with seq_len 3072: {reason}"]
+
+
+def test_a_step_of_packed_rows_has_no_more_examples_than_there_are() -> None:
+    """Rows hold two of four examples: three rows a step would hold six, which is near five."""
+    workload = Workload(examples=4, lengths=Lengths.constant(512), global_batch=5)
+    assert when(packed(workload, seq_len=(1024,), micro_batch_size=(1, 3)), "packing") == {"micro_batch_size": [1]}
+
+
+@pytest.mark.parametrize(("full_rows", "left"), [(19, (False, True)), (20, (False,))])
+def test_packing_is_worth_a_trial_from_a_twentieth_of_an_example_on(full_rows: int, left: tuple[bool, ...]) -> None:
+    """Two examples share the last row: 21 in 20 rows, or 22 in 21."""
+    lengths = Lengths.of([1000] * full_rows + [500] * 2, "counted")
+    workload = Workload(examples=full_rows + 2, lengths=lengths, global_batch=full_rows + 2)
+    assert both(packed(workload, seq_len=(1000,), micro_batch_size=(1,)), "packing") == left
+
+
+@pytest.mark.parametrize(("number", "left"), [(16, (False, True)), (17, (False,))])
+def test_packing_is_searched_with_sixteen_lengths_at_most(number: int, left: tuple[bool, ...]) -> None:
+    workload = Workload(examples=900, lengths=Lengths.constant(100), global_batch=32)
+    narrowing = packed(workload, seq_len=tuple(range(800, 800 + number)), micro_batch_size=(1,))
+    assert both(narrowing, "packing") == left
+
+
+def test_packing_that_is_asked_for_removes_what_it_does_not_go_with() -> None:
+    attentions, lengths = ("sdpa", "flex_attention", "eager"), Lengths.constant(512, "assumed")
+    workload = Workload(examples=900, lengths=lengths, global_batch=32)
+    narrowing = packed(workload, packing=(True,), attention=attentions, seq_len=(1024,), micro_batch_size=(1,))
+    assert both(narrowing, "attention") == ("sdpa", "eager") and when(narrowing, "packing") is None
+    assert both(packed(workload, seq_len=(1024,)), "packing") == (False,)  # lengths that are assumed are no reason
+    given = replace(workload, lengths=Lengths.constant(512))
+    searched = packed(given, attention=attentions, seq_len=(1024,), micro_batch_size=(1,))
+    assert both(searched, "attention") == attentions
+    assert when(searched, "packing") == {"attention": ["sdpa", "eager"]}
+    with pytest.raises(UsageError, match="but whether bloom keeps packed examples apart was not tried"):
+        packed(given, "bloom", packing=(True,))
+    assert both(packed(given, "bloom"), "packing") == (False,)
+    assert not packed(given, "bloom", packing=(False,)).removals
