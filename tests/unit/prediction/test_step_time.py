@@ -1,16 +1,19 @@
 """Step times by formula: within their range of what was measured on an H200, and ordered as they must be."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autotune.catalog import resolve_model
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.memory_formula import Sizes, kept_bytes
 from autotune.prediction.step_time import (
     DEVICE_ERROR,
     MEASURED_HOST,
     UNKNOWN_HOST,
+    Host,
     StepTimeEstimate,
     divide_step_time,
     estimate_step_time,
@@ -125,3 +128,95 @@ def test_a_host_that_is_not_known_is_uncertain() -> None:
     assert unknown.host_s == pytest.approx(UNKNOWN_HOST.scale * known.host_s)
     low, high = interval(unknown.micro_s, unknown.error)
     assert low < 0.6 * unknown.micro_s and high > known.micro_s
+
+
+# Mistral-7B by its config: 32 layers of 4,096, 8 of 32 heads for keys and values, 14,336 inside, 32,768 tokens.
+LAYERS, QUERIES, VOCAB = 32, 4096, 32_768
+LINEAR = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+EMBEDDING, ADAPTERS = 32_768 * 4096, 41_943_040  # of rank 16
+RATE, BANDWIDTH = 0.67 * 989.4e12, 4800e9  # what products reach on an H200, and what its memory moves
+
+
+@pytest.mark.parametrize(
+    ("knobs", "per_linear", "per_adapter", "passes", "moved"),
+    [
+        # Of each weight: forward and the gradient of the input, and the forward pass again.
+        ({"checkpointing": "none"}, 4, 6, 2, 10.5),
+        ({"checkpointing": "full"}, 6, 8, 3, 10.5),
+        ({"checkpointing": "none", "compile": "per_layer"}, 4, 6, 2, 5.0),
+        ({"checkpointing": "none", "method": "full"}, 6, 0, 2, 0.7 * 10.5),
+        ({"checkpointing": "full", "method": "full"}, 8, 0, 3, 0.7 * 10.5),
+    ],
+    ids=str,
+)
+def test_the_device_by_hand(
+    knobs: dict[str, Any], per_linear: int, per_adapter: int, passes: int, moved: float
+) -> None:
+    config, sizes = TrainConfig(**LARGE | knobs), Sizes.of(resolve_model("mistral-7b"))
+    found, tokens = reported(**LARGE | knobs), 4 * 2048
+    assert sizes is not None
+    of_embedding = 6 if "method" in knobs else 4
+    operations = per_linear * LINEAR + of_embedding * EMBEDDING + per_adapter * ADAPTERS
+    operations += 6 * 2048 * QUERIES * LAYERS * (1 + (passes - 2) / 3)
+    assert found.products_s == pytest.approx(tokens * operations / RATE)
+    of_logits = 260.0 if "compile" in knobs else 560.0
+    per_token = moved * LAYERS * kept_bytes(sizes, config) * passes + of_logits * VOCAB
+    assert found.bytes_s == pytest.approx(tokens * per_token / BANDWIDTH)
+    assert found.side == pytest.approx(math.cbrt(tokens * LINEAR / LAYERS / 7))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "layer_ms"),
+    [
+        ({"checkpointing": "none"}, 6.0),
+        ({"checkpointing": "full"}, 6.0 * 1.7),
+        ({"checkpointing": "none", "compile": "per_layer"}, 3.5),
+        ({"checkpointing": "none", "method": "full"}, 2.5),
+        ({"checkpointing": "none", "quantization": "nf4"}, 8.0),
+        ({"checkpointing": "full", "quantization": "nf4"}, 8.0 * 1.7),
+    ],
+    ids=str,
+)
+def test_the_host_by_hand(knobs: dict[str, Any], layer_ms: float) -> None:
+    config = TrainConfig(**LARGE | knobs)
+    found = estimate_step_time(resolve_model("mistral-7b"), config, Host(scale=0.5, error=0.4))
+    assert found is not None and found.host_s == pytest.approx(0.5 * 32 * layer_ms / 1000) and found.host_error == 0.4
+
+
+def test_a_base_of_4_bits_is_unpacked_for_every_product() -> None:
+    """8.5 bytes for each of its bytes, as often as there are products of it: forward, backward, and forward again."""
+    for checkpointing, passes in (("none", 2), ("full", 3)):
+        knobs = LARGE | {"checkpointing": checkpointing, "precision": "bf16_pure"}
+        plain, packed = reported(**knobs), reported(**knobs | {"quantization": "nf4"})
+        assert packed.products_s == plain.products_s
+        assert packed.bytes_s - plain.bytes_s == pytest.approx(8.5 * LINEAR * passes / BANDWIDTH)
+
+
+def test_products_in_8_bits_take_less_time() -> None:
+    knobs = LARGE | {"compile": "per_layer"}
+    assert reported(**knobs).products_s == pytest.approx(1.36 * reported(**knobs, quantization="fp8").products_s)
+
+
+def test_the_optimizer_by_hand() -> None:
+    """Clipping and AdamW in fp32: of 41.9 million adapters gradients thrice, weights and two moments twice."""
+    bytes_moved = ADAPTERS * 4 * (3 + 2 + 2 * 2)
+    assert reported(**LARGE).rest_s == pytest.approx(bytes_moved / BANDWIDTH, rel=1e-3)
+
+
+def test_device_and_host_that_need_the_same_time_slow_each_other_down() -> None:
+    level = StepTimeEstimate(products_s=3.0, bytes_s=1.0, host_s=4.0, rest_s=0.0, device_error=0.1, host_error=0.5)
+    assert (level.device_s, level.products_share, level.host_share) == (4.0, 0.75, 0.5)
+    assert level.micro_s == pytest.approx(4 * 2**0.25) and level.error == pytest.approx(0.3)
+    assert replace(level, host_s=0.0).micro_s == 4.0 and replace(level, host_s=0.0).error == 0.1
+    # Half of the host's time is a sixteenth in the fourth power.
+    assert replace(level, host_s=2.0).host_share == pytest.approx(1 / 17)
+    there = level.on(SpeedTransfer(products=3.0, bytes=0.5, error=0.24))
+    assert (there.products_s, there.bytes_s, there.host_s) == (1.0, 2.0, 4.0)
+    assert there.device_error == pytest.approx(0.26) and there.host_error == 0.5
+
+
+def test_without_times_between_micro_batches_nothing_is_left_of_a_step() -> None:
+    divided = divide_step_time(measurement(0.5, rest_s=()), None)
+    assert divided.rest_s == 0.0 and divided.device_error == 0.0 and divided.host_error == UNKNOWN_HOST.error
+    assert divide_step_time(measurement(0.5, rest_s=(0.1, 0.2, 0.9)), None).rest_s == 0.2
+    assert divide_step_time(measurement(0.5, micro_step_s=(0.1, 0.2, 0.9)), None).micro_s == pytest.approx(0.2)

@@ -5,7 +5,7 @@ import pytest
 from autotune.core.errors import UsageError
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
-from autotune.problem.length_distribution import Lengths, read_lengths
+from autotune.problem.length_distribution import SAYS, Lengths, read_lengths
 from autotune.problem.workload import Workload
 
 # 10 examples, 6,400 tokens: 4 of 100, 3 of 500, 2 of 1,000, 1 of 2,500.
@@ -103,3 +103,42 @@ def test_no_distribution_has_examples_without_tokens_or_lengths_without_examples
 def test_an_example_of_one_token_counts(tmp_path) -> None:
     (tmp_path / "lengths.txt").write_text("1\n\n1\n7\n")
     assert read_lengths(tmp_path / "lengths.txt").counts == ((1, 2), (7, 1))
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.001, float("nan")])
+def test_no_other_share_than_some_of_the_tokens_is_trained_on(share: float) -> None:
+    with pytest.raises(ValueError, match="of the tokens cannot be trained on"):
+        Lengths.of([100], "counted", share)
+    assert Lengths.of([100], "counted", 1.0).trained_share == 1.0
+
+
+def test_a_sample_has_the_middle_of_each_part_and_is_always_the_same() -> None:
+    """Of ten examples in five parts: 100, 100, 500, 500 (one is 1,000, above the middle), 1000 or more."""
+    drawn = SKEWED.sample(5, 4096)
+    assert sorted(drawn) == [100, 100, 500, 500, 1000] and drawn == SKEWED.sample(5, 4096)
+    assert sorted(SKEWED.sample(10, 700)) == [100] * 4 + [500] * 3 + [700] * 3
+    assert SKEWED.sample(1, 4096) == [500]
+    many = Lengths.of(range(1, 101), "counted").sample(100, 4096)
+    assert sorted(many) == list(range(1, 101)) != many  # not in order
+
+
+def test_only_lengths_that_were_counted_or_given_are_exact() -> None:
+    exact = {source: Lengths.constant(5, source).exact for source in SAYS}
+    assert exact == {"assumed": True, "given": True, "counted": True, "characters": False, "summary": False}
+
+
+def test_distributions_are_told_apart_by_all_that_they_say() -> None:
+    others = [Lengths.of([5], "counted"), Lengths.of([5], "given"), Lengths.of([5], "counted", 0.5)]
+    assert len({*others, *map(hash, others)}) == 6 and len(set(others)) == 3
+    assert hash(Lengths.of([5], "counted")) == hash(others[0])
+    facts = Lengths.of([5, 7], "summary", 0.5).facts()
+    assert (facts["source"], facts["trained_share"], len(facts["digest"])) == ("summary", 0.5, 12)
+
+
+def test_the_longest_mean_that_two_numbers_can_describe_is_one_token() -> None:
+    """exp(z^2 / 2) with z = 2.3263 is the largest quotient of percentile and mean: 14.97."""
+    assert Lengths.described(100.0, 1496.0).quantile(0.99) == pytest.approx(1496.0, rel=0.05)
+    with pytest.raises(ValueError, match="no log-normal distribution has a 99th percentile of 15 times its mean"):
+        Lengths.described(100.0, 1498.0)
+    ones = Lengths.described(1.0, 1.0)
+    assert ones.counts == ((1, 1000),)

@@ -41,3 +41,24 @@ def test_as_many_rows_as_best_fit_decreasing_and_every_example_once(seed: int) -
     assert len(rows) == len(best_fit(cut, seq_len))
     assert sorted(tokens for row in rows for tokens in row) == sorted(cut)
     assert max(map(sum, rows)) <= seq_len
+
+
+def test_each_example_may_be_there_several_times() -> None:
+    """Three of 6 and three of 4 tokens fill three rows of 10; of two of 3 tokens each, three fit into one of 10."""
+    both = Lengths.of([6, 4], "counted")
+    assert [(row.number, row.examples) for row in packed_rows(both, 10, 3)] == [(3, (6, 4))]
+    rows = packed_rows(Lengths.of([3, 3], "counted"), 10, 4)
+    assert sorted((row.number, row.examples) for row in rows) == [(1, (3, 3)), (2, (3, 3, 3))]
+
+
+def test_full_rows_come_first_and_then_those_with_less_room() -> None:
+    rows = packed_rows(Lengths.of([10, 9, 7, 7, 12], "counted"), 10)
+    assert [(row.number, row.examples) for row in rows] == [(2, (10,)), (1, (9,)), (2, (7,))]
+
+
+def test_of_equal_rows_only_those_that_are_needed_get_an_example() -> None:
+    """Five rows of 6 have room for one of 4 tokens each, and there are two."""
+    rows = packed_rows(Lengths.of([6] * 5 + [4] * 2, "counted"), 10)
+    assert [(row.number, row.examples) for row in rows] == [(2, (6, 4)), (3, (6,))]
+    last = packed_rows(Lengths.of([6] * 2 + [2], "counted"), 10)
+    assert sorted((row.number, row.examples) for row in last) == [(1, (6,)), (1, (6, 2))]

@@ -13,6 +13,7 @@ from autotune.problem.padding import (
     MAX_BUCKETS,
     MAX_STAND_INS,
     Draw,
+    Longest,
     batch_maxima,
     bucket_shares,
     buckets,
@@ -168,3 +169,56 @@ def test_equal_examples_need_one_length() -> None:
     assert padded_tokens(alike, bucketed=True) == padded_tokens(alike, bucketed=False) == 500
     cut = Draw(lengths=Lengths.constant(500), seq_len=100, size=4)
     assert buckets(cut) == (100,)
+
+
+def shares_of(one: Draw) -> list[tuple[float, int, float]]:
+    return [(part.tokens, part.up_to, part.share) for part in batch_maxima(one)]
+
+
+def test_the_longest_of_a_micro_batch_by_hand() -> None:
+    """Of 10, 20, 20 and 50 tokens, two are drawn: 1/16 of the pairs has none above 10, 9/16 none above 20."""
+    lengths = [10, 20, 20, 50]
+    assert shares_of(draw(lengths, size=2)) == [(10, 10, 1 / 16), (20, 20, 8 / 16), (50, 50, 7 / 16)]
+    assert shares_of(draw(lengths, size=2, seq_len=20)) == [(10, 10, 1 / 16), (20, 20, 15 / 16)]
+    assert padded_tokens(draw(lengths, size=2), bucketed=False) == pytest.approx((10 + 8 * 20 + 7 * 50) / 16)
+
+
+def test_the_longest_of_a_sorted_micro_batch_by_hand() -> None:
+    """Of four sorted examples, pairs are made of the shorter and of the longer ones."""
+    lengths = [10, 20, 30, 50]
+    assert shares_of(draw(lengths, size=2, together=4)) == [(20, 20, 0.5), (50, 50, 0.5)]
+    assert shares_of(draw(lengths, size=2, together=5)) == [(20, 20, 0.5), (50, 50, 0.5)]  # one is left over
+    assert shares_of(draw(lengths, size=2, together=4, seq_len=20)) == [(20, 20, 1.0)]
+    at_random = shares_of(draw(lengths, size=4))
+    assert shares_of(draw(lengths, size=4, together=4)) == at_random  # sorted within a micro batch changes nothing
+
+
+@pytest.mark.parametrize(
+    ("examples", "step", "together"),
+    [(7, 1, 1), (8, 1, 2), (255, 32, 32), (256, 32, 64), (199, 1, 49), (200, 1, 50), (204, 1, 50), (0, 8, 8)],
+)
+def test_whole_steps_are_sorted_together(examples: int, step: int, together: int) -> None:
+    assert sorted_together(examples, step) == together
+
+
+def test_lengths_that_are_estimated_may_be_as_long_as_a_row() -> None:
+    exact = draw([100, 200], seq_len=512)
+    estimated = Draw(lengths=Lengths.of([100, 200], "characters"), seq_len=512, size=8)
+    assert (exact.longest, estimated.longest, draw([100, 200], seq_len=150).longest) == (200, 512, 150)
+    assert bucket_shares(estimated) == pytest.approx({512: 1.0})  # one of 100 would be for a micro batch in 256
+
+
+def test_two_buckets_by_hand() -> None:
+    """Three quarters at 100 and a quarter at 1,000 tokens, drawn alone: 325 tokens on average instead of 1,000."""
+    one = draw([100] * 75 + [1000] * 25, size=1)
+    assert bucket_shares(one) == pytest.approx({100: 0.75, 1000: 0.25})
+    assert padded_tokens(one, bucketed=True) == pytest.approx(325)
+    assert batch_maxima(one)[0] == Longest(tokens=100, up_to=100, share=0.75)
+
+
+def test_seven_lengths_have_five_stand_ins_by_hand() -> None:
+    """Each drawn alone: those up to the mean (21) keep sum, mean, spread and skewness of 1, 2, 3 and 4."""
+    values = [1, 2, 3, 4, 30, 40, 67]
+    few = stand_ins(draw(values, size=1))
+    # 1, 2, 3, 4 have the mean 2.5 and the deviation 1.118, and no skewness: 1.38 and 3.62, half of them each.
+    assert few == pytest.approx({1: 2 / 7, 4: 2 / 7, 30: 1 / 7, 40: 1 / 7, 67: 1 / 7})

@@ -11,7 +11,7 @@ from autotune.core.probe_types import Evidence, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import Performance
-from autotune.problem.run_cost import TABLE_EXAMPLES, DeviceEstimate, project
+from autotune.problem.run_cost import TABLE_EXAMPLES, DeviceEstimate, Pauses, project, run_cost
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
 from tests.helpers.factories import measurement
@@ -142,3 +142,45 @@ def test_packed_examples_are_evaluated_in_packed_rows() -> None:
     known = [measured(evaluation_s=1.0)]
     cost = project(workload, config, SPEED, None, options=RunOptions(save_steps=9999), measurements=known)
     assert cost.pauses is not None and cost.pauses.evaluation_s == 7.0
+
+
+def test_a_margin_is_negative_where_there_is_room() -> None:
+    device = resolve_device("t4")
+    estimate = DeviceEstimate(device=device, config=TrainConfig(), state="fits", need_gib=3.0, limit_gib=4.0)
+    assert estimate.margin == -0.25 and replace(estimate, need_gib=5.0).margin == 0.25
+    assert estimate.calibrated is None
+
+
+def test_the_first_steps_of_a_run_cost_their_part_of_it() -> None:
+    shape = WORKLOAD.run_shape(TrainConfig())
+    cost = run_cost(shape, SPEED, PRICE, 700.0, num_steps=50)
+    assert (cost.examples, cost.epochs, cost.num_steps) == (3200, 2, 50)
+    assert cost.full_run_hours == pytest.approx(0.5) and cost.full_run_usd == pytest.approx(1.5)
+    assert run_cost(shape, SPEED, PRICE, num_steps=0).full_run_hours == 0.0
+
+
+def test_what_is_known_of_pauses_counts() -> None:
+    pauses = Pauses(num_evaluations=2, evaluation_s=None, num_checkpoints=1, checkpoint_s=900.0, checkpoint_gib=1.5)
+    assert pauses.known_s == 900.0 and pauses.disk_gib == 1.5  # a single one is on the disk
+    assert replace(pauses, evaluation_s=60.0).known_s == 960.0
+    assert replace(pauses, num_checkpoints=9).disk_gib == 4.5
+    shape = WORKLOAD.run_shape(TrainConfig())
+    cost = run_cost(shape, SPEED, PRICE, num_steps=100, pauses=pauses)
+    assert cost.full_run_hours == pytest.approx(1.25) and cost.left_out == ("start-up", "evaluation")
+    unsaved = replace(cost, pauses=replace(pauses, evaluation_s=1.0, checkpoint_s=None))
+    assert unsaved.left_out == ("start-up", "checkpoint saves")
+
+
+def test_of_what_several_probes_measured_the_median_time_and_the_largest_checkpoint_count() -> None:
+    """Eleven evaluated examples are three micro batches of four; one evaluation and one checkpoint, at the end."""
+    workload = replace(WORKLOAD, examples=3211, epochs=1, eval_share=0.0034)
+    options = RunOptions(eval_steps=100, save_steps=100)
+    known = [measured(evaluation_s=seconds, checkpoint_s=10 * seconds) for seconds in (1.0, 2.0, 9.0)]
+    known[0] = replace(known[0], optimizer_gib=4.0)
+    config = TrainConfig(micro_batch_size=4)
+    pauses = project(workload, config, SPEED, None, options=options, measurements=known).pauses
+    assert pauses is not None and (pauses.num_evaluations, pauses.num_checkpoints) == (1, 1)
+    assert (pauses.evaluation_s, pauses.checkpoint_s) == (6.0, 20.0)
+    assert pauses.checkpoint_gib == max(one.checkpoint_gib for one in known) > known[1].checkpoint_gib
+    assert project(workload, config, SPEED, None, options=options).pauses is None  # nothing was measured
+    assert project(workload, config, SPEED, None, measurements=known).pauses is None

@@ -175,6 +175,13 @@ def test_a_global_batch_in_tokens_is_a_micro_batch_at_least(installed, tmp_path)
     assert set_up(asked, H200).task.workload.global_batch == 4
 
 
+def test_a_global_batch_that_one_micro_batch_divides_is_not_rounded_to_the_smallest(installed):
+    """3.4 examples: 3 is a micro batch, though both it and 4 are over a tenth off."""
+    space = SearchSpace.of(micro_batch_size=[2, 3])
+    asked = StudySpec(model="mistral-7b", space=space, global_batch_tokens=3482, tokens_per_example=1024)
+    assert set_up(asked, H200).task.workload.global_batch == 3
+
+
 @pytest.mark.parametrize("size", [3, 4, 7, 32])
 @pytest.mark.parametrize("examples", [1, 13, 31.4, 100, 1001])
 def test_a_global_batch_in_tokens_is_the_nearest_that_a_pinned_micro_batch_divides(installed, size, examples):
