@@ -1,5 +1,6 @@
 """What is slow about a machine: from its calibration, and without one from what the kernel says."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,3 +63,35 @@ def test_what_was_not_measured_is_not_slow(host: Any) -> None:
 def test_each_limit_has_a_reason() -> None:
     assert len({limit.part for limit in LIMITS}) == len(LIMITS)
     assert all(len(limit.why) > 30 and limit.unit for limit in LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("part", "least"),
+    [
+        ("cores", 4),
+        ("host memory", 16),
+        ("disk", 200),
+        ("link to the GPU", 10),
+        ("host", 0.7),
+        ("products", 0.75),
+        ("memory of the GPU", 0.75),
+    ],
+)
+def test_the_limits(part: str, least: float) -> None:
+    assert [limit.least for limit in LIMITS if limit.part == part] == [least]
+
+
+def test_a_part_at_its_limit_is_not_slow(host: Any) -> None:
+    host(4, 16)
+    good = calibration(products={"bf16": {8192: 90.0}}, disk_mb_s=200.0)
+    assert found(replace(good, rates=replace(good.rates, link_gb_s=10.0))) == {}
+    assert list(found(replace(good, rates=replace(good.rates, link_gb_s=9.9)))) == ["link to the GPU"]
+    host(3.9, 15.9)
+    assert list(found(good)) == ["cores", "host memory"]
+
+
+def test_without_a_data_sheet_only_the_host_is_judged(host: Any) -> None:
+    """A layer takes ten times the 10.2 ms of the hosts of the measurements."""
+    unknown = replace(A10, bf16_tflops=None, fp16_tflops=None, bandwidth_gb_s=None)
+    slow = found(calibration(layer_ms=102.0, copy_gb_s=1.0, products={"bf16": {8192: 1.0}}), unknown)
+    assert list(slow) == ["host"] and slow["host"].startswith("0.1 times the pace")

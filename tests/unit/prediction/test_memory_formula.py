@@ -1,6 +1,7 @@
 """The formula of memory, held against whole models measured on an H200 and against the autograd graph itself."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,18 @@ from autotune.catalog import list_models, resolve_model
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, NF4_STATISTICS, Sizes, kept_factors, memory_breakdown
+from autotune.prediction.memory_formula import (
+    CONTEXT_GIB,
+    ERROR,
+    NF4_STATISTICS,
+    WORKSPACE,
+    Sizes,
+    kept_bytes,
+    kept_factors,
+    memory_breakdown,
+    moving_bytes,
+    unsupported,
+)
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"micro_batch_size": 2, "seq_len": 1024, "checkpointing": "none"}
@@ -147,3 +159,192 @@ def test_a_model_that_is_not_catalogued_is_counted() -> None:
     model = replace(resolve_model("mistral-7b"), params=None)
     found = memory_breakdown(model, TrainConfig(**SMALL))
     assert found is not None and found.peak_gib == pytest.approx(estimate(**SMALL).peak_gib, rel=0.001)
+
+
+# Mistral-7B by hand: 32 layers of 4,096, 14,336 inside, 32 heads of 128, keys and values of 8, 32,768 tokens.
+MISTRAL = Sizes.of(resolve_model("mistral-7b"))
+EMBEDDING, LAYER = 32_768 * 4096, 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+ADAPTERS = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))  # of rank 16
+TOKENS = 2 * 1024
+
+
+def test_the_sizes_of_a_model_by_hand() -> None:
+    assert MISTRAL is not None
+    assert (MISTRAL.layers, MISTRAL.hidden, MISTRAL.intermediate, MISTRAL.vocab) == (32, 4096, 14336, 32_768)
+    assert (MISTRAL.heads, MISTRAL.key_heads, MISTRAL.head_dim) == (32, 8, 128)
+    assert (MISTRAL.queries, MISTRAL.keys, MISTRAL.embedding) == (4096, 1024, EMBEDDING)
+    assert (MISTRAL.tied, MISTRAL.capped) == (False, False)
+    assert MISTRAL.linear_params == 32 * LAYER and MISTRAL.adapter_params(16) == ADAPTERS == 41_943_040
+    phi = replace(MISTRAL, family="phi3")
+    assert phi.linears == ((4096, 6144), (4096, 4096), (4096, 2 * 14336), (14336, 4096))
+    assert phi.linear_params == MISTRAL.linear_params and phi.adapter_params(1) < MISTRAL.adapter_params(1)
+
+
+def test_what_a_config_leaves_out_has_its_default() -> None:
+    model = resolve_model("mistral-7b")
+    config = {key: value for key, value in model.config.items() if key not in ("num_key_value_heads", "head_dim")}
+    plain = Sizes.of(replace(model, config=config, params=None))
+    assert plain is not None and (plain.key_heads, plain.head_dim, plain.keys) == (32, 128, 4096)
+    assert plain.params == plain.linear_params + 2 * EMBEDDING
+    tied = Sizes.of(replace(model, config=config | {"tie_word_embeddings": True}, params=None))
+    assert tied is not None and tied.tied and tied.params == plain.params - EMBEDDING
+    silent = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    gemma = {name: Sizes.of(replace(model, config=silent | {"model_type": name})) for name in ("gemma", "gemma2")}
+    assert {name: (one.tied, one.capped) for name, one in gemma.items() if one} == {
+        "gemma": (True, False),
+        "gemma2": (True, True),
+    }
+    uncapped = config | {"model_type": "gemma2", "final_logit_softcapping": None, "tie_word_embeddings": False}
+    other = Sizes.of(replace(model, config=uncapped))
+    assert other is not None and (other.tied, other.capped) == (False, False)
+
+
+def in_bytes(found: Any) -> tuple[float, float, float]:
+    """Gradients, activations and logits at the peak."""
+    return found.gradients * GIB, found.activations * GIB, found.logits * GIB
+
+
+@pytest.mark.parametrize(("micro_steps", "waiting"), [(1, 0), (2, 4 * ADAPTERS)])
+@pytest.mark.parametrize(("checkpointing", "recomputed"), [("none", 0), ("every_2", 16)])
+def test_the_peak_in_the_head_by_hand(checkpointing: str, recomputed: int, micro_steps: int, waiting: int) -> None:
+    """What the layers keep, the norm in fp32 without the bf16 copy of its input, casts, and twelve bytes a logit."""
+    knobs = SMALL | {"checkpointing": checkpointing}
+    found, keep = estimate(micro_steps=micro_steps, **knobs), kept_bytes(MISTRAL, TrainConfig(**knobs))
+    kept = TOKENS * ((32 - recomputed) * keep + recomputed * 2 * 4096)
+    activations = kept + TOKENS * 4096 * (6 - 2) + 2 * ADAPTERS * (32 - recomputed) / 32
+    logits = TOKENS * 32_768
+    assert in_bytes(found) == pytest.approx((waiting, activations, 12 * logits))
+    assert found.reserved * GIB == pytest.approx(2.4 * logits + 0.01 * (activations + 12 * logits) + 42 * 2**20)
+    assert found.phase is Phase.BACKWARD and found.workspace * GIB == pytest.approx(WORKSPACE)
+
+
+@pytest.mark.parametrize(("compile", "reserved"), [("none", 0.010), ("per_layer", 0.034)])
+def test_the_peak_in_a_layer_by_hand(compile: str, reserved: float) -> None:
+    """With every layer recomputed and the loss in chunks: the inputs of all layers, and one layer as a whole."""
+    knobs = {"micro_batch_size": 8, "seq_len": 1024, "checkpointing": "full", "loss": "chunked", "compile": compile}
+    found, config = estimate(**knobs), TrainConfig(**knobs)
+    layer = kept_bytes(MISTRAL, config) + moving_bytes(MISTRAL, config)
+    activations = 8 * 1024 * (32 * 2 * 4096 + layer)
+    assert in_bytes(found) == pytest.approx((4 * ADAPTERS, activations, 0))
+    logits = 1024 * 32_768  # those of a chunk
+    assert found.reserved * GIB == pytest.approx(2.4 * logits + reserved * activations + 42 * 2**20)
+
+
+SHORT = {"method": "full", "micro_batch_size": 1, "seq_len": 128, "checkpointing": "full", "loss": "chunked"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "micro_steps"), [("bf16_pure", 2, 1), ("bf16_pure", 2, 2), ("bf16_mixed", 4, 1)]
+)
+def test_the_peak_of_full_fine_tuning_by_hand(precision: str, size: int, micro_steps: int) -> None:
+    """All gradients, and that of the embedding once more; twice as many bytes of optimizer state as of weights."""
+    params = resolve_model("mistral-7b").params
+    assert params is not None
+    found = estimate(micro_steps=micro_steps, precision=precision, **SHORT)
+    assert in_bytes(found) == pytest.approx((size * params, size * EMBEDDING, 0))
+    assert (found.weights * GIB, found.adapters, found.optimizer * GIB) == pytest.approx(
+        (size * params, 0, 2 * size * params)
+    )
+    rooted = estimate(precision=precision, optimizer="adamw_torch", **SHORT)
+    assert rooted.phase is Phase.OPTIMIZER and in_bytes(rooted) == pytest.approx((size * params, size * params, 0))
+
+
+def test_autocast_keeps_the_casts_of_all_weights_beside_the_gradients_that_wait() -> None:
+    """In the forward pass, with ten bytes a logit and the norm in fp32; layers and norm have inputs in fp32."""
+    params = resolve_model("mistral-7b").params
+    assert params is not None
+    found = estimate(precision="bf16_mixed", **SHORT)
+    activations = 128 * 4096 * (32 * 4 + 20) + 2 * params
+    assert in_bytes(found) == pytest.approx((4 * params, activations, 10 * 128 * 32_768))
+    assert found.phase is Phase.FORWARD
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments"), [("adamw_8bit", 2), ("paged_adamw_8bit", 2), ("lion_8bit", 1), ("adafactor", 0)]
+)
+def test_the_state_of_an_optimizer_by_hand(optimizer: str, moments: int) -> None:
+    """A byte for each parameter and moment, and an fp32 maximum for each block of 256; 4 bytes in the embedding."""
+    params = resolve_model("mistral-7b").params
+    assert params is not None
+    adapters = estimate(optimizer=optimizer, **SMALL).optimizer * GIB
+    assert adapters == pytest.approx(moments * ADAPTERS * (1 + 4 / 256))
+    whole = estimate(optimizer=optimizer, precision="bf16_pure", **SHORT).optimizer * GIB
+    assert whole == pytest.approx(moments * ((params - EMBEDDING) * (1 + 4 / 256) + EMBEDDING * 4))
+
+
+def test_what_no_formula_covers_is_named() -> None:
+    model = resolve_model("mistral-7b")
+    named = [unsupported(model, TrainConfig(**knobs)) for knobs in UNKNOWN]
+    assert named == ["int8 bases", "DoRA", "offloaded checkpoints", "fp32 precision"]
+    assert unsupported(resolve_model("gpt2"), TrainConfig()) == "gpt2 models"
+    assert unsupported(model, TrainConfig()) is None
+
+
+# The widths of Mistral-7B: hidden, inside, queries, keys. Two norms keep 4 bytes each, adapters of rank 16 on seven
+# matrices 2 bytes a value, and attention without scores 4 bytes a head.
+WIDTHS = (4096, 14336, 4096, 1024)
+NORMS, OF_ADAPTERS, OF_HEADS = 4 * 2, 2 * 16 * 7, 4 * 32
+
+
+def summed(*factors: int) -> int:
+    return sum(map(math.prod, zip(factors, WIDTHS, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "kept"),
+    [
+        ({}, summed(18, 8, 6, 4) + OF_HEADS + OF_ADAPTERS),
+        ({"lora_rank": 64}, summed(18, 8, 6, 4) + OF_HEADS + 4 * OF_ADAPTERS),
+        ({"precision": "bf16_pure"}, summed(12, 8, 4, 4) + OF_HEADS + OF_ADAPTERS),
+        ({"quantization": "nf4"}, summed(12, 8, 4, 4) + OF_HEADS + OF_ADAPTERS),
+        ({"method": "full"}, summed(26, 8, 4, 4) + OF_HEADS),
+        ({"method": "full", "precision": "bf16_pure"}, summed(16, 8, 4, 4) + OF_HEADS),
+        ({"compile": "per_layer"}, summed(10, 6, 4, 4) + OF_HEADS + OF_ADAPTERS),
+        # What compiled layers keep in pure bf16, and what autocast adds to eager ones: 18 - 12, and 6 - 4.
+        ({"kernels": "liger"}, summed(8 + 6, 6, 4 + 2, 4) + OF_HEADS + OF_ADAPTERS),
+        ({"kernels": "liger", "precision": "bf16_pure"}, summed(8, 6, 4, 4) + OF_HEADS + OF_ADAPTERS),
+        # Eager attention keeps 6 bytes for each head and pair of tokens, compiled 4.
+        ({"attention": "eager"}, summed(18, 8, 8, 0) + 6 * 32 * 1000 + OF_ADAPTERS),
+        ({"attention": "eager", "compile": "per_layer"}, summed(10, 6, 8, 0) + 4 * 32 * 1000 + OF_ADAPTERS),
+        # A mask in bf16, and keys and values in bf16 for each query head.
+        ({"packing": True}, summed(18, 8, 6, 4) + OF_HEADS + OF_ADAPTERS + 2 * 1000 + 4 * (4096 - 1024)),
+        ({"packing": True, "attention": "flash_attention_2"}, summed(18, 8, 6, 4) + OF_HEADS + OF_ADAPTERS),
+    ],
+    ids=str,
+)
+def test_what_a_layer_keeps_by_hand(knobs: dict[str, Any], kept: int) -> None:
+    assert kept_bytes(MISTRAL, TrainConfig(seq_len=1000, **knobs)) == kept + NORMS
+
+
+@pytest.mark.parametrize(
+    ("family", "knobs", "kept"),
+    [
+        # Qwen3 normalises queries and keys of each head; Gemma 2 has four norms; Phi 3 has four matrices.
+        ("qwen3", {}, summed(18, 8, 10, 8) + OF_HEADS + NORMS + 4 * (32 + 8) + OF_ADAPTERS),
+        ("qwen3", {"attention": "eager"}, summed(18, 8, 12, 4) + 6 * 32_000 + NORMS + 4 * (32 + 8) + OF_ADAPTERS),
+        ("gemma2", {}, summed(26, 8, 8, 0) + OF_HEADS + 2 * NORMS + OF_ADAPTERS),
+        ("gemma2", {"attention": "eager"}, summed(26, 8, 8, 0) + 8 * 32_000 + 2 * NORMS + OF_ADAPTERS),
+        ("phi3", {}, summed(10, 8, 10, 6) + OF_HEADS + NORMS + 2 * 16 * 4),
+        ("phi3", {"attention": "eager"}, summed(10, 8, 10, 0) + 6 * 32_000 + NORMS + 2 * 16 * 4),
+        ("phi3", {"packing": True}, summed(10, 8, 10, 6) + OF_HEADS + NORMS + 2 * 16 * 4 + 2 * 1000),
+    ],
+    ids=str,
+)
+def test_what_a_layer_of_another_family_keeps_by_hand(family: str, knobs: dict[str, Any], kept: int) -> None:
+    assert MISTRAL is not None
+    assert kept_bytes(replace(MISTRAL, family=family), TrainConfig(seq_len=1000, **knobs)) == kept
+
+
+def test_temporary_tensors_by_hand() -> None:
+    assert MISTRAL is not None
+    of = {
+        name: moving_bytes(MISTRAL, TrainConfig(**knobs))
+        for name, knobs in {
+            "mixed": {},
+            "pure": {"precision": "bf16_pure"},
+            "nf4": {"quantization": "nf4"},
+            "compiled": {"compile": "per_layer"},
+        }.items()
+    }
+    pure = 4 * 14336 + 3 * 4096
+    assert of == {"mixed": pure + 4 * 14336, "pure": pure, "nf4": pure, "compiled": 8 * 14336 + 6 * 4096}

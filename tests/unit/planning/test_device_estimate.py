@@ -1,0 +1,110 @@
+"""Speed and cost of one configuration on one device, from its step time by hand; and what says whether it fits."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotune.catalog import Price, list_devices, resolve_device
+from autotune.core.probe_types import Evidence
+from autotune.core.train_config import TrainConfig
+from autotune.planning.device_estimate import device_limit_gib, memory_state, smallest_card, with_speed
+from autotune.planning.run_estimate import MemoryBounds
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR
+from autotune.prediction.step_time import StepTimeEstimate
+from autotune.prediction.transfer import REFERENCE, interval
+from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
+from autotune.problem.workload import RunShape
+from tests.unit.prediction.test_memory_formula import estimate as memory_of
+
+H200, A10 = resolve_device(REFERENCE), resolve_device("a10")
+PRICE = Price(provider="p", device="d", usd_per_hour=3.0, spot_usd_per_hour=1.0, source="s")
+# Three micro batches of two rows on each of two devices: 12 rows a step, and 100 steps.
+SHAPE = RunShape(
+    micro_batch_size=2,
+    accumulation=3,
+    world_size=2,
+    tokens_per_row=100.0,
+    examples_per_row=1.0,
+    useful_tokens_per_row=50.0,
+    examples=1200,
+    epochs=1,
+)
+STEP = StepTimeEstimate(products_s=1.0, bytes_s=1.0, host_s=0.0, rest_s=4.0, device_error=0.1)
+
+
+def without_speed(**changes: Any) -> DeviceEstimate:
+    values = {"device": H200, "config": TrainConfig(), "state": FITS, "need_gib": 1.0, "limit_gib": 2.0, "price": PRICE}
+    return DeviceEstimate(**values | changes)
+
+
+def test_speed_and_cost_on_the_reference_card_by_hand() -> None:
+    """A step takes 3 x 2 + 4 = 10 s: 600 useful tokens, of which each of two devices has half; 100 steps, 1,000 s."""
+    found = with_speed(without_speed(), STEP, SHAPE)
+    assert (found.tokens_per_s, found.samples_per_s) == (30.0, 0.6)
+    assert found.interval == interval(30.0, 0.1)
+    cost = found.cost
+    assert cost is not None and (cost.num_steps, cost.evidence) == (100, Evidence.ESTIMATED)
+    hours = 1000 / 3600
+    assert cost.full_run_hours == pytest.approx(hours)
+    assert cost.interval_hours == pytest.approx(interval(hours, 0.1))
+    assert (cost.usd_per_hour, cost.full_run_usd) == (6.0, pytest.approx(6 * hours))
+    assert cost.spot_usd == pytest.approx(2 * hours)
+    assert cost.kwh == pytest.approx(2 * 0.7 * hours)
+    assert (found.num_observations, found.calibration) == (0, None)
+
+
+def test_a_run_may_end_before_its_examples_do() -> None:
+    cost = with_speed(without_speed(), STEP, SHAPE, num_steps=36).cost
+    assert cost is not None and (cost.num_steps, cost.full_run_hours) == (36, pytest.approx(0.1))
+
+
+def test_what_has_no_price_or_power_has_no_cost() -> None:
+    unpriced = with_speed(without_speed(price=None, device=replace(H200, tdp_w=None)), STEP, SHAPE).cost
+    assert unpriced is not None and (unpriced.full_run_usd, unpriced.spot_usd, unpriced.kwh) == (None, None, None)
+    on_demand = with_speed(without_speed(price=replace(PRICE, spot_usd_per_hour=None)), STEP, SHAPE).cost
+    assert on_demand is not None and on_demand.spot_usd is None and on_demand.usd_per_hour == 6.0
+
+
+def test_only_what_fits_has_a_speed() -> None:
+    for estimated in (without_speed(state=OOM), without_speed(device=replace(A10, bandwidth_gb_s=None))):
+        assert with_speed(estimated, STEP, SHAPE) is estimated
+    assert with_speed(without_speed(), None, SHAPE) == without_speed()
+    assert with_speed(without_speed(state=TIGHT), STEP, SHAPE).tokens_per_s == 30.0
+    slower = with_speed(without_speed(device=A10), STEP, SHAPE)
+    assert slower.tokens_per_s is not None and slower.tokens_per_s < 10.0
+
+
+def test_a_need_just_below_the_limit_is_tight() -> None:
+    assert [memory_state(need, 10.0) for need in (10.01, 10.0, 10.0 / (1 + ERROR) + 0.01)] == [OOM, TIGHT, TIGHT]
+    assert memory_state(10.0, 10.0 * (1 + ERROR)) == memory_state(9.0, 10.0) == FITS
+
+
+def test_bounds_of_memory_fit_where_the_upper_one_certainly_does() -> None:
+    less, more = memory_of(), memory_of(micro_batch_size=16)
+    least, most = less.peak_reserved_gib, more.peak_reserved_gib
+    bounds = MemoryBounds(least=less, most=more)
+    assert bounds.reported is more and least < most
+    assert bounds.state(least - 0.01) == OOM and bounds.state(least) == TIGHT
+    assert bounds.state(most * (1 + ERROR) - 0.01) == TIGHT and bounds.state(most * (1 + ERROR)) == FITS
+    unbounded = replace(bounds, most=None)
+    assert unbounded.reported is less
+    assert [unbounded.state(limit) for limit in (least - 0.01, least, 10 * most)] == [OOM, TIGHT, TIGHT]
+
+
+def test_the_limit_of_a_device_is_what_its_reserve_and_a_context_leave() -> None:
+    usable = A10.usable_gib
+    assert usable is not None
+    assert device_limit_gib(A10, 0.0) == pytest.approx(usable - CONTEXT_GIB)
+    assert device_limit_gib(A10, 0.0, 10.0) == pytest.approx(10.0 - CONTEXT_GIB)
+    assert device_limit_gib(A10, 0.25) < device_limit_gib(A10, 0.1) < device_limit_gib(A10, 0.0)
+    assert device_limit_gib(A10, 0.0, 0.1) == 0.01  # so that it can be divided by
+
+
+def test_the_smallest_card_has_the_least_memory_of_those_that_fit() -> None:
+    sizes = [card.memory_gib for card in list_devices() if card.memory_gib]
+    smallest, large = smallest_card(lambda card: True), smallest_card(lambda card: (card.memory_gib or 0) > 50)
+    assert smallest is not None and smallest.memory_gib == min(sizes)
+    assert large is not None and large.memory_gib == min(size for size in sizes if size > 50)
+    assert smallest_card(lambda card: (card.memory_gib or math.inf) > 10_000) is None
