@@ -299,6 +299,15 @@ def test_what_a_device_cannot_do(device: str, lost: dict[str, set[str]]) -> None
     assert lost_by(lambda narrowing: narrow_to_device(narrowing, resolve_device(device))) == lost
 
 
+def test_fp16_trains_on_no_cpu_even_where_a_space_has_no_bf16() -> None:
+    narrowing = unnarrowed(precision=("fp16_mixed", "fp32"))
+    narrow_to_device(narrowing, resolve_device("cpu"))
+    assert both(narrowing, "precision") == ("fp32",)
+    on_gpu = unnarrowed(precision=("fp16_mixed", "fp32"))
+    narrow_to_device(on_gpu, resolve_device("h200"))
+    assert both(on_gpu, "precision") == ("fp16_mixed", "fp32")
+
+
 @pytest.mark.parametrize(
     ("package", "lost"),
     [
@@ -611,6 +620,12 @@ def test_a_step_of_packed_rows_is_a_quarter_off_the_global_batch_at_most() -> No
     assert when(narrowing, "packing") == {"seq_len": [1536, 2560]}
     reason = "a step would be over 25% off the global batch of 4 (--global-batch)"
     assert [str(one) for one in narrowing.removals] == [f"packing True: not with seq_len 3072: {reason}"]
+
+
+def test_a_step_of_packed_rows_may_be_too_small() -> None:
+    """Rows hold 7 or 10 examples of 512 tokens: one row of 7 is three tenths less than ten, two are more."""
+    workload = Workload(examples=700, lengths=Lengths.constant(512), global_batch=10)
+    assert when(packed(workload, seq_len=(3584, 5120), micro_batch_size=(1,)), "packing") == {"seq_len": [5120]}
 
 
 def test_a_step_of_packed_rows_has_no_more_examples_than_there_are() -> None:

@@ -7,16 +7,17 @@ import pytest
 from autotune.catalog import resolve_device
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.machine import processor_name
 from autotune.core.nvml import GpuInfo, GpuProcess
 from autotune.core.probe_types import Evidence
 from autotune.core.serialization import from_data, to_data
 from autotune.planning.device_estimate import corrected_by_observations
 from autotune.planning.observations import published_observations
-from autotune.prediction.calibration import write_calibration
+from autotune.prediction.calibration import HERE, kept_path, write_calibration
 from autotune.prediction.transfer import interval, speed_transfer
-from autotune.problem.setup import set_up
+from autotune.problem.setup import calibration_of, set_up
 from autotune.problem.study_spec import StudySpec
-from autotune.problem.target import Target, device_cap_gib, find_target
+from autotune.problem.target import Target, device_cap_gib, find_target, kept_calibration
 from autotune.problem.task import BASELINE
 from autotune.study.selection import Selection
 from tests.helpers.factories import FINGERPRINT, add_measured, calibration, measurement
@@ -267,3 +268,58 @@ def test_a_device_of_unknown_memory_needs_a_size() -> None:
     for device in (unknown, resolve_device("cpu")):
         with pytest.raises(UsageError, match=f"no plan can be made for {device.name}"):
             device_cap_gib(device)
+
+
+def test_half_a_gib_that_others_hold_is_ignored() -> None:
+    light = GpuProcess(pid=7, name=None, used_gib=0.5)
+    at_limit = Target(device=H200, card=replace(card(), used_gib=0.5, processes=(light,)))
+    assert (at_limit.held_by_others_gib, at_limit.other_processes()) == (0.0, "no process is named")
+    unknown = (replace(light, used_gib=0.51), GpuProcess(pid=8, name="x", used_gib=None))
+    above = Target(device=H200, card=replace(card(), used_gib=0.51, processes=unknown))
+    assert above.held_by_others_gib == 0.51 and above.other_processes().startswith("? (pid 7, ")
+    assert above.memory_cap_gib(100.0) == 99.49 and at_limit.memory_cap_gib(100.1234) == 100.12
+    nothing = Target(device=CPU)
+    assert (nothing.held_by_others_gib, nothing.other_processes(), nothing.cap_gib) == (
+        0.0,
+        "no process is named",
+        None,
+    )
+
+
+def test_all_of_what_is_available_may_be_asked_for() -> None:
+    target = Target(device=H200, card=card())
+    assert target.memory_cap_gib(100.0, asked_gib=100.0) == 100.0
+    with pytest.raises(UsageError, match=r"--memory-gib 100\.1 is more than"):
+        target.memory_cap_gib(100.0, asked_gib=100.1)
+    whole = replace(emulated(), card=replace(card(), used_gib=0.0))
+    cap = round(whole.cap_gib or 0.0, 2)
+    assert whole.memory_cap_gib(cap) == cap  # no more than the device that is tuned for has
+    with pytest.raises(EnvironmentProblem):
+        whole.memory_cap_gib(cap - 0.01)
+
+
+def test_a_kept_calibration_is_used_on_the_machine_that_made_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said: list[str] = []
+    assert kept_calibration(CPU, said.append) is None and not said  # there is none
+    made = calibration("cpu", compute_capability=None, processor=processor_name())
+    kept_path("cpu").parent.mkdir(parents=True, exist_ok=True)
+    write_calibration(made, kept_path("cpu"))
+    found = kept_calibration(CPU, said.append)
+    assert found is not None and (found.place, found.layer_ms) == (HERE, made.layer_ms) and not said
+    assert calibration_of(StudySpec(model="demo-3m"), CPU) == found
+    write_calibration(replace(made, processor="another"), kept_path("cpu"))
+    assert kept_calibration(CPU, said.append) is None and "of a machine with another" in said.pop()
+    kept_path("cpu").write_text("{")
+    assert kept_calibration(CPU, said.append) is None and "it is not used" in said.pop()
+
+
+def test_a_calibration_of_a_card_is_used_where_that_card_is(cards, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept_path(A10.name).parent.mkdir(parents=True, exist_ok=True)
+    write_calibration(calibration(processor=processor_name()), kept_path(A10.name))
+    found = []
+    for here in ((), (card(),), (card(name="NVIDIA A10", memory_gib=22.5),)):
+        cards(*here)
+        found.append(kept_calibration(A10))
+    assert found[:2] == [None, None] and found[2] is not None and found[2].device == A10.name
