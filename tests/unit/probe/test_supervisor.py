@@ -1,4 +1,4 @@
-"""What is probed once more since the machine may be to blame, and which of the two answers counts.
+"""What is probed once more since the machine may be to blame, which of two answers counts, and what silence means.
 
 The answers are given: heat and crashes that come and go cannot be had at will. `tests/faults` has those that can.
 """
@@ -6,14 +6,27 @@ The answers are given: heat and crashes that come and go cannot be had at will. 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from autotune.core.errors import EnvironmentProblem, TooManyFailures
-from autotune.core.probe_types import Outcome, Phase, ProbeRequest, ProbeResult, Telemetry
+from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.probe_types import (
+    DeviceRates,
+    ModelShape,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    Rung,
+    Telemetry,
+)
+from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
+from autotune.probe import supervisor
+from autotune.probe.monitor import Monitor
 from autotune.probe.supervisor import HOST_OOM, WorkerProber
-from tests.helpers.factories import measurement, result
+from tests.helpers.factories import FINGERPRINT, measurement, result
 
 HOT = result(measurement=measurement(telemetry=Telemetry(throttle_reasons=("hardware thermal",))))
 COOL = result(measurement=measurement(telemetry=Telemetry(throttle_reasons=("power cap",))))
@@ -105,3 +118,205 @@ def test_new_errors_of_the_cards_own_memory_end_the_session(answers: Answers, mo
     monkeypatch.setattr(prober, "_memory_errors", 1)
     with pytest.raises(TooManyFailures, match="2 uncorrected ECC errors"):
         prober.probe(REQUEST, Path("one.log"))
+
+
+READY = {"event": "ready", "fingerprint": to_data(FINGERPRINT), "memory_gib": 8.0, "seconds": 9.5}
+START = {"event": "phase", "phase": "start"}
+STEADY = {"event": "phase", "phase": "steady"}
+SHAPE = ModelShape(num_layers=4, prefix=0, period=1)
+RATES = DeviceRates(products={"fp32": {32: 1.0}}, copy_gb_s=2.0, link_gb_s=None, launch_us=3.0)
+
+
+def answer(found: ProbeResult, reusable: bool = True) -> dict[str, Any]:
+    return {"event": "result", "result": to_data(found), "reusable": reusable}
+
+
+class Script:
+    """A worker that says what a test wrote for it, and collects what it is told. It ends with `code`."""
+
+    def __init__(self, said: list[Any], code: int | None = None) -> None:
+        self.left = said
+        self.code = code
+        self.told: list[Any] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.told.append(message)
+
+    def receive(self, monitor: Monitor, should_stop: Callable[[], bool]) -> Any:
+        said = self.left.pop(0)
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+    def dump_stacks(self) -> None:
+        self.told.append("dump")
+
+    def wait_for_exit(self, timeout_s: float) -> int | None:
+        return self.code
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+Started = Callable[..., tuple[WorkerProber, list[Script]]]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """A prober whose workers say these things, one list for each worker that is started, and end with `code`."""
+
+    def make(*said: list[Any], code: int | None = None) -> tuple[WorkerProber, list[Script]]:
+        scripts = [Script(one, code) for one in said]
+        waiting = list(scripts)
+        monkeypatch.setattr(supervisor, "WorkerProcess", lambda device, log: waiting.pop(0))
+        monkeypatch.setattr(supervisor, "DUMP_S", 0.0)
+        return WorkerProber("cpu", tmp_path / "logs"), scripts
+
+    return make
+
+
+def test_one_worker_serves_until_it_is_not_as_good_as_new(started: Started) -> None:
+    first = [START, READY, STEADY, answer(COOL), answer(COOL, reusable=False)]
+    prober, scripts = started(first, [READY, answer(COOL)])
+    assert prober.fingerprint == FINGERPRINT and prober.memory_gib == 8.0 and prober.starts == 1
+    found = [prober.probe(REQUEST, Path("logs/one.log")) for _ in range(3)]
+    assert {one.outcome for one in found} == {Outcome.OK} and {one.log for one in found} == {"one.log"}
+    assert prober.starts == 2 and [script.told.count("close") for script in scripts] == [1, 0]
+    assert scripts[0].told[0] == {"request": to_data(REQUEST), "log": "logs/one.log"}
+    # The start counts to the first whole model that each worker probes.
+    assert [one.seconds.get("start") for one in found] == [9.5, None, 9.5]
+    assert found[0].measurement is not None and found[0].measurement.telemetry is None  # of a CPU
+    with prober:
+        pass
+    assert scripts[1].told[-1] == "close"
+
+
+def test_the_start_of_a_worker_waits_for_a_whole_model(started: Started) -> None:
+    prober, _ = started([READY, answer(COOL), answer(COOL)])
+    few = prober.probe(replace(REQUEST, depth=2), Path("one.log"))
+    whole = prober.probe(REQUEST, Path("one.log"))
+    assert "start" not in few.seconds and whole.seconds == {"start": 9.5} | COOL.seconds
+
+
+def test_a_worker_without_progress_is_ended_after_it_wrote_its_stack(started: Started) -> None:
+    prober, scripts = started([READY, STEADY, None])
+    found = prober.probe(replace(REQUEST, depth=2, rung=Rung.SHALLOW), Path("logs/one.log"))
+    assert (found.outcome, found.phase, found.log) == (Outcome.TIMEOUT, Phase.STEADY, "one.log")
+    assert (found.depth, found.rung, found.request_digest) == (2, Rung.SHALLOW, replace(REQUEST, depth=2).digest)
+    assert found.reason == "no progress in phase steady for 900 s; the stack is in the log"
+    assert scripts[0].told[-2:] == ["dump", "close"]
+
+
+@pytest.mark.parametrize(
+    ("code", "kills", "reason"),
+    [
+        (-9, [3, 4], HOST_OOM),
+        (-9, [3, 3], "the worker was killed by SIGKILL"),
+        (-11, [3, 4], "the worker was killed by SIGSEGV"),
+        (1, [3, 4], "the worker ended with exit code 1"),
+        (0, [3, 3], "the worker ended with exit code 0"),
+        (None, [3, 3], "the worker ended with exit code None"),
+    ],
+)
+def test_why_a_worker_has_ended(
+    started: Started, monkeypatch: pytest.MonkeyPatch, code: int | None, kills: list[int], reason: str
+) -> None:
+    counts = iter(kills)
+    monkeypatch.setattr(supervisor, "host_oom_kills", lambda: next(counts))
+    prober, scripts = started([READY, STEADY, EOFError()], code=code)
+    found = prober._once(REQUEST, Path("one.log"))
+    assert (found.outcome, found.phase, found.reason) == (Outcome.CRASH, None, reason)
+    assert scripts[0].told[-1] == "close" and "total" in found.seconds
+
+
+def test_who_cancels_leaves_no_worker(started: Started) -> None:
+    prober, scripts = started([READY, Cancelled()])
+    with pytest.raises(Cancelled):
+        prober.probe(REQUEST, Path("one.log"))
+    assert scripts[0].told[-1] == "close"
+    stopped = WorkerProber("cpu", prober.logs, should_stop=lambda: True)
+    with pytest.raises(Cancelled):
+        stopped.probe(REQUEST, Path("one.log"))
+    assert stopped.starts == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "words"),
+    [
+        ({"event": "broken", "reason": "ImportError: x"}, EnvironmentProblem, "could not start: ImportError: x"),
+        ({"event": "broken", "reason": "wrong", "unhealthy": True}, TooManyFailures, "cannot be trusted: wrong"),
+        ({"event": "broken", "reason": "wrong", "unhealthy": False}, EnvironmentProblem, "could not start: wrong"),
+        (None, EnvironmentProblem, "could not start: it did not start within 240 s"),
+        (EOFError(), EnvironmentProblem, "could not start: it ended while starting"),
+        (ConnectionResetError(), EnvironmentProblem, "could not start: it ended while starting"),
+    ],
+    ids=repr,
+)
+def test_a_worker_that_does_not_start(started: Started, said: Any, error: type[Exception], words: str) -> None:
+    prober, scripts = started([START, said], [READY])
+    with pytest.raises(error, match=words):
+        prober.probe(REQUEST, Path("one.log"))
+    assert scripts[0].told == ["close"]
+    assert prober.fingerprint == FINGERPRINT and prober.starts == 2  # the next one may
+
+
+def test_a_model_is_described_refused_or_given_up(started: Started) -> None:
+    broken = {"event": "broken", "reason": "no causal\x1b[31m model"}
+    described = {"event": "described", "shape": to_data(SHAPE)}
+    prober, scripts = started([READY, described, broken, None], [READY, EOFError()], [READY])
+    assert prober.describe({"model_type": "llama"}) == SHAPE
+    assert scripts[0].told == [{"describe": {"model_type": "llama"}}]
+    with pytest.raises(UsageError, match="this model cannot be trained: no causal") as caught:
+        prober.describe({})
+    assert "\x1b" not in str(caught.value) and "close" not in scripts[0].told
+    assert prober.describe({}) is None and scripts[0].told[-1] == "close"  # it hangs
+    assert prober.describe({}) is None and scripts[1].told[-1] == "close"  # it ends
+    assert prober.starts == 2
+
+
+def test_rates_are_those_of_the_worker(started: Started) -> None:
+    prober, scripts = started([READY, {"event": "rates", "rates": to_data(RATES)}])
+    assert prober.rates() == RATES and scripts[0].told == [{"rates": True}]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"event": "broken", "reason": "no memory"}, "no memory"),
+        (None, "it took more than 240 s"),
+        (EOFError(), "the worker was killed by SIGKILL"),
+    ],
+    ids=repr,
+)
+def test_a_device_that_cannot_be_measured(started: Started, said: Any, reason: str) -> None:
+    prober, scripts = started([READY, said], code=-9)
+    with pytest.raises(EnvironmentProblem, match=f"the device could not be measured: {reason}"):
+        prober.rates()
+    assert scripts[0].told[-1] == "close"
+
+
+@pytest.mark.parametrize(
+    ("counters", "kills"),
+    [("pgfault 12\noom_kill 7\noom_kill_x 9\n", 7), ("pgfault 12\n", 0), (None, 0)],
+)
+def test_the_kernel_counts_whom_it_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counters: str | None, kills: int
+) -> None:
+    file = tmp_path / "vmstat"
+    if counters is not None:
+        file.write_text(counters)
+    monkeypatch.setattr(supervisor, "Path", {"/proc/vmstat": file}.__getitem__)
+    assert supervisor.host_oom_kills() == kills
+
+
+def test_errors_of_the_cards_memory_that_were_there_before_end_nothing(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Card:
+        def uncorrected_errors(self) -> int:
+            return 3
+
+    prober = answers(CRASH, COOL)
+    monkeypatch.setattr(prober, "_nvml", Card())
+    monkeypatch.setattr(prober, "_memory_errors", 3)
+    assert outcomes(prober, 1) == [(Outcome.OK, True)]
