@@ -1,15 +1,18 @@
-"""What a probe says of its memory where it runs out of it, and which losses it does not believe."""
+"""What a probe trains on, what it says of its memory and times, and which losses it does not believe."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from autotune.core.probe_types import Phase, ProbeRequest
+from autotune.core.probe_types import MicroBatch, Phase, ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.probe.harness import BadLoss, Probe
+from autotune.probe.harness import BadLoss, Probe, Recorded, WrongPrecision, _StepEnds, random_rows
+from autotune.probe.recorder import StepTimes
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS
+from autotune.probe.schedule import Schedule
 
 GIB = 2**30
 
@@ -61,3 +64,259 @@ def test_a_loss_of_exactly_nothing_is_as_bad_as_one_that_is_no_number(losses: tu
             probe.run()
     else:
         assert probe.run() == "measured"
+
+
+CPU = torch.device("cpu")
+
+
+def probe_of(request: ProbeRequest, **parts: Any) -> Any:
+    """A probe with these parts alone."""
+    made: Any = object.__new__(Probe)
+    made.request = request
+    for name, value in parts.items():
+        setattr(made, name, value)
+    return made
+
+
+def request_of(*kinds: MicroBatch, **wanted: Any) -> ProbeRequest:
+    values: dict[str, Any] = {"config": TrainConfig(), "model": {}, "memory_gib": 80.0, "micro_batches": kinds}
+    return ProbeRequest(**values | wanted)
+
+
+def test_a_row_that_is_not_packed_is_padded_and_its_last_part_alone_is_trained_on() -> None:
+    kind = MicroBatch(rows=((4,), (2,)), length=6, share=1.0)
+    made = random_rows(kind, 50, torch.Generator().manual_seed(0), packing=False, trained_share=0.5)
+    assert len(made) == 2 and all(row.keys() == {"input_ids", "labels"} for row in made)
+    assert [row["input_ids"].shape for row in made] == [(6,), (6,)]
+    assert [(row["labels"] >= 0).tolist() for row in made] == [
+        [False, False, True, True, False, False],
+        [False, True, False, False, False, False],
+    ]
+    assert all(0 <= token < 50 for row in made for token in row["input_ids"].tolist())
+    assert made[0]["input_ids"][:4].unique().numel() > 1
+
+
+def test_positions_of_a_packed_row_restart_at_each_example() -> None:
+    kind = MicroBatch(rows=((3, 2),), length=5, share=1.0)
+    (row,) = random_rows(kind, 50, torch.Generator().manual_seed(0), packing=True)
+    assert row["position_ids"].tolist() == [0, 1, 2, 0, 1]
+    assert (row["labels"] >= 0).tolist() == [False, True, True, False, True]
+
+
+def test_rows_stand_in_the_order_of_the_schedule_and_repeat_after_a_while() -> None:
+    """Of two kinds with 16 rows each, two are made: 64 rows in all."""
+    kinds = [MicroBatch(rows=((length,),) * 16, length=length, share=0.5) for length in (3, 5)]
+    base = SimpleNamespace(config=SimpleNamespace(vocab_size=10**6))
+    probe = probe_of(request_of(*kinds, config=TrainConfig(micro_batch_size=16)), base=base)
+    order = [0, 1, 1, 0, 0, 1]
+    made = [row["input_ids"] for row in probe._rows(order, seed=3)]
+    micros = [made[begin : begin + 16] for begin in range(0, len(made), 16)]
+    assert [len(rows[0]) for rows in micros] == [3, 5, 5, 3, 3, 5]
+    assert micros[4] is not micros[3] and all(map(torch.equal, micros[4], micros[0]))
+    assert all(map(torch.equal, micros[5], micros[1]))
+    assert not torch.equal(micros[3][0], micros[0][0]) and not torch.equal(micros[2][0], micros[1][0])
+    assert all(map(torch.equal, made, (row["input_ids"] for row in probe._rows(order, seed=3))))
+    assert not torch.equal(made[0], probe._rows(order, seed=4)[0]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("precision", "wanted"), [("bf16_mixed", True), ("fp16_mixed", True), ("bf16_pure", False), ("fp32", False)]
+)
+def test_a_probe_under_the_wrong_precision_is_refused(precision: str, wanted: bool) -> None:
+    request = request_of(config=TrainConfig(precision=precision))
+    probe = probe_of(request, meter=SimpleNamespace(torch_device=CPU))
+    with torch.autocast("cpu", torch.bfloat16, enabled=wanted):
+        probe._check_autocast()
+    state = "off" if wanted else "on"
+    refused = pytest.raises(WrongPrecision, match=f"autocast is {state} with {precision}")
+    with torch.autocast("cpu", torch.bfloat16, enabled=not wanted), refused:
+        probe._check_autocast()
+
+
+def model_with_gradients() -> nn.Module:
+    """Of 4 KiB that are trained, half of which have a gradient, and 4 KiB that are not."""
+    model = nn.Module()
+    model.first = nn.Parameter(torch.zeros(512))
+    model.second = nn.Parameter(torch.zeros(512))
+    model.frozen = nn.Parameter(torch.zeros(1024), requires_grad=False)
+    model.first.grad = torch.ones(512)
+    return model
+
+
+KIB = 1024 / GIB
+
+
+def trainer_of(*sizes: int, paged: bool = False) -> Any:
+    tensors = {f"state{index}": torch.zeros(size, dtype=torch.uint8) for index, size in enumerate(sizes)}
+    for tensor in tensors.values():
+        tensor.is_paged = paged  # type: ignore[attr-defined]
+    return SimpleNamespace(optimizer=SimpleNamespace(state={"one": tensors}))
+
+
+@pytest.mark.parametrize(
+    ("allocated_kib", "logits_kib", "found"),
+    [
+        (25.0, 3.0, {"logits": 3.0, "activations": 6.0}),
+        (25.0, 30.0, {"logits": 9.0, "activations": 0.0}),  # no more logits than there is room for
+        (12.0, 3.0, {"logits": 0.0, "activations": 0.0}),  # the failed step has begun to unwind
+    ],
+)
+def test_what_holds_memory_adds_up_to_what_is_allocated(
+    allocated_kib: float, logits_kib: float, found: dict[str, float]
+) -> None:
+    probe = probe_of(
+        request_of(),
+        model=model_with_gradients(),
+        resident=SimpleNamespace(model_gib=8 * KIB, adapters_gib=lambda: 4 * KIB),
+        trainer=trainer_of(2048),
+        meter=SimpleNamespace(allocated_gib=lambda: allocated_kib * KIB),
+        _logits_gib=lambda: logits_kib * KIB,
+    )
+    parts = {"weights": 8.0, "adapters": 4.0, "gradients": 2.0, "optimizer": 2.0} | found
+    assert probe.allocated_by() == pytest.approx({name: kib * KIB for name, kib in parts.items()})
+    assert probe._state_gib() == pytest.approx(14 * KIB)
+
+
+@pytest.mark.parametrize(
+    ("method", "adapters_gib", "saved"),
+    [("lora", 1.0, "checkpoint"), ("lora", 4.0, "checkpoint"), ("lora", 5.0, "model"), ("full", 1.0, None)],
+)
+def test_adapters_are_saved_as_the_run_does_where_that_is_small(
+    method: str, adapters_gib: float, saved: str | None
+) -> None:
+    """The first micro batch that is evaluated warms up; of the others each kind counts by its share."""
+    kinds = [MicroBatch(rows=((length,),), length=length, share=share) for length, share in ((10, 0.75), (40, 0.25))]
+    request = request_of(*kinds, config=TrainConfig(method=method))
+    done: list[str] = []
+    begun: list[Phase] = []
+    recorder = SimpleNamespace(
+        begin=begun.append,
+        weigh=lambda: done.append("weigh"),
+        schedule=Schedule.of(request),
+        evaluated=[10.0, 11.0, 14.0],  # the kinds take 1 s and 3 s
+    )
+    trainer = SimpleNamespace(
+        evaluate=lambda: done.append("evaluate"),
+        save_model=lambda: done.append("model"),
+        _save_checkpoint=lambda model, trial: done.append("checkpoint"),
+        optimizer=None,
+    )
+    probe = probe_of(
+        request,
+        recorder=recorder,
+        trainer=trainer,
+        model=None,
+        meter=SimpleNamespace(synchronize=lambda: None, seconds=lambda begin, end: end - begin),
+        resident=SimpleNamespace(model_gib=20.0, adapters_gib=lambda: adapters_gib),
+        _checkpoint_s=None,
+    )
+    probe._evaluate_and_save()
+    assert probe._evaluation_s == pytest.approx(0.75 * 1.0 + 0.25 * 3.0)
+    assert done == ["evaluate", "weigh", *([saved] if saved else [])]
+    assert begun == [Phase.EVALUATE, *([Phase.SAVE] if saved else [])]
+    assert (probe._checkpoint_s is not None) is (saved == "checkpoint")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_measurement_is_what_was_recorded(device: str) -> None:
+    """Phases of the whole probe are none of a step; memory is managed on a GPU alone."""
+    times = StepTimes(
+        steps=(2.0,),
+        micro_batches=(0.9, 1.0),
+        rests=(0.1,),
+        phases={Phase.FORWARD: 0.5, Phase.STEADY: 0.25},
+        kinds=((1.0, 0.95),),
+    )
+    recorder = SimpleNamespace(
+        times=lambda: times,
+        warm_s=lambda times: 3.0,
+        host_micro_s=lambda: 0.5,
+        peaks={Phase.FIRST_STEP: 5.0, Phase.STEADY: 4.0, Phase.BACKWARD: 3.0},
+        segments={"first_step": 5.0, "steady": 4.0, "backward_layers": 2.5},
+        reserved=6.0,
+    )
+    probe = probe_of(
+        request_of(config=TrainConfig(seq_len=128)),
+        recorder=recorder,
+        meter=SimpleNamespace(torch_device=SimpleNamespace(type=device), alloc_retries=lambda: 2),
+        model=model_with_gradients(),
+        trainer=trainer_of(1024, paged=True),
+        resident=SimpleNamespace(model_gib=2.0, adapters_gib=lambda: 1.0),
+        limit_gib=7.0,
+        context_gib=0.25,
+        _evaluation_s=0.75,
+        _checkpoint_s=None,
+    )
+    found = probe._measurement([float(loss) for loss in range(12, 0, -1)])
+    assert (found.step_s, found.micro_step_s, found.rest_s) == ((2.0,), (0.9, 1.0), (0.1,))
+    assert (found.warm_s, found.host_micro_s, found.kind_s) == (3.0, 0.5, ((1.0, 0.95),))
+    assert found.phase_s == {Phase.FORWARD: 0.5}
+    assert found.phase_peak_gib == {Phase.BACKWARD: 3.0} and found.segment_peak_gib == {"backward_layers": 2.5}
+    assert (found.peak_allocated_gib, found.peak_reserved_gib, found.limit_gib) == (5.0, 6.0, 7.0)
+    assert (found.row_length, found.micro_steps, found.alloc_retries) == (128, 2, 2)
+    assert found.gradients_gib == 4 * KIB and found.optimizer_gib == 0.0
+    assert found.managed_gib == (KIB if device == "cuda" else 0.0)
+    assert (found.loss_first, found.loss_last) == (12.0, 1.0) and found.losses == tuple(range(12, 4, -1))
+    assert (found.trainable_params, found.total_params) == (1024, 2048)
+    assert (found.evaluation_s, found.checkpoint_s, found.context_gib) == (0.75, None, 0.25)
+
+
+class Plain:
+    """What a Trainer does of itself."""
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        return torch.tensor(2.0) if self.compute_loss(model, inputs) else torch.tensor(0.0)  # type: ignore[attr-defined]
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        return True
+
+    def prediction_step(self, model: nn.Module) -> str:
+        return "predicted"
+
+    def get_batch_samples(self) -> list[str]:
+        return ["batch"]
+
+
+class ToldOf(Recorded, Plain):
+    """A Trainer with a recorder."""
+
+
+@pytest.fixture
+def told() -> Any:
+    """A Trainer whose recorder collects what it is told. A mark is how much that was until then."""
+    trainer: Any = ToldOf()
+    said: list[Any] = []
+    trainer.recorder = SimpleNamespace(
+        said=said,
+        begin_micro_batch=lambda: said.append("begin"),
+        end_micro_batch=lambda: said.append("end"),
+        enter=said.append,
+        losses=[],
+        evaluated=[],
+        fetches=[],
+        meter=SimpleNamespace(mark=lambda: len(said)),
+    )
+    return trainer
+
+
+def test_a_trainer_tells_of_the_phases_of_a_micro_batch(told: Any) -> None:
+    model = nn.Linear(1, 1)
+    assert told.training_step(model, {}) == 2.0
+    assert told.recorder.said == ["begin", Phase.BACKWARD, "end"] and told.recorder.losses == [2.0]
+    model.eval()
+    assert told.compute_loss(model, {}) and told.recorder.said[3:] == []  # nothing goes backward
+
+
+def test_a_trainer_marks_what_it_fetches_and_what_it_evaluates(told: Any) -> None:
+    assert told.get_batch_samples() == ["batch"] and told.recorder.fetches == [(0, 0)]
+    assert told.prediction_step(nn.Linear(1, 1)) == "predicted" and told.recorder.evaluated == [0]
+    told.train_dataset = ["first", "second", "third"]
+    assert list(told._get_train_sampler()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("enough", [False, True])
+def test_training_stops_when_the_recorder_has_enough(enough: bool) -> None:
+    recorder: Any = SimpleNamespace(end_step=lambda: enough)
+    control = SimpleNamespace(should_training_stop=False)
+    _StepEnds(recorder).on_step_end(None, None, control)
+    assert control.should_training_stop is enough
