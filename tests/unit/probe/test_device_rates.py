@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,3 +53,68 @@ def test_the_time_of_a_call_is_that_of_the_median_round() -> None:
     seconds = module._seconds(Clock(), lambda: calls.append(1), lambda: ahead.append(1))
     assert seconds == pytest.approx(0.001)
     assert len(ahead) == module.ROUNDS and len(calls) == 2 + module.ROUNDS * 10
+
+
+def timed(*seconds: float) -> Any:
+    """In place of `_seconds`: makes each call once, which takes these seconds, one after another."""
+    left = iter(seconds)
+
+    def one(meter: Any, call: Callable[[], object], get_ahead: Callable[[], None]) -> float:
+        call()
+        get_ahead()
+        return next(left)
+
+    return one
+
+
+def test_rates_are_what_was_done_over_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a MiB reads and writes it, in 1 ms; products of 2 n^3 operations take 1 ms and 2 ms."""
+    monkeypatch.setattr(module, "_seconds", timed(0.001, 0.001, 0.002))
+    rates = measure_rates(CpuMeter())
+    assert rates.copy_gb_s == pytest.approx(2 * 2**20 / 0.001 / 1e9)
+    assert rates.products["fp32"] == pytest.approx({32: 2 * 32**3 / 0.001 / 1e12, 256: 2 * 256**3 / 0.002 / 1e12})
+
+
+def test_a_product_that_takes_long_is_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_seconds", timed(module.TOO_LONG_S, 2 * module.TOO_LONG_S, 1.0))
+    rates = module._products(CpuMeter(), torch.float32, (8, 16, 32), lambda: None)
+    assert list(rates) == [8, 16]
+
+
+def test_a_product_is_that_of_two_random_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[torch.Tensor] = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *factors, out: (multiplied.extend(factors), mm(*factors, out=out)))
+    monkeypatch.setattr(module, "_seconds", timed(0.5))
+    assert module._product_s(CpuMeter(), torch.bfloat16, 16, lambda: None) == 0.5
+    left, right = multiplied
+    assert left.shape == right.shape == (16, 16) and left.dtype == right.dtype == torch.bfloat16
+    assert not torch.equal(left, right)
+
+
+@pytest.mark.parametrize("there_s", [0.25, 0.125])
+def test_the_rate_of_a_link_is_that_of_its_slower_direction(monkeypatch: pytest.MonkeyPatch, there_s: float) -> None:
+    pinned: list[dict[str, Any]] = []
+
+    def empty_like(tensor: torch.Tensor, **wanted: Any) -> torch.Tensor:
+        pinned.append(wanted)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    monkeypatch.setattr(module.torch, "empty_like", empty_like)
+    monkeypatch.setattr(module, "_seconds", timed(there_s, 0.375 - there_s))
+    assert module._link_gb_s(CpuMeter(), torch.ones(2**20, dtype=torch.uint8)) == 2**20 / 0.25 / 1e9
+    assert pinned == [{"device": "cpu", "pin_memory": True}]
+
+
+@pytest.mark.parametrize(("call_s", "num_calls"), [(0.004, 3), (0.5, 1), (1e-6, 400), (0.0, 400)])
+def test_a_round_lasts_long_enough_and_no_longer(call_s: float, num_calls: int) -> None:
+    """Rounds of 10 ms. One call is made to warm up, and one to learn how long it takes."""
+    calls: list[int] = []
+
+    class Clock(CpuMeter):
+        def mark(self) -> float:
+            return len(calls) * call_s
+
+    found = module._seconds(Clock(), lambda: calls.append(1), lambda: None)
+    assert len(calls) == 2 + module.ROUNDS * num_calls
+    assert found == pytest.approx(call_s or 1e-9 / num_calls)

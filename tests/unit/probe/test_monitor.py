@@ -1,5 +1,6 @@
 """Sensors are read while steps are timed, and a phase that takes too long is noticed."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,3 +66,47 @@ def test_a_phase_expires_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> 
     assert watched.expired()
     watched.enter(Phase.CLEANUP)
     assert not watched.expired()
+
+
+def watched(*samples: Telemetry) -> Monitor:
+    """A monitor that has seen these samples while steps were timed, after one of an idle card."""
+    idle = Telemetry(utilization=0.0, power_w=1.0, energy_j=1.0, temperature_c=1.0, sm_clock_mhz=1.0)
+    left = [idle, *samples]
+    sensors: Any = SimpleNamespace(sample=lambda: left.pop(0))
+    made = Monitor(sensors)
+    made.enter(Phase.STEADY)
+    for _ in samples:
+        made.tick()
+    return made
+
+
+def test_means_are_over_the_samples_that_have_a_value() -> None:
+    found = watched(
+        Telemetry(utilization=0.5, temperature_c=50.0, sm_clock_mhz=1000.0, energy_j=100.0, throttle_reasons=("b",)),
+        Telemetry(utilization=None, temperature_c=60.0, sm_clock_mhz=1500.0, throttle_reasons=("a", "b")),
+        Telemetry(utilization=1.0, temperature_c=None, sm_clock_mhz=2000.0, energy_j=350.0),
+    ).telemetry()
+    assert found == Telemetry(
+        utilization=0.75,
+        power_w=None,
+        energy_j=250.0,
+        temperature_c=55.0,
+        sm_clock_mhz=1500.0,
+        throttle_reasons=("a", "b"),
+        num_samples=3,
+    )
+
+
+@pytest.mark.parametrize("energies", [(None, 5.0), (5.0, None)])
+def test_energy_that_is_not_known_at_both_ends_is_not_known(energies: tuple[float | None, float | None]) -> None:
+    found = watched(*(Telemetry(energy_j=one) for one in energies)).telemetry()
+    assert found is not None and found.energy_j is None
+
+
+def test_a_fault_reports_heat_and_leaves_the_rest_of_a_sample() -> None:
+    sensors: Any = Sensors()
+    hot = Monitor(sensors, throttled=True)
+    hot.enter(Phase.STEADY)
+    hot.tick()
+    found = hot.telemetry()
+    assert found is not None and found.throttle_reasons == (monitor.THERMAL,) and found.power_w == 200.0

@@ -1,13 +1,16 @@
 """The plan of how many steps are timed, and what their marks say, against a clock that the test turns."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.core.probe_types import MicroBatch, Phase, ProbeRequest, Rung
 from autotune.core.train_config import TrainConfig
-from autotune.probe.recorder import Recorder
+from autotune.probe import recorder as module
+from autotune.probe.recorder import NotSteady, Recorder
 from autotune.probe.schedule import Schedule
 
 
@@ -234,3 +237,174 @@ def test_whole_rounds_are_timed_and_compared() -> None:
     once = request_s | {"min_timed_s": 1.0}
     assert len(recorded(noisy, optimizer=0.1, **once, rung=Rung.CONFIRM).times().micro_batches) > 3
     assert len(recorded(noisy, optimizer=0.1, **once, depth=2).times().micro_batches) < 3
+
+
+class Scales(Clock):
+    """A device that tells these peaks, each once, and then the last; `retries` is how often it had to tidy up."""
+
+    def __init__(self, *peaks: tuple[float, float], **wanted: Any) -> None:
+        super().__init__(**wanted)
+        self.peaks = list(peaks)
+        self.retries = 0
+        self.said: list[Any] = []
+        self.torch_device = torch.device("cpu")
+
+    def peak_gib(self) -> tuple[float, float]:
+        return self.peaks.pop(0) if len(self.peaks) > 1 else self.peaks[0]
+
+    def alloc_retries(self) -> int:
+        return self.retries
+
+    def reset_peak(self) -> None:
+        self.said.append("reset")
+
+    def rebase(self, resident_gib: float) -> None:
+        self.said.append(resident_gib)
+
+    def keep_freed(self) -> None:
+        self.said.append("keep")
+
+
+def on_scales(meter: Any, phases: list[Phase] | None = None, **wanted: Any) -> Recorder:
+    request = ProbeRequest(config=wanted.pop("config", TrainConfig()), model={}, memory_gib=1.0, **wanted)
+    return Recorder(meter, request, (phases if phases is not None else []).append, lambda: 0.25)
+
+
+def test_a_peak_belongs_to_the_phase_that_ends_and_the_highest_counts() -> None:
+    meter = Scales((1.0, 2.0), (5.0, 6.0), (3.0, 9.0), (4.0, 4.0))
+    phases: list[Phase] = []
+    recorder = on_scales(meter, phases)
+    recorder.begin(Phase.FIRST_STEP)
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD, Phase.BACKWARD):
+        recorder.enter(phase)
+    assert recorder.peaks == {Phase.FIRST_STEP: 1.0, Phase.FORWARD: 5.0, Phase.BACKWARD: 3.0}
+    assert recorder.segments == {"first_step": 1.0, "forward": 5.0, "backward": 3.0}
+    assert recorder.reserved == 9.0 and phases == [Phase.FIRST_STEP] and meter.said == ["reset"] * 4
+    assert recorder.phase is Phase.BACKWARD
+
+
+def test_parts_of_a_phase_have_peaks_of_their_own_until_steps_are_timed() -> None:
+    meter = Scales((1.0, 1.0), (2.0, 2.0), (7.0, 7.0), (3.0, 3.0), (9.0, 9.0))
+    recorder = on_scales(meter)
+    recorder.enter(Phase.BACKWARD)
+    recorder.enter_segment("backward_layers")
+    recorder.enter_segment("backward_inputs")
+    recorder.enter(Phase.OPTIMIZER)
+    parts = {"load": 1.0, "backward": 2.0, "backward_layers": 7.0, "backward_inputs": 3.0}
+    assert recorder.segments == parts and recorder.segment == ""
+    assert recorder.peaks == {Phase.LOAD: 1.0, Phase.BACKWARD: 7.0}
+    recorder.first_timed = 0
+    said = len(meter.said)
+    recorder.enter_segment("backward_layers")
+    assert len(meter.said) == said and recorder.segment == ""
+    recorder.weigh()
+    assert recorder.peaks[Phase.OPTIMIZER] == 9.0 and recorder.segments == parts
+
+
+@pytest.mark.parametrize("peaks_are_free", [True, False])
+def test_peaks_are_read_while_steps_are_timed_where_that_costs_nothing(peaks_are_free: bool) -> None:
+    meter = Scales((1.0, 1.0), peaks_are_free=peaks_are_free)
+    recorder = on_scales(meter)
+    recorder.first_timed = 0
+    recorder.enter(Phase.FORWARD)
+    recorder.enter(Phase.BACKWARD)
+    assert bool(recorder.peaks) is peaks_are_free is bool(meter.said)
+    assert [span[2] for span in recorder.spans] == [Phase.FORWARD]
+
+
+def test_the_first_phase_in_which_the_allocator_tidied_up_is_remembered() -> None:
+    meter = Scales((1.0, 1.0))
+    recorder = on_scales(meter)
+    recorder.enter(Phase.FORWARD)
+    assert recorder.retried_in is None
+    meter.retries = 1
+    recorder.enter(Phase.BACKWARD)
+    recorder.enter(Phase.OPTIMIZER)
+    assert recorder.retried_in is Phase.FORWARD
+
+
+def test_on_a_cpu_the_peaks_of_the_first_step_do_not_count() -> None:
+    """Libraries make buffers in it, which count as context from then on."""
+    meter = Scales((8.0, 8.0), peaks_are_free=False)
+    recorder = on_scales(meter, micro_steps=1)
+    recorder.fetches.append((0.0, 0.0))
+    recorder.begin_micro_batch()
+    recorder.end_micro_batch()
+    assert recorder.peaks and recorder.reserved == 8.0
+    meter.said.clear()
+    recorder._plan()
+    assert not recorder.peaks and not recorder.segments and recorder.reserved == 0.0
+    assert meter.said[0] == 0.25
+
+
+def test_the_hosts_own_time_is_the_shortest_between_two_micro_batches_of_a_step() -> None:
+    """Of two, the second is followed by the rest of its step. The first step is not timed."""
+    meter = Scales((1.0, 1.0))
+    recorder = on_scales(meter, micro_steps=2)
+    recorder.issued = [0.1, 0.2, 0.7, 0.3, 0.6, 0.4]
+    assert recorder.host_micro_s() is None  # nothing is timed yet
+    recorder.first_timed = 1
+    assert recorder.host_micro_s() is None  # on a CPU the host is the device
+    meter.torch_device = torch.device("meta")
+    assert recorder.host_micro_s() == 0.6
+    alone = on_scales(meter, micro_steps=1)
+    alone.first_timed, alone.issued = 2, [0.1, 0.2, 0.7, 0.3]
+    assert alone.host_micro_s() == 0.3
+
+
+def test_the_host_works_between_two_micro_batches_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.0, 11.5, 13.0, 20.0, 22.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(times))
+    recorder = on_scales(Scales((1.0, 1.0)))
+    for _ in range(2):
+        recorder.begin_micro_batch()
+        recorder.end_micro_batch()
+    assert recorder.issued == [1.5, 1.5]
+    recorder.step = 1
+    recorder.starts.append([])
+    recorder.ends.append([])
+    recorder.begin_micro_batch()  # what passes between two steps is not theirs
+    recorder.end_micro_batch()
+    assert recorder.issued == [1.5, 1.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("compile", "planned", "now", "words"),
+    [
+        ("none", 3, 3, None),
+        ("none", 0, 0, None),
+        ("per_layer", 3, 3, None),
+        ("per_layer", 3, 4, "compiled again"),
+        ("none", 3, 4, "compiled again"),
+        ("per_layer", 0, 0, "nothing was compiled"),
+    ],
+)
+def test_times_of_a_model_that_was_compiled_meanwhile_mean_nothing(
+    monkeypatch: pytest.MonkeyPatch, compile: str, planned: int, now: int, words: str | None
+) -> None:
+    recorder = on_scales(Scales((1.0, 1.0)), config=TrainConfig(compile=compile))
+    recorder._graphs = planned
+    monkeypatch.setattr(module, "compiled_graphs", lambda: now)
+    if words is None:
+        recorder.check_steady()
+    else:
+        with pytest.raises(NotSteady, match=words):
+            recorder.check_steady()
+
+
+@pytest.mark.parametrize(("compiling", "first"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
+def test_nothing_is_timed_before_everything_is_compiled_or_for_long(
+    monkeypatch: pytest.MonkeyPatch, compiling: int, first: int
+) -> None:
+    """So many steps compile something; after a few rounds it is timed anyway, and `check_steady` will tell."""
+    graphs = iter([*range(1, compiling + 1), *[compiling] * 50])
+    monkeypatch.setattr(module, "compiled_graphs", lambda: next(graphs))
+    assert recorded([1.0]).first_timed == first
+
+
+def test_graphs_are_counted_where_dynamo_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module.sys.modules, "torch._dynamo.utils", None)  # type: ignore[arg-type]
+    assert module.compiled_graphs() == 0
+    utils: Any = SimpleNamespace(counters={"stats": {"unique_graphs": 7}})
+    monkeypatch.setitem(module.sys.modules, "torch._dynamo.utils", utils)
+    assert module.compiled_graphs() == 7
