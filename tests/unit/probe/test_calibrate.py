@@ -1,7 +1,9 @@
 """Calibrating: the pace of a host from two depths, and a short training against what the formula expects of it."""
 
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +13,12 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.nvml import GpuInfo
-from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult
+from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, Rung
 from autotune.prediction.step_time import estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, speed_transfer
+from autotune.probe import calibrate as module
 from autotune.probe.calibrate import NARROW, ROWS, TRAINED, TRAINED_DEPTHS, LayerProbes
-from tests.helpers.factories import calibration, measurement, result
+from tests.helpers.factories import FINGERPRINT, calibration, measurement, result
 from tests.helpers.replay import ReplayProber
 
 A10, T4, H200, CPU = map(resolve_device, ("a10", "t4", "h200", "cpu"))
@@ -133,3 +136,73 @@ def test_a_card_without_bf16_is_measured_in_fp16() -> None:
     asked, prober = probes(host(7.5), T4)
     asked.layer_ms()
     assert {config.precision for config in prober.configs} == {"fp16_mixed"}
+
+
+def test_a_request_leaves_room_and_times_long_where_the_shortest_counts() -> None:
+    asked, prober = probes(host(7.5))
+    asked.layer_ms()
+    for request in prober.requests:
+        assert (request.memory_gib, request.headroom, request.device) == (22.0, 0.05, "cuda")
+        assert (request.micro_steps, request.rung, request.min_timed_s) == (2, Rung.SHALLOW, 2.0)
+        assert (request.config.micro_batch_size, request.config.seq_len) == (1, 16)
+    assert [request.depth for request in prober.requests] == [2, 10]
+    made, answer = card(A10, 1.0)
+    asked, prober = probes(answer)
+    asked.reference(made)
+    assert {request.min_timed_s for request in prober.requests} == {1.0}
+
+
+class Machine(ReplayProber):
+    """A prober of a machine with 20 GiB, in place of the one that starts a worker."""
+
+    fingerprint = FINGERPRINT
+    memory_gib = 20.0
+
+    def rates(self) -> Any:
+        return calibration().rates
+
+    def __enter__(self) -> "Machine":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("device", [A10, CPU], ids=lambda device: device.name)
+@pytest.mark.parametrize("held_gib", [0.0, 1.5])
+def test_a_calibration_is_what_was_measured_and_says_what_it_does(
+    device: Any, held_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a CPU no formula knows what a training should take."""
+    is_gpu = device is A10
+    started: list[Any] = []
+
+    def start(kind: str, logs: Path, *, should_stop: Any) -> Machine:
+        started.append((kind, should_stop))
+        return Machine(host(7.5))
+
+    monkeypatch.setattr(module, "WorkerProber", start)
+    monkeypatch.setattr(module, "disk_mb_s", lambda folder: 321.0)
+    monkeypatch.setattr(LayerProbes, "layer_ms", lambda probes: 0.1)
+    monkeypatch.setattr(LayerProbes, "reference", lambda probes, made: made.layer_ms * probes._memory_gib)
+    said: list[str] = []
+    stop = lambda: False  # noqa: E731
+    target: Any = SimpleNamespace(
+        device=device,
+        held_by_others_gib=held_gib,
+        card=object() if is_gpu else None,
+        memory_cap_gib=lambda memory_gib: memory_gib - 1.0,
+    )
+    found = module.calibrate(target, say=said.append, should_stop=stop)
+    assert started == [("cuda" if is_gpu else "cpu", stop)]
+    assert (found.device, found.fingerprint, found.rates) == (device.name, FINGERPRINT, calibration().rates)
+    assert (found.layer_ms, found.disk_mb_s, found.day) == (0.1, 321.0, date.today())
+    assert found.reference == (pytest.approx(1.9) if is_gpu else None)
+    warned = ["warning: other processes hold 1.50 GiB of the GPU, and may slow it down"] * (held_gib > 0)
+    assert said == [
+        *warned,
+        "disk",
+        f"{device.name}: a worker starts",
+        "products of matrices, copies, the link",
+        "the host's time to issue a layer",
+        *["a short training"] * is_gpu,
+    ]

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,3 +119,12 @@ def test_a_round_lasts_long_enough_and_no_longer(call_s: float, num_calls: int) 
     found = module._seconds(Clock(), lambda: calls.append(1), lambda: None)
     assert len(calls) == 2 + module.ROUNDS * num_calls
     assert found == pytest.approx(call_s or 1e-9 / num_calls)
+
+
+def test_on_a_gpu_no_product_is_larger_than_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four matrices of fp32 take 16 bytes for each pair of row and column."""
+    gpu: Any = SimpleNamespace(torch_device=SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(module, "_product_s", lambda meter, dtype, side, get_ahead: 0.001)
+    for free, sides in ((16 * 64 * 64, [32, 64]), (16 * 64 * 64 - 1, [32]), (0, [])):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 2**40))
+        assert list(module._products(gpu, torch.float32, (32, 64, 128), lambda: None)) == sides

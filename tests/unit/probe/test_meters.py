@@ -1,15 +1,20 @@
 """What a GPU's meter says of the context, with a driver and a torch that the test makes up; what a host has lost."""
 
 import os
+import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from autotune.core.probe_types import PROBE_VERSION
 from autotune.core.units import GIB
+from autotune.probe import meters
 from autotune.probe.meters import CpuMeter, CudaMeter
+from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
 from autotune.probe.worker_process import child_environment
 
 
@@ -140,3 +145,130 @@ def test_a_gpu_has_its_memory_back_but_for_what_libraries_keep(monkeypatch: pyte
     for kept_mib, returned in ((2, True), (-7, True), (9, False), (-9, False)):
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda kept=kept_mib: GIB + kept * 2**20)
         assert meter(None).returned_to(1.0) is returned
+
+
+def test_memory_of_models_that_wait_is_neither_counted_nor_capped(
+    limits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = {"allocated_bytes": {"all": {"peak": 5 * GIB}}, "reserved_bytes": {"all": {"peak": 6 * GIB}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: stats | {"num_alloc_retries": 3})
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * GIB)
+    made = meter(Driver(2.5, 20.0))
+    assert (made.allocated_gib(), made.reserved_gib(), made.peak_gib()) == (3.0, 2.0, (5.0, 6.0))
+    made.aside_gib = 1.25
+    assert (made.allocated_gib(), made.reserved_gib(), made.peak_gib()) == (1.75, 0.75, (3.75, 4.75))
+    assert made.alloc_retries() == 3
+    assert made.cap(12.0, 0.25, managed_gib=0.0) == 9.0 - 0.5
+    assert limits == [(8.5 + 1.25) / 24]
+
+
+def test_a_cap_leaves_room_on_this_card_unless_a_few_layers_stand_for_a_larger_one(limits: list[float]) -> None:
+    made = meter(Driver(2.5, 20.0))
+    made.aside_gib = 4.0
+    made.cap(24.0, 0.25, managed_gib=0.0)  # what waits does not fit beside it
+    assert made.cap(80.0, 0.25, managed_gib=0.0) == 59.5
+    assert made.cap(0.25, 0.0, managed_gib=0.0) <= 0.01  # the context alone is more
+    assert limits == pytest.approx([17.5 / 24, 1.0, 4.01 / 24])
+
+
+def test_a_gpu_is_given_back_what_is_cached_and_its_statistics_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("empty_cache", "reset_accumulated_memory_stats", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: done.append("host"), raising=False)
+    made = meter(None)
+    made.release()
+    assert done == ["empty_cache", "host", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
+    made.reset_peak()
+    made.synchronize()
+    assert done[4:] == ["reset_peak_memory_stats", "synchronize"]
+
+
+def test_the_time_of_a_gpu_is_that_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            assert enable_timing
+            self.recorded = False
+
+        def record(self) -> None:
+            self.recorded = True
+
+        def elapsed_time(self, end: Any) -> float:
+            return 250.0  # milliseconds
+
+        def query(self) -> bool:
+            return self.recorded
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    made = meter(None)
+    assert made.seconds(made.mark(), made.mark()) == 0.25
+    assert made.passed(made.mark()) and not made.passed(Event(enable_timing=True))  # type: ignore[arg-type]
+
+
+def test_the_circumstances_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setenv(ALLOCATOR_VARIABLE, "expandable_segments:True")
+    made: Any = meter(None)
+    made._properties = SimpleNamespace(name="NVIDIA A10", total_memory=22.4849 * GIB)
+    found = made.fingerprint()
+    assert (found.device, found.compute_capability, found.device_memory_gib) == ("NVIDIA A10", "8.6", 22.48)
+    assert (found.driver, found.cuda, found.allocator) == (None, torch.version.cuda, "expandable_segments:True")
+    made._nvml = SimpleNamespace(driver="580.1")
+    assert made.fingerprint().driver == "580.1"
+    monkeypatch.delenv(ALLOCATOR_VARIABLE)
+    assert made.fingerprint().allocator == ""
+
+
+def test_the_circumstances_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = CpuMeter()
+    monkeypatch.setattr(made, "memory_gib", lambda: 15.617)
+    found = made.fingerprint()
+    assert (found.device_memory_gib, found.allocator, found.threads) == (15.6, "malloc", torch.get_num_threads())
+    assert found.python == platform.python_version() and found.probe == PROBE_VERSION
+    assert "autotune" not in found.packages
+
+
+def test_what_a_host_holds_is_what_it_gained_since_the_last_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a peak, what files and shared memory hold is none of the process's own; nothing is less than nothing."""
+    status = {"RssAnon": 2 * GIB, "VmData": 4 * GIB, "VmHWM": 9 * GIB, "RssFile": GIB, "RssShmem": GIB // 2}
+    made = CpuMeter()
+    monkeypatch.setattr(made, "_status", status.__getitem__)
+    made.rebase(0.5)
+    assert (made.context_gib(), made.allocated_gib(), made.reserved_gib()) == (1.5, 0.5, 0.5)
+    assert made.peak_gib() == (6.0, 6.0)
+    status |= {"RssAnon": GIB, "VmData": 3 * GIB, "VmHWM": GIB}
+    assert (made.allocated_gib(), made.reserved_gib(), made.peak_gib()) == (0.0, 0.0, (0.0, 0.0))
+    made.aside_gib = 1.0
+    assert made.context_gib() == 0.5
+    made.aside_gib = 2.0
+    assert made.context_gib() == 0.0
+
+
+def test_a_host_has_its_memory_back_but_for_what_python_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = {"RssAnon": GIB, "VmData": GIB}
+    made = CpuMeter()
+    monkeypatch.setattr(made, "_status", status.__getitem__)
+    made.settle()
+    status["RssAnon"] += GIB // 4 + 20 * 2**20
+    assert made.returned_to(0.25) and not made.returned_to(0.245)
+    made.rebase(0.25)
+    status["RssAnon"] += GIB // 2
+    assert made.returned_to(0.75)
+    made.rebase(0.25)
+    assert not made.returned_to(0.25)  # over half a GiB is lost
+    made.aside_gib = 0.25
+    assert made.returned_to(0.25)  # or held by a model that waits
+
+
+def test_a_limit_of_a_host_is_on_top_of_what_it_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = {"RssAnon": GIB, "VmData": 3 * GIB}
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(meters.resource, "getrlimit", lambda which: (7, 2**50))
+    monkeypatch.setattr(meters.resource, "setrlimit", lambda which, pair: limits.append(pair))
+    made = CpuMeter()
+    monkeypatch.setattr(made, "_status", status.__getitem__)
+    made.rebase(0.0)
+    assert made.cap(8.0, 0.25, managed_gib=0.5) == 6.0 - 1.0 - 0.5
+    made.cap(1.0, 0.5, managed_gib=0.0)
+    made.uncap()
+    assert limits == [(int(7.5 * GIB), 2**50), (int(0.01 * GIB) + 3 * GIB, 2**50), (2**50, 2**50)]

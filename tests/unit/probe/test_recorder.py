@@ -408,3 +408,20 @@ def test_graphs_are_counted_where_dynamo_is_there(monkeypatch: pytest.MonkeyPatc
     utils: Any = SimpleNamespace(counters={"stats": {"unique_graphs": 7}})
     monkeypatch.setitem(module.sys.modules, "torch._dynamo.utils", utils)
     assert module.compiled_graphs() == 7
+
+
+def test_a_round_that_compiled_something_in_any_of_its_steps_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first step compiles, after two steps that warm up; its second does not."""
+    begun: list[int] = []
+    begin = Recorder.begin_micro_batch
+
+    def counted(recorder: Recorder) -> None:
+        begun.append(recorder.step)
+        begin(recorder)
+
+    monkeypatch.setattr(Recorder, "begin_micro_batch", counted)
+    monkeypatch.setattr(module, "compiled_graphs", lambda: int(begun[-1] >= 2))
+    long = [2.0, 4.0, 3.0, 9.0]
+    assert of_kinds(long).first_timed == 4
+    monkeypatch.setattr(module, "compiled_graphs", lambda: 0)
+    assert of_kinds(long).first_timed == 2

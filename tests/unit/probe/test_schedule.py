@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import MicroBatch, ProbeRequest
+from autotune.core.probe_types import MicroBatch, ProbeRequest, Rung
 from autotune.core.train_config import TrainConfig
+from autotune.probe import schedule as module
 from autotune.probe.schedule import Schedule
 
 
@@ -93,3 +94,41 @@ def test_a_round_that_its_kinds_do_not_fill_repeats_the_most_frequent() -> None:
     assert kinds.weights == pytest.approx((0.2, 0.3, 0.25, 0.25)) and sum(kinds.weights) == pytest.approx(1)
     assert kinds.mean([1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.2 + 0.6 + 0.75 + 1.0)
     assert kinds.evaluated == (1, 0, 1, 2) and kinds.evaluated_micros == pytest.approx((30 + 60) / 21)
+
+
+@pytest.mark.parametrize(("share", "first"), [(0.0625, (0, 0)), (0.125, (0, 1))])
+def test_the_longest_is_in_the_lead_if_more_than_a_share_of_micro_batches_are_as_long(
+    share: float, first: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly that share is no more; shares are of what is timed, whatever they sum to."""
+    monkeypatch.setattr(module, "OFTEN", 0.0625)
+    assert schedule((10, 1 - share), (100, share)).lead == (first,)
+    assert schedule((10, (1 - share) / 2), (100, share / 2)).lead == (first,)
+
+
+def test_weights_are_shares_of_what_is_timed() -> None:
+    """Shares that sum to a half: a quarter each, and nothing for what is not timed."""
+    kinds = schedule((10, 0.25), (20, 0.25), (90, 0.0), micro_steps=1)
+    assert kinds.weights == (0.5, 0.5) and kinds.mean([1.0, 3.0]) == 2.0
+    assert kinds.round_micros == pytest.approx(30 / 15) and kinds.lead_micros == pytest.approx(100 / 15)
+
+
+def test_a_confirmation_of_one_length_needs_no_second_round() -> None:
+    for kinds, rounds in ((((64, 0.5), (64, 0.5)), 1), (((64, 0.5), (32, 0.5)), 2)):
+        asked = request(*kinds, min_timed_s=0.0, rung=Rung.CONFIRM)
+        assert Schedule.of(asked).rounds_to_time(asked, 1.0, 0.0) == rounds
+
+
+@pytest.mark.parametrize(
+    ("step_s", "most", "rounds"),
+    [(0.25, 40, 4), (0.3, 40, 4), (2.0, 40, 1), (0.25, 3, 3), (0.25, 1, 1)],
+)
+def test_steps_of_one_kind_are_timed_until_the_time_is_up(step_s: float, most: int, rounds: int) -> None:
+    asked = request(max_timed_steps=most)
+    assert Schedule.of(asked).rounds_to_time(asked, step_s, 1.0) == rounds
+
+
+def test_long_is_what_hides_the_loading_of_kernels() -> None:
+    """10 ms are 1 % of a second, and 3 % of a third of one."""
+    assert schedule().long_s == pytest.approx(1.0) and schedule(depth=2).long_s == pytest.approx(1 / 3)
+    assert not schedule((10, 0.5), (40, 0.5)).first_counts(schedule().long_s)

@@ -1,12 +1,17 @@
 """A worker gets what it needs of its parent's environment, and no more; it ends with all that it started."""
 
+import json
+import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from autotune.core.errors import Cancelled
 from autotune.probe import worker_process
+from autotune.probe.monitor import Monitor
 from autotune.probe.worker_process import WorkerProcess, child_environment, passed_on
 
 # A worker that ends when it is asked to, and whose child does not.
@@ -61,3 +66,87 @@ def test_nothing_that_a_worker_started_outlives_it(tmp_path: Path, monkeypatch: 
     child = psutil.Process(int(log.read_text()))
     worker.close()
     child.wait(10)  # raises TimeoutExpired
+
+
+class Watch(Monitor):
+    """A monitor whose phase has expired from so many ticks on."""
+
+    def __init__(self, ticks: float) -> None:
+        super().__init__(None)
+        self.left = ticks
+
+    def tick(self) -> None:
+        self.left -= 1
+
+    def expired(self) -> bool:
+        return self.left <= 0
+
+
+@pytest.fixture
+def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerProcess, socket.socket]]:
+    """A worker process that was never started, and the other end of its channel."""
+    monkeypatch.setattr(worker_process, "SAMPLE_EVERY_S", 0.0)
+    ours, theirs = socket.socketpair()
+    made = WorkerProcess.__new__(WorkerProcess)
+    made._channel, made._buffer = ours, b""
+    with ours, theirs:
+        yield made, theirs
+
+
+def never() -> bool:
+    return False
+
+
+def test_messages_are_lines_however_they_arrive(channel: tuple[WorkerProcess, socket.socket]) -> None:
+    made, theirs = channel
+    theirs.sendall(b'{"event": "phase"}\n{"event": "ready"}\n{"ev')
+    assert made.receive(Watch(1), never) == {"event": "phase"}
+    assert made.receive(Watch(0), never) == {"event": "ready"}  # it is here already
+    theirs.sendall(b'ent": "result"}\n')
+    assert made.receive(Watch(1), never) == {"event": "result"}
+    made.send({"rates": True, "name": "ü"})
+    assert json.loads(theirs.recv(100)) == {"rates": True, "name": "ü"}
+
+
+def test_what_has_arrived_is_never_late(channel: tuple[WorkerProcess, socket.socket]) -> None:
+    made, theirs = channel
+    theirs.sendall(b'{"event": "' + b"x" * (1 << 16) + b'"}\n')  # it is read in two parts
+    found = made.receive(Watch(1), never)
+    assert found is not None and len(found["event"]) == 1 << 16
+
+
+def test_who_waits_watches_the_phase_and_may_be_stopped(channel: tuple[WorkerProcess, socket.socket]) -> None:
+    made, theirs = channel
+    watch = Watch(3)
+    assert made.receive(watch, never) is None and watch.left == 0
+    with pytest.raises(Cancelled):
+        made.receive(Watch(3), lambda: True)
+    theirs.close()
+    with pytest.raises(EOFError):
+        made.receive(Watch(3), never)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cpu", {"GOMP_SPINCOUNT": "3000", "MALLOC_MMAP_THRESHOLD_": "65536", "CUDA_VISIBLE_DEVICES": None}),
+        ("cuda", {"GOMP_SPINCOUNT": None, "MALLOC_MMAP_THRESHOLD_": None, "CUDA_VISIBLE_DEVICES": "0"}),
+    ],
+)
+def test_what_every_worker_has_and_what_those_of_a_device_have(device: str, expected: dict[str, str | None]) -> None:
+    found = child_environment({"HF_HUB_OFFLINE": "0"}, device)
+    assert {name: found.get(name) for name in expected} == expected
+    assert found["HF_HUB_OFFLINE"] == "1" and found["TOKENIZERS_PARALLELISM"] == "false"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "CC", "CXX"),
+        *("AUTOTUNE_INJECT", "LC_ALL", "CUDA_HOME", "NVIDIA_TF32_OVERRIDE", "NCCL_DEBUG", "TORCHINDUCTOR_CACHE_DIR"),
+        *("TRITON_CACHE_DIR", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"),
+        *("WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_DIR", "TENSORBOARD_LOGDIR"),
+    ],
+)
+def test_what_a_process_that_trains_needs_is_passed_on(name: str) -> None:
+    assert passed_on({name: "x", f"MY_{name}": "x"}) == {name: "x"}
