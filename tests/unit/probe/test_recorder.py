@@ -312,6 +312,12 @@ def test_peaks_are_read_while_steps_are_timed_where_that_costs_nothing(peaks_are
     assert [span[2] for span in recorder.spans] == [Phase.FORWARD]
 
 
+def test_the_first_peak_of_a_phase_counts_however_small() -> None:
+    recorder = on_scales(Scales((0.5, 0.625)))
+    recorder.enter(Phase.FORWARD)
+    assert recorder.peaks == {Phase.LOAD: 0.5} and recorder.segments == {"load": 0.5} and recorder.reserved == 0.625
+
+
 def test_the_first_phase_in_which_the_allocator_tidied_up_is_remembered() -> None:
     meter = Scales((1.0, 1.0))
     recorder = on_scales(meter)
