@@ -9,6 +9,7 @@ from torch import nn
 
 from autotune.core.probe_types import MicroBatch, Phase, ProbeRequest
 from autotune.core.train_config import TrainConfig
+from autotune.probe import harness as module
 from autotune.probe.harness import BadLoss, Probe, Recorded, WrongPrecision, _StepEnds, random_rows
 from autotune.probe.recorder import StepTimes
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS
@@ -320,3 +321,51 @@ def test_training_stops_when_the_recorder_has_enough(enough: bool) -> None:
     control = SimpleNamespace(should_training_stop=False)
     _StepEnds(recorder).on_step_end(None, None, control)
     assert control.should_training_stop is enough
+
+
+@pytest.mark.parametrize(
+    ("device", "knobs", "trainer", "caps", "reserved_gib"),
+    [
+        ("cuda", {"optimizer": "adamw_torch_fused"}, "transformers", [(80.0, 0.05, 0.5)], 0.0),
+        ("cuda", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.5), (80.0, 0.05, 2.5)], 70.0),
+        ("cuda", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.5), (80.0, 0.05, 2.5)], 70.5),
+        ("cpu", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.5)], 0.0),
+        ("cuda", {"loss": "chunked"}, "transformers", [(80.0, 0.05, 0.5)], 0.0),
+        ("cuda", {"loss": "chunked"}, "trl", [(80.0, 0.05, 0.5)], 0.0),
+    ],
+    ids=str,
+)
+def test_a_probe_is_capped_and_brought_into_the_asked_state(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    knobs: dict[str, Any],
+    trainer: str,
+    caps: list[tuple[float, ...]],
+    reserved_gib: float,
+) -> None:
+    """Half a GiB is lost already; a paged optimizer would keep two more, under a limit of 70 GiB."""
+    asked: list[tuple[float, ...]] = []
+    attention: list[bool] = []
+    monkeypatch.setattr(module, "choose_attention", lambda any_length: attention.append(any_length))
+    monkeypatch.setattr(module, "set_checkpointing", lambda base, settings: None)
+    monkeypatch.setattr(module, "attach", lambda resident, config, device, seed: "model")
+    monkeypatch.setattr(module, "paged_state_gib", {"model": 2.0}.__getitem__)
+    monkeypatch.setattr(module, "chunked_loss", lambda base: "chunked")
+    meter = SimpleNamespace(
+        context_gib=lambda: 0.25,
+        cap=lambda *values: asked.append(values) or 70.0,  # type: ignore[func-returns-value]
+        reserved_gib=lambda: reserved_gib,
+        torch_device=SimpleNamespace(type=device),
+    )
+    config = TrainConfig(**knobs)
+    parts: dict[str, Any] = {"meter": meter, "resident": None, "base": None, "lost_gib": 0.5, "managed_gib": 0.0}
+    probe = probe_of(request_of(config=config, trainer=trainer), **parts, _loss=None, _add_hooks=lambda: None)
+    if reserved_gib > 70.0:
+        with pytest.raises(torch.OutOfMemoryError, match=r"paged optimizer state needs 2\.00 GiB"):
+            probe._prepare()
+    else:
+        probe._prepare()
+        assert probe._loss == ("chunked" if config.loss == "chunked" and trainer == "transformers" else None)
+    assert asked == caps and (probe.limit_gib, probe.context_gib) == (70.0, 0.25)
+    assert probe.managed_gib == (2.0 if len(caps) == 2 else 0.0)
+    assert attention == [config.padding == "longest" and trainer == "transformers"]

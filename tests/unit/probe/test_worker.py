@@ -17,8 +17,9 @@ from autotune.catalog import resolve_model
 from autotune.core.probe_types import DeviceRates, OomDetail, Outcome, Phase, ProbeRequest, Rung
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
-from autotune.probe import device_rates, resident, worker
+from autotune.probe import device_rates, harness, resident, worker
 from autotune.probe.harness import BadLoss
+from tests.helpers.factories import measurement
 
 
 @pytest.mark.parametrize("size", ["num_labels", "num_hidden_layers"])
@@ -365,3 +366,68 @@ def test_output_goes_to_the_log_of_a_probe_behind_what_is_there(tmp_path: Path) 
             os.dup2(handle, number)
             os.close(handle)
     assert log.read_text() == "before\nout\nerr\n"
+
+
+@pytest.mark.parametrize(
+    ("retries", "retried_in", "expected"),
+    [
+        (0, None, (Outcome.OK, None)),
+        (2, Phase.BACKWARD, (Outcome.OOM, Phase.BACKWARD)),
+        (1, None, (Outcome.OOM, Phase.STEADY)),
+    ],
+)
+def test_a_try_tells_of_its_phases_and_of_memory_that_was_too_tight(
+    monkeypatch: pytest.MonkeyPatch, retries: int, retried_in: Phase | None, expected: tuple[Outcome, Phase | None]
+) -> None:
+    """A paged optimizer leaves 0.25 GiB behind, beside the 0.125 of an earlier probe."""
+    measured, closed, sent = measurement(alloc_retries=retries), list[bool](), list[dict[str, Any]]()
+    made = worker_on(Meter())
+    made._resident_for, made._send, made._lost_gib = (
+        lambda request: "base",
+        lambda **message: sent.append(message),
+        0.125,
+    )
+
+    def probe(request: ProbeRequest, base: Any, meter: Any, emit: Any, lost_gib: float, scratch: Any) -> Any:
+        assert (request, base, meter, lost_gib) == (REQUEST, "base", made.meter, 0.125)
+
+        def run() -> Any:
+            emit(Phase.FIRST_STEP)
+            return measured
+
+        recorder = SimpleNamespace(retried_in=retried_in)
+        return SimpleNamespace(run=run, recorder=recorder, managed_gib=0.25, close=lambda: closed.append(True))
+
+    monkeypatch.setattr(harness, "Probe", probe)
+    entered = [("total", 0.0)]
+    fields, reusable = made._attempt(REQUEST, entered)
+    assert (fields["outcome"], fields.get("phase")) == expected and fields["measurement"] is measured
+    assert ("oom" in fields) is ("reason" in fields) is (retries > 0)
+    assert reusable and closed == [True] and made._lost_gib == 0.375
+    phases = ["load", "first_step", "cleanup"]
+    assert sent == [{"event": "phase", "phase": phase} for phase in phases]
+    assert [name for name, _ in entered] == ["total", *phases]
+
+
+def test_a_try_that_fails_frees_the_cap_before_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = worker_on(meter := Meter())
+
+    def fail(request: ProbeRequest) -> None:
+        raise ValueError("no such model")
+
+    made._resident_for = fail
+    made._failure = lambda error, probe: {"outcome": Outcome.CRASH, "reason": str(error), "said": list(meter.said)}
+    fields, reusable = made._attempt(REQUEST, [("total", 0.0)])
+    assert fields["reason"] == "no such model" and fields["said"] == ["uncap"] and not reusable
+
+
+def test_faults_strike_the_trial_that_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    struck: list[Any] = []
+    monkeypatch.setattr(worker, "strike", lambda log, phase: struck.append((log, phase)))
+    made = worker_on(Meter())
+    made._resident_for = made._failure = lambda *_: {"outcome": Outcome.CRASH}  # it is no model
+    made._attempt(REQUEST, [("total", 0.0)])
+    assert not struck  # the worker's own first probe has no log
+    made.log = "trial-0003.log"
+    made._attempt(REQUEST, [("total", 0.0)])
+    assert struck == [("trial-0003.log", Phase.LOAD), ("trial-0003.log", Phase.CLEANUP)]
