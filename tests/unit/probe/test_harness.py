@@ -369,3 +369,25 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     assert asked == caps and (probe.limit_gib, probe.context_gib) == (70.0, 0.25)
     assert probe.managed_gib == (2.0 if len(caps) == 2 else 0.0)
     assert attention == [config.padding == "longest" and trainer == "transformers"]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_layers_are_compiled_alike_and_a_probe_may_compile_as_much_as_a_fresh_process(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Earlier probes have compiled five graphs. With adapters, the first layer's input requires gradients."""
+    compiled: list[Any] = []
+    required: list[bool] = []
+    dynamo = SimpleNamespace(recompile_limit=1, accumulated_recompile_limit=1, fail_on_recompile_limit_hit=False)
+    monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=dynamo), raising=False)
+    monkeypatch.setattr(module, "compiled_graphs", lambda: 5)
+    monkeypatch.setattr(module, "decoder_layers", lambda model: [model])
+    monkeypatch.setattr(module, "compile_layers", compiled.extend)
+    base = SimpleNamespace(enable_input_require_grads=lambda: required.append(True))
+    probe_of(request_of(config=TrainConfig(method=method)), base=base, model="model")._compile()
+    assert compiled == ["model"] and required == [True] * (method == "lora")
+    assert vars(dynamo) == {
+        "recompile_limit": 13,
+        "accumulated_recompile_limit": 13,
+        "fail_on_recompile_limit_hit": True,
+    }

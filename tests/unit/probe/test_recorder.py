@@ -431,3 +431,9 @@ def test_a_round_that_compiled_something_in_any_of_its_steps_is_not_timed(monkey
     assert of_kinds(long).first_timed == 4
     monkeypatch.setattr(module, "compiled_graphs", lambda: 0)
     assert of_kinds(long).first_timed == 2
+
+
+def test_each_of_several_micro_batches_counts_with_the_pause_after_it() -> None:
+    times = recorded([1.0, 2.0, 3.0, 4.0], gap=0.1, optimizer=0.2, fetch=0.4, steps_of=4).times()
+    assert times.micro_batches == pytest.approx([1.2, 2.2, 3.2, 4.2])  # a quarter of what making the batches takes
+    assert times.rests == pytest.approx([0.2]) and times.steps == pytest.approx([10.6])

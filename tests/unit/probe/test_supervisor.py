@@ -5,6 +5,7 @@ The answers are given: heat and crashes that come and go cannot be had at will. 
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,40 @@ def test_errors_of_the_cards_memory_that_were_there_before_end_nothing(
     monkeypatch.setattr(prober, "_nvml", Card())
     monkeypatch.setattr(prober, "_memory_errors", 3)
     assert outcomes(prober, 1) == [(Outcome.OK, True)]
+
+
+@pytest.mark.parametrize(
+    ("device", "found", "why_not"),
+    [
+        ("cpu", None, None),
+        ("cuda", COOL, None),
+        ("cuda", replace(OOM, reason="out of memory in load"), "out of memory in load"),
+        ("cuda", replace(OOM, reason=None), "oom"),
+    ],
+)
+def test_a_worker_is_checked_and_on_a_gpu_4_bit_weights_are(
+    started: Started, monkeypatch: pytest.MonkeyPatch, device: str, found: ProbeResult | None, why_not: str | None
+) -> None:
+    monkeypatch.setattr(supervisor.Nvml, "open", lambda: None)
+    _, scripts = started([READY, *([answer(found)] if found else [])])
+    assert supervisor.check_worker(device) == (FINGERPRINT, why_not)
+    asked = [told["request"]["config"]["quantization"] for told in scripts[0].told if told != "close"]
+    assert asked == (["nf4"] if found else []) and scripts[0].told[-1] == "close"
+
+
+def test_a_probe_without_an_answer_began_when_it_was_asked_for(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told in milliseconds, as the worker tells it."""
+    clock = iter([100.0, 107.5])
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
+    request = replace(REQUEST, depth=2)
+    before = datetime.now(UTC)
+    failed = supervisor._failed(
+        request, Outcome.CRASH, None, "it ended", supervisor.time.monotonic(), Path("a/one.log")
+    )
+    assert failed.seconds == {"total": 7.5} and failed.log == "one.log"
+    began = datetime.fromisoformat(failed.started_at or "")
+    taken = timedelta(seconds=7.5)
+    assert before - taken - timedelta(milliseconds=1) < began <= datetime.now(UTC) - taken
+    assert began.microsecond % 1000 == 0 and len(failed.started_at or "") == len("2026-11-22T12:00:00.000+00:00")
