@@ -28,7 +28,7 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.workload import Workload
 
 UNPACKED = {"packing": "false"}
-BASELINE = UNPACKED | {"padding": "longest", "compile": "none", "checkpointing": "full", "loss": "full"}
+BASELINE = UNPACKED | {"padding": "masked", "compile": "none", "checkpointing": "full", "loss": "full"}
 BASELINE |= {"micro_batch_size": "8", "lora_rank": "16", "seq_len": "4096", "optimizer": "adamw_torch_fused"}
 WAYS: dict[str, dict[str, str]] = {
     "baseline": BASELINE,

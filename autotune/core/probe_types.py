@@ -11,7 +11,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-PROBE_VERSION = 7  # raised when probes measure something else than before; stored results are then measured again
+PROBE_VERSION = 8  # raised when probes measure something else than before; stored results are then measured again
 SHARDINGS = ("none",)
 
 
@@ -273,8 +273,9 @@ class Measurement:
     device's queue fills, and it includes waiting.
     So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models; None
     where there are none. `time_error` is the relative error that extrapolated times may have, 0 where they were
-    measured. `evaluation_s` is the mean time of a micro batch that is only evaluated, `checkpoint_s` what writing a
-    checkpoint takes; None where that was not tried.
+    measured. `new_length_s` is how much longer a micro batch takes if its length is new to the process, since libraries
+    then make a plan; `evaluation_s` is the mean time of a micro batch that is only evaluated; `checkpoint_s` is what
+    writing a checkpoint takes. They are None where that was not tried.
     """
 
     step_s: tuple[float, ...]
@@ -289,6 +290,7 @@ class Measurement:
     host_share: float | None = None
     time_error: float = 0.0
     warm_s: float | None = None  # what the steps before the timed ones take where nothing has to be loaded or compiled
+    new_length_s: float | None = None
     row_length: int | None = None  # tokens of the longest rows, padding included
     evaluation_s: float | None = None
     checkpoint_s: float | None = None

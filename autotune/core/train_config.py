@@ -71,6 +71,16 @@ class TrainConfig:
         return self.checkpointing == "offload"
 
     @property
+    def has_mask(self) -> bool:
+        """Whether attention gets a mask: it keeps packed examples apart, or hides padding."""
+        return self.packing or self.padding == "masked"
+
+    @property
+    def has_any_length(self) -> bool:
+        """Whether micro batches are as long as the longest example in them, whatever that is."""
+        return self.padding in ("longest", "masked")
+
+    @property
     def lora_alpha(self) -> int | None:
         """The numerator of LoRA's scale: twice the rank, the common default, or a constant for rsLoRA."""
         if self.lora_rank is None:

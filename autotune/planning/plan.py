@@ -25,7 +25,7 @@ from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import Setup, known_shape, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
-from autotune.problem.task import BASELINE, Task
+from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study.named_configs import ConfigResult, cases
 from autotune.study.ranking import Scored, choose, why
@@ -181,7 +181,7 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
     longest = task.model.max_seq_len or max(LENGTHS)
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
     precision = "bf16_mixed" if task.device.supports_bf16 else "fp16_mixed"
-    lora = replace(BASELINE, precision=precision, attention=task.baselines[0].attention)
+    lora = replace(TrainConfig(), precision=precision, attention=task.baselines[0].attention)
     full = replace(lora, method="full")
     bases = [
         lora,

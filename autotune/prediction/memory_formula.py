@@ -277,8 +277,8 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         keep += scores * sizes.heads * config.seq_len
     else:
         keep += 4 * sizes.heads
-        if config.packing and config.attention.startswith("sdpa"):
-            # A mask keeps examples apart, and with a mask keys and values are repeated for each query head.
+        if config.has_mask and config.attention.startswith("sdpa"):
+            # With a mask keys and values are repeated for each query head.
             # Phi 3 keeps less of these: they are parts of one matrix product.
             keep += 2 * config.seq_len + (0 if sizes.family == "phi3" else 4 * (sizes.queries - sizes.keys))
     if sizes.family == "qwen3":  # which normalises queries and keys of each head

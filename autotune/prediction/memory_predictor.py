@@ -170,11 +170,12 @@ def static_gib(measurement: Measurement, micro_steps: int) -> float:
 
 def _compute_signature(config: TrainConfig, micro_steps: int) -> tuple[object, ...]:
     """Everything that decides how many bytes a step needs for each token."""
-    # Memory is linear in the length of a row only if neither attention scores nor a mask, which packed rows need, are
-    # stored for each pair of tokens.
-    length = 0 if config.attention != "eager" and not config.packing else config.seq_len
+    # Memory is linear in the length of a row only if neither attention scores nor a mask are stored for each pair of
+    # tokens.
+    length = 0 if config.attention != "eager" and not config.has_mask else config.seq_len
     return (
         *(getattr(config, name) for name in _compute_knobs()),
+        config.has_mask,
         config.optimizer if config.method == "full" else None,
         min(micro_steps, 2),
         length,

@@ -5,13 +5,16 @@ step of the probe has one or two micro batches (up to four when confirming); `pr
 run's step from them. Failures leave as exceptions: nothing here decides what an outcome means.
 """
 
+import itertools
 import math
 import operator
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,11 +36,14 @@ from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
 from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
 from autotune.probe.runtime.patches import choose_attention
+from autotune.probe.schedule import new_lengths_to_time
 
 RECORDED_LOSSES = 8
 LARGEST_CHECKPOINT_GIB = 4.0  # of a larger one only the weights are saved in a probe
 RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
 DIFFERENT_ROWS = 64  # about as many; a longer probe repeats them
+# Micro batches, as rows and tokens of a row, that this process has trained on where libraries plan for each length.
+_SEEN_LENGTHS: set[tuple[int, int]] = set()
 
 Tensors = dict[str, torch.Tensor]  # a row: its token ids, labels and, if packed, positions
 
@@ -51,9 +57,15 @@ class WrongPrecision(Exception):
 
 
 def random_rows(
-    kind: MicroBatch, vocab_size: int, generator: torch.Generator, *, packing: bool, trained_share: float = 1.0
+    kind: MicroBatch,
+    vocab_size: int,
+    generator: torch.Generator,
+    *,
+    packing: bool,
+    masked: bool = False,
+    trained_share: float = 1.0,
 ) -> list[Tensors]:
-    """The rows of a micro batch of this kind, of random tokens and without attention mask, as the full run's are.
+    """The rows of a micro batch of this kind, of random tokens, as the full run's are.
 
     Their tokens differ: a card at its power limit may multiply equal ones faster.
     """
@@ -62,7 +74,7 @@ def random_rows(
         return rows.with_prompt(torch.randint(0, vocab_size, (length,), generator=generator), trained_share)
 
     examples = [[example(length) for length in lengths] for lengths in kind.rows]
-    batch = rows.collate(examples, [kind.length], packing)
+    batch = rows.collate(examples, [kind.length], packing, masked=masked)
     return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
 
@@ -150,6 +162,7 @@ class Probe:
         self.limit_gib = 0.0
         self.context_gib: float | None = None
         self._loss: Callable[..., torch.Tensor] | None = None  # None leaves it to the model
+        self._new_length_s: float | None = None
         self._evaluation_s: float | None = None
         self._checkpoint_s: float | None = None
         self._hooks: list[Any] = []
@@ -170,6 +183,8 @@ class Probe:
             losses = [float(loss) for loss in self.recorder.losses]
             if not all(math.isfinite(loss) and loss != 0.0 for loss in losses):
                 raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
+            if self._plans_by_length:
+                self._new_length_s = self._time_new_lengths()
             if self.request.evaluate:
                 self._evaluate_and_save()
         return self._measurement(losses)
@@ -312,7 +327,7 @@ class Probe:
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
         """The rows of micro batches of these kinds, one after another. Each kind has a few different micro batches."""
         request, generator = self.request, torch.Generator().manual_seed(seed)
-        kinds, packing = request.kinds, request.config.packing
+        kinds = request.kinds
         num_different = math.ceil(DIFFERENT_ROWS / (len(kinds) * request.config.micro_batch_size))
         made: dict[tuple[int, int], list[Tensors]] = {}
         seen = Counter[int]()
@@ -320,16 +335,61 @@ class Probe:
         for index in order:
             key = index, seen[index] % num_different
             if key not in made:
-                made[key] = random_rows(
-                    kinds[index],
-                    self.base.config.vocab_size,
-                    generator,
-                    packing=packing,
-                    trained_share=request.trained_share,
-                )
+                made[key] = self._random_rows(kinds[index], generator)
             in_order += made[key]
             seen[index] += 1
         return in_order
+
+    def _random_rows(self, kind: MicroBatch, generator: torch.Generator) -> list[Tensors]:
+        config = self.request.config
+        return random_rows(
+            kind,
+            self.base.config.vocab_size,
+            generator,
+            packing=config.packing,
+            masked=config.padding == "masked",
+            trained_share=self.request.trained_share,
+        )
+
+    @property
+    def _plans_by_length(self) -> bool:
+        """Whether torch may choose an attention that plans for each length, where micro batches have many."""
+        config = self.request.config
+        uneven = len({kind.length for kind in self.request.kinds}) > 1
+        return uneven and config.has_any_length and (config.padding == "masked" or self.request.trainer == "trl")
+
+    def _time_new_lengths(self) -> float:
+        """How much longer a micro batch takes whose length is new to this process than the next of that length."""
+        request, recorder, meter = self.request, self.recorder, self.meter
+        config, frequent = request.config, max(request.kinds, key=lambda kind: kind.share)
+        _SEEN_LENGTHS.update((config.micro_batch_size, kind.length) for kind in request.kinds)
+        shorter = (length for length in range(frequent.length - 1, 1, -1))
+        new = (length for length in shorter if (config.micro_batch_size, length) not in _SEEN_LENGTHS)
+        number = new_lengths_to_time(statistics.fmean(recorder.times().micro_batches))
+        later: list[float] = []
+        generator = torch.Generator().manual_seed(request.seed)
+        for length in itertools.islice(new, number):
+            _SEEN_LENGTHS.add((config.micro_batch_size, length))
+            kind = replace(frequent, rows=tuple((min(row[0], length),) for row in frequent.rows), length=length)
+            made = self._random_rows(kind, generator)
+            if request.trainer == "trl":
+                from autotune.probe.trl_trainer import unpadded
+
+                made = list(unpadded(made))
+            marks = [meter.mark()]
+            for _ in range(2):
+                self._train_on(self.trainer.data_collator(made))
+                meter.synchronize()
+                marks.append(meter.mark())
+            first, second = itertools.starmap(meter.seconds, pairwise(marks))
+            later.append(first - second)
+        return max(statistics.fmean(later), 0.0) if later else 0.0
+
+    def _train_on(self, batch: Tensors) -> None:
+        """Forward and backward pass of a micro batch that is not recorded."""
+        num_targets = (batch["labels"] != rows.IGNORED).sum().to(self.meter.torch_device)
+        super(Recorded, self.trainer).training_step(self.model, batch, num_targets)
+        self.trainer.optimizer.zero_grad()
 
     def _evaluate_and_save(self) -> None:
         """Evaluate a micro batch of each kind, and save adapters as the run does: in a checkpoint, if that is small.
@@ -373,6 +433,7 @@ class Probe:
             kind_s=times.kinds,
             warm_s=recorder.warm_s(times),
             host_micro_s=recorder.host_micro_s(),
+            new_length_s=self._new_length_s,
             evaluation_s=self._evaluation_s,
             checkpoint_s=self._checkpoint_s,
             row_length=self.request.longest.length,

@@ -31,13 +31,13 @@ def trl_trainer(
     return trainer(
         model=model,
         args=SFTConfig(dataset_kwargs={"skip_prepare_dataset": True}, **settings),
-        train_dataset=_dataset(list(different.values())).select([places[id(row)] for row in rows]),
-        eval_dataset=_dataset(held_out),
+        train_dataset=unpadded(list(different.values())).select([places[id(row)] for row in rows]),
+        eval_dataset=unpadded(held_out),
         processing_class=tokenizer(),
     )
 
 
-def _dataset(rows: list[dict[str, torch.Tensor]]) -> Any:
+def unpadded(rows: list[dict[str, torch.Tensor]]) -> Any:
     """The rows without their padding: the last token of an example has a label, padding has none."""
     lengths = [1 + int((row["labels"] != IGNORED).nonzero()[-1]) for row in rows]
     pairs = list(zip(rows, lengths, strict=True))

@@ -182,15 +182,25 @@ def _narrow_padding_to_trl(narrowing: Narrowing) -> None:
     named = narrowing.space.knob("padding")
     alike = named is None or {"bucket", "max_length"} & set(named.choices())
     narrowing.remove("padding", {"bucket"}, "TRL pads to the longest row of a micro batch, or all rows to one length")
+    narrowing.remove("padding", {"masked"}, "TRL gives all rows a mask: for it, that is `longest`")
     if alike and "longest" in narrowing.space.choices("padding") and narrowing.space.choices("compile") != ("none",):
         narrowing.pin("padding", "max_length")
         narrowing.only_with("padding", "compile", ("per_layer",))
 
 
-def narrow_padding(narrowing: Narrowing) -> None:
-    """Search compilation only with packed rows where the others may only be padded to the longest of a micro batch."""
+def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
+    """Search compilation only with packed rows where the others may only be padded to the longest of a micro batch.
+
+    Examples of one length have no padding that a mask could hide.
+    """
     padding = narrowing.space.knob("padding")
-    if padding is None or padding.choices() != ("longest",):
+    if padding is None:
+        return
+    others = set(padding.choices()) - {"masked"}
+    if others and len(workload.lengths.counts) == 1:
+        narrowing.space, _ = narrowing.space.narrow("padding", others.__contains__, "no row has padding")
+        narrowing.reserve, _ = narrowing.reserve.narrow("padding", others.__contains__, "no row has padding")
+    if others - {"longest"}:
         return
     reason = "rows padded to the longest of each micro batch have too many lengths to compile for"
     if True in narrowing.space.choices("packing") and "per_layer" in narrowing.space.choices("compile"):

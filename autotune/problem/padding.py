@@ -77,6 +77,12 @@ def sorted_together(examples: int, step_examples: int) -> int:
 
 
 @lru_cache(maxsize=1024)
+def new_length_share(draw: Draw, number: int) -> float:
+    """The expected share of `number` micro batches whose longest row is of a length that none before them had."""
+    return sum(1 - (1 - min(one.share, 1.0)) ** number for one in batch_maxima(draw)) / number
+
+
+@lru_cache(maxsize=1024)
 def padded_tokens(draw: Draw, *, bucketed: bool) -> float:
     """Tokens to which a row is padded on average: the longest of its micro batch, or the next of `buckets`."""
     maxima = batch_maxima(draw)

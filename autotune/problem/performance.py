@@ -64,24 +64,31 @@ class Performance:
         return ratio * (1 + low) / (1 + slowest), ratio * (1 + high) / (1 + fastest)
 
 
-def step_time_s(measurement: Measurement, accumulation: int) -> float:
-    """Seconds of one optimizer step: `accumulation` micro batches and the rest of a step, the median of each."""
-    micro = statistics.median(measurement.micro_step_s)
+def step_time_s(measurement: Measurement, accumulation: int, new_length_share: float = 0.0) -> float:
+    """Seconds of one optimizer step: `accumulation` micro batches and the rest of a step, the median of each.
+
+    The share of the micro batches that are of a new length take longer, by as much as was measured of that.
+    """
+    micro = statistics.median(measurement.micro_step_s) + new_length_share * (measurement.new_length_s or 0.0)
     rest = statistics.median(measurement.rest_s) if measurement.rest_s else 0.0
     return accumulation * micro + rest
 
 
-def step_spread(measurements: Sequence[Measurement], accumulation: int) -> tuple[float, float]:
+def step_spread(
+    measurements: Sequence[Measurement], accumulation: int, new_length_share: float = 0.0
+) -> tuple[float, float]:
     """The range of the timed steps of these probes, relative to the step time that is reported for them.
 
     A probe that timed one step counts with its micro batches. The range is at least the difference between probes, or
     the possible error of an extrapolated time; a single time gets an assumed range.
     """
-    reported = statistics.median(step_time_s(measurement, accumulation) for measurement in measurements)
+    reported = statistics.median(
+        step_time_s(measurement, accumulation, new_length_share) for measurement in measurements
+    )
     samples = []
     for measurement in measurements:
         times = measurement.step_s if len(measurement.step_s) > 1 else measurement.micro_step_s
-        scale = step_time_s(measurement, accumulation) / statistics.median(times)
+        scale = step_time_s(measurement, accumulation, new_length_share) / statistics.median(times)
         samples += [seconds * scale for seconds in times]
     error = max(*(measurement.time_error for measurement in measurements), UNSEEN if len(samples) == 1 else AGAIN)
     return min(min(samples) / reported - 1.0, -error), max(max(samples) / reported - 1.0, error)
@@ -97,11 +104,12 @@ def performance(
 ) -> Performance:
     """The median of measurements of a configuration. Raises ValueError if its micro batch does not divide the batch."""
     shape = workload.run_shape(config)
-    step = statistics.median(step_time_s(measurement, shape.accumulation) for measurement in measurements)
+    new = workload.new_length_share(config)
+    step = statistics.median(step_time_s(measurement, shape.accumulation, new) for measurement in measurements)
     mfu = None
     if flops_per_token and peak_tflops:
         mfu = flops_per_token * shape.useful_tokens_per_step / step / (peak_tflops * 1e12 * shape.world_size)
-    return Performance.of_steps(shape, step, spread=step_spread(measurements, shape.accumulation), mfu=mfu)
+    return Performance.of_steps(shape, step, spread=step_spread(measurements, shape.accumulation, new), mfu=mfu)
 
 
 def score(result: ProbeResult, workload: Workload) -> float | None:

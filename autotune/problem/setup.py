@@ -87,7 +87,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     floors = Floors(**{item.name: getattr(spec, item.name) for item in fields(Floors)})
     constraints.apply_floors(narrowing, workload, floors)
     constraints.narrow_packing(narrowing, workload, model.config["model_type"])
-    constraints.narrow_padding(narrowing)
+    constraints.narrow_padding(narrowing, workload)
     warnings = _warnings(spec, narrowing, workload)
     calibration = calibration_of(spec, target.measured_on or target.device, say)
     carried = target.carried

@@ -16,7 +16,8 @@ from autotune.problem.run_options import RunOptions
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.workload import Workload
 
-BASELINE = TrainConfig()  # what guides give: it is measured first, and the winner is compared with it
+# What guides give, with the rows of the usual trainers. It is measured first, and the winner is compared with it.
+BASELINE = TrainConfig(padding="masked")
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, which leave no room for what is cached

@@ -14,7 +14,15 @@ from autotune.core.probe_types import MicroBatch
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.packing import Rows, packed_rows
-from autotune.problem.padding import Draw, bucket_shares, buckets, padded_tokens, sorted_together, stand_ins
+from autotune.problem.padding import (
+    Draw,
+    bucket_shares,
+    buckets,
+    new_length_share,
+    padded_tokens,
+    sorted_together,
+    stand_ins,
+)
 
 PROBED_ROWS = 8  # different rows that a probe trains on in turn
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # an order of rows sorted by length in which any few neighbours differ much
@@ -184,9 +192,19 @@ class Workload:
 
     def padded_lengths(self, config: TrainConfig) -> tuple[int, ...]:
         """The lengths to the next of which rows are padded; () where it is the longest row of each micro batch."""
-        if config.padding == "longest":
+        if config.has_any_length:
             return ()
         return (config.seq_len,) if config.padding == "max_length" else buckets(self._draw(config))
+
+    def new_length_share(self, config: TrainConfig, micro_batches: int | None = None) -> float:
+        """The share of the run's micro batches, or of its first `micro_batches`, of a length that none had before.
+
+        0 where rows have few lengths.
+        """
+        if not config.has_any_length:
+            return 0.0
+        shape = self.run_shape(config)
+        return new_length_share(self._draw(config), micro_batches or shape.num_steps * shape.accumulation)
 
     def _draw(self, config: TrainConfig) -> Draw:
         size, grouped = config.micro_batch_size, 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from autotune.core.probe_types import Measurement, ModelShape, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.probe.schedule import Schedule
+from autotune.probe.schedule import Schedule, new_lengths_to_time
 
 WHOLE = 0  # the depth of a whole model here
 EVALUATED = 0.5  # at most of the time of a micro batch that is trained on: its forward pass
@@ -18,11 +18,15 @@ FIRST_MICROS = 12  # at most so many average micro batches are in lead and first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probed:
-    """Seconds of a micro batch on average, and of the lead and the first round, with so many in a step."""
+    """Seconds of a micro batch on average, and of the lead and the first round, with so many in a step.
+
+    `new_length_s` is how much longer one of a new length takes, None where that is not tried.
+    """
 
     micro_s: float
     first_s: float
     micro_steps: int
+    new_length_s: float | None
 
 
 @dataclass(slots=True)
@@ -42,7 +46,7 @@ class ProbeTimes:
         first_s = seconds.get("first_step", seconds["total"])
         if result.config.compile != "none":  # compiled code is there the next time
             first_s = min(first_s, FIRST_MICROS * micro_s)
-        probed = _Probed(micro_s=micro_s, first_s=first_s, micro_steps=steps)
+        probed = _Probed(micro_s=micro_s, first_s=first_s, micro_steps=steps, new_length_s=measurement.new_length_s)
         self._probed.setdefault(result.config, {})[depth] = probed
         self._loads_s[depth] = max(self._loads_s.get(depth, 0.0), seconds.get("load", 0.0))
 
@@ -63,7 +67,10 @@ class ProbeTimes:
         timed_s = (num_rounds - schedule.first_counts(micro_s)) * round_s
         load_s = self._loads_s[WHOLE] if WHOLE in self._loads_s else self._line(self._loads_s)
         evaluated_s = schedule.evaluated_micros * micro_s * EVALUATED if request.evaluate else 0.0
-        return load_s + first_s + timed_s + evaluated_s
+        new_lengths_s = 0.0
+        if known.new_length_s is not None:
+            new_lengths_s = new_lengths_to_time(micro_s) * (2 * micro_s + known.new_length_s)
+        return load_s + first_s + timed_s + new_lengths_s + evaluated_s
 
     def _line(self, by_depth: dict[int, float]) -> float:
         """The value of the whole model on the line through two depths; in proportion where there is one."""

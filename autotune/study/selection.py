@@ -23,7 +23,6 @@ from autotune.study.summary import Candidate, Recipe
 
 # Measurements of one configuration that differ by more than this were disturbed: one more is taken, the median counts.
 DISAGREEMENT = 0.05
-PLANNED_BY_LENGTH = ("hopper", "blackwell")  # where torch prefers cuDNN's attention, which plans for each length
 MAX_STEP_TIME_GAP = 0.03  # relative, between search and confirmation; a larger gap is reported
 
 
@@ -445,12 +444,6 @@ def _assumptions(task: Task, config: TrainConfig) -> list[str]:
             f"probed on {task.measured_on.name} with its memory capped to what {task.device.name} offers: memory is "
             f"measured; speeds are projected by data sheets{calibrated} (products {faster}), the host's part as it is "
             "here; power, clocks and kernels are those of the card that probed"
-        )
-    any_length = config.padding == "longest" and not config.packing and len(lengths.counts) > 1
-    if task.trainer == "trl" and any_length and task.device.arch in PLANNED_BY_LENGTH:
-        caveats.append(
-            "TRL leaves the choice of attention to torch, which takes cuDNN's on such cards: that plans for each new "
-            "length of a micro batch, of which probes have few, so the full run may be slower"
         )
     cut = workload.truncated(config.seq_len)
     if cut > 0:

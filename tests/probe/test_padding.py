@@ -44,3 +44,23 @@ def test_a_probe_times_each_kind_of_micro_batch_and_weighs_the_longest(
     short = measured(replace(request(**sizes | {"seq_len": 400}), micro_steps=2))
     assert padded.peak_allocated_gib == pytest.approx(full.peak_allocated_gib, rel=0.03)
     assert padded.peak_allocated_gib > 1.5 * short.peak_allocated_gib
+
+
+@pytest.mark.probe
+def test_a_mask_hides_padding_and_changes_nothing_else(prober: WorkerProber, tmp_path: Path) -> None:
+    """Padding on the right is seen by no token before it. What new lengths take is tried where there is a mask."""
+    lengths = Workload(lengths=Lengths.of([20, 30, 90], "counted"))
+
+    def measured(padding: str) -> Measurement:
+        asked = request(precision="fp32", micro_batch_size=2, padding=padding, checkpointing="none")
+        kinds = lengths.micro_batches(asked.config)
+        assert len({kind.length for kind in kinds}) == 3
+        result = prober.probe(replace(asked, micro_batches=kinds), tmp_path / "probe.log")
+        assert result.measurement is not None, result.reason
+        return result.measurement
+
+    plain, masked = measured("longest"), measured("masked")
+    assert masked.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert plain.new_length_s is None and masked.new_length_s is not None and masked.new_length_s >= 0
+    again = measured("masked")
+    assert again.losses == pytest.approx(masked.losses, rel=1e-5)

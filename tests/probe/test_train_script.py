@@ -69,6 +69,7 @@ _PADDED: list[dict[str, Any]] = [
     {"padding": "bucket", "micro_batch_size": 1},  # eight lengths: some must be padded
     {"padding": "max_length"},
     {"padding": "longest", "group_by_length": True},
+    {"padding": "masked"},
 ]
 _LENGTHS = [3, 5, 8, 11, 15, 19, 24, 30]  # two steps of four rows
 

@@ -85,7 +85,9 @@ def verify(
         run_format = _run_trl if form == "trl" else _run_train
         result = run_format(recipe, folder, steps, lengths, run)
     if isinstance(result, dict):
-        prediction = replace(prediction, promised_step_s=_step_s_of(recipe, result.get("padded_tokens_per_step")))
+        promised_s = _step_s_of(recipe, result.get("padded_tokens_per_step"))
+        promised_s += _plans_s(recipe, prediction.micro_steps + recipe.accumulation)
+        prediction = replace(prediction, promised_step_s=promised_s)
     return with_result(prediction, result, steps)
 
 
@@ -107,6 +109,14 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     ]
     slope = sum(one for one, _ in moments) / sum(square for _, square in moments) / winner.config.micro_batch_size
     return step_s + slope * (padded_tokens - shape.tokens_per_step)
+
+
+def _plans_s(recipe: Recipe, micro_batches: int) -> float:
+    """How much longer a step of so short a run takes, since more of its micro batches are of a length that is new."""
+    more = recipe.workload.new_length_share(recipe.config, micro_batches) - recipe.workload.new_length_share(
+        recipe.config
+    )
+    return recipe.accumulation * more * (recipe.winner.measurement.new_length_s or 0.0)
 
 
 class _StepReporter:

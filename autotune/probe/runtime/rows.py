@@ -1,4 +1,4 @@
-"""The rows to train on: one example a row, or several packed into it; padded on the right, without attention mask."""
+"""The rows to train on: one example a row, or several packed into it; padded on the right, mostly without a mask."""
 
 import bisect
 import math
@@ -131,8 +131,10 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     return rows
 
 
-def collate(rows: list[Row], padded_lengths: Sequence[int], packing: bool) -> dict[str, torch.Tensor]:
-    """A batch (rows x length) of input_ids and labels; with `packing` also position_ids.
+def collate(
+    rows: list[Row], padded_lengths: Sequence[int], packing: bool, *, masked: bool = False
+) -> dict[str, torch.Tensor]:
+    """A batch (rows x length) of input_ids and labels; with `packing` also position_ids, if `masked` attention_mask.
 
     The length is that of the longest row, or the next of `padded_lengths`, which ascend. Positions that restart keep
     packed examples apart: no example attends to another in its row. No token is predicted across a seam, no padding is,
@@ -152,6 +154,9 @@ def collate(rows: list[Row], padded_lengths: Sequence[int], packing: bool) -> di
     batch = {"input_ids": torch.stack(tokens), "labels": torch.stack(labels)}
     if packing:
         batch["position_ids"] = torch.stack(positions)
+    if masked:
+        num_tokens_each = torch.tensor([num_tokens(row) for row in rows])
+        batch["attention_mask"] = (torch.arange(length) < num_tokens_each[:, None]).long()
     return batch
 
 

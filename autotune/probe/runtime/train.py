@@ -153,7 +153,12 @@ def make_trainer(
             run_name=settings.run_name,
             **arguments,
         ),
-        functools.partial(rows.collate, padded_lengths=settings.padded_lengths, packing=settings.packing),
+        functools.partial(
+            rows.collate,
+            padded_lengths=settings.padded_lengths,
+            packing=settings.packing,
+            masked=settings.padding == "masked",
+        ),
         train_rows,
         eval_rows,
         compute_loss_func=loss,

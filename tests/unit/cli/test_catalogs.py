@@ -64,7 +64,7 @@ def test_spaces():
     cells = [cell.strip() for cell in row.strip("│┃ ").split("│")]
     assert cells[:3] == [
         "lora",
-        "34,560",
+        "41,472",
         "micro_batch_size, seq_len, lora_rank, precision, optimizer, checkpointing, compile, loss, packing, padding",
     ]
     assert cells[3].endswith("search_spaces/lora.yaml")

@@ -36,6 +36,7 @@ CONFIGS = [
     TrainConfig(loader_workers=2, kernels="liger"),
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload"),
     TrainConfig(padding="max_length", group_by_length=True),
+    TrainConfig(padding="masked"),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 
@@ -124,7 +125,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "loader_workers": data["dataloader_num_workers"] == config.loader_workers,
         "packing": data["packing"] is False and not config.packing,
         "padding": data.get("pad_to_multiple_of")
-        == {"longest": None, "max_length": config.seq_len}.get(config.padding, 0),
+        == {"longest": None, "masked": None, "max_length": config.seq_len}.get(config.padding, 0),
         "group_by_length": data.get("train_sampling_strategy", "random")
         == ("group_by_length" if config.group_by_length else "random"),
         "dora": data.get("use_dora", False) is config.dora,

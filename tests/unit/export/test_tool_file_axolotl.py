@@ -41,6 +41,7 @@ CONFIGS = [
     TrainConfig(attention="sdpa_cudnn", packing=True, checkpointing="offload", quantization="nf4", loss="chunked"),
     TrainConfig(padding="max_length", seq_len=1000),
     TrainConfig(group_by_length=True),
+    TrainConfig(padding="masked"),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 HOSTILE = [
@@ -109,7 +110,7 @@ def test_what_axolotl_would_choose_by_itself_is_chosen(config: TrainConfig) -> N
     assert kernels == ({False} if config.method == "lora" else {None})
     assert data["tf32"] is False and data["excess_length_strategy"] == "truncate"
     # Left out, it pads to multiples.
-    filled = {"longest": False, "bucket": None, "max_length": True}[config.padding]
+    filled = {"longest": False, "masked": False, "bucket": None, "max_length": True}[config.padding]
     assert data.get("pad_to_sequence_len") is filled
     multiple = data.get("pad_to_multiple_of", 64)
     assert filled is False or multiple * -(-config.seq_len // multiple) == config.seq_len  # what rows are padded to

@@ -1,5 +1,6 @@
 """What a probe trains on, what it says of its memory and times, and which losses it does not believe."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_a_loss_of_exactly_nothing_is_as_bad_as_one_that_is_no_number(losses: tu
     """Such as of a model whose layers return zeros."""
     idle = SimpleNamespace(train=lambda: None)
     probe: Any = object.__new__(Probe)
-    probe.request, probe.scratch = SimpleNamespace(evaluate=False), None
+    probe.request, probe.scratch = request_of(evaluate=False), None
     probe.meter = SimpleNamespace(reset_peak=idle.train, synchronize=idle.train, return_freed=lambda resident_gib: None)
     probe.recorder = SimpleNamespace(
         begin=lambda phase: None,
@@ -95,6 +96,58 @@ def test_a_row_that_is_not_packed_is_padded_and_its_last_part_alone_is_trained_o
     ]
     assert all(0 <= token < 50 for row in made for token in row["input_ids"].tolist())
     assert made[0]["input_ids"][:4].unique().numel() > 1
+
+
+def test_a_masked_row_has_its_mask() -> None:
+    kind = MicroBatch(rows=((4,), (2,)), length=6, share=1.0)
+    made = random_rows(kind, 50, torch.Generator().manual_seed(0), packing=False, masked=True)
+    assert [row["attention_mask"].tolist() for row in made] == [[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
+
+
+LONG, SHORT = (MicroBatch(rows=((length,), (4,)), length=length, share=0.5) for length in (40, 9))
+
+
+@pytest.mark.parametrize(
+    ("padding", "trainer", "kinds", "planned"),
+    [
+        ("masked", "transformers", (LONG, SHORT), True),
+        ("masked", "transformers", (LONG, LONG), False),
+        ("longest", "transformers", (LONG, SHORT), False),  # cuDNN is left out
+        ("longest", "trl", (LONG, SHORT), True),
+        ("bucket", "trl", (LONG, SHORT), False),
+    ],
+)
+def test_new_lengths_are_tried_where_torch_may_plan_for_each(
+    padding: str, trainer: str, kinds: tuple[MicroBatch, ...], planned: bool
+) -> None:
+    probe = probe_of(request_of(*kinds, config=TrainConfig(micro_batch_size=2, padding=padding), trainer=trainer))
+    assert probe._plans_by_length is planned
+
+
+def test_a_new_length_takes_longer_by_what_its_first_micro_batch_does_more_than_its_second() -> None:
+    """A clock that ticks once for each micro batch, and three times more for the first of a length."""
+    clock, trained, seen = [0.0], list[int](), set[int]()
+
+    def train_on(batch: list[dict[str, torch.Tensor]]) -> None:
+        trained.append(length := len(batch[0]["input_ids"]))
+        clock[0] += 1.0 + 3.0 * (length not in seen)
+        seen.add(length)
+
+    config = TrainConfig(micro_batch_size=2, padding="masked", seq_len=77)
+    kinds = (replace(SHORT, share=0.7), replace(LONG, share=0.3), replace(SHORT, length=7, share=0.0))
+    probe = probe_of(
+        request_of(*kinds, config=config),
+        base=SimpleNamespace(config=SimpleNamespace(vocab_size=50)),
+        meter=SimpleNamespace(mark=lambda: clock[0], synchronize=lambda: None, seconds=lambda begin, end: end - begin),
+        recorder=SimpleNamespace(times=lambda: SimpleNamespace(micro_batches=(0.5, 0.7))),
+        trainer=SimpleNamespace(data_collator=lambda rows: rows),
+        _train_on=train_on,
+    )
+    assert probe._time_new_lengths() == 3.0
+    # Four seconds allow three lengths at 0.6 s a micro batch: the next below the most frequent, 9, but for the known 7.
+    assert trained == [8, 8, 6, 6, 5, 5]
+    probe.recorder = SimpleNamespace(times=lambda: SimpleNamespace(micro_batches=(60.0,)))
+    assert probe._time_new_lengths() == 3.0 and trained[6:] == [4, 4]  # one at least, and none twice
 
 
 def test_positions_of_a_packed_row_restart_at_each_example() -> None:
@@ -245,6 +298,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
         resident=SimpleNamespace(model_gib=2.0, adapters_gib=lambda: 1.0),
         limit_gib=7.0,
         context_gib=0.25,
+        _new_length_s=0.125,
         _evaluation_s=0.75,
         _checkpoint_s=None,
     )
@@ -260,6 +314,7 @@ def test_a_measurement_is_what_was_recorded(device: str) -> None:
     assert (found.loss_first, found.loss_last) == (12.0, 1.0) and found.losses == tuple(range(12, 4, -1))
     assert (found.trainable_params, found.total_params) == (1024, 2048)
     assert (found.evaluation_s, found.checkpoint_s, found.context_gib) == (0.75, None, 0.25)
+    assert found.new_length_s == 0.125
 
 
 class Plain:

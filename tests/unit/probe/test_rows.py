@@ -36,6 +36,13 @@ def test_a_batch_that_is_not_packed_has_no_positions() -> None:
     }
 
 
+def test_a_mask_hides_padding() -> None:
+    batch = rows.collate([[torch.tensor([5, -7])], [torch.tensor([8])]], [3], False, masked=True)
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0]]
+    assert batch["attention_mask"].dtype == torch.int64
+    assert batch.keys() == {"input_ids", "labels", "attention_mask"}
+
+
 def test_lengths_are_read_from_a_file_and_cut(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_text("7\n\n300\n")
     assert rows.read_lengths(str(tmp_path / "lengths"), 100) == [7, 100]

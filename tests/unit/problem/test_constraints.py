@@ -34,6 +34,8 @@ from autotune.problem.workload import Workload
 
 WORKLOAD = Workload(examples=1000, lengths=Lengths.constant(1024), global_batch=32)
 
+LONG_TAILED = Workload(lengths=Lengths.of([100, 200, 4000], "counted"))
+
 
 def space(**knobs) -> SearchSpace:
     return SearchSpace(name="test", knobs=tuple(Knob(name=name, values=values) for name, values in knobs.items()))
@@ -344,7 +346,7 @@ def lost_by(narrow: Callable[[Narrowing], None]) -> dict[str, set[Any]]:
 def test_what_is_padded_to_the_longest_is_compiled_only_where_it_is_packed():
     searched = space(padding=("longest",), packing=(True, False), compile=("none", "per_layer"))
     narrowing = Narrowing(space=searched, reserve=searched)
-    narrow_padding(narrowing)
+    narrow_padding(narrowing, LONG_TAILED)
     assert [str(removal) for removal in narrowing.removals] == [
         "compile per_layer: without packing: rows padded to the longest of each micro batch have too many lengths to "
         "compile for"
@@ -554,7 +556,9 @@ def test_trl_pads_nothing_where_nothing_is_compiled() -> None:
     [
         ({"padding": ("longest",)}, ("none",)),
         ({"padding": ("longest",), "packing": (False,)}, ("none",)),
+        ({"padding": ("longest", "masked")}, ("none",)),
         ({"padding": ("longest", "bucket")}, ("none", "per_layer")),
+        ({"padding": ("longest", "bucket", "masked")}, ("none", "per_layer")),
         ({"padding": ("bucket",)}, ("none", "per_layer")),
         ({}, ("none", "per_layer")),
     ],
@@ -563,11 +567,22 @@ def test_rows_that_can_only_be_padded_to_the_longest_are_not_compiled(
     knobs: dict[str, tuple[Any, ...]], left: tuple[str, ...]
 ) -> None:
     narrowing = unnarrowed(**COMPILED, **knobs)
-    narrow_padding(narrowing)
+    narrow_padding(narrowing, LONG_TAILED)
     assert both(narrowing, "compile") == left and when(narrowing, "compile") is None
     uncompiled = unnarrowed(padding=("longest",), packing=(True, False), compile=("none",))
-    narrow_padding(uncompiled)
+    narrow_padding(uncompiled, LONG_TAILED)
     assert not uncompiled.removals and when(uncompiled, "compile") is None
+
+
+def test_examples_of_one_length_need_no_mask() -> None:
+    alike = Workload(lengths=Lengths.constant(512, "given"))
+    for workload, left in ((alike, ("longest", "bucket")), (LONG_TAILED, ("longest", "bucket", "masked"))):
+        narrowing = unnarrowed(padding=("longest", "bucket", "masked"))
+        narrow_padding(narrowing, workload)
+        assert both(narrowing, "padding") == left and not narrowing.removals
+    asked_for = unnarrowed(padding=("masked",))
+    narrow_padding(asked_for, alike)
+    assert both(asked_for, "padding") == ("masked",)
 
 
 # --- floors and the reserve

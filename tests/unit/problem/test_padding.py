@@ -17,6 +17,7 @@ from autotune.problem.padding import (
     batch_maxima,
     bucket_shares,
     buckets,
+    new_length_share,
     padded_tokens,
     sorted_together,
     stand_ins,
@@ -42,6 +43,18 @@ def test_the_longest_of_a_micro_batch_as_it_is_drawn(size: int) -> None:
     )
     at_most = sum(one.share for one in maxima if one.up_to <= 500)
     assert at_most == pytest.approx(sum(one <= 500 for one in drawn) / len(drawn), abs=0.02)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("number", [1, 30, 400])
+def test_how_many_micro_batches_are_of_a_length_that_none_before_had(size: int, number: int) -> None:
+    generator = random.Random(2)
+    found = [len({max(generator.choices(LONG_TAIL, k=size)) for _ in range(number)}) / number for _ in range(100)]
+    assert new_length_share(draw(size=size, seq_len=6000), number) == pytest.approx(statistics.fmean(found), abs=0.01)
+
+
+def test_examples_of_one_length_are_new_once() -> None:
+    assert new_length_share(draw([300] * 20), 5) == 1 / 5
 
 
 @pytest.mark.parametrize("size", [2, 8])

@@ -45,6 +45,20 @@ def test_a_step_is_its_micro_batches_and_the_rest():
     assert step_time_s(measurement(micro_step_s=(0.5,), rest_s=()), 1) == 0.5
 
 
+def test_micro_batches_of_a_new_length_take_longer():
+    one = measurement(micro_step_s=(0.5,), rest_s=(0.02,), new_length_s=0.2)
+    assert step_time_s(one, 4, 0.25) == pytest.approx(4 * (0.5 + 0.25 * 0.2) + 0.02)
+    assert step_time_s(replace(one, new_length_s=None), 4, 0.25) == pytest.approx(4 * 0.5 + 0.02)
+    assert step_time_s(one, 4) == pytest.approx(4 * 0.5 + 0.02)
+    # 16 examples of 16 lengths, four to a step and one to a micro batch: each micro batch of the single pass is new
+    # where no earlier one had its length, 1 - (15 / 16) ** 16 of the 16 lengths.
+    tail = Workload(examples=16, lengths=Lengths.of(range(64, 80), "counted"), global_batch=4)
+    config = TrainConfig(micro_batch_size=1, padding="masked")
+    micro_s = 0.5 + (1 - (15 / 16) ** 16) * 0.2
+    assert performance(config, [one], tail).step_time_s == pytest.approx(4 * micro_s + 0.02)
+    assert performance(replace(config, padding="bucket"), [one], tail).step_time_s == pytest.approx(4 * 0.5 + 0.02)
+
+
 def test_spread_is_relative_to_the_reported_step():
     one = measurement(step_s=(1.0, 0.9, 1.2), micro_step_s=(0.5,), rest_s=(0.0,))
     assert step_spread([one], 2) == pytest.approx((-0.1, 0.2))

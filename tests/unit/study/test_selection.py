@@ -182,27 +182,6 @@ def test_a_dropped_configuration_is_out_and_named():
 # --- caveats
 
 
-@pytest.mark.parametrize(
-    ("trainer", "gpu", "packing", "warned"),
-    [
-        ("trl", "h200", False, True),
-        ("trl", "a100", False, False),
-        ("trl", "h200", True, False),
-        ("transformers", "h200", False, False),
-    ],
-)
-def test_plans_for_each_new_length_are_not_in_the_speed_of_trl(
-    trainer: str, gpu: str, packing: bool, warned: bool
-) -> None:
-    made = Selection(replace(SUBJECT, trainer=trainer, device=resolve_device(gpu), workload=UNEVEN))
-    config = replace(FAST, packing=packing, micro_batch_size=1 if packing else 8)
-    for _ in range(2):
-        made.confirm(config, steady(0.5))
-    recipe = made.recipe(FINGERPRINT)
-    assert recipe is not None
-    assert any(caveat.startswith("TRL leaves the choice of attention to torch") for caveat in recipe.caveats) is warned
-
-
 def test_a_study_that_was_cut_short():
     assert selection().recipe(FINGERPRINT).caveats == (
         "the winner was not measured a second time: the study was cut short",
