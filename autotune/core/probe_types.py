@@ -127,7 +127,8 @@ class ProbeRequest:
     checkpoint of the adapters is saved, since full runs die there. `memory_gib` is the memory that the run may use,
     `headroom` the share of it that must stay free. `depth` is None for the whole model. `micro_batches` are the kinds
     of micro batch that stand for those of the run, in an order in which neighbours differ much; without them all rows
-    are full. `trained_share` of the tokens are trained on, those at the end of each example.
+    are full. `trained_share` of the tokens are trained on, those at the end of each example. With `profile` the kernels
+    of one micro batch are timed once everything else was; not of a whole model, whose micro batches take long.
     """
 
     config: TrainConfig
@@ -148,6 +149,7 @@ class ProbeRequest:
     seed: int = 0
     micro_batches: tuple[MicroBatch, ...] = ()
     trained_share: float = 1.0
+    profile: bool = False
 
     @property
     def kinds(self) -> tuple[MicroBatch, ...]:
@@ -180,6 +182,7 @@ class ProbeRequest:
                 "strategy": self.parallelism.sharding,
                 "micro_batches": [(kind.rows, kind.length, round(kind.share, 6)) for kind in self.micro_batches],
                 **({"trained_share": self.trained_share} if self.trained_share < 1 else {}),
+                **({"profile": True} if self.profile and self.depth is not None else {}),
             }
         )
 
@@ -255,6 +258,24 @@ class DeviceRates:
     launch_us: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTimes:
+    """Seconds of a GPU's kernels in one micro batch by what they do, from a profile.
+
+    They multiply matrices, with factors of 8 bits (`fp8_s`) or more (`products_s`), compute fused attention, or move
+    bytes. `busy_s` is the time in which any kernel ran, and `micro_s` what the same micro batch takes when it is not
+    profiled: the device waits for the host, or between two kernels, for the rest.
+    """
+
+    products_s: float
+    fp8_s: float
+    attention_s: float
+    bytes_s: float
+    busy_s: float
+    micro_s: float
+    num_kernels: int
+
+
 # The host sets the pace if issuing a micro batch takes it at least this share of the time of a micro batch.
 HOST_SHARE = 0.8
 
@@ -271,11 +292,11 @@ class Measurement:
     `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is finer: it divides the backward pass where
     its peak may move as depth grows. `host_micro_s` is what the host takes to issue a micro batch; with many layers the
     device's queue fills, and it includes waiting.
-    So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models; None
-    where there are none. `time_error` is the relative error that extrapolated times may have, 0 where they were
-    measured. `new_length_s` is how much longer a micro batch takes if its length is new to the process, since libraries
-    then make a plan; `evaluation_s` is the mean time of a micro batch that is only evaluated; `checkpoint_s` is what
-    writing a checkpoint takes. They are None where that was not tried.
+    So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models, as do
+    `kernels`; None where there are none. `time_error` is the relative error that extrapolated times may have, 0 where
+    they were measured. `new_length_s` is how much longer a micro batch takes if its length is new to the process, since
+    libraries then make a plan; `evaluation_s` is the mean time of a micro batch that is only evaluated; `checkpoint_s`
+    is what writing a checkpoint takes. They are None where that was not tried.
     """
 
     step_s: tuple[float, ...]
@@ -288,6 +309,7 @@ class Measurement:
     kind_s: tuple[tuple[float, float], ...] = ()
     host_micro_s: float | None = None
     host_share: float | None = None
+    kernels: KernelTimes | None = None
     time_error: float = 0.0
     warm_s: float | None = None  # what the steps before the timed ones take where nothing has to be loaded or compiled
     new_length_s: float | None = None

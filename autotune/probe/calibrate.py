@@ -50,35 +50,39 @@ def calibrate(target: Target, *, say: Say, should_stop: Callable[[], bool] = lam
 
     Raises EnvironmentProblem and TooManyFailures where no worker can probe here, and Cancelled if `should_stop`.
     """
-    device = target.device
     if held_gib := target.held_by_others_gib:
         say(f"warning: other processes hold {fmt_gib(held_gib)} of the GPU, and may slow it down")
-    say("disk")
-    disk = disk_mb_s(Path.cwd())
-    say(f"{device.name}: a worker starts")
+    say(f"{target.device.name}: a worker starts")
     kind = "cpu" if target.card is None else "cuda"
     with scratch_directory() as folder, WorkerProber(kind, Path(folder), should_stop=should_stop) as prober:
-        fingerprint = prober.fingerprint
-        probes = LayerProbes(prober, device, target.memory_cap_gib(prober.memory_gib), Path(folder))
-        say("products of matrices, copies, the link")
-        rates = prober.rates()
-        say("the host's time to issue a layer")
-        made = Calibration(
-            device=device.name,
-            fingerprint=fingerprint,
-            rates=rates,
-            layer_ms=probes.layer_ms(),
-            reference=None,
-            processor=processor_name(),
-            cores=num_cores(),
-            memory_gib=host_memory_gib(),
-            disk_mb_s=disk,
-            day=date.today(),
-        )
-        if device.kind == "cpu":  # no formula knows it
-            return made
-        say("a short training")
-        return replace(made, reference=probes.reference(made))
+        return calibrate_by(prober, target, say=say)
+
+
+def calibrate_by(prober: WorkerProber, target: Target, *, say: Say) -> Calibration:
+    """The same by a worker that there is."""
+    device, fingerprint = target.device, prober.fingerprint
+    say("disk")
+    disk = disk_mb_s(Path.cwd())
+    probes = LayerProbes(prober, device, target.memory_cap_gib(prober.memory_gib), prober.logs)
+    say("products of matrices, copies, the link")
+    rates = prober.rates()
+    say("the host's time to issue a layer")
+    made = Calibration(
+        device=device.name,
+        fingerprint=fingerprint,
+        rates=rates,
+        layer_ms=probes.layer_ms(),
+        reference=None,
+        processor=processor_name(),
+        cores=num_cores(),
+        memory_gib=host_memory_gib(),
+        disk_mb_s=disk,
+        day=date.today(),
+    )
+    if device.kind == "cpu":  # no formula knows it
+        return made
+    say("a short training")
+    return replace(made, reference=probes.reference(made))
 
 
 class LayerProbes:

@@ -24,9 +24,10 @@ from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from autotune.core.probe_types import Measurement, MicroBatch, Phase, ProbeRequest
+from autotune.core.probe_types import KernelTimes, Measurement, MicroBatch, Phase, ProbeRequest
 from autotune.core.units import gib
 from autotune.probe.accounting import logical_params, optimizer_gib, paged_state_gib, tensor_gib, trained_parameters
+from autotune.probe.kernels import kernel_times, listed, run_profiled
 from autotune.probe.meters import Meter
 from autotune.probe.model_settings import model_settings
 from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
@@ -114,6 +115,10 @@ class Recorded:
         self.recorder.losses.append(loss)
         return loss
 
+    def train_unrecorded(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Train on a micro batch after everything was recorded."""
+        super().training_step(model, inputs)  # type: ignore[misc]
+
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Mark the end of a micro batch that is only evaluated."""
         result = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
@@ -187,7 +192,10 @@ class Probe:
                 self._new_length_s = self._time_new_lengths()
             if self.request.evaluate:
                 self._evaluate_and_save()
-        return self._measurement(losses)
+            measurement = self._measurement(losses)
+            if self.request.profile and self.request.depth is not None and self.meter.torch_device.type == "cuda":
+                measurement = replace(measurement, kernels=self._profile(measurement))
+        return measurement
 
     def _prepare(self) -> None:
         """Cap the memory; bring checkpointing, adapters, loss and compilation into the state that was asked for."""
@@ -413,6 +421,28 @@ class Probe:
         began = time.perf_counter()
         self.trainer._save_checkpoint(self.model, None)
         self._checkpoint_s = time.perf_counter() - began
+
+    def _profile(self, measurement: Measurement) -> KernelTimes | None:
+        """The times of the kernels of one micro batch, about as long as the mean one; they are also printed.
+
+        It is the last of its step, where the gradients of others are alive. Nothing is recorded of it.
+        """
+        schedule, kinds, each = self.recorder.schedule, self.request.kinds, self.request.micro_steps
+        timed = sorted({index for step in schedule.round for index in step})
+        mean = schedule.mean([kinds[index].length for step in schedule.round for index in step])
+        lasts = [step[-1] for step in schedule.round]
+        place = min(range(len(lasts)), key=lambda place: abs(kinds[lasts[place]].length - mean))
+        by_kind = dict(zip(timed, measurement.kind_s, strict=False))  # empty where there is a single kind
+        micro_s = by_kind[lasts[place]][1] if by_kind else statistics.median(measurement.micro_step_s)
+        micro_batches = iter(self.trainer.get_train_dataloader())
+        skipped = itertools.islice(micro_batches, each * (len(schedule.lead) + place), None)
+        *before, last = self.trainer.get_batch_samples(skipped, each, self.meter.torch_device)[0]
+        for inputs in before:
+            self.trainer.train_unrecorded(self.model, inputs)
+        self.meter.synchronize()
+        kernels = run_profiled(lambda: self.trainer.train_unrecorded(self.model, last))
+        print("\n".join(listed(kernels)), flush=True)
+        return kernel_times(kernels, micro_s)
 
     # --- the end
 

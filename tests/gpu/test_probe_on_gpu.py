@@ -80,3 +80,20 @@ def test_memory_that_runs_out_is_reported(prober: WorkerProber) -> None:
 def test_a_worker_is_healthy() -> None:
     fingerprint, nf4_problem = check_worker("cuda")
     assert fingerprint.cuda and nf4_problem is None
+
+
+def test_a_profile_of_a_micro_batch_divides_its_time(prober: WorkerProber) -> None:
+    """With long rows the device is busy nearly all the time, and most of it multiplies."""
+    asked = replace(request(prober.memory_gib, seq_len=2048, precision="bf16_pure"), depth=2)
+    plain = prober.probe(asked, prober.logs / "plain.log").measurement
+    profiled = prober.probe(replace(asked, profile=True), prober.logs / "profiled.log").measurement
+    again = prober.probe(asked, prober.logs / "again.log").measurement
+    assert plain is not None and profiled is not None and again is not None
+    found = profiled.kernels
+    assert plain.kernels is None and found is not None
+    assert found.fp8_s == 0 < min(found.products_s, found.attention_s, found.bytes_s)
+    assert found.products_s + found.attention_s + found.bytes_s == pytest.approx(found.busy_s, rel=0.02)
+    assert 0.5 * found.micro_s < found.busy_s < 1.1 * found.micro_s
+    # A profile leaves nothing behind that slows the host or holds memory.
+    assert again.host_micro_s == pytest.approx(plain.host_micro_s, rel=0.2)
+    assert again.context_gib == pytest.approx(plain.context_gib, abs=0.1)

@@ -44,6 +44,7 @@ CHILD = (
     "device_rates",
     "fault_injection",
     "harness",
+    "kernels",
     "health",
     "meters",
     "model_settings",

@@ -105,6 +105,11 @@ def test_another_question_has_another_digest(change):
     assert replace(REQUEST, **change).digest != REQUEST.digest
 
 
+def test_a_truncated_model_is_probed_again_for_its_kernels():
+    truncated = replace(REQUEST, depth=2)
+    assert replace(truncated, profile=True).digest != truncated.digest
+
+
 def test_stored_requests_keep_their_digest():
     """Also those that an earlier version wrote, with two fields in place of the parallelism."""
     assert REQUEST.digest == "621c53d307f5"
@@ -120,6 +125,7 @@ def test_stored_requests_keep_their_digest():
         {"max_timed_steps": 3},
         {"min_timed_s": 9.0},
         {"evaluate": True},
+        {"profile": True},  # of a whole model, which is not profiled
         {"memory_gib": 139.8 + 1e-6},  # NVML's total, read twice
         {"model": dict(reversed(REQUEST.model.items()))},
     ],

@@ -200,8 +200,8 @@ def test_a_calibration_is_what_was_measured_and_says_what_it_does(
     warned = ["warning: other processes hold 1.50 GiB of the GPU, and may slow it down"] * (held_gib > 0)
     assert said == [
         *warned,
-        "disk",
         f"{device.name}: a worker starts",
+        "disk",
         "products of matrices, copies, the link",
         "the host's time to issue a layer",
         *["a short training"] * is_gpu,

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.core.probe_types import MicroBatch, Phase, ProbeRequest
+from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.probe import harness as module
 from autotune.probe.harness import BadLoss, Probe, Recorded, WrongPrecision, _StepEnds, random_rows
+from autotune.probe.kernels import Kernel
 from autotune.probe.recorder import StepTimes
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS
 from autotune.probe.schedule import Schedule
+from tests.helpers.factories import measurement as measured
 
 GIB = 2**30
 
@@ -68,7 +70,89 @@ def test_a_loss_of_exactly_nothing_is_as_bad_as_one_that_is_no_number(losses: tu
         assert probe.run() == "measured"
 
 
+@pytest.mark.parametrize(
+    ("lengths", "shares", "trained", "profiled", "micro_s"),
+    [
+        ((), (), [64], 64, 1.5),
+        ((16, 32, 64), (0.4, 0.4, 0.2), [16], 32, 0.2),  # steps of 16 and 32, and of 16 and 64
+        ((16, 32, 64), (0.1, 0.1, 0.8), [64], 64, 0.3),  # the longest fills the second step
+    ],
+    ids=str,
+)
+def test_the_last_micro_batch_of_a_step_is_profiled_that_is_about_as_long_as_the_mean(
+    lengths: tuple[int, ...],
+    shares: tuple[float, ...],
+    trained: list[int],
+    profiled: int,
+    micro_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kinds = [MicroBatch(rows=((n,),), length=n, share=share) for n, share in zip(lengths, shares, strict=True)]
+    request = request_of(*kinds, config=TrainConfig(seq_len=64), depth=2, profile=True)
+    schedule = Schedule.of(request)
+    in_order = [request.kinds[index].length for step in range(20) for index in schedule.at(step)]
+    seen: list[int] = []
+    before: list[int] = []
+
+    def run_profiled(run: Any) -> list[Kernel]:
+        before.extend(seen)
+        seen.clear()
+        run()
+        return [Kernel(name="gemm", start_s=1.0, end_s=3.0)]
+
+    monkeypatch.setattr(module, "run_profiled", run_profiled)
+    trainer = SimpleNamespace(
+        get_train_dataloader=lambda: in_order,
+        get_batch_samples=lambda batches, number, device: ([next(batches) for _ in range(number)], None),
+        train_unrecorded=lambda model, inputs: seen.append(inputs),
+    )
+    probe = probe_of(
+        request,
+        recorder=SimpleNamespace(schedule=schedule),
+        trainer=trainer,
+        model=None,
+        meter=SimpleNamespace(torch_device=CPU, synchronize=lambda: None),
+    )
+    timed: Any = SimpleNamespace(
+        micro_step_s=(1.0, 1.5, 9.0), kind_s=tuple(zip(shares, (0.1, 0.2, 0.3), strict=False)) if kinds else ()
+    )
+    kernels = probe._profile(timed)
+    assert (before, seen) == (trained, [profiled])
+    assert kernels is not None and (kernels.products_s, kernels.micro_s) == (2.0, micro_s)
+    assert capsys.readouterr().out.split() == ["2000.000", "ms", "1", "products", "gemm"]
+
+
+@pytest.mark.parametrize(
+    ("depth", "profile", "device", "profiled"),
+    [(2, True, "cuda", True), (None, True, "cuda", False), (2, False, "cuda", False), (2, True, "cpu", False)],
+)
+def test_a_micro_batch_of_a_few_layers_on_a_gpu_is_profiled_where_that_was_asked_for(
+    depth: int | None, profile: bool, device: str, profiled: bool
+) -> None:
+    nothing = SimpleNamespace(train=lambda: None)
+    measurement = measured()
+    probe = probe_of(
+        request_of(depth=depth, profile=profile),
+        scratch=None,
+        meter=SimpleNamespace(
+            torch_device=torch.device(device),
+            reset_peak=nothing.train,
+            synchronize=nothing.train,
+            return_freed=lambda resident_gib: None,
+        ),
+        recorder=SimpleNamespace(begin=lambda phase: None, weigh=nothing.train, check_steady=nothing.train, losses=[]),
+        _prepare=nothing.train,
+        _make_trainer=lambda scratch: nothing,
+        _state_gib=lambda: 0.0,
+        _measurement=lambda losses: measurement,
+        _profile=lambda measured: KERNELS,
+    )
+    assert probe.run() == replace(measurement, kernels=KERNELS if profiled else None)
+
+
 CPU = torch.device("cpu")
+KERNELS = KernelTimes(products_s=0.3, fp8_s=0.0, attention_s=0.1, bytes_s=0.2, busy_s=0.6, micro_s=0.7, num_kernels=99)
 
 
 def probe_of(request: ProbeRequest, **parts: Any) -> Any:

@@ -1,0 +1,101 @@
+"""What a device does in a micro batch: the seconds of its kernels, by what they do, from a profile of one micro batch.
+
+Names tell kernels apart, as only the libraries know what each does. What is neither a product nor fused attention moves
+bytes: elementwise kernels, reductions, copies, and all that Inductor fuses.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from autotune.core.probe_types import KernelTimes
+
+FUSED = re.compile(r"^triton_(?!tem)")  # by Inductor, after whose operators they are named; its templates multiply
+ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
+PRODUCT = re.compile(r"gemm|gemv|cutlass|cublas|nvjet|xmma|^triton_tem|splitkreduce", re.IGNORECASE)
+# cuBLAS names its newest kernels after the dtypes of their operands: q and o have 8 bits.
+FP8 = re.compile(r"e4m3|e5m2|float8|nvjet_(sm\d+_)?[qo]", re.IGNORECASE)
+LONGEST_NAME = 160  # characters of a name in the log
+
+
+class Work(StrEnum):
+    """What a kernel does."""
+
+    PRODUCTS = "products"
+    FP8 = "fp8 products"
+    ATTENTION = "attention"
+    BYTES = "bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One kernel, copy or fill that the device ran, in seconds from any common origin."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+def work_of(name: str) -> Work:
+    """What a kernel of this name does."""
+    if FUSED.search(name):
+        return Work.BYTES
+    if ATTENTION.search(name):
+        return Work.ATTENTION
+    if PRODUCT.search(name):
+        return Work.FP8 if FP8.search(name) else Work.PRODUCTS
+    return Work.BYTES
+
+
+def run_profiled(run: Callable[[], object]) -> list[Kernel]:
+    """Call `run` and return what the GPU ran for it; nothing where the driver does not let us see that.
+
+    Only the device is profiled: to record the host's operators as well would take longer than they do.
+    """
+    with torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True) as profile:
+        run()
+    events = profile.kineto_results.events() if profile.kineto_results is not None else []
+    return [
+        Kernel(name=event.name(), start_s=event.start_ns() / 1e9, end_s=(event.start_ns() + event.duration_ns()) / 1e9)
+        for event in events
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def kernel_times(kernels: Iterable[Kernel], micro_s: float) -> KernelTimes | None:
+    """The time of these kernels by what they do; None where there are none.
+
+    `micro_s` is what the micro batch takes when it is not profiled.
+    """
+    in_order = sorted(kernels, key=lambda kernel: kernel.start_s)
+    if not in_order:
+        return None
+    seconds = dict.fromkeys(Work, 0.0)
+    busy_s, until = 0.0, in_order[0].start_s
+    for kernel in in_order:
+        seconds[work_of(kernel.name)] += kernel.end_s - kernel.start_s
+        # Copies to and from the host run beside the others: a moment counts once.
+        busy_s += max(kernel.end_s - max(kernel.start_s, until), 0.0)
+        until = max(until, kernel.end_s)
+    return KernelTimes(
+        products_s=seconds[Work.PRODUCTS],
+        fp8_s=seconds[Work.FP8],
+        attention_s=seconds[Work.ATTENTION],
+        bytes_s=seconds[Work.BYTES],
+        busy_s=busy_s,
+        micro_s=micro_s,
+        num_kernels=len(in_order),
+    )
+
+
+def listed(kernels: Iterable[Kernel]) -> list[str]:
+    """A line for each name: milliseconds, number of kernels, what they do, name; the longest first."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        by_name[kernel.name].append(kernel.end_s - kernel.start_s)
+    rows = sorted(by_name.items(), key=lambda row: -sum(row[1]))
+    return [f"{1000 * sum(row):9.3f} ms {len(row):6} {work_of(name):12} {name[:LONGEST_NAME]}" for name, row in rows]
