@@ -3,7 +3,8 @@
 Each study pins one way to make rows, on the 3,000 examples of `long_tails.py`. Its exported script then trains on the
 whole set, with random weights and tokens of those lengths, and the time is compared with the projection. Which examples
 share a micro batch is chance, which more passes even out: `tokens_off` is how many more tokens, padding included, the
-passes had than is expected. The baseline also runs through `trl sft` itself. An error is the prediction divided by the
+passes had than is expected. A study by TRL's trainer (`trl`) has the same baseline, which `trl sft` then runs: with it
+`trl_error` compares that study, and `trl_slower` the baseline of train.py. An error is the prediction divided by the
 measurement, minus 1. The scripts save no checkpoint, whose time is taken off the projection.
 """
 
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ BASELINE = UNPACKED | {"padding": "masked", "compile": "none", "checkpointing": 
 BASELINE |= {"micro_batch_size": "8", "lora_rank": "16", "seq_len": "4096", "optimizer": "adamw_torch_fused"}
 WAYS: dict[str, dict[str, str]] = {
     "baseline": BASELINE,
+    "trl": BASELINE | {"padding": "longest", "loss": "chunked"},  # with TRL's mask, and its loss
     "padded": UNPACKED | {"padding": "longest"},
     "bucketed": UNPACKED | {"padding": "bucket"},
     "packed": {"packing": "true"},
@@ -79,17 +80,15 @@ def run_way(way: str, args: argparse.Namespace) -> dict[str, Any]:
     lengths.write_text("".join(f"{length}\n" for length in long_tailed_lengths()))
     options = ["--gpu", args.gpu, "--model", args.model, "--space", args.space, "--lengths", str(lengths)]
     options += ["--epochs", str(args.epochs), "--out", "out", "--budget", args.budget]
-    options += ["--trials", "1"] if way == "baseline" else []
+    options += ["--trials", "1"] if way in ("baseline", "trl") else []
+    options += ["--trainer", "trl"] if way == "trl" else []
     options += [word for name, value in WAYS[way].items() for word in ("--set", f"{name}={value}")]
     row: dict[str, Any] = {"way": way, "model": args.model, "error": None}
     try:
         study = run_study(folder, *options)
-        row |= pass_over(folder, lengths, study)
+        return row | (by_trl(folder, study, args.micro_steps) if way == "trl" else pass_over(folder, lengths, study))
     except SystemExit as error:
         return row | {"reason": str(error)}
-    if way == "baseline" and find_spec("trl"):
-        row |= by_trl(folder, args.micro_steps)
-    return row
 
 
 def pass_over(folder: Path, lengths: Path, study: dict[str, Any]) -> dict[str, Any]:
@@ -129,27 +128,40 @@ def pass_over(folder: Path, lengths: Path, study: dict[str, Any]) -> dict[str, A
     }
 
 
-def by_trl(folder: Path, micro_steps: int) -> dict[str, Any]:
-    """The same settings through `trl sft`, as `autotune verify` runs it."""
-    line = [sys.executable, "-m", "autotune", "verify", "--json", "--format", "trl", "--micro-steps", str(micro_steps)]
+def by_trl(folder: Path, study: dict[str, Any], micro_steps: int) -> dict[str, Any]:
+    """The winner of a study by TRL's trainer through `trl sft`, as `autotune verify` runs it for so many micro batches.
+
+    What is measured is converted to the tokens, and to the share of new lengths, of the whole run.
+    """
+    line = [sys.executable, "-m", "autotune", "verify", "--json", "--micro-steps", str(micro_steps)]
     output = subprocess.run(line, cwd=folder, check=False, stdout=subprocess.PIPE, text=True).stdout
     done = json.loads(output) if output else {"reason": "autotune verify printed no result"}
-    return {"trl_tokens_per_s": done.get("tokens_per_s"), "trl_reason": done.get("reason") or done.get("error")}
+    predicted, measured = study["winner"]["performance"]["tokens_per_second"], done.get("tokens_per_s")
+    return {
+        "config": study["winner"]["config"],
+        "evidence": study["winner"]["evidence"],
+        "tokens_per_s": predicted,
+        "measured_tokens_per_s": measured,
+        "error": measured and measured / predicted - 1,
+        "reason": done.get("reason") or done.get("error"),
+    }
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The speed-ups are of measured full passes, in useful tokens."""
     by_way = {row["way"]: row for row in rows if row["error"] is not None}
     base = by_way.get("baseline", {})
-    measured, trl = base.get("measured_tokens_per_s"), base.get("trl_tokens_per_s")
+    measured, trl = base.get("measured_tokens_per_s"), by_way.get("trl", {})
+    by_sft = trl.get("measured_tokens_per_s")
 
     def speedup(way: str) -> float | None:
         own = by_way.get(way, {}).get("measured_tokens_per_s")
         return own / measured if own and measured else None
 
     return {
-        "error_max": max((abs(row["error"]) for row in by_way.values()), default=None),
-        "trl_error": base["tokens_per_s"] / trl - 1 if trl else None,
+        "error_max": max((abs(row["error"]) for row in by_way.values() if row["way"] != "trl"), default=None),
+        "trl_error": trl.get("error"),
+        "trl_slower": base["tokens_per_s"] / by_sft - 1 if base and by_sft else None,
         "speedup_padded": speedup("padded"),
         "speedup_bucketed": speedup("bucketed"),
         "speedup_packed": speedup("packed"),

@@ -164,6 +164,15 @@ class ProbeRequest:
         return max(self.kinds, key=lambda kind: kind.length)
 
     @property
+    def plans_by_length(self) -> bool:
+        """Whether torch may choose an attention that plans for each length of a micro batch, of which the run has many.
+
+        Where there is a mask, or TRL makes one. Elsewhere such attention is left out (`runtime.patches`).
+        """
+        masked = self.config.padding == "masked" or (self.trainer == "trl" and self.config.has_any_length)
+        return masked and len({kind.length for kind in self.kinds}) > 1
+
+    @property
     def digest(self) -> str:
         """What must be equal for a stored result to answer this request on the same fingerprint."""
         return digest_of(

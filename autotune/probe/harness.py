@@ -188,7 +188,7 @@ class Probe:
             losses = [float(loss) for loss in self.recorder.losses]
             if not all(math.isfinite(loss) and loss != 0.0 for loss in losses):
                 raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
-            if self._plans_by_length:
+            if self.request.plans_by_length:
                 self._new_length_s = self._time_new_lengths()
             if self.request.evaluate:
                 self._evaluate_and_save()
@@ -358,13 +358,6 @@ class Probe:
             masked=config.padding == "masked",
             trained_share=self.request.trained_share,
         )
-
-    @property
-    def _plans_by_length(self) -> bool:
-        """Whether torch may choose an attention that plans for each length, where micro batches have many."""
-        config = self.request.config
-        uneven = len({kind.length for kind in self.request.kinds}) > 1
-        return uneven and config.has_any_length and (config.padding == "masked" or self.request.trainer == "trl")
 
     def _time_new_lengths(self) -> float:
         """How much longer a micro batch takes whose length is new to this process than the next of that length."""

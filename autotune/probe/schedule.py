@@ -32,8 +32,9 @@ class Schedule:
     longest kind that is not timed ends the lead. In the order of a round, `weights` are what a micro batch counts in
     the mean over the run. They sum to 1. `uneven` is whether the kinds of a round have different lengths. By its
     tokens, the lead is as long as `lead_micros` average micro batches, and a round as `round_micros`. A first round
-    whose micro batches take over `long_s` on average counts, although they may be the first of their length. An
-    evaluation passes over `evaluated`: the longest, which warms up, and each timed kind, or two of equal length.
+    whose micro batches take over `long_s` on average counts, although they may be the first of their length; it never
+    does where attention plans for each length. An evaluation passes over `evaluated`: the longest, which warms up, and
+    each timed kind, or two of equal length.
     """
 
     lead: tuple[Step, ...]
@@ -81,7 +82,9 @@ class Schedule:
             evaluated=evaluated,
             evaluated_micros=sum(kinds[index].length for index in evaluated) / mean,
             uneven=len(lengths) > 1,
-            long_s=FIRST_S / (WHOLE_ERROR if request.depth is None else TRUNCATED_ERROR),
+            long_s=math.inf
+            if request.plans_by_length
+            else FIRST_S / (WHOLE_ERROR if request.depth is None else TRUNCATED_ERROR),
         )
 
     def at(self, step: int) -> Step:

@@ -259,3 +259,25 @@ def test_numbers_are_the_same_question_where_they_differ_by_rounding() -> None:
 
 def test_a_checkpoint_has_what_is_trained_and_its_optimizer_state() -> None:
     assert measurement(gradients_gib=2.0, optimizer_gib=3.0, managed_gib=0.5).checkpoint_gib == 5.5
+
+
+LONG, SHORT = (MicroBatch(rows=((length,),), length=length, share=0.5) for length in (40, 9))
+
+
+@pytest.mark.parametrize(
+    ("padding", "trainer", "kinds", "plans"),
+    [
+        ("masked", "transformers", (LONG, SHORT), True),
+        ("masked", "transformers", (LONG, LONG), False),
+        ("masked", "transformers", (), False),
+        ("longest", "transformers", (LONG, SHORT), False),  # such attention is left out
+        ("longest", "trl", (LONG, SHORT), True),
+        ("bucket", "trl", (LONG, SHORT), False),
+    ],
+)
+def test_attention_may_plan_for_each_length_where_rows_have_a_mask(
+    padding: str, trainer: str, kinds: tuple[MicroBatch, ...], plans: bool
+) -> None:
+    config = TrainConfig(micro_batch_size=1, padding=padding)
+    asked = ProbeRequest(config=config, model={}, memory_gib=1.0, micro_batches=kinds, trainer=trainer)
+    assert asked.plans_by_length is plans

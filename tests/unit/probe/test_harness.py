@@ -191,23 +191,6 @@ def test_a_masked_row_has_its_mask() -> None:
 LONG, SHORT = (MicroBatch(rows=((length,), (4,)), length=length, share=0.5) for length in (40, 9))
 
 
-@pytest.mark.parametrize(
-    ("padding", "trainer", "kinds", "planned"),
-    [
-        ("masked", "transformers", (LONG, SHORT), True),
-        ("masked", "transformers", (LONG, LONG), False),
-        ("longest", "transformers", (LONG, SHORT), False),  # cuDNN is left out
-        ("longest", "trl", (LONG, SHORT), True),
-        ("bucket", "trl", (LONG, SHORT), False),
-    ],
-)
-def test_new_lengths_are_tried_where_torch_may_plan_for_each(
-    padding: str, trainer: str, kinds: tuple[MicroBatch, ...], planned: bool
-) -> None:
-    probe = probe_of(request_of(*kinds, config=TrainConfig(micro_batch_size=2, padding=padding), trainer=trainer))
-    assert probe._plans_by_length is planned
-
-
 def test_a_new_length_takes_longer_by_what_its_first_micro_batch_does_more_than_its_second() -> None:
     """A clock that ticks once for each micro batch, and three times more for the first of a length."""
     clock, trained, seen = [0.0], list[int](), set[int]()

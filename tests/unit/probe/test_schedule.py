@@ -68,6 +68,10 @@ def test_the_first_round_counts_where_no_length_is_new_or_micro_batches_are_long
     assert whole == truncated == [False, True]
 
 
+def test_a_round_in_which_attention_plans_for_its_lengths_never_counts() -> None:
+    assert not schedule((10, 0.5), (40, 0.5), trainer="trl").first_counts(1000.0)
+
+
 @pytest.mark.parametrize(
     ("step_s", "wanted", "rounds"),
     [
