@@ -158,7 +158,6 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
             rest_s=(rest,) if high.rest_s else (),
             phase_s=_lines(low.phase_s, high.phase_s, reach),
             kind_s=(),
-            new_length_s=_new_length_s(low, high),
             host_micro_s=host,
             host_share=None if host is None else share,
             time_error=math.hypot(unseen, noise),
@@ -168,12 +167,6 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
         noise=noise,
         rest_noise=2 * rest_error / step,
     )
-
-
-def _new_length_s(low: Measurement, high: Measurement) -> float | None:
-    """The mean of both: a plan serves all layers."""
-    known = [probe.new_length_s for probe in (low, high) if probe.new_length_s is not None]
-    return statistics.fmean(known) if known else None
 
 
 def _at_pace(host: float, low: Measurement, high: Measurement, reach: float, micro: float) -> float:

@@ -37,7 +37,7 @@ from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
 from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
 from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
 from autotune.probe.runtime.patches import choose_attention
-from autotune.probe.schedule import new_lengths_to_time
+from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
 
 RECORDED_LOSSES = 8
 LARGEST_CHECKPOINT_GIB = 4.0  # of a larger one only the weights are saved in a probe
@@ -360,36 +360,39 @@ class Probe:
         )
 
     def _time_new_lengths(self) -> float:
-        """How much longer a micro batch takes whose length is new to this process than the next of that length."""
-        request, recorder, meter = self.request, self.recorder, self.meter
-        config, frequent = request.config, max(request.kinds, key=lambda kind: kind.share)
-        _SEEN_LENGTHS.update((config.micro_batch_size, kind.length) for kind in request.kinds)
-        shorter = (length for length in range(frequent.length - 1, 1, -1))
-        new = (length for length in shorter if (config.micro_batch_size, length) not in _SEEN_LENGTHS)
-        number = new_lengths_to_time(statistics.fmean(recorder.times().micro_batches))
-        later: list[float] = []
+        """How much longer a micro batch takes whose length is new to this process, the median of a few.
+
+        They are a little shorter than those of the most frequent kind, whose time is known. The first plans of a
+        process also load libraries, for seconds; most of those of a run do not.
+        """
+        request, meter = self.request, self.meter
+        size, timed = request.config.micro_batch_size, [kind for kind in request.kinds if kind.share]
+        frequent = max(timed, key=lambda kind: kind.share)
+        _, known_s = self.recorder.times().kinds[timed.index(frequent)]
+        _SEEN_LENGTHS.update((size, kind.length) for kind in request.kinds)
+        new = (length for length in range(frequent.length - 1, 1, -1) if (size, length) not in _SEEN_LENGTHS)
         generator = torch.Generator().manual_seed(request.seed)
-        for length in itertools.islice(new, number):
-            _SEEN_LENGTHS.add((config.micro_batch_size, length))
+        more: list[float] = []
+        begin = meter.mark()
+        for length in itertools.islice(new, NEW_LENGTHS):
+            _SEEN_LENGTHS.add((size, length))
             kind = replace(frequent, rows=tuple((min(row[0], length),) for row in frequent.rows), length=length)
             made = self._random_rows(kind, generator)
             if request.trainer == "trl":
                 from autotune.probe.trl_trainer import unpadded
 
                 made = list(unpadded(made))
-            marks = [meter.mark()]
-            for _ in range(2):
-                self._train_on(self.trainer.data_collator(made))
-                meter.synchronize()
-                marks.append(meter.mark())
-            first, second = itertools.starmap(meter.seconds, pairwise(marks))
-            later.append(first - second)
-        return max(statistics.fmean(later), 0.0) if later else 0.0
+            before = meter.mark()
+            self._train_on(self.trainer.data_collator(made))
+            after = meter.mark()
+            meter.synchronize()
+            more.append(meter.seconds(before, after) - known_s * length / frequent.length)
+            if meter.seconds(begin, after) > NEW_LENGTHS_S:
+                break
+        return max(statistics.median(more), 0.0) if more else 0.0
 
     def _train_on(self, batch: Tensors) -> None:
-        """Forward and backward pass of a micro batch that is not recorded."""
-        num_targets = (batch["labels"] != rows.IGNORED).sum().to(self.meter.torch_device)
-        super(Recorded, self.trainer).training_step(self.model, batch, num_targets)
+        self.trainer.train_unrecorded(self.model, batch)
         self.trainer.optimizer.zero_grad()
 
     def _evaluate_and_save(self) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from autotune.core.probe_types import ProbeRequest, Rung
 
-# Where libraries plan for each new length, a few such lengths show for how long, for about these seconds.
-NEW_LENGTHS, NEW_LENGTHS_S = 4, 4.0
+# Where attention plans for each new length, a few such lengths show for how long: so many, fewer after these seconds.
+NEW_LENGTHS, NEW_LENGTHS_S = 6, 3.0
 
 Step = tuple[int, ...]  # for each micro batch of an optimizer step the index of its kind
 
@@ -117,8 +117,3 @@ class Schedule:
     def mean(self, values: Sequence[float]) -> float:
         """The mean over the run, from a value for each micro batch of a round."""
         return sum(weight * value for weight, value in zip(self.weights, values, strict=True))
-
-
-def new_lengths_to_time(micro_s: float) -> int:
-    """How many new lengths are timed, with two micro batches of `micro_s` seconds each."""
-    return max(1, min(NEW_LENGTHS, int(NEW_LENGTHS_S / (2 * micro_s))))

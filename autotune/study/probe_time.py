@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from autotune.core.probe_types import Measurement, ModelShape, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
-from autotune.probe.schedule import Schedule, new_lengths_to_time
+from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S, Schedule
 
 WHOLE = 0  # the depth of a whole model here
 EVALUATED = 0.5  # at most of the time of a micro batch that is trained on: its forward pass
@@ -69,7 +69,8 @@ class ProbeTimes:
         evaluated_s = schedule.evaluated_micros * micro_s * EVALUATED if request.evaluate else 0.0
         new_lengths_s = 0.0
         if known.new_length_s is not None:
-            new_lengths_s = new_lengths_to_time(micro_s) * (2 * micro_s + known.new_length_s)
+            each_s = micro_s + known.new_length_s
+            new_lengths_s = min(NEW_LENGTHS * each_s, NEW_LENGTHS_S + each_s)
         return load_s + first_s + timed_s + new_lengths_s + evaluated_s
 
     def _line(self, by_depth: dict[int, float]) -> float:

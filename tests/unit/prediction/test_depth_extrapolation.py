@@ -408,3 +408,9 @@ def test_the_host_sets_the_pace_of_the_kinds_that_are_shorter_than_what_it_needs
     predicted = extrapolate([(2, at(2, (0.1, 0.3))), (8, at(8, (0.1, 0.3)))], LAYERS).measurement
     assert predicted.micro_step_s[0] == pytest.approx((0.5 + 1.2) / 2)
     assert predicted.kind_s == ()
+
+
+def test_plans_for_new_lengths_serve_all_layers() -> None:
+    """The first plans of a process load libraries: the wider model is probed later."""
+    low, high = measurement(0.1, new_length_s=0.8), measurement(0.2, new_length_s=0.15)
+    assert extrapolate([(2, low), (4, high)], 16).measurement.new_length_s == 0.15

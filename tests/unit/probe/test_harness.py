@@ -191,30 +191,31 @@ def test_a_masked_row_has_its_mask() -> None:
 LONG, SHORT = (MicroBatch(rows=((length,), (4,)), length=length, share=0.5) for length in (40, 9))
 
 
-def test_a_new_length_takes_longer_by_what_its_first_micro_batch_does_more_than_its_second() -> None:
-    """A clock that ticks once for each micro batch, and three times more for the first of a length."""
-    clock, trained, seen = [0.0], list[int](), set[int]()
+def test_a_new_length_takes_longer_by_what_most_do_more_than_the_known_kind() -> None:
+    """A micro batch of 9 tokens takes 0.9 s. The first new length loads a library for 5 s, each plans for 0.25 s."""
+    clock, trained = [0.0], list[int]()
 
     def train_on(batch: list[dict[str, torch.Tensor]]) -> None:
-        trained.append(length := len(batch[0]["input_ids"]))
-        clock[0] += 1.0 + 3.0 * (length not in seen)
-        seen.add(length)
+        length = len(batch[0]["input_ids"])
+        clock[0] += length / 10 + 0.25 + (5.0 if not trained else 0.0)
+        trained.append(length)
 
     config = TrainConfig(micro_batch_size=2, padding="masked", seq_len=77)
-    kinds = (replace(SHORT, share=0.7), replace(LONG, share=0.3), replace(SHORT, length=7, share=0.0))
+    kinds = (replace(LONG, share=0.3), replace(SHORT, length=7, share=0.0), replace(SHORT, share=0.7))
     probe = probe_of(
         request_of(*kinds, config=config),
         base=SimpleNamespace(config=SimpleNamespace(vocab_size=50)),
         meter=SimpleNamespace(mark=lambda: clock[0], synchronize=lambda: None, seconds=lambda begin, end: end - begin),
-        recorder=SimpleNamespace(times=lambda: SimpleNamespace(micro_batches=(0.5, 0.7))),
+        recorder=SimpleNamespace(times=lambda: SimpleNamespace(kinds=((0.3, 4.0), (0.7, 0.9)))),
         trainer=SimpleNamespace(data_collator=lambda rows: rows),
         _train_on=train_on,
     )
-    assert probe._time_new_lengths() == 3.0
-    # Four seconds allow three lengths at 0.6 s a micro batch: the next below the most frequent, 9, but for the known 7.
-    assert trained == [8, 8, 6, 6, 5, 5]
-    probe.recorder = SimpleNamespace(times=lambda: SimpleNamespace(micro_batches=(60.0,)))
-    assert probe._time_new_lengths() == 3.0 and trained[6:] == [4, 4]  # one at least, and none twice
+    assert probe._time_new_lengths() == pytest.approx(5.25)
+    assert trained == [8]  # after three seconds no other begins
+    # The next below the most frequent, 9, but for those of before and 7, which is a kind; three seconds end them.
+    assert probe._time_new_lengths() == pytest.approx(0.25)
+    assert trained == [8, 6, 5, 4, 3, 2]
+    assert probe._time_new_lengths() == 0.0  # none is left
 
 
 def test_positions_of_a_packed_row_restart_at_each_example() -> None:

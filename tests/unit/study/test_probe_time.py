@@ -95,12 +95,14 @@ def test_what_another_study_answered_has_no_times() -> None:
     assert times.whole_s(REQUEST) is None
 
 
-def test_new_lengths_are_tried_after_the_timed_rounds() -> None:
-    """Four seconds allow two lengths at 1 s a micro batch, each with two of these and a plan."""
-    measured = measurement(1.0, micro_step_s=(1.0,), new_length_s=0.25)
+@pytest.mark.parametrize(("micro_s", "tried_s"), [(0.1, 6 * 0.25), (1.0, 3.0 + 1.15)])
+def test_new_lengths_are_tried_after_the_timed_rounds(micro_s: float, tried_s: float) -> None:
+    """Six, or as many as begin in three seconds, each with a plan of 0.15 s."""
+    measured = measurement(micro_s, micro_step_s=(micro_s,), new_length_s=0.15)
+    without = learned((None, micro_s, {"load": 1.0, "first_step": 4.0})).whole_s(REQUEST)
     times = ProbeTimes(ModelShape(num_layers=32, prefix=0, period=1))
     times.learn(result(CONFIG, measurement=measured, seconds={"total": 9.0, "load": 1.0, "first_step": 4.0}), measured)
-    assert times.whole_s(REQUEST) == pytest.approx(1.0 + 4.0 + 2 * (2 * 1.0 + 0.25))
+    assert without is not None and times.whole_s(REQUEST) == pytest.approx(without + tried_s)
 
 
 def test_a_single_depth_is_taken_in_proportion() -> None:
