@@ -152,7 +152,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     by_way = {row["way"]: row for row in rows if row["error"] is not None}
     base = by_way.get("baseline", {})
     measured, trl = base.get("measured_tokens_per_s"), by_way.get("trl", {})
-    by_sft = trl.get("measured_tokens_per_s")
+    by_sft = trl.get("measured_tokens_per_s") or base.get("trl_tokens_per_s")  # of an earlier form of the rows
 
     def speedup(way: str) -> float | None:
         own = by_way.get(way, {}).get("measured_tokens_per_s")
