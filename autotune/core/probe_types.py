@@ -364,6 +364,26 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DryCount:
+    """What a training step on the meta device was counted to hold, at one depth, without the CUDA context.
+
+    The peaks have the keys of `Measurement`. `flops` is the arithmetic of products of matrices in one micro batch, by
+    operation; `moved_bytes` what its operations read and write, by kind: products of matrices, and all others.
+    """
+
+    model_gib: float
+    adapters_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    segment_peak_gib: dict[str, float]
+    peak_allocated_gib: float
+    trainable_params: int
+    total_params: int
+    flops: dict[str, int] = field(default_factory=dict)
+    moved_bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OomDetail:
     """Where memory ran out and what held it then. `terms_gib` names the parts, which sum to `allocated_gib`."""
 

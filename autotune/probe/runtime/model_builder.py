@@ -7,7 +7,7 @@ merely allocated may hold NaN.
 import copy
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from transformers.utils import find_adapter_config_file
 
 from .patches import multiply_in_fp8, offload_checkpoints, register_cudnn_attention
 from .settings import ModelSettings
+
+QuantizedLinear = Callable[[tuple[int, int, bool], ModelSettings], nn.Module]
 
 
 def config_of(shape: dict[str, Any]) -> Any:
@@ -58,8 +60,13 @@ def load(source: str, settings: ModelSettings, device: torch.device, config: Any
     return _finish(model, settings)
 
 
-def build(config: Any, settings: ModelSettings, device: torch.device) -> PreTrainedModel:
-    """The base with random weights for a transformers config, frozen."""
+def build(
+    config: Any, settings: ModelSettings, device: torch.device, quantized_linear: QuantizedLinear | None = None
+) -> PreTrainedModel:
+    """The base with random weights for a transformers config, frozen.
+
+    `quantized_linear` makes a quantised layer of (in, out, bias), where bitsandbytes is not to.
+    """
     register_cudnn_attention()
     if settings.bitsandbytes_arguments() is None:
         with torch.device(device), no_init_weights():
@@ -67,7 +74,7 @@ def build(config: Any, settings: ModelSettings, device: torch.device) -> PreTrai
     else:
         with torch.device(device), no_init_weights(), _linear_layers_on_meta():
             model = from_config(config, base_dtype(settings), settings.attention)
-        _quantize(model, settings, device)
+        _quantize(model, settings, device, quantized_linear or _copies_of_one(device))
     _fill(model)
     return _finish(model, settings)
 
@@ -163,13 +170,11 @@ def _linear_layers_on_meta() -> Iterator[None]:
         nn.Linear.__init__ = original
 
 
-def _quantize(model: PreTrainedModel, settings: ModelSettings, device: torch.device) -> None:
-    """Replace the linear layers but the head.
-
-    One of each shape is quantised, the others are copies of it: 0.5 s instead of 41 on a 7B model.
-    """
+def _quantize(
+    model: PreTrainedModel, settings: ModelSettings, device: torch.device, quantized_linear: QuantizedLinear
+) -> None:
+    """Replace the linear layers but the head."""
     head = model.get_output_embeddings()
-    quantized: dict[tuple[int, int, bool], nn.Module] = {}
     for name, module in list(model.named_modules()):
         if type(module) is not nn.Linear:
             continue
@@ -178,12 +183,21 @@ def _quantize(model: PreTrainedModel, settings: ModelSettings, device: torch.dev
                 module.to_empty(device=device)
             continue
         shape = (module.in_features, module.out_features, module.bias is not None)
-        if shape in quantized:
-            layer = _copy(quantized[shape])
-        else:
-            layer = quantized[shape] = _quantized_linear(shape, settings, device)
-        model.set_submodule(name, layer)
+        model.set_submodule(name, quantized_linear(shape, settings))
     setattr(model, "is_loaded_in_4bit" if settings.quantization == "nf4" else "is_loaded_in_8bit", True)
+
+
+def _copies_of_one(device: torch.device) -> QuantizedLinear:
+    """One layer of each shape is quantised, the others are copies of it: 0.5 s instead of 41 on a 7B model."""
+    quantized: dict[tuple[int, int, bool], nn.Module] = {}
+
+    def make(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
+        if shape in quantized:
+            return _copy(quantized[shape])
+        quantized[shape] = _quantized_linear(shape, settings, device)
+        return quantized[shape]
+
+    return make
 
 
 def _copy(layer: nn.Module) -> nn.Module:

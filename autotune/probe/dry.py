@@ -1,0 +1,285 @@
+"""A probe without a GPU and without weights: one training step on the meta device, whose memory and work are counted.
+
+Model, adapters, checkpointing, loss and optimizer are those of the real probe. What the meta device cannot see, such as
+the workspaces of CUDA's kernels, is added by constants for each kernel, never for a family of models.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import convert_to_fp32
+from torch import nn
+
+from autotune.core.probe_types import DryCount, ProbeRequest
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import MIB, gib
+from autotune.probe.accounting import logical_params, trained_parameters
+from autotune.probe.meta_device import cuda_on_meta
+from autotune.probe.model_settings import model_settings
+from autotune.probe.model_shape import truncate
+from autotune.probe.runtime.chunked_loss import chunked_loss
+from autotune.probe.runtime.model_builder import base_dtype, build, config_of, set_checkpointing, to_train
+from autotune.probe.runtime.settings import ModelSettings
+from autotune.probe.storage_counter import StorageCounter, blocks
+
+META = torch.device("meta")
+WORKSPACE = 64 * MIB  # cuBLAS's: 32 MiB on Hopper for each of its two libraries; less on older cards
+NF4_BLOCK, NESTED_BLOCK = 64, 256  # bitsandbytes: weights to a scale, and scales to a scale of theirs
+SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
+
+
+def dry_probe(request: ProbeRequest) -> DryCount:
+    """Count one training step of this request, at its depth. Raises what building and training the model raise."""
+    config = request.config
+    if config.quantization in ("int8", "fp8"):
+        raise ValueError(f"the kernels of {config.quantization} bases exist on a GPU alone")
+    with cuda_on_meta(packed=config.packing):
+        return CountedStep(request, META, cuda_workspace).count(WORKSPACE)
+
+
+class CountedStep:
+    """One training step of a request on a device, whose memory is counted instead of measured."""
+
+    def __init__(
+        self, request: ProbeRequest, device: torch.device, workspace: Callable[[Any, tuple[Any, ...]], int]
+    ) -> None:
+        """Build the model. `workspace` says what the kernel of an operation allocates for itself."""
+        self._request, self._config, self._device = request, request.config, device
+        settings = model_settings(request.config)
+        shape = config_of(request.model)
+        if request.depth is not None:
+            truncate(shape, request.depth)
+        self._base = build(shape, settings, device, quantized_linear if device == META else None)
+        self._counter = StorageCounter(device, workspace)
+        self._counter.hold_module(self._base)
+        self._model_bytes = self._counter.live
+        set_checkpointing(self._base, settings)
+        self._model = to_train(self._base, settings, device)
+        if not settings.adapters_in_fp32:
+            _give_dtype(trained_parameters(self._model), base_dtype(settings))
+        self._loss = chunked_loss(self._base) if self._config.loss == "chunked" else None
+        self._model.train()
+        self._segment = ""
+        self._segments: dict[str, int] = {}
+
+    def count(self, always: int = 0) -> DryCount:
+        """Train on the longest micro batch with all that is alive in a run; `always` bytes are held at any time.
+
+        The optimizer's state exists, and where a step has several micro batches the gradients of an earlier one.
+        """
+        counter, trained = self._counter, trained_parameters(self._model)
+        counter.hold_module(self._model)
+        built = counter.live
+        with counter:
+            optimizer_step = make_optimizer(self._config, self._model)
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients = counter.live - built
+            optimizer_step()
+            state = counter.live - built - gradients
+            if self._request.micro_steps == 1:
+                self._forget_gradients()
+            self._divide_backward()
+            counter.begin()
+            batches = [self._batch() for _ in range(self._request.micro_steps)]  # Trainer fetches those of a step
+            self._enter("forward")
+            loss = self._forward(batches[-1])
+            self._enter("backward")
+            loss.backward()
+            del loss
+            self._enter("optimizer")
+            nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer_step()
+            self._forget_gradients()
+            self._enter("")
+        segments = {name: gib(peak + always) for name, peak in self._segments.items()}
+        return DryCount(
+            model_gib=gib(self._model_bytes),
+            adapters_gib=gib(built - self._model_bytes),
+            gradients_gib=gib(gradients),
+            optimizer_gib=gib(state),
+            segment_peak_gib=segments,
+            peak_allocated_gib=max(segments.values()),
+            trainable_params=sum(parameter.numel() for parameter in trained),
+            total_params=logical_params(self._model),
+            flops=dict(counter.flops),
+            moved_bytes=dict(counter.moved),
+        )
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def _enter(self, segment: str) -> None:
+        peak = self._counter.take_peak()
+        if self._segment:
+            self._segments[self._segment] = max(self._segments.get(self._segment, 0), peak)
+        self._segment = segment
+
+    def _divide_backward(self) -> None:
+        """Divide the backward pass into head, layers and inputs, as the real probe does."""
+
+        def begin_at(tensor: torch.Tensor, name: str) -> None:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._enter(name))
+
+        embedding, head = self._base.get_input_embeddings(), self._base.get_output_embeddings()
+        embedding.register_forward_hook(lambda module, inputs, outputs: begin_at(outputs, "backward_inputs"))
+        head.register_forward_pre_hook(lambda module, inputs: begin_at(inputs[0], "backward_layers"))
+
+    def _batch(self) -> dict[str, torch.Tensor]:
+        rows, length = self._config.micro_batch_size, self._request.longest.length
+        names = ["input_ids", "labels"] + (["position_ids"] if self._config.packing else [])
+        return {name: torch.zeros(rows, length, dtype=torch.long, device=self._device) for name in names}
+
+    def _forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of a micro batch, as Trainer and accelerate compute it."""
+        items = torch.ones((), dtype=torch.long, device=self._device)
+        labels = batch.pop("labels") if self._loss is not None else None
+        dtype = SIXTEEN_BITS.get(self._config.precision)
+        with torch.autocast(self._device.type, dtype=dtype) if dtype else nullcontext():
+            outputs = self._model(**batch, num_items_in_batch=items)
+        if dtype:
+            outputs = convert_to_fp32(outputs)
+        if self._loss is not None:
+            return self._loss(outputs, labels, num_items_in_batch=items)
+        loss: torch.Tensor = outputs["loss"]
+        return loss
+
+
+def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """What PEFT does with new adapters unless they are on the meta device: give them the dtype of the base."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype)
+
+
+# --- what only exists on a GPU
+
+
+def quantized_linear(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
+    """A linear layer of bitsandbytes whose values do not exist."""
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState
+
+    fan_in, fan_out, bias = shape
+    dtype, size = base_dtype(settings), fan_in * fan_out
+
+    def empty(number: int, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(number, dtype=kind, device=META)
+
+    scales = math.ceil(size / NF4_BLOCK)
+    nested: dict[str, Any] = {}
+    if settings.double_quant:
+        scale = QuantState(
+            empty(math.ceil(scales / NESTED_BLOCK), torch.float32),
+            code=empty(256, torch.float32),
+            blocksize=NESTED_BLOCK,
+            dtype=torch.float32,
+        )
+        nested = {"offset": torch.empty((), device=META), "state2": scale}
+    state = QuantState(
+        empty(scales, torch.uint8 if settings.double_quant else torch.float32),
+        shape=torch.Size((fan_out, fan_in)),
+        code=empty(16, torch.float32),
+        blocksize=NF4_BLOCK,
+        quant_type="nf4",
+        dtype=dtype,
+        **nested,
+    )
+    layer = bnb.nn.Linear4bit(fan_in, fan_out, bias, compute_dtype=dtype, device="meta", quant_type="nf4")
+    layer.weight = bnb.nn.Params4bit(
+        torch.empty((size + 1) // 2, 1, dtype=torch.uint8, device=META),
+        requires_grad=False,
+        quant_state=state,
+        quant_type="nf4",
+        compress_statistics=settings.double_quant,
+        module=layer,
+        bnb_quantized=True,
+    )
+    layer.quant_state = state
+    if bias:
+        layer.bias = nn.Parameter(torch.empty(fan_out, dtype=dtype, device=META), requires_grad=False)
+    return layer
+
+
+def cuda_workspace(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that the CUDA kernel of an operation allocates for itself while it runs."""
+    workspace = _WORKSPACES.get(func.overloadpacket.__name__) if hasattr(func, "overloadpacket") else None
+    return 0 if workspace is None else workspace(*args)
+
+
+def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *_: Any) -> int:
+    """The product of both (ATen/native/cuda/SoftMax.cu)."""
+    return blocks(output.numel() * max(gradient.element_size(), output.element_size()))
+
+
+def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
+    """Gradients of queries in 32 bits and sums of rows, both padded; those of keys and values for each query head."""
+    rows, heads, length, size = query.shape
+    padded = 4 * rows * heads * (-(-length // 128) * 128)
+    expanded = 0 if heads == key.shape[1] else 2 * blocks(query.element_size() * query.numel())
+    return blocks(padded * (-(-size // 32) * 32)) + blocks(padded) + expanded
+
+
+def _efficient_backward(gradient: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
+    """Gradients of queries in 32 bits (mem_eff_attention/kernel_backward.h) and sums of rows."""
+    rows, heads, length, size = query.shape
+    return blocks(4 * rows * heads * length * size) + blocks(4 * rows * heads * length)
+
+
+def _dequantized(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], *_: Any) -> int:
+    """The weight in the type of the inputs: bitsandbytes multiplies more than a few rows by it."""
+    return blocks(inputs.element_size() * math.prod(shape))
+
+
+_WORKSPACES: dict[str, Callable[..., int]] = {
+    "_softmax_backward_data": _softmax_backward,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "gemm_4bit": _dequantized,
+}
+
+
+def make_optimizer(config: TrainConfig, model: nn.Module) -> Callable[[], None]:
+    """A step of the optimizer: it makes the state at its first call, and temporary tensors at each."""
+    trained = trained_parameters(model)
+    name = config.optimizer
+    if name == "adamw_torch":
+        return partial(_step, torch.optim.AdamW(trained, foreach=True))
+    if name == "adafactor":
+        from transformers import Adafactor
+
+        return partial(_step, Adafactor(trained, scale_parameter=False, relative_step=False, lr=1e-4))
+    state: list[torch.Tensor] = []
+
+    def step() -> None:
+        if state:
+            return
+        embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        for parameter in trained:
+            state.extend(_moments(name, parameter, in_32_bits=id(parameter) in embeddings))
+
+    return step
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def _moments(optimizer: str, parameter: nn.Parameter, *, in_32_bits: bool) -> Iterator[torch.Tensor]:
+    """The state of a parameter on the device."""
+    if optimizer == "adamw_torch_fused":
+        yield from (torch.zeros_like(parameter) for _ in range(2))
+        yield torch.zeros((), device=parameter.device)  # the number of steps
+        return
+    count = 1 if optimizer == "lion_8bit" else 2
+    in_32_bits |= parameter.numel() < 4096  # bitsandbytes' min_8bit_size
+    if not (optimizer.startswith("paged_") and parameter.numel() >= 1e5):
+        dtype = torch.float32 if in_32_bits else torch.uint8
+        yield from (torch.zeros_like(parameter, dtype=dtype) for _ in range(count))
+    if not in_32_bits:
+        yield from (torch.zeros(math.ceil(parameter.numel() / 256), device=parameter.device) for _ in range(count))

@@ -1,0 +1,255 @@
+"""Makes torch's meta device do what CUDA does in training: autocast, the choice of attention kernels, no look at data.
+
+Torch has no autocast for the meta device, and disables CUDA's where there is no GPU. Here the key that torch keeps for
+autocast of foreign devices casts instead, by CUDA's own lists and rules. Attention goes to the operators of CUDA's
+kernels, which have meta kernels; torch would choose plain matrix products.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import transformers.integrations.moe
+import transformers.masking_utils
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental import _config as data_dependence
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
+
+aten = torch.ops.aten
+_KEY = "AutocastPrivateUse1"
+_FOREIGN = "privateuseone"
+# ATen/autocast_mode.h: what CUDA's autocast casts to 16 bits, to 32 bits, and to the widest type of the arguments.
+LOWER = """
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution
+    _convolution _convolution.deprecated prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
+    baddbmm bmm chain_matmul linalg_multi_dot _scaled_dot_product_flash_attention scaled_dot_product_attention
+""".split()  # noqa: SIM905 (a list would take a line for each)
+FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity
+    nll_loss nll_loss2d kl_div l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits dist
+    pdist cdist renorm logsumexp
+""".split()  # noqa: SIM905 (a list would take a line for each)
+FP32_OUTPUT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()  # noqa: SIM905 (a list would take a line for each)
+PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""".split()  # noqa: SIM905 (a list would take a line for each)
+
+_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a trained parameter and its cast, by the parameter's id
+_libraries: list[Any] = []  # registrations end with the object that made them
+
+
+@contextmanager
+def cuda_on_meta(*, packed: bool) -> Iterator[None]:
+    """Inside, code that runs on the meta device does what it does on CUDA. `packed` rows hold several examples."""
+    _register()
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        clear()
+        _casts.clear()
+
+    def find_packed(positions: torch.Tensor) -> torch.Tensor | None:
+        return _packed_indices(positions) if packed else None
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch, "is_autocast_enabled", _of_cuda(torch.is_autocast_enabled)),
+        (torch, "get_autocast_dtype", _of_cuda(torch.get_autocast_dtype)),
+        (torch, "set_autocast_enabled", _on_both(torch.set_autocast_enabled)),
+        (torch, "set_autocast_dtype", _on_both(torch.set_autocast_dtype)),
+        (torch, "clear_autocast_cache", clear_both),
+        (torch.amp, "is_autocast_available", _is_available),
+        (torch.amp.autocast_mode, "is_autocast_available", _is_available),
+        (functional, "scaled_dot_product_attention", _attend),
+        (torch.autograd.graph, "save_on_cpu", _SaveOnHost),
+        (transformers.masking_utils, "find_packed_sequence_indices", find_packed),
+        (transformers.integrations.moe, "_can_use_grouped_mm", _has_grouped_product),
+        (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),  # it looks at the tokens
+        (data_dependence, "meta_nonzero_assume_all_nonzero", True),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in replacements:
+            stack.enter_context(_replaced(owner, name, value))
+        stack.enter_context(torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastPrivateUse1))
+        stack.callback(_casts.clear)
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _is_available(device: str) -> bool:
+    return device == "meta" or bool(torch._C._is_autocast_available(device))
+
+
+def _of_cuda(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Reads CUDA's state for the meta device."""
+    return lambda *device: read(*("cuda" if name == "meta" else name for name in device))
+
+
+def _on_both(write: Callable[..., None]) -> Callable[..., None]:
+    """Sets CUDA's state for the meta device, and that of the key that casts."""
+
+    def set_state(device: Any, *values: Any) -> None:
+        for name in ("cuda", _FOREIGN) if device == "meta" else (device,):
+            write(name, *values)
+
+    return set_state
+
+
+def _packed_indices(positions: torch.Tensor) -> torch.Tensor:
+    """What transformers computes for packed rows."""
+    difference = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    return (difference != 1).cumsum(-1)
+
+
+def _has_grouped_product(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> bool:
+    """Whether to use torch's product of experts, whose meta kernel knows bf16 alone.
+
+    For other types CUDA multiplies expert by expert, as the operator that transformers falls back to does.
+    """
+    return weight.dtype is torch.bfloat16
+
+
+class _SaveOnHost(saved_tensors_hooks):
+    """`torch.autograd.graph.save_on_cpu` without the copy in the host's memory: its shape alone is kept."""
+
+    def __init__(self, pin_memory: bool = False) -> None:
+        def unpack(like: tuple[Any, ...]) -> torch.Tensor:
+            size, stride, dtype = like
+            return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+        super().__init__(lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), unpack)
+
+
+# --- autocast
+
+
+def _register() -> None:
+    """Once for a process: kernels that cast and go on. They run only where autocast is on inside `cuda_on_meta`."""
+    if _libraries:
+        return
+    every = torch.library.Library("_", "IMPL")
+    every.fallback(torch.library.fallthrough_kernel, _KEY)
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.extend((every, library))
+    for names, prepare in (
+        (LOWER, _to_lower),
+        (FP32, _to_fp32),
+        (FP32_OUTPUT, _with_fp32_output),
+        (PROMOTE, _to_widest),
+    ):
+        for name in names:
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(aten, packet), overload or "default")
+            library.impl(op, _kernel(op, prepare), _KEY)
+
+
+def _kernel(op: Any, prepare: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    without = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(without):
+            args, kwargs = prepare(op, args, kwargs)
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _to_lower(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    dtype = torch._C.get_autocast_dtype("cuda")
+    return tree_map(lambda value: _cast(value, dtype), (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _to_fp32(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return tree_map(lambda value: _cast(value, torch.float32), (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _with_fp32_output(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    given = any(isinstance(value, torch.dtype) for value in (*args, kwargs.get("dtype")))
+    if given or not _is_floating(args[0]) or args[0].dtype is torch.float64:
+        return args, kwargs
+    places = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
+    args = args[: places.index("dtype")] if "dtype" in places else args
+    return args, kwargs | {"dtype": torch.float32}
+
+
+def _to_widest(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    lower = torch._C.get_autocast_dtype("cuda")
+    found = {value.dtype for value in tree_leaves((args, kwargs)) if _is_floating(value)}
+    dtype = torch.float32 if torch.float32 in found else lower
+    return tree_map(lambda value: _cast(value, dtype), (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A floating-point tensor in this dtype. Casts of trained parameters to 16 bits are kept until autocast ends."""
+    if not _is_floating(value) or value.dtype in (dtype, torch.float64) or not value.is_meta:
+        return value
+    kept = (
+        dtype is not torch.float32
+        and value.dtype is torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+        and torch.is_autocast_cache_enabled()
+    )
+    if not kept:
+        return value.to(dtype)
+    if id(value) not in _casts:
+        _casts[id(value)] = (value, value.to(dtype))
+    return _casts[id(value)][1]
+
+
+# --- attention
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Torch's choice on CUDA: the flash kernel for 16 bits without a mask, else the memory-efficient one."""
+    if torch._C.is_autocast_enabled("cuda"):
+        query, key, value = (_cast(tensor, torch._C.get_autocast_dtype("cuda")) for tensor in (query, key, value))
+    size = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if half and attn_mask is None and size == value.shape[-1] <= 256:
+        padding = -size % 8
+        if padding:
+            scale = size**-0.5 if scale is None else scale
+            query, key, value = (functional.pad(tensor, (0, padding)) for tensor in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return out[..., :size] if padding else out
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad or key.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]
