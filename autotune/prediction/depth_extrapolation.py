@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.core.knobs import KNOBS, affecting
-from autotune.core.probe_types import HOST_SHARE, Evidence, Measurement, ModelShape, Phase, ProbeResult
+from autotune.core.probe_types import HOST_SHARE, DryCount, Evidence, Measurement, ModelShape, Phase, ProbeResult
 from autotune.core.train_config import TrainConfig
 
 # Relative error of an extrapolated step time that is assumed even where the timed steps agree perfectly, about two
@@ -126,6 +126,32 @@ def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> E
         host = min(_line(low.host_micro_s, high.host_micro_s, reach), low.host_micro_s * num_layers / shallow)
     timed = _times(low, high, reach, host)
     return replace(timed, measurement=_with_memory(timed.measurement, low, high, reach))
+
+
+def count_at_depth(low: tuple[int, DryCount], high: tuple[int, DryCount], num_layers: int) -> DryCount:
+    """The count of a model with `num_layers`, from those at two depths: each segment is a line in depth."""
+    (shallow, less), (wide, more) = low, high
+    reach = (num_layers - shallow) / (wide - shallow)
+
+    def line(name: str) -> float:
+        return _line(getattr(less, name), getattr(more, name), reach)
+
+    def whole_numbers(name: str) -> dict[str, int]:
+        return {key: round(value) for key, value in _lines(getattr(less, name), getattr(more, name), reach).items()}
+
+    segments = _lines(less.segment_peak_gib, more.segment_peak_gib, reach)
+    return DryCount(
+        model_gib=line("model_gib"),
+        adapters_gib=line("adapters_gib"),
+        gradients_gib=line("gradients_gib"),
+        optimizer_gib=line("optimizer_gib"),
+        segment_peak_gib=segments,
+        peak_allocated_gib=max(segments.values()),
+        trainable_params=round(line("trainable_params")),
+        total_params=round(line("total_params")),
+        flops=whole_numbers("flops"),
+        moved_bytes=whole_numbers("moved_bytes"),
+    )
 
 
 def _times(low: Measurement, high: Measurement, reach: float, host: float | None) -> Extrapolation:

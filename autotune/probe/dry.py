@@ -18,11 +18,19 @@ from autotune.core.probe_types import DryCount, ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.probe.accounting import logical_params, trained_parameters
+from autotune.probe.dry_compile import compile_for_count
 from autotune.probe.meta_device import cuda_on_meta
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
 from autotune.probe.runtime.chunked_loss import chunked_loss
-from autotune.probe.runtime.model_builder import base_dtype, build, config_of, set_checkpointing, to_train
+from autotune.probe.runtime.model_builder import (
+    base_dtype,
+    build,
+    config_of,
+    decoder_layers,
+    set_checkpointing,
+    to_train,
+)
 from autotune.probe.runtime.settings import ModelSettings
 from autotune.probe.storage_counter import StorageCounter, blocks
 
@@ -62,6 +70,10 @@ class CountedStep:
         if not settings.adapters_in_fp32:
             _give_dtype(trained_parameters(self._model), base_dtype(settings))
         self._loss = chunked_loss(self._base) if self._config.loss == "chunked" else None
+        if self._config.compile == "per_layer":
+            if self._config.method == "lora":  # as in a real probe: the first layer is compiled as all others are
+                self._base.enable_input_require_grads()
+            compile_for_count(decoder_layers(self._model))
         self._model.train()
         self._segment = ""
         self._segments: dict[str, int] = {}

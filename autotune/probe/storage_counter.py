@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -31,7 +31,16 @@ class StorageCounter(TorchDispatchMode):
 
     `workspace` says what a kernel allocates for itself, in bytes, from the operation and its arguments. `flops` counts
     the arithmetic of products of matrices by operation, `moved` the bytes that all operations read and write.
+    While `fusing` is set, new storages take no memory.
     """
+
+    fusing: ClassVar[bool] = False
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Torch compiles nothing where another kind of mode is on."""
+        return True
 
     def __init__(
         self, device: torch.device, workspace: Callable[[Any, tuple[Any, ...]], int] = lambda func, args: 0
@@ -76,6 +85,8 @@ class StorageCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return self._run_inside(func, args, kwargs or {})
         # Not by a name of its own: a further reference to the arguments would hide that there is no other.
         if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and self._is_last_reference(args):
             # Autograd adds a gradient to one that nothing else refers to in place. This mode's own references hide
@@ -89,6 +100,15 @@ class StorageCounter(TorchDispatchMode):
         self._count_work(func, args, kwargs or {}, out)
         return out
 
+    def _run_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that a compiled graph repeats with the same random numbers, of which a dry run has none."""
+        with self:
+            if func.name() == "run_and_save_rng_state":
+                return torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
+            if func.name() == "run_with_rng_state":
+                return args[1](*args[2:], **kwargs)
+        raise NotImplementedError(f"{func.name()} is not counted")
+
     def _is_last_reference(self, args: tuple[Any, ...]) -> bool:
         """Whether autograd holds the only reference to the first of two addends, and Python none."""
         return all(count <= least for count, least in zip(_references(args), self._least, strict=True))
@@ -97,7 +117,7 @@ class StorageCounter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes and tensor.device.type == self._device:
-            size = self._sizes[key] = blocks(storage.nbytes())
+            size = self._sizes[key] = 0 if StorageCounter.fusing else blocks(storage.nbytes())
             self.live += size
             weakref.finalize(storage, self._free, key)
 

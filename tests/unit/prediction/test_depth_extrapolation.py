@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import Measurement, ModelShape, Phase
+from autotune.core.probe_types import DryCount, Measurement, ModelShape, Phase
 from autotune.prediction.depth_extrapolation import (
     DEVICE_BOUND,
     HOST_BOUND,
     ON_CPU,
     SEEN,
     Extrapolation,
+    count_at_depth,
     depths,
     extrapolate,
 )
@@ -414,3 +415,21 @@ def test_plans_for_new_lengths_serve_all_layers() -> None:
     """The first plans of a process load libraries: the wider model is probed later."""
     low, high = measurement(0.1, new_length_s=0.8), measurement(0.2, new_length_s=0.15)
     assert extrapolate([(2, low), (4, high)], 16).measurement.new_length_s == 0.15
+
+
+def test_a_count_is_a_line_in_depth_for_each_segment():
+    def count(layers: int) -> DryCount:
+        return DryCount(
+            model_gib=1.0 + layers,
+            adapters_gib=0.1 * layers,
+            gradients_gib=0.1 * layers,
+            optimizer_gib=0.2 * layers,
+            segment_peak_gib={"forward": 20.0 + layers, "optimizer": 2.0 + 3 * layers},
+            peak_allocated_gib=max(20.0 + layers, 2.0 + 3 * layers),
+            trainable_params=10 * layers,
+            total_params=100 + 50 * layers,
+            flops={"mm": 7 + 3 * layers},
+            moved_bytes={"product": 5 * layers},
+        )
+
+    assert count_at_depth((2, count(2)), (4, count(4)), 32) == count(32)

@@ -1,0 +1,103 @@
+"""Compiles decoder layers for a dry probe: torch's own graphs and its choice of what to recompute, without kernels.
+
+AOTAutograd partitions the graph of a layer as it does for Inductor, which decides what the layer keeps. A value of an
+element-wise operation takes no memory where Inductor computes it inside the kernels that use it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn import functional
+
+from autotune.probe.storage_counter import StorageCounter
+
+REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod"}
+CASTS = {"convert_element_type", "_to_copy"}
+GRAPHS = 64  # of one function: a few shapes of a few kinds of layer
+
+
+def compile_for_count(layers: list[nn.Module]) -> None:
+    """Compile each layer by itself when it first runs. What an earlier call compiled is forgotten."""
+    torch._dynamo.reset()
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = GRAPHS
+    dynamo.fail_on_recompile_limit_hit = True
+    torch.compiler.allow_in_graph(functional.scaled_dot_product_attention)
+    for layer in layers:
+        layer.compile(dynamic=False, backend=_backend)
+
+
+def _compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+    interpreter = _Fused(graph)
+
+    def run(arguments: list[Any]) -> Any:
+        outputs = interpreter.boxed_run(arguments)  # it frees each argument after its last use
+        interpreter.env.clear()
+        return outputs
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+_backend = aot_autograd(
+    fw_compiler=_compile_graph,
+    bw_compiler=_compile_graph,
+    partition_fn=min_cut_rematerialization_partition,
+    decompositions=select_decomp_table(),
+)
+
+
+class _Fused(fx.Interpreter):
+    """Runs a graph. Values that Inductor never stores are not counted, and what they are computed from lives longer."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        nodes = list(graph.graph.nodes)
+        self._inside = {node for node in nodes if _is_elementwise(node) and not _is_stored(node)}
+        place = {node: index for index, node in enumerate(nodes)}
+        last: dict[fx.Node, int] = {}
+        for node in reversed(nodes):
+            uses = (last[user] if user in self._inside or _is_view(user) else place[user] for user in node.users)
+            last[node] = max(uses, default=place[node])
+        self.user_to_last_uses: dict[fx.Node, list[fx.Node]] = {}
+        for node, index in last.items():
+            if node.op == "output":
+                continue
+            self.user_to_last_uses.setdefault(nodes[index], []).append(node)
+
+    def run_node(self, n: fx.Node) -> Any:
+        before, StorageCounter.fusing = StorageCounter.fusing, n in self._inside
+        try:
+            return super().run_node(n)
+        finally:
+            StorageCounter.fusing = before
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or target.overloadpacket.__name__ in CASTS
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether anything but element-wise operations and reductions uses the value, or a view of it."""
+    return any(
+        _is_stored(user) if _is_view(user) else not (_is_elementwise(user) or _is_reduction(user))
+        for user in node.users
+    )
+
+
+def _is_view(node: fx.Node) -> bool:
+    target: Any = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.is_view
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    target: Any = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket.__name__ in REDUCTIONS

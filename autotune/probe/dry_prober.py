@@ -1,0 +1,135 @@
+"""Asks a process of its own for dry probes, and keeps the answers for this user: the peak of any model, without a GPU.
+
+Two truncated depths give the whole model, as they do for real probes. An answer holds for the versions of the libraries
+that it was counted with.
+"""
+
+import json
+import os
+import selectors
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from autotune.core.errors import StorageError
+from autotune.core.files import cache_directory, write_atomic
+from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
+from autotune.core.process import module_command
+from autotune.core.serialization import from_data, to_data
+from autotune.core.train_config import digest_of
+from autotune.prediction.depth_extrapolation import count_at_depth, depths
+from autotune.probe.worker_process import child_environment
+
+DRY_VERSION = 1  # raised when a dry probe counts something else than before
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+LONGEST_S = 300.0  # for one answer, the start of the process included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryAnswer:
+    """The count of a whole model, or the reason in a sentence why there is none."""
+
+    count: DryCount | None = None
+    refused: str | None = None
+
+
+class DryProber:
+    """Dry probes in a process that starts with the first question that nothing kept answers. A context manager."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        """Keep answers in `directory`, by default in this user's cache."""
+        self._directory = directory or cache_directory() / "dry"
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "DryProber":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def count(self, request: ProbeRequest) -> DryAnswer:
+        """What this request holds, at its depth or, where it names none, as a whole model."""
+        path = self._directory / f"{_key(request)}.json"
+        with suppress(OSError, ValueError):  # not there, or written by something else
+            return from_data(DryAnswer, json.loads(path.read_text(encoding="utf-8")))
+        answer = self._counted(request)
+        with suppress(OSError, StorageError):  # it is only counted again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps(to_data(answer)) + "\n")
+        return answer
+
+    def _counted(self, request: ProbeRequest) -> DryAnswer:
+        if request.depth is not None:
+            return self._ask_for(request)
+        described = self._ask({"describe": request.model})
+        if "refused" in described:
+            return DryAnswer(refused=described["refused"])
+        shape = from_data(ModelShape, described["shape"])
+        if shape.no_adapters is not None and request.config.method == "lora":
+            return DryAnswer(refused=shape.no_adapters)
+        pair = depths(shape, request.config.checkpoint_every)
+        if pair is None:
+            return self._ask_for(request)
+        low, high = (self._ask_for(replace(request, depth=depth)) for depth in pair)
+        if low.count is None or high.count is None:
+            return low if low.count is None else high
+        return DryAnswer(count=count_at_depth((pair[0], low.count), (pair[1], high.count), shape.num_layers))
+
+    def _ask_for(self, request: ProbeRequest) -> DryAnswer:
+        return from_data(DryAnswer, self._ask({"count": to_data(request)}))
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        process = self._process = self._process or _start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
+        except OSError:
+            return self._ended()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout=LONGEST_S):
+                self.__exit__()
+                return {"refused": f"it took longer than {LONGEST_S:.0f} s to count"}
+        line = process.stdout.readline()
+        return dict(json.loads(line)) if line else self._ended()
+
+    def _ended(self) -> dict[str, Any]:
+        self.__exit__()
+        return {"refused": "the process that counts it ended"}
+
+
+def _start() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*module_command("autotune.probe.dry_worker"), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=child_environment(os.environ, "cpu") | {"OMP_NUM_THREADS": "1"},
+        text=True,
+    )
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return tuple(found)
+
+
+def _key(request: ProbeRequest) -> str:
+    """What must be equal for a kept answer to hold."""
+    config = {name: value for name, value in request.config.as_dict().items() if name != "loader_workers"}
+    about = [request.model, config, request.micro_steps, request.longest.length, request.depth]
+    return digest_of([DRY_VERSION, *_versions(), *about])

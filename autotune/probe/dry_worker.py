@@ -1,0 +1,54 @@
+"""The process in which dry probes run: it reads a request a line from its input, and writes an answer a line.
+
+A request is `{"describe": config of a model}` or `{"count": a ProbeRequest}`. An answer has `shape` or `count`, or
+`refused`, a sentence that says why there is none.
+"""
+
+import json
+import os
+import resource
+import sys
+import warnings
+from typing import Any
+
+import psutil
+
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.process import die_with_parent
+from autotune.core.serialization import from_data, to_data
+from autotune.core.units import GIB
+
+MOST_GIB = 8  # of a model without weights: a stranger's config may have two billion layers
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    die_with_parent(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    warnings.filterwarnings("ignore")
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (psutil.Process().memory_info().data + MOST_GIB * GIB, hard))
+    for line in sys.stdin:
+        answers.write(json.dumps(_answer(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def _answer(message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        if "describe" in message:
+            from autotune.probe.model_shape import describe
+
+            return {"shape": to_data(describe(message["describe"]))}
+        from autotune.probe.dry import dry_probe
+
+        return {"count": to_data(dry_probe(from_data(ProbeRequest, message["count"])))}
+    except MemoryError:
+        return {"refused": f"without weights it takes more than {MOST_GIB} GiB"}
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        return {"refused": reason}
+
+
+if __name__ == "__main__":
+    main()
