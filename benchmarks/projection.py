@@ -21,7 +21,16 @@ from common import save, table
 
 from autotune.catalog import DeviceSpec, resolve_device
 from autotune.core.files import load_yaml
-from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, SpeedTransfer, interval, peak_tflops, speed_transfer
+from autotune.prediction.transfer import (
+    OF_MEMORY,
+    REFERENCE,
+    USUAL_SHARE,
+    SpeedTransfer,
+    interval,
+    peak_tflops,
+    same_chip,
+    speed_transfer,
+)
 
 EXPONENTS = [round(0.1 * step, 1) for step in range(11)]
 SHARES = EXPONENTS[1:-1]
@@ -149,6 +158,8 @@ def read() -> list[Pair]:
 def grid(pairs: list[Pair]) -> dict[tuple[float, ...], Any]:
     """The logarithms of the ratios by exponents of peak and power, and the share of products on the reference card."""
     at = [np.array([rates(pair, name) for pair in pairs]).T for name in ("source", "target")]
+    alike = [same_chip(resolve_device(pair.source), resolve_device(pair.target)) for pair in pairs]
+    at[1][2] = at[0][2] * (at[1][2] / at[0][2]) ** np.where(alike, OF_MEMORY, 1.0)
     found = {}
     for of_peak, of_power, share in itertools.product(EXPONENTS, EXPONENTS, SHARES):
         slow, fast = (share / (peak**of_peak * power**of_power) + (1 - share) / moved for peak, power, moved in at)

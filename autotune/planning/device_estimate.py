@@ -219,4 +219,6 @@ def corrected_by_observations(task: Task, observations: Sequence[Observation]) -
     if task.measured_on is None:
         return task
     transfer = observed_transfer(task.measured_on, task.device, task.baselines[0], observations, task.calibration)
-    return replace(task, carried=transfer) if transfer and transfer.basis else task
+    if transfer is None or not transfer.basis:
+        return task
+    return replace(task, carried=replace(transfer, host=task.carried.host if task.carried else None))

@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.core.knobs import KNOBS, affecting
-from autotune.core.probe_types import HOST_SHARE, DryCount, Evidence, Measurement, ModelShape, Phase, ProbeResult
+from autotune.core.probe_types import (
+    HOST_SHARE,
+    DryCount,
+    Evidence,
+    KernelTimes,
+    Measurement,
+    ModelShape,
+    Phase,
+    ProbeResult,
+)
 from autotune.core.train_config import TrainConfig
 
 # Relative error of an extrapolated step time that is assumed even where the timed steps agree perfectly, about two
@@ -186,12 +195,37 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
             kind_s=(),
             host_micro_s=host,
             host_share=None if host is None else share,
+            kernels=_kernels(low.kernels, high.kernels, reach, host),
             time_error=math.hypot(unseen, noise),
         ),
         shortest=middle is min,
         unseen=unseen,
         noise=noise,
         rest_noise=2 * rest_error / step,
+    )
+
+
+def _kernels(low: KernelTimes | None, high: KernelTimes | None, reach: float, host: float | None) -> KernelTimes | None:
+    """The kernels of the whole model; None unless both probes were profiled.
+
+    A micro batch is no shorter than the time in which they keep the device busy, or than what the host needs.
+    """
+    if low is None or high is None:
+        return None
+
+    def line(name: str) -> float:
+        before, after = float(getattr(low, name)), float(getattr(high, name))
+        return max(_line(before, after, reach), after)
+
+    busy_s = line("busy_s")
+    return KernelTimes(
+        products_s=line("products_s"),
+        fp8_s=line("fp8_s"),
+        attention_s=line("attention_s"),
+        bytes_s=line("bytes_s"),
+        busy_s=busy_s,
+        micro_s=max(line("micro_s"), busy_s, host or 0.0),
+        num_kernels=round(line("num_kernels")),
     )
 
 

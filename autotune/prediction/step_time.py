@@ -55,22 +55,25 @@ def host_of(calibration: Calibration | None) -> Host:
 class StepTimeEstimate:
     """Seconds of a micro batch, by device and host, and `rest_s` after the last one of a step: clipping, the optimizer.
 
-    The device multiplies, and moves bytes. Errors are standard deviations of the logarithms. `side` is that of square
-    matrices whose product has as many multiply-adds as those of the layers have in the mean; None where it is unknown.
+    The device multiplies, and moves bytes. With `profiled` a profile divided its time, and tells products in 8 bits
+    apart (`fp8_s`). Errors are standard deviations of the logarithms. `side` is that of square matrices whose product
+    has as many multiply-adds as those of the layers have in the mean; None where it is unknown.
     """
 
     products_s: float
     bytes_s: float
     host_s: float
     rest_s: float
+    fp8_s: float = 0.0
+    profiled: bool = False
     device_error: float = DEVICE_ERROR
     host_error: float = MEASURED_HOST.error
     side: float | None = None
 
     @property
     def device_s(self) -> float:
-        """Both parts of the device's time."""
-        return self.products_s + self.bytes_s
+        """All parts of the device's time."""
+        return self.products_s + self.fp8_s + self.bytes_s
 
     @property
     def products_share(self) -> float:
@@ -93,32 +96,57 @@ class StepTimeEstimate:
         return self.device_error + (self.host_error - self.device_error) * self.host_share
 
     def on(self, transfer: SpeedTransfer) -> "StepTimeEstimate":
-        """The same on another card: the device's parts by its speeds, the host's part as it is."""
+        """The same on another card: the device's parts by its speeds, the host's part as it is if no host is known."""
+        error = transfer.profiled_error if self.profiled else None
         return replace(
             self,
             products_s=self.products_s / transfer.products,
+            fp8_s=self.fp8_s / (transfer.fp8 or transfer.products),
             bytes_s=self.bytes_s / transfer.bytes,
+            host_s=self.host_s / (transfer.host or 1.0),
             rest_s=self.rest_s / transfer.bytes,
-            device_error=math.hypot(self.device_error, transfer.error),
+            device_error=math.hypot(self.device_error, transfer.error if error is None else error),
+            host_error=self.host_error if transfer.host is None else MEASURED_HOST.error,
         )
 
 
 def divide_step_time(measurement: Measurement, by_formula: StepTimeEstimate | None) -> StepTimeEstimate:
-    """A measured time in its parts: the host's as it was measured, the device's as the formula of its card divides it.
+    """A measured time in its parts: as a profile divides it, else as the formula of its card does.
 
     No error of the measurement counts; on another host its part is uncertain.
     """
-    micro_s, host_share = statistics.median(measurement.micro_step_s), min(measurement.host_share or 0.0, 0.99)
-    device_s = micro_s * (1 - host_share**4) ** 0.25  # `micro_s` is made of the two in this way
+    micro_s, kernels = statistics.median(measurement.micro_step_s), measurement.kernels
+    rest_s = statistics.median(measurement.rest_s) if measurement.rest_s else 0.0
+    if kernels is not None:
+        device_s = min(kernels.busy_s / kernels.micro_s, 1.0) * micro_s
+        multiplies_s = kernels.products_s + kernels.attention_s  # of attention, nearly all are products
+        of_kernels = device_s / (multiplies_s + kernels.fp8_s + kernels.bytes_s)  # some run at the same time
+        return StepTimeEstimate(
+            products_s=of_kernels * multiplies_s,
+            fp8_s=of_kernels * kernels.fp8_s,
+            bytes_s=of_kernels * kernels.bytes_s,
+            host_s=_other_part(micro_s, device_s),
+            rest_s=rest_s,
+            device_error=0.0,
+            host_error=UNKNOWN_HOST.error,
+            profiled=True,
+        )
+    host_s = min(measurement.host_share or 0.0, 0.99) * micro_s
+    device_s = _other_part(micro_s, host_s)
     products = by_formula.products_share if by_formula else USUAL_SHARE
     return StepTimeEstimate(
         products_s=products * device_s,
         bytes_s=(1 - products) * device_s,
-        host_s=host_share * micro_s,
-        rest_s=statistics.median(measurement.rest_s) if measurement.rest_s else 0.0,
+        host_s=host_s,
+        rest_s=rest_s,
         device_error=0.0,
         host_error=UNKNOWN_HOST.error,
     )
+
+
+def _other_part(micro_s: float, part_s: float) -> float:
+    """The time of the device, or of the host, that makes `micro_s` with that of the other."""
+    return math.pow(micro_s**4 - part_s**4, 0.25)
 
 
 def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASURED_HOST) -> StepTimeEstimate | None:

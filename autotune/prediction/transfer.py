@@ -2,10 +2,12 @@
 
 Memory is the same on every card, speed is not. What multiplies matrices goes with the 0.7th power of the dense peak and
 the 0.3rd of the power that the card may draw: newer cards multiply faster than training can use, and cards with little
-power cannot keep their clocks. What moves bytes goes with the bandwidth. The host's time to issue the work stays what
-it is. The exponents were fitted on 574 published pairs (`benchmarks/projection.py`). On one pair of cards a method
-deviates from this by about `BETWEEN`, the same for every configuration of the method, so one measurement on the target
-helps; `WITHIN` is the scatter that remains. What a calibration measured of a card replaces its data sheet.
+power cannot keep their clocks. What moves bytes goes with the bandwidth; between cards that differ in their memory
+alone it goes with a lower power of that. The host's time to issue the work stays what it is, unless both hosts were
+calibrated. The exponents were fitted on 574 published pairs (`benchmarks/projection.py`), that of memory alone on one
+model on an H100 and an H200 (`benchmarks/transfer.py`). On one pair of cards a method deviates from this by about
+`BETWEEN`, the same for every configuration of the method, so one measurement on the target helps; `WITHIN` is the
+scatter that remains. What a calibration measured of a card replaces its data sheet.
 """
 
 import math
@@ -18,17 +20,26 @@ from autotune.prediction.calibration import Calibration
 REFERENCE = "h200-sxm"  # the card that the formulas were fitted on
 PEAK, POWER_W, REACHED = 989.4, 700.0, 0.67  # its own, and the share of its dense peak that products reach
 OF_PEAK, OF_POWER = 0.7, 0.3  # exponents
+# The power of the bandwidth by which what moves bytes is faster where two cards have the same chip. Such kernels also
+# wait for the chip, which is then no faster: on an H200 they were 1.24 times as fast as on an H100, with 1.43 times the
+# bandwidth. The 103 published pairs of one chip are 8 % off with it, 11 % without. From one generation to the next the
+# chip grows with its memory: there such a power would make the published pairs 17 % off instead of 15 %.
+OF_MEMORY = 0.61
 CEILING = 0.95  # no card is taken to multiply at more of its dense peak
 USUAL_SHARE = 0.3  # of the time on an H200, in products, in the published pairs; for what no formula knows
 BETWEEN, WITHIN = 0.14, 0.09  # standard deviations of the logarithm of a ratio
 # The generations of cards in the published pairs. Of others only data sheets are known, which is twice as uncertain.
 MEASURED_KINDS = frozenset({"volta", "ampere", "ada", "hopper", "blackwell"})
 UNMEASURED = 2 * BETWEEN
+# The same of both together for two cards with the same chip, where a profile tells what the device does: 2.7 % between
+# an H100 and an H200, for one model and micro batches in which the host has less than a fifth of the pace.
+PROFILED = 0.03
 EIGHTY_PERCENT = 1.2816  # standard deviations that hold 80 % of a normal distribution
 # What products reach in training, of what they reach alone; what a copy reaches of the bandwidth of a data sheet, in
-# which the formula of step time counts. Both are assumed, as nobody measured these rates of an H200: 0.72 of its peak,
-# in the middle of what cards keep under their power cap, and 0.88 of its bandwidth. The training in a calibration
-# corrects what is wrong with both together.
+# which the formula of step time counts. Both are assumed: 0.72 of an H200's peak, in the middle of what cards keep
+# under their power cap, and 0.88 of its bandwidth. An H100 and an H200 that were calibrated since reach 0.67 and 0.66
+# of the peak with the largest products, 0.89 and 0.88 of the bandwidth. The training in a calibration corrects what is
+# wrong with both together.
 IN_TRAINING, COPIED = REACHED / 0.72, 0.88
 
 
@@ -36,18 +47,27 @@ IN_TRAINING, COPIED = REACHED / 0.72, 0.88
 class SpeedTransfer:
     """How many times as fast the target multiplies and moves bytes as the source.
 
-    `error` is the standard deviation of the logarithm of the device's speed. `basis` counts the measurements on the
-    target that it rests on.
+    `fp8` is the same of products in 8 bits, None where one of the cards has none, and `host` of the hosts, None unless
+    both were calibrated. `error` is the standard deviation of the logarithm of the device's speed, and `profiled_error`
+    the same where a profile tells what the device does. `basis` counts the measurements on the target that it rests on.
     """
 
     products: float
     bytes: float
     error: float
+    fp8: float | None = None
+    host: float | None = None
+    profiled_error: float | None = None
     basis: int = 0
 
     def ratio(self, share: float) -> float:
         """The speed of the target over that of the source, for work of which this share of its time is in products."""
         return 1 / (share / self.products + (1 - share) / self.bytes)
+
+
+def same_chip(one: DeviceSpec, other: DeviceSpec) -> bool:
+    """Whether two cards have the same peaks and are of one generation, so that they differ in their memory or power."""
+    return (one.arch, one.bf16_tflops, one.fp16_tflops) == (other.arch, other.bf16_tflops, other.fp16_tflops)
 
 
 def is_measured_kind(device: DeviceSpec) -> bool:
@@ -94,7 +114,7 @@ def speed_transfer(
     `precision` is that of the products (bf16, fp16 or fp8), `side` their size as in `Calibration.products_tflops`.
     """
     if source.name == target.name:
-        return SpeedTransfer(products=1.0, bytes=1.0, error=0.0)
+        return SpeedTransfer(products=1.0, bytes=1.0, error=0.0, fp8=1.0, profiled_error=0.0)
     of_source = card_rates(source, precision, calibration, side)
     of_target = card_rates(target, precision, calibration, side)
     if of_source is None or of_target is None:
@@ -109,12 +129,23 @@ def speed_transfer(
     else:
         shift = math.exp(sum(map(math.log, known)) * variance / (count * variance + noise))
     left = variance * noise / (count * variance + noise)
+    error, alike_chips = math.sqrt(left + noise), same_chip(source, target)
+    fp8_of_source, fp8_of_target = (card_rates(card, "fp8", calibration, side) for card in (source, target))
     return SpeedTransfer(
         products=shift * of_target[0] / of_source[0],
-        bytes=shift * of_target[1] / of_source[1],
-        error=math.sqrt(left + noise),
+        bytes=shift * math.pow(of_target[1] / of_source[1], OF_MEMORY if alike_chips else 1.0),
+        error=error,
+        fp8=shift * fp8_of_target[0] / fp8_of_source[0] if fp8_of_source and fp8_of_target else None,
+        profiled_error=PROFILED if alike_chips and (calibrated or not known) else error,
         basis=0 if calibrated else count,
     )
+
+
+def host_transfer(source: Calibration | None, target: Calibration | None) -> float | None:
+    """How many times as fast the host of `target` issues work as that of `source`; None unless both had a GPU."""
+    if source is None or target is None or not (source.on_gpu and target.on_gpu):
+        return None
+    return source.layer_ms / target.layer_ms
 
 
 def card_rates(

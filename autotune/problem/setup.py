@@ -15,7 +15,7 @@ from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.calibration import Calibration, read_calibration
 from autotune.prediction.memory_formula import Sizes
-from autotune.prediction.transfer import speed_transfer
+from autotune.prediction.transfer import host_transfer, speed_transfer
 from autotune.problem import constraints
 from autotune.problem.constraints import Floors, Narrowing
 from autotune.problem.dataset import dataset_lengths, form_of
@@ -93,6 +93,9 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     carried = target.carried
     if target.measured_on is not None and calibration is not None:
         carried = speed_transfer(target.measured_on, target.device, calibration=calibration)
+        here = kept_calibration(target.measured_on) if spec.calibration is not None else None
+        if carried is not None:
+            carried = replace(carried, host=host_transfer(here, calibration))
     proxy = f"-by-{target.measured_on.name}" if target.measured_on else ""
     task = Task(
         study=spec.study or f"{target.device.name}{proxy}-{model.short}-{space.name}".lower(),

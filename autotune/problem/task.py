@@ -102,6 +102,7 @@ class Task:
             memory_gib=memory_gib,
             headroom=headroom,
             seed=seed,
+            profile=self.measured_on is not None,  # a projection needs to know what the device does
         )
 
     @property

@@ -232,7 +232,7 @@ class Evaluator:
             request = replace(request, evaluate=True)
             self.saved.add(config)
         log = self.logs / f"confirm-{config.digest}-{round_}.log"
-        result = self._stored(None, self._with_host_share(self.prober.probe(request, log)))
+        result = self._stored(None, self._with_parts(self.prober.probe(request, log)))
         self._spend(result)
         self.learn(None, result)
         return result
@@ -318,7 +318,7 @@ class Evaluator:
     def _probe(self, request: ProbeRequest, trial: int | None, suffix: str) -> ProbeResult:
         name = "settle" if trial is None else f"trial-{trial:04d}"
         probed = self.prober.probe(request, self.logs / f"{name}{suffix}.log")
-        result = self._stored(trial, self._with_host_share(probed))
+        result = self._stored(trial, self._with_parts(probed))
         seconds = self._spend(result)
         self._seconds[request.config] = self._seconds.get(request.config, 0.0) + seconds
         return result
@@ -330,12 +330,14 @@ class Evaluator:
         spent[result.config] = spent.get(result.config, 0.0) + seconds
         return seconds
 
-    def _with_host_share(self, result: ProbeResult) -> ProbeResult:
-        """The result of a whole model with the host's share of its time, as truncated models of it show."""
+    def _with_parts(self, result: ProbeResult) -> ProbeResult:
+        """The result of a whole model with the parts of its time, as truncated models of it show them."""
         predicted = self._depths.extrapolated(result.config, self.request(result.config).micro_steps)
         if result.depth or result.measurement is None or predicted is None:
             return result
-        return replace(result, measurement=replace(result.measurement, host_share=predicted.measurement.host_share))
+        shown = predicted.measurement
+        measurement = replace(result.measurement, host_share=shown.host_share, kernels=shown.kernels)
+        return replace(result, measurement=measurement)
 
     def _stored(self, trial: int | None, result: ProbeResult) -> ProbeResult:
         self.store.add(self.study, trial, result, self.prober.fingerprint, model=self.model)

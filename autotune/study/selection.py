@@ -440,10 +440,12 @@ def _assumptions(task: Task, config: TrainConfig) -> list[str]:
         faster = f"{task.carried.products:.3g} times as fast, memory {task.carried.bytes:.3g} times"
         ends = [card.name for card in (task.measured_on, task.device) if calibrates(task.calibration, card)]
         calibrated = f", {ends[0]} {task.calibration.label}" if ends and task.calibration else ""
+        host = task.carried.host
+        of_host = "as it is here" if host is None else f"{host:.3g} times as fast, as both hosts were calibrated"
         caveats.append(
             f"probed on {task.measured_on.name} with its memory capped to what {task.device.name} offers: memory is "
-            f"measured; speeds are projected by data sheets{calibrated} (products {faster}), the host's part as it is "
-            "here; power, clocks and kernels are those of the card that probed"
+            f"measured; speeds are projected by data sheets{calibrated} (products {faster}), the host's part "
+            f"{of_host}; power, clocks and kernels are those of the card that probed"
         )
     cut = workload.truncated(config.seq_len)
     if cut > 0:

@@ -101,10 +101,10 @@ def test_8_bit_products_take_a_card_that_has_them() -> None:
 
 
 def test_a_projection_from_another_card_is_corrected_as_one_from_the_reference() -> None:
-    """H200 to A10 is H200 to H100 and then H100 to A10, whatever was measured on the A10."""
-    h200, config, seen = resolve_device("h200"), TrainConfig(), [observation(500.0)]
-    whole, rest = (observed_transfer(card, A10, config, seen) for card in (h200, H100))
-    first = speed_transfer(h200, H100)
+    """H200 to A10 is H200 to A100 and then A100 to A10, whatever was measured on the A10."""
+    (h200, a100), config, seen = map(resolve_device, ("h200", "a100")), TrainConfig(), [observation(500.0)]
+    whole, rest = (observed_transfer(card, A10, config, seen) for card in (h200, a100))
+    first = speed_transfer(h200, a100)
     assert whole and rest and first
     assert whole.products == pytest.approx(first.products * rest.products)
     assert whole.bytes == pytest.approx(first.bytes * rest.bytes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import DryCount, Measurement, ModelShape, Phase
+from autotune.core.probe_types import DryCount, KernelTimes, Measurement, ModelShape, Phase
 from autotune.prediction.depth_extrapolation import (
     DEVICE_BOUND,
     HOST_BOUND,
@@ -433,3 +433,26 @@ def test_a_count_is_a_line_in_depth_for_each_segment():
         )
 
     assert count_at_depth((2, count(2)), (4, count(4)), 32) == count(32)
+
+
+def test_what_a_card_does_is_a_line_in_depth() -> None:
+    """A layer has 3 ms of products, 1 ms of attention and 2 ms of bytes; the head has 10 ms of products, 4 of bytes."""
+
+    def at(layers: int, host_s: float, **changes: Any) -> Measurement:
+        seconds = {"products_s": 0.010 + 0.003 * layers, "fp8_s": 0.0, "attention_s": 0.001 * layers}
+        seconds |= {"bytes_s": 0.004 + 0.002 * layers, "busy_s": 0.014 + 0.006 * layers}
+        kernels = KernelTimes(**seconds, micro_s=0.020 + 0.006 * layers, num_kernels=20 + 50 * layers)
+        return replace(measurement(0.020 + 0.006 * layers), kernels=kernels, host_micro_s=host_s, **changes)
+
+    found = extrapolate([(2, at(2, 0.002)), (8, at(8, 0.008))], LAYERS).measurement.kernels
+    assert found is not None and found.num_kernels == 1620 and found.fp8_s == 0.0
+    assert (found.products_s, found.attention_s, found.bytes_s) == pytest.approx((0.106, 0.032, 0.068))
+    assert (found.busy_s, found.micro_s) == pytest.approx((0.206, 0.212))
+    # The device waits for a host that needs 8 ms for each layer, which the head hides in a few.
+    paced = extrapolate([(2, at(2, 0.016)), (8, at(8, 0.064))], LAYERS).measurement.kernels
+    assert paced is not None and paced.micro_s == pytest.approx(0.256) and paced.busy_s == found.busy_s
+    # Both must be profiled. A hotter card does not make the whole model do less than a part of it.
+    assert extrapolate([(2, replace(at(2, 0.01), kernels=None)), (8, at(8, 0.01))], LAYERS).measurement.kernels is None
+    assert extrapolate([(2, at(2, 0.01)), (8, replace(at(8, 0.01), kernels=None))], LAYERS).measurement.kernels is None
+    slow = extrapolate([(2, replace(at(2, 0.01), kernels=at(9, 0.01).kernels)), (8, at(8, 0.01))], LAYERS)
+    assert slow.measurement.kernels == replace(at(8, 0.01).kernels or found, micro_s=0.068)

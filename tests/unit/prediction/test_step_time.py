@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_model
+from autotune.core.probe_types import KernelTimes
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import Sizes, kept_bytes
 from autotune.prediction.step_time import (
@@ -117,6 +118,45 @@ def test_a_measured_time_has_the_parts_that_the_formula_gives_it(host_share: flo
     # What the card sets is known but for the projection, and what the host sets is another host's there.
     error = divided.on(OTHER).error
     assert error == pytest.approx(0.2) if host_share is None else 0.2 < error < UNKNOWN_HOST.error
+
+
+# Of a micro batch of 0.5 s in which the card was busy for 0.4 s, with 0.05 s of copies beside the products.
+PROFILE = KernelTimes(products_s=0.2, fp8_s=0.05, attention_s=0.1, bytes_s=0.1, busy_s=0.4, micro_s=0.5, num_kernels=9)
+
+
+def test_a_profile_divides_a_measured_time_whatever_the_formula_says() -> None:
+    divided = divide_step_time(measurement(0.5, rest_s=(0.1,), host_share=0.99, kernels=PROFILE), reported(**LARGE))
+    # 0.4 s of 0.45 s: what ran at the same time counts once. Attention multiplies.
+    parts = (divided.products_s, divided.fp8_s, divided.bytes_s)
+    assert parts == pytest.approx((0.3 * 0.4 / 0.45, 0.05 * 0.4 / 0.45, 0.1 * 0.4 / 0.45))
+    assert divided.device_s == pytest.approx(0.4) and divided.micro_s == pytest.approx(0.5) and divided.rest_s == 0.1
+    assert divided.host_s == pytest.approx((0.5**4 - 0.4**4) ** 0.25) and divided.host_share == pytest.approx(
+        1 - 0.8**4
+    )
+    # A whole model takes 1 s: the shares are those of the profile.
+    longer = divide_step_time(measurement(1.0, kernels=PROFILE), None)
+    assert longer.device_s == pytest.approx(0.8) and longer.micro_s == pytest.approx(1.0)
+    # A card that is hotter in the profile than before is busy for longer than the micro batch took.
+    busy = divide_step_time(measurement(0.5, kernels=replace(PROFILE, busy_s=0.52)), None)
+    assert busy.device_s == pytest.approx(0.5) and busy.host_s == 0.0
+
+
+def test_a_profile_is_projected_by_what_the_card_does() -> None:
+    divided = divide_step_time(measurement(0.5, kernels=PROFILE), None)
+    transfer = SpeedTransfer(products=0.5, bytes=0.4, error=0.2, fp8=2.0, profiled_error=0.05)
+    there = divided.on(transfer)
+    assert there.products_s == pytest.approx(2 * divided.products_s) and there.fp8_s == pytest.approx(divided.fp8_s / 2)
+    assert there.bytes_s == pytest.approx(2.5 * divided.bytes_s) and there.host_s == divided.host_s
+    assert (there.device_error, there.host_error) == (0.05, UNKNOWN_HOST.error)
+    # Cards without 8 bits have no such products; without a profile the error is that of the formula.
+    assert divided.on(OTHER).fp8_s == pytest.approx(2 * divided.fp8_s) and divided.on(OTHER).device_error == 0.2
+    assert replace(divided, profiled=False).on(transfer).device_error == 0.2
+
+
+def test_hosts_that_were_calibrated_are_projected_too() -> None:
+    divided = divide_step_time(measurement(0.5, kernels=PROFILE), None)
+    there = divided.on(replace(OTHER, host=0.8))
+    assert there.host_s == pytest.approx(divided.host_s / 0.8) and there.host_error == MEASURED_HOST.error
 
 
 def test_a_host_that_is_not_known_is_uncertain() -> None:

@@ -13,15 +13,19 @@ from autotune.prediction.transfer import (
     BETWEEN,
     CEILING,
     MEASURED_KINDS,
+    OF_MEMORY,
+    PROFILED,
     UNMEASURED,
     WITHIN,
+    host_transfer,
     interval,
     products_tflops,
     speed_transfer,
 )
+from tests.helpers.factories import calibration
 
 PAIRS = Path(__file__).parents[3] / "benchmarks" / "data" / "published_pairs.yaml"
-H100, A100, T4 = map(resolve_device, ("h100", "a100", "t4"))
+H100, H200, A100, T4 = map(resolve_device, ("h100", "h200", "a100", "t4"))
 
 
 def test_the_same_card_is_as_fast_as_itself() -> None:
@@ -44,10 +48,30 @@ def test_a_faster_card_is_faster_by_less_than_its_peak_says() -> None:
 
 
 def test_of_the_same_peak_only_what_moves_bytes_is_faster() -> None:
-    """An H200 is an H100 with faster memory: half of the time in products is 1.18 times as fast, not 1.43 times."""
-    carried = speed_transfer(H100, resolve_device("h200"))
-    assert carried is not None and carried.products == 1.0 and carried.ratio(1.0) == 1.0
-    assert carried.ratio(0.0) == pytest.approx(4800 / 3350) and carried.ratio(0.5) == pytest.approx(1.178, abs=1e-3)
+    """An H200 is an H100 with 1.43 times as fast memory: what moves bytes is 1.25 times as fast, all together 1.11."""
+    carried = speed_transfer(H100, H200)
+    assert carried is not None and carried.products == 1.0 == carried.fp8 and carried.ratio(1.0) == 1.0
+    assert carried.ratio(0.0) == pytest.approx((4800 / 3350) ** 0.61) and carried.ratio(0.5) == pytest.approx(
+        1.109, abs=1e-3
+    )
+
+
+def test_a_profile_makes_a_projection_certain_between_cards_that_differ_in_their_memory() -> None:
+    carried, corrected = speed_transfer(H100, H200), speed_transfer(H100, H200, [0.9])
+    assert carried is not None and carried.profiled_error == PROFILED < carried.error
+    assert corrected is not None and corrected.profiled_error == corrected.error > PROFILED
+    # Of another chip nobody profiled anything.
+    across = speed_transfer(A100, H100)
+    assert across is not None and across.profiled_error == across.error
+    pcie, made = replace(H100, name="slower", bandwidth_gb_s=2000.0), calibration("slower")
+    found = speed_transfer(H200, pcie, [0.9], calibration=made)
+    assert found is not None and found.profiled_error == PROFILED  # measurements of others do not count
+
+
+def test_a_host_is_projected_where_both_were_calibrated_with_a_gpu() -> None:
+    here, there, cpu = calibration(), calibration(layer_ms=10.0), calibration(compute_capability=None)
+    assert host_transfer(here, there) == pytest.approx(0.8)
+    assert [host_transfer(*pair) for pair in ((here, None), (None, there), (here, cpu), (cpu, there))] == [None] * 4
 
 
 def test_measurements_there_tighten_the_interval_and_draw_the_ratio() -> None:
@@ -86,13 +110,23 @@ def test_an_interval_holds_80_percent_and_is_as_far_up_as_down() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "times", "products", "bytes"),
-    [("bf16_tflops", 16, 2**2.8, 1.0), ("tdp_w", 1 / 16, 2**-1.2, 1.0), ("bandwidth_gb_s", 16, 1.0, 16.0)],
+    [
+        ("bf16_tflops", 16, 2**2.8, 1.0),
+        ("tdp_w", 1 / 16, 2**-1.2, 1.0),
+        ("bandwidth_gb_s", 16, 1.0, 16.0**OF_MEMORY),
+    ],
 )
 def test_a_rate_that_is_sixteen_times_another(rate: str, times: float, products: float, bytes: float) -> None:
     """Products go with the 0.7th power of the peaks, and the 0.3rd of the power that a card may draw."""
     other = replace(A100, name="other", **{rate: times * getattr(A100, rate)})
     carried = speed_transfer(A100, other)
     assert carried is not None and (carried.products, carried.bytes) == pytest.approx((products, bytes))
+
+
+def test_from_one_generation_to_the_next_bytes_go_with_the_bandwidth() -> None:
+    other = replace(A100, name="other", arch="hopper", bandwidth_gb_s=16 * (A100.bandwidth_gb_s or 0))
+    carried = speed_transfer(A100, other)
+    assert carried is not None and carried.bytes == pytest.approx(16.0)
 
 
 def test_no_card_reaches_more_than_a_share_of_its_peak() -> None:
@@ -108,6 +142,8 @@ def test_fp8_has_a_peak_of_its_own() -> None:
     faster = replace(H100, name="faster", fp8_tflops=16 * (H100.fp8_tflops or 0))
     ratios = [carried.products for kind in ("bf16", "fp8") if (carried := speed_transfer(H100, faster, precision=kind))]
     assert ratios == pytest.approx([1.0, 2**2.8])
+    both, none = speed_transfer(H100, faster), speed_transfer(H100, A100)
+    assert both is not None and both.fp8 == pytest.approx(2**2.8) and none is not None and none.fp8 is None
 
 
 @pytest.mark.parametrize("known", [[1.3], [1.1, 1.5, 0.8]])

@@ -212,6 +212,29 @@ def test_a_calibration_of_either_card_changes_the_projection(tmp_path, calibrate
     assert any(f"by data sheets, {calibrated} calibrated by file.json, 2026-11-22 (" in one for one in caveats)
 
 
+def test_the_host_of_the_target_is_projected_where_both_machines_were_calibrated(cards, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cards(card(name="NVIDIA A10", memory_gib=22.5))
+    l4 = resolve_device("l4")
+    target = Target(device=l4, card=card(name="NVIDIA A10"), measured_on=A10, carried=speed_transfer(A10, l4))
+    write_calibration(calibration("l4", layer_ms=10.0), tmp_path / "l4.json")
+    spec = StudySpec(model="mistral-7b", calibration=str(tmp_path / "l4.json"))
+    assert set_up(spec, target).task.carried.host is None  # nothing is known of the host here
+    kept_path(A10.name).parent.mkdir(parents=True, exist_ok=True)
+    write_calibration(calibration(processor=processor_name(), layer_ms=8.0), kept_path(A10.name))
+    task = set_up(spec, target).task
+    assert task.carried.host == pytest.approx(0.8)
+    assert set_up(StudySpec(model="mistral-7b"), target).task.carried.host is None
+    selection = Selection(task)
+    add_measured(selection, BASELINE, measurement())
+    caveats = selection.recipe(FINGERPRINT).caveats
+    assert any("host's part 0.8 times as fast, as both hosts were calibrated" in one for one in caveats)
+    # What others measured of the card says nothing of the host.
+    seen = replace(published_observations()[0], device="l4")
+    corrected = corrected_by_observations(task, [seen])
+    assert corrected.carried.host == task.carried.host
+
+
 def test_measurements_on_the_target_tighten_the_projection():
     task = set_up(StudySpec(model="mistral-7b"), emulated()).task
     tight = corrected_by_observations(task, published_observations())

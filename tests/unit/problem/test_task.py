@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import find_price, resolve_device, resolve_model
+from autotune.core.probe_types import KernelTimes
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.length_distribution import Lengths
@@ -66,6 +67,28 @@ def test_what_multiplies_what_moves_bytes_and_the_host_are_projected_apart() -> 
     assert unknown[1] > 2 * known[1] and unknown[0] < 2 * known[0]
 
 
+def test_a_profile_tells_what_is_projected_by_what() -> None:
+    """Of 0.5 s the card is busy for 0.3 s, two thirds in products: they take twice as long there, the bytes half."""
+    kernels = KernelTimes(
+        products_s=0.2, fp8_s=0.0, attention_s=0.0, bytes_s=0.1, busy_s=0.3, micro_s=0.5, num_kernels=2
+    )
+    transfer = SpeedTransfer(products=0.5, bytes=2.0, error=0.1, profiled_error=0.02)
+    own = subject_of()
+    there = replace(own, measured_on=H200, carried=transfer)
+    config, found = TrainConfig(seq_len=256), measurement(0.5, rest_s=(), kernels=kernels)
+    steps = [task.performance(config, [found]).step_time_s for task in (own, there)]
+    host = 0.5**4 - 0.3**4
+    assert steps[1] / steps[0] == pytest.approx(((2 * 0.2 + 0.1 / 2) ** 4 + host) ** 0.25 / 0.5)
+    assert there.score(result(config, measurement=found)) == pytest.approx(
+        there.performance(config, [found]).tokens_per_second
+    )
+    # A device that is busy all the time is projected with the error of profiles.
+    busy = measurement(0.3, kernels=replace(kernels, micro_s=0.3))
+    low, high = there.performance(config, [busy]).spread
+    assert high == pytest.approx(math.hypot(math.exp(1.2816 * 0.02) - 1, own.performance(config, [busy]).spread[1]))
+    assert low < 0
+
+
 def test_flops_are_compared_with_the_peak_that_the_products_have() -> None:
     mfu = {
         (device.name, quantization): subject_of(device=device)
@@ -94,6 +117,7 @@ def test_a_request_has_the_micro_batches_of_the_run() -> None:
     assert (plain.micro_steps, plain.min_timed_micros, plain.seed, plain.headroom) == (2, 2, 3, 0.05)
     assert plain.micro_batches == task.workload.micro_batches(plain.config) != ()
     assert asked(task, micro_batch_size=32, seq_len=1024).micro_steps == 1
+    assert not plain.profile and asked(replace(task, measured_on=H200, carried=CARRIED), seq_len=1024).profile
     assert asked(replace(task, trainer="trl"), micro_batch_size=8, seq_len=1024).micro_batches == plain.micro_batches
 
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import Evidence, Measurement, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult, Rung
+from autotune.core.probe_types import (
+    Evidence,
+    KernelTimes,
+    Measurement,
+    ModelShape,
+    Outcome,
+    Phase,
+    ProbeRequest,
+    ProbeResult,
+    Rung,
+)
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import SEEN, Extrapolation
 from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown
@@ -315,6 +325,24 @@ def test_truncated_models_tell_whether_the_host_sets_the_pace(
         assert reported.measurement is not None
         assert reported.measurement.host_share == (None if known is None else pytest.approx(known))
         assert reported.measurement.host_bound is (known == 0.9)
+
+
+def test_truncated_models_tell_what_the_card_does_in_the_whole_one(session: Start) -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        found = layered()(request)
+        assert found.measurement is not None
+        if request.depth is None:
+            return found
+        bytes_s, micro_s = 0.001 * request.depth, min(found.measurement.micro_step_s)
+        kernels = KernelTimes(
+            products_s=0.0, fp8_s=0.0, attention_s=0.0, bytes_s=bytes_s, busy_s=bytes_s, micro_s=micro_s, num_kernels=1
+        )
+        return replace(found, measurement=replace(found.measurement, kernels=kernels))
+
+    evaluator, _ = session(answer)
+    for reported in (evaluator.evaluate(MIDDLE, 0).result, evaluator.confirm(MIDDLE, 4, 1)):
+        assert reported.measurement is not None and reported.measurement.kernels is not None
+        assert reported.measurement.kernels.bytes_s == pytest.approx(0.001 * SHAPE.num_layers)
 
 
 def test_a_disturbed_shallow_probe_does_not_end_the_session(session: Start) -> None:
