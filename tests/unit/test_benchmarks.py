@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.planning.device_estimate import ACCURACY
+from autotune.prediction.transfer import OF_MEMORY
 from tests.system.faults.conftest import table
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,26 @@ SAID = [
     ("projection", "target card {error_mean_calibrated:.0%} and {error_mean_of_sets_calibrated:.0%} |"),
     ("projection", "{coverage_80:.0%} of the cases lay in the printed range"),
     ("projection", "the range holds {coverage_80_of_sets:.0%}, and one measurement"),
+    ("transfer", "{configs} configurations of three models"),
+    (
+        "transfer",
+        "| the device sets the pace on both | {device_bound} | {old_error_median:.1%}, {old_error_max:.0%} |"
+        " {error_median:.1%}, {error_max:.0%} |",
+    ),
+    (
+        "transfer",
+        "| of these, the host has less than a tenth of the pace | {device_alone} | {old_device_alone_error_median:.1%},"
+        " {old_device_alone_error_max:.0%} | {device_alone_error_median:.1%}, {device_alone_error_max:.1%} |",
+    ),
+    (
+        "transfer",
+        "| the host sets the pace on one or both | {host_bound} | {old_host_bound_error_median:.0%},"
+        " {old_host_bound_error_max:.0%} | {host_bound_error_median:.0%}, {host_bound_error_max:.0%} |",
+    ),
+    ("transfer", "{calibrated_error_median:.0%}, {calibrated_error_max:.0%} once both hosts were calibrated"),
+    ("transfer", "The range held {inside_80:.0%} of the pairs ({calibrated_inside_80:.0%} with the narrower"),
+    ("transfer", "took up to {host_drift_max:.0%} longer at one time than at another"),
+    ("transfer", "one host took up to {hosts_differ_max:.1f} times as long as the other"),
     (
         "plan_memory",
         "| {heldout_configs} configurations of {heldout_models} models that the formula was not fitted on |",
@@ -124,6 +145,7 @@ def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPa
         ("plan_memory", "heldout_h200.jsonl"),
         ("plan_speed", None),
         ("projection", None),
+        ("transfer", None),
     ],
 )
 def test_rows_follow_from_what_was_measured(
@@ -131,6 +153,7 @@ def test_rows_follow_from_what_was_measured(
 ) -> None:
     """Where formulas of the package are part of a row, a change of these shows here."""
     options = ["--rows", str(BENCHMARKS / "data" / measured), "--seconds", "0"] if measured else []
+    options = ["compare"] if name == "transfer" else options
     monkeypatch.setattr(sys, "argv", [name, *options, "--out", str(tmp_path)])
     program(name, monkeypatch).main()
     made = json.loads((tmp_path / f"{name}.json").read_text())
@@ -153,6 +176,21 @@ def test_the_long_tailed_lengths_are_those_that_are_told(monkeypatch: pytest.Mon
     lengths = module.long_tailed_lengths()
     assert lengths == module.long_tailed_lengths() and len(lengths) == 3000
     assert sum(lengths) / 3000 == pytest.approx(376, abs=0.5) and max(lengths) == 4096 and min(lengths) >= 16
+
+
+def test_who_sets_the_pace_of_a_pair_follows_from_how_long_the_cards_were_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host has 0.8 of a micro batch where the device is busy for the fourth root of 1 - 0.8^4 of it: 0.8765."""
+    transfer = program("transfer", monkeypatch)
+    cards = [transfer.read(path) for path in transfer.STORED]
+    rows = [row for row in RESULTS["transfer"]["rows"] if "target" in row]
+    assert {row["host_bound"] for row in rows} == {True, False}
+    for row in rows:
+        kernels = [card.found[row["model"], row["config"], None][1].kernels for card in cards]
+        assert row["host_bound"] is (min(each.busy_s / each.micro_s for each in kernels) <= 0.8765)
+
+
+def test_what_the_product_says_of_one_chip_was_fitted_on_one_model() -> None:
+    assert round(RESULTS["transfer"]["summary"]["fitted_exponent"], 2) == OF_MEMORY
 
 
 def test_rows_are_labelled_as_train_py_labels_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -188,7 +226,9 @@ def test_the_documents_say_which_versions_were_measured() -> None:
     studies = [json.loads(path.read_text()) for path in (ROOT / "studies").glob("*/summary.json")]
     fingerprints = [found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]]
     without_device = {name for name, found in RESULTS.items() if not found["fingerprint"]}
-    assert without_device <= {"fleet", "labels", "mutation", "plan_speed", "projection"}
+    assert without_device <= {"fleet", "labels", "mutation", "plan_speed", "projection", "transfer"}
+    for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards
+        fingerprints.append(json.loads(path.read_text().splitlines()[0])["fingerprint"])
     on_gpus = [found["packages"] for found in fingerprints if found["device"].startswith("NVIDIA")]
     assert len(on_gpus) > 15
     ((torch, transformers),) = {(packages["torch"], packages["transformers"]) for packages in on_gpus}
