@@ -128,10 +128,22 @@ class StorageCounter(TorchDispatchMode):
         packet = func.overloadpacket
         kind = "product" if packet in flop_registry else "other"
         if kind == "product":
-            self.flops[packet.__name__] += flop_registry[packet](*args, **kwargs, out_val=out)
+            with_all_heads = _with_all_heads(args) if "attention" in packet.__name__ else args
+            self.flops[packet.__name__] += flop_registry[packet](*with_all_heads, **kwargs, out_val=out)
         elif func.is_view:
             return
         self.moved[kind] += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((args, out)))
+
+
+def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of attention with a key head for each query head: torch's formula before 2.13 takes no fewer."""
+    heads = max(tensor.shape[1] for tensor in _tensors(args) if tensor.dim() == 4)
+    return tuple(
+        torch.empty(arg.shape[0], heads, *arg.shape[2:], device="meta")
+        if isinstance(arg, torch.Tensor) and arg.dim() == 4
+        else arg
+        for arg in args
+    )
 
 
 def _references(args: tuple[Any, ...]) -> tuple[int, int, int]:
@@ -154,7 +166,7 @@ def _least_references() -> tuple[int, int, int]:
             return func(*args, **(kwargs or {}))
 
     leaf = torch.ones(1, device="meta", requires_grad=True)
-    with Watch():
+    with torch.enable_grad(), Watch():
         inner = leaf * 1
         loss = (inner * 2).sum() + (inner * 3).sum()
         del inner

@@ -99,3 +99,13 @@ def test_attention_keeps_no_scores(dtype: torch.dtype, mask: bool, size: int) ->
         out.sum().backward()
     assert counter.take_peak() < heads * length * length * dtype.itemsize
     assert queries.grad is not None and keys.grad is not None and keys.grad.shape == keys.shape
+
+
+def test_attention_of_few_key_heads_does_as_much_as_with_one_for_each_query_head() -> None:
+    """torch's own formula took no fewer before 2.13."""
+    query = torch.empty(2, 8, 16, 4, device="meta")
+    key, value = (torch.empty(2, 2, 16, 4, device="meta") for _ in range(2))
+    counter = StorageCounter(torch.device("meta"))
+    with counter:
+        torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
+    assert counter.flops == {"_scaled_dot_product_flash_attention": 2 * 2 * (2 * 8 * 16 * 16 * 4)}
