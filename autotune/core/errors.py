@@ -12,7 +12,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The hint "; did you mean 'a10' or 'a100'?", or an empty text if no known name is similar."""
     import difflib
 
-    close = difflib.get_close_matches(str(name).lower(), sorted(set(known)), n=3)
+    close = difflib.get_close_matches(str(name).lower(), sorted(set(known)))  # three at most
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

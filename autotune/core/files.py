@@ -146,7 +146,8 @@ def _line_of(node: Any, loc: tuple[int | str, ...]) -> int:
         if node.id == "mapping":
             found = next(((key, value) for key, value in children if key.value == str(part)), None)
         else:
-            found = (children[part],) * 2 if isinstance(part, int) and part < len(children) else None
+            inside = isinstance(part, int) and part < len(children)
+            found = (children[part], children[part]) if inside else None
         if found is None:
             break
         line, node = found[0].start_mark.line + 1, found[1]

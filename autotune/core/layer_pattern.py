@@ -10,12 +10,10 @@ def repetition(kinds: Sequence[Any]) -> tuple[int, int | None]:
     The pair with the smallest sum is returned. The period is None where nothing repeats at least twice.
     """
     length = len(kinds)
-    best: tuple[int, int] | None = None
-    for prefix in range(length // 2):
-        for period in range(1, (length - prefix) // 2 + 1):
-            if best is not None and prefix + period >= sum(best):
-                break
-            if all(kinds[index] == kinds[index + period] for index in range(prefix, length - period)):
-                best = (prefix, period)
-                break
-    return best if best is not None else (0, None)
+    for total in range(1, length):
+        for period in range(1, total + 1):
+            prefix = total - period
+            is_seen_twice = prefix < length // 2 and prefix + 2 * period <= length
+            if is_seen_twice and all(kinds[at] == kinds[at + period] for at in range(prefix, length - period)):
+                return prefix, period
+    return 0, None

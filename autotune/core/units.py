@@ -30,10 +30,10 @@ def fmt_usd(value: float | None) -> str:
     """12.3 -> '$12.30', 0.584 -> '$0.584', None -> a dash."""
     if value is None:
         return DASH
-    if value == 0 or value >= 0.995:
+    if value > 0.995:
         return f"${value:,.2f}"
     text = f"{value:.3g}"
-    return f"${value:.2f}" if len(text) < len("0.12") else f"${text}"
+    return f"${value:.2f}" if float(text) == round(value, 2) else f"${text}"
 
 
 def fmt_seconds(value: float | None) -> str:

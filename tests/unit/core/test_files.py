@@ -12,11 +12,13 @@ from autotune.core.errors import StorageError, UsageError
 from autotune.core.files import (
     MAX_BYTES,
     MAX_VALUES,
+    cache_directory,
     load_yaml,
     read_regular,
     read_user_text,
     read_user_yaml,
     refuse_special_files,
+    sync_directory,
     write_atomic,
     write_errors,
 )
@@ -80,6 +82,7 @@ def test_a_file_is_read(tmp_path):
         ("inner:\n  sizes:\n    - 1\n    - 2\n    - x\n", "FILE:5: inner.sizes.2: Input should be a valid integer"),
         ("parts:\n  a: {}\n  b:\n    size: x\n", "FILE:4: parts.b.size: Input should be a valid integer"),
         ("name: a\nepochs: -1\n", "FILE:2: the file: epochs cannot be -1"),
+        ("name: a\ninner:\n  - 1\n", "FILE:2: inner: Input should be a valid dictionary or instance of Inner"),
         ("", "FILE:1: the file: Input should be a valid dictionary or instance of Form"),
         ("just words", "FILE:1: the file: Input should be a valid dictionary or instance of Form"),
         ("- a\n- b\n", "FILE:1: the file: Input should be a valid dictionary or instance of Form"),
@@ -141,6 +144,13 @@ def test_a_file_of_just_the_most_values_is_read(tmp_path):
     assert "more than 10,000 values" in failure(tmp_path, f"anything: [{'x, ' * 9_998}]")
 
 
+def test_an_alias_counts_as_what_it_stands_for(tmp_path):
+    """Twice a list of 4,997 words, a word, the list around them, the key and the mapping."""
+    text = "anything: [&a [{}], *a{}]"
+    assert len(read(tmp_path, text.format("x, " * 4_997, ", x")).anything) == 3
+    assert "more than 10,000 values" in failure(tmp_path, text.format("x, " * 4_997, ", x, x"))
+
+
 @pytest.mark.parametrize("text", ["[" * 3000, "anything: " + "{a: " * 3000 + "1" + "}" * 3000])
 def test_deep_nesting_is_refused(tmp_path, text):
     assert failure(tmp_path, text) == "FILE: not valid YAML: nested too deeply"
@@ -187,6 +197,17 @@ def test_a_directory_with_a_pipe_is_refused(tmp_path):
         refuse_special_files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("variable", "folder"), [("/somewhere", "/somewhere"), ("", "/home/me/.cache"), (None, "/home/me/.cache")]
+)
+def test_where_things_are_kept_for_a_user(monkeypatch, variable, folder):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", variable)
+    assert cache_directory() == Path(folder) / "autotune"
+
+
 # --- writing
 
 
@@ -202,9 +223,8 @@ def test_write_atomic_replaces_whole_files_and_leaves_nothing_else(tmp_path):
 def test_a_written_file_has_the_mode_that_the_umask_leaves(tmp_path, mask, mode):
     before = os.umask(mask)
     try:
-        for executable in (False, True):
-            write_atomic(tmp_path / "file", "text", executable=executable)
-            expected = 0o777 & ~mask if executable else mode
+        for options, expected in (({}, mode), ({"executable": True}, 0o777 & ~mask)):
+            write_atomic(tmp_path / "file", "text", **options)
             assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == expected
     finally:
         os.umask(before)
@@ -241,6 +261,22 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         write_atomic(path, "\udcff")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_a_file_that_cannot_be_opened_is_not_looked_for(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(StorageError, match="Permission denied"):
+        write_atomic(tmp_path / "file", "text")
+
+
+def test_nothing_stays_open_after_a_directory_is_on_disk(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    sync_directory(tmp_path)
+    sync_directory(tmp_path / "nowhere")
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_file_in_the_way_of_a_directory(tmp_path):

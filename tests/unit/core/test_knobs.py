@@ -1,13 +1,13 @@
 """The registry is complete and consistent, and checks values."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from autotune.core.knobs import KNOBS, affecting, check_value, checkpoint_every
+from autotune.core.knobs import KNOBS, KnobSpec, _tuples, affecting, check_value, checkpoint_every
 from autotune.core.train_config import TrainConfig
 
 
@@ -84,7 +84,8 @@ def test_values_by_memory(name, values):
 def test_values_by_capability():
     precision, rank = KNOBS["precision"].capability_rank, KNOBS["lora_rank"].capability_rank
     assert precision("bf16_pure") < precision("fp16_mixed") < precision("bf16_mixed") == precision("fp32")
-    assert rank(None) < rank(1) < rank(8) < rank(16)
+    assert (rank(None), rank(1), rank(16)) == (0, 1, 16)
+    assert precision("bf16_pure") == 0 and precision("fp32") == 2
     assert KNOBS["rslora"].capability_rank(True) == KNOBS["rslora"].capability_rank(False)
 
 
@@ -92,12 +93,17 @@ def test_values_by_capability():
     ("name", "value", "other", "expected"),
     [
         ("optimizer", "adamw_torch", "adamw_8bit", True),
+        ("optimizer", "adamw_torch", "adamw_torch_fused", True),
+        ("optimizer", "adamw_torch_fused", "adamw_torch", True),
+        ("optimizer", "adamw_8bit", "adafactor", False),
         ("optimizer", "adamw_8bit", "adamw_torch", False),
         ("optimizer", "adafactor", "adamw_8bit", False),
         ("optimizer", "adafactor", "adafactor", True),
         ("seq_len", 16, 8, True),
         ("seq_len", 8, 16, False),
         ("lora_rank", 8, None, True),
+        ("lora_rank", 1, None, True),
+        ("lora_rank", None, 1, False),
         ("checkpointing", "every_2", "full", True),
         ("checkpointing", "full", "offload", True),
         ("checkpointing", "offload", "full", False),
@@ -174,3 +180,45 @@ def test_every_knob_and_value_is_documented():
         assert kind == knob.kind, name
         for value in knob.choices:
             assert f"`{str(value).lower() if isinstance(value, bool) else value}`" in values, name
+
+
+def test_what_a_row_leaves_out():
+    plain = KnobSpec(name="some_new_knob", description="Does it.", affects=frozenset({"memory"}), choices=("b", "a"))
+    assert (plain.label, plain.form, plain.default, plain.kind) == ("some new knob", "choice", "b", "system")
+    assert (plain.distance_weight, plain.tag, plain.tag_order, plain.separates_results) == (0.5, None, 100, False)
+    assert (plain.inactive_value, plain.listed_when_inactive, plain.capability_priority) == ("b", False, None)
+    assert plain.is_active({}) and plain.possible("a", {}) == "a"
+    assert plain.speed_rank("a") == plain.speed_rank("b") and plain.memory_rank("a") == "a"
+    given = replace(plain, label="Own words", default="a", inactive="c")
+    assert (given.label, given.default, given.inactive_value) == ("Own words", "a", "c")
+    switch = KnobSpec(name="switch", description="Does it.", affects=frozenset({"learning"}), form="boolean")
+    assert (switch.choices, switch.default, switch.kind, switch.inactive_value) == (
+        (False, True),
+        False,
+        "learning",
+        False,
+    )
+    assert replace(switch, required="it is needed").inactive_value is None
+
+
+def test_a_knob_has_an_effect_where_all_others_allow_it():
+    knob = KnobSpec(
+        name="knob",
+        description="Does it.",
+        affects=frozenset(),
+        choices=("first", "second", "third"),
+        active_when={"one": 1, "two": 2},
+        never_with={"three": 3, "four": 4},
+        impossible_with={"first": {"five": 5, "six": 6}, "second": {"six": 6}},
+    )
+    fine = {"one": 1, "two": 2, "three": 0, "four": 0, "five": 0, "six": 0}
+    assert knob.is_active(fine)
+    for change in ({"one": 0}, {"two": 0}, {"three": 3}, {"four": 4}):
+        assert not knob.is_active(fine | change)
+    possible = [knob.possible("first", fine | change) for change in ({}, {"five": 5}, {"six": 6})]
+    assert possible == ["first", "second", "third"] and knob.possible("second", fine | {"five": 5}) == "second"
+
+
+def test_lists_of_a_file_become_tuples_at_every_depth():
+    assert _tuples([["a", [1]], "bc", {"d": [2]}]) == (("a", (1,)), "bc", {"d": [2]})
+    assert _tuples("bc") == "bc"

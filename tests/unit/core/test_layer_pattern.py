@@ -23,6 +23,9 @@ from autotune.core.layer_pattern import repetition
         ("SSSSSFSS", 0, None),  # the pattern is not seen twice
         ("AAAAAAAB", 0, None),
         ("ABCC", 0, None),  # half of it comes before
+        ("ABCCC", 0, None),
+        ("ABCCCC", 2, 1),
+        ("ABACAC", 2, 2),
         ("A", 0, None),
         ("", 0, None),
     ],

@@ -1,6 +1,7 @@
 """What the host has, also within the limits of a container, and a disk on which nothing is left."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,15 +62,33 @@ def test_the_processor_is_called_as_the_kernel_calls_it(
 @pytest.mark.parametrize(
     ("clock_s", "written", "speed"),
     [
-        ((10.0, 10.5, 11.0, 12.0), [2**23, 2**24], 8.388608),  # 16.8 MB in two seconds
-        ((10.0, 10.5, 13.0, 14.0), [2**23], 2.097152),  # after three seconds no more is begun: 8.4 MB in four
+        ((10.0, 10.5, 11.0, 12.0), [1000, 2000], 0.001),  # two kilobytes in two seconds
+        ((10.0, 10.5, 12.9, 15.0), [1000, 2000], 0.0004),
+        ((10.0, 10.5, 13.0, 14.0), [1000], 0.00025),  # after three seconds no more is begun: one of them in four
     ],
 )
 def test_the_speed_of_a_disk_is_of_what_has_reached_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock_s: tuple[float, ...], written: list[int], speed: float
 ) -> None:
     reached: list[int] = []
-    monkeypatch.setattr(machine, "WRITTEN_BYTES", 2**24)
+    monkeypatch.setattr(machine, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(machine, "WRITTEN_BYTES", 2000)
     monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=iter(clock_s).__next__))
     monkeypatch.setattr(machine.os, "fdatasync", lambda file: reached.append(os.fstat(file).st_size))
     assert disk_mb_s(tmp_path) == pytest.approx(speed) and reached == written
+
+
+def test_a_quick_disk_takes_256_mib_that_cannot_be_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks: list[bytes] = []
+    file = SimpleNamespace(write=chunks.append, flush=lambda: None, fileno=lambda: 0)
+    monkeypatch.setattr(machine, "TemporaryFile", lambda dir: nullcontext(file))
+    monkeypatch.setattr(machine.os, "fdatasync", lambda handle: None)
+    monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=iter([0.0] * 33 + [0.5]).__next__))
+    assert disk_mb_s(tmp_path) == pytest.approx(2 * 268.435456)
+    assert [len(chunk) for chunk in chunks] == [8 * 2**20] * 32 and len(set(chunks[0][:4096])) > 200
+
+
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_bytes(b"model name\t: AMD \xff 9\n")
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / Path(path).name)
+    assert processor_name() == "AMD \ufffd 9"

@@ -121,6 +121,10 @@ def test_a_card_that_is_not_there(driver, card):
     assert Nvml.open(card) is None
 
 
+def test_an_index_is_only_passed_on(driver):
+    assert (Nvml.open(1).info().index, Nvml.open(1).info(7).index) == (0, 7)
+
+
 def test_memory_by_process(driver):
     assert Nvml.open(0).used_by_process_gib(os.getpid()) == 3.0
     assert Nvml.open(0).used_by_process_gib(1) is None

@@ -6,6 +6,13 @@ import pytest
 from autotune.core.pages import environment
 
 
+def test_all_but_markdown_is_escaped() -> None:
+    escapes = environment("autotune.report").autoescape
+    assert callable(escapes)
+    names = {"report.html.j2": True, "report.md.j2": False, "notes.txt": True, "index.html": True}
+    assert {name: escapes(name) for name in names} == names
+
+
 def test_pages_escape_text_and_know_all_their_names() -> None:
     template = environment("autotune.report").from_string("{{ name }}")
     assert template.render(name="<b>") == "&lt;b&gt;"

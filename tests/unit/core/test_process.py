@@ -4,10 +4,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import autotune
+from autotune.core import process
 from autotune.core.errors import Cancelled, StorageError
 from autotune.core.process import StopToken, module_command
 
@@ -76,3 +79,57 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
 def test_the_package_may_be_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(autotune.__file__).parents[1])
     assert module_command("autotune") == [sys.executable, "-m", "autotune"]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was asked of Linux, in the place of which it is only noted."""
+    calls: list[Any] = []
+    prctl = SimpleNamespace(prctl=lambda *values: calls.append(("prctl", *values)))
+    monkeypatch.setattr(process, "ctypes", SimpleNamespace(CDLL=lambda name: prctl))
+    linux = SimpleNamespace(
+        close=lambda handle: calls.append(("close", handle)),
+        killpg=lambda group, number: calls.append(("killpg", group, number)),
+        getpid=lambda: 41,
+        getppid=lambda: 41,
+        fork=lambda: 0,
+    )
+    monkeypatch.setattr(process, "os", linux)
+    monkeypatch.setattr(process.signal, "pthread_sigmask", lambda how, numbers: calls.append(("mask", how, numbers)))
+    monkeypatch.setattr(process.signal, "sigwait", lambda numbers: calls.append(("wait", numbers)))
+    return calls
+
+
+def test_linux_is_asked_to_end_a_process_with_its_parent(said: list[Any]) -> None:
+    process.die_with_parent()
+    process.die_with_parent(41, number=signal.SIGUSR2)
+    assert said == [("prctl", 1, signal.SIGKILL), ("prctl", 1, signal.SIGUSR2)]
+    with pytest.raises(SystemExit, match="the parent process is dead"):
+        process.die_with_parent(40)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_watchdog_waits_for_the_end_of_its_worker_and_removes_what_is_left(
+    said: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: bool, there: bool
+) -> None:
+    """The scratch directory may be gone already, and the worker may be dead before the watchdog begins."""
+    scratch = tmp_path / "scratch"
+    if there:
+        (scratch / "below").mkdir(parents=True)
+    monkeypatch.setattr(process.os, "getppid", lambda: 41 if alive else 1)
+    process.take_group_along(7, 8, scratch=str(scratch))
+    assert said == [
+        *(("close", handle) for handle in (0, 7, 8)),
+        ("mask", signal.SIG_BLOCK, (signal.SIGUSR2,)),
+        ("prctl", 1, signal.SIGUSR2),
+        *[("wait", (signal.SIGUSR2,))] * alive,
+        ("killpg", 41, signal.SIGKILL),
+    ]
+    assert not scratch.exists()
+
+
+def test_a_worker_goes_on_after_its_watchdog_began(said: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.os, "fork", lambda: 42)
+    process.take_group_along(7, scratch="/nowhere")
+    assert said == []

@@ -1,5 +1,6 @@
 """A scratch directory goes with the process that uses it, and those of killed processes go at the next start."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -56,3 +57,15 @@ def test_links_and_what_is_not_ours_are_left_alone(folder: Path, tmp_path_factor
     with scratch_directory():
         pass
     assert sorted(folder.iterdir()) == before and precious.is_dir()
+
+
+def test_a_directory_in_use_is_named_locked_and_may_be_gone_at_the_end(folder: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with scratch_directory() as path:
+        assert Path(path).parent == folder and Path(path).name.startswith(NAME) and not list(Path(path).iterdir())
+        handle = os.open(path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+        os.rmdir(path)
+    assert not list(folder.iterdir()) and len(os.listdir("/proc/self/fd")) == before

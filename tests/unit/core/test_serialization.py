@@ -1,6 +1,8 @@
 """Data of a newer version is refused with one clear sentence."""
 
+import json
 from dataclasses import dataclass
+from datetime import date
 
 import pytest
 from pydantic import ValidationError
@@ -14,6 +16,11 @@ from tests.helpers.factories import result
 @dataclass(frozen=True)
 class Plain:
     schema: int = 1
+
+
+@dataclass(frozen=True)
+class Dated:
+    day: date
 
 
 def test_a_result_of_a_newer_version_is_refused() -> None:
@@ -35,3 +42,10 @@ def test_values_without_version_are_read() -> None:
     assert from_data(Plain, {"schema": 3}) == Plain(schema=3)
     with pytest.raises(ValidationError):
         from_data(Plain, [1])
+
+
+def test_data_is_of_the_kinds_that_json_has_alone() -> None:
+    data = to_data(result())
+    assert json.loads(json.dumps(data)) == data
+    assert type(data["outcome"]) is str and type(data["measurement"]["step_s"]) is list
+    assert to_data(Dated(day=date(2026, 11, 24))) == {"day": "2026-11-24"}

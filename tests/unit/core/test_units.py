@@ -1,11 +1,14 @@
 """Units are printed as a person writes them, unknown is a dash, and an error names its remedy and its exit code."""
 
+import os
+
 import pytest
 
 from autotune.core import errors
 from autotune.core.units import (
     DASH,
     GIB,
+    MIB,
     fmt_count,
     fmt_difference,
     fmt_gib,
@@ -24,20 +27,28 @@ def test_unknown_is_a_dash_and_never_zero(fmt):
 
 
 def test_gib_is_two_to_the_thirtieth():
-    assert GIB == 1_073_741_824
+    assert (MIB, GIB) == (1_048_576, 1_073_741_824)
     assert gib(3 * 2**29) == 1.5
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0.00 GiB"), (9.994, "9.99 GiB"), (9.996, "10.0 GiB"), (139.81, "139.8 GiB"), (-1, "-1.00 GiB")],
+    [
+        (0, "0.00 GiB"),
+        (9.994, "9.99 GiB"),
+        (9.995, "10.0 GiB"),
+        (9.996, "10.0 GiB"),
+        (139.81, "139.8 GiB"),
+        (-1, "-1.00 GiB"),
+    ],
 )
 def test_fmt_gib(value, text):
     assert fmt_gib(value) == text
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.12345, "0.123"), (99.96, "100"), (100, "100"), (12345.6, "12,346")]
+    ("value", "text"),
+    [(0, "0"), (0.12345, "0.123"), (67.54, "67.5"), (99.96, "100"), (100, "100"), (12345.6, "12,346")],
 )
 def test_fmt_count(value, text):
     assert fmt_count(value) == text
@@ -51,7 +62,9 @@ def test_fmt_count(value, text):
         (0.05, "$0.05"),
         (0.5, "$0.50"),
         (0.584, "$0.584"),
+        (0.1 + 0.2, "$0.30"),
         (0.994, "$0.994"),
+        (0.995, "$0.995"),
         (0.996, "$1.00"),
         (3.39, "$3.39"),
         (1234.5, "$1,234.50"),
@@ -67,13 +80,16 @@ def test_fmt_usd(value, text):
         (0, "0 ms"),
         (0.0123, "12 ms"),
         (0.9994, "999 ms"),
-        (0.9996, "1.0 s"),  # never "1000 ms"
+        (0.9995, "1.0 s"),  # never "1000 ms"
+        (0.9996, "1.0 s"),
         (9.94, "9.9 s"),
+        (9.95, "10 s"),
         (9.96, "10 s"),
         (59.4, "59 s"),
         (59.6, "1 min"),
         (75, "1 min 15 s"),
         (61, "1 min 1 s"),
+        (2715, "45 min 15 s"),
         (3599.6, "1 h"),
         (3661, "1 h 1 min"),
         (9000, "2 h 30 min"),
@@ -89,6 +105,7 @@ def test_fmt_seconds(value, text):
     [
         ("90", 90),
         ("1.5", 1.5),
+        ("0.5", 0.5),
         ("90s", 90),
         ("2m", 120),
         ("1.5h", 5400),
@@ -176,3 +193,8 @@ def test_a_difference_names_what_changed_at_any_depth():
     now = {"a": 1, "b": {"c": 5, "d": 3}, "new": 6}
     assert fmt_difference(then, now) == "b: c: 2 then, 5 now; gone: 4 then, None now; new: None then, 6 now"
     assert fmt_difference({"a": 1}, [2]) == "{'a': 1} then, [2] now"
+
+
+def test_what_a_connection_did_is_known_unless_it_is_said_to_be_lost():
+    assert not errors.StorageError("full").lost and errors.AutotuneError("x").explained is None
+    assert errors.PREEMPTED == os.EX_TEMPFAIL  # try again later
