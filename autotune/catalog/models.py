@@ -63,7 +63,7 @@ class ModelSpec:
     @property
     def short(self) -> str:
         """The name without its organisation."""
-        return self.name.rsplit("/", 1)[-1]
+        return self.name.rpartition("/")[2]
 
     @property
     def digest(self) -> str:
@@ -78,20 +78,25 @@ class ModelSpec:
                 return value
         return None
 
+    def _needed(self, keys: tuple[str, ...]) -> int:
+        size = self.size(*keys)
+        assert size is not None
+        return size
+
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
-        return self.size(*_LAYERS) or 0
+        return self._needed(_LAYERS)
 
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states."""
-        return self.size(*_HIDDEN) or 0
+        return self._needed(_HIDDEN)
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        return self.size(*_VOCAB) or 0
+        return self._needed(_VOCAB)
 
     @property
     def max_seq_len(self) -> int | None:

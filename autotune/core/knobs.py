@@ -147,7 +147,7 @@ class KnobSpec:
             return bool((value or 0) >= (other or 0))
         if self.form == "checkpointing":
             every, other_every = (checkpoint_every(each) or math.inf for each in (value, other))
-            return every >= other_every and (value == "offload") <= (other == "offload")
+            return every >= other_every and value != "offload"
         group, other_group = (_group_of(each, self.surely_leanest_first) for each in (value, other))
         return group is not None and other_group is not None and group >= other_group
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.catalog import DeviceSpec, list_devices, match_device, resolve_device
+from autotune.catalog.devices import _device
 from autotune.core.errors import UsageError
 
 
@@ -123,3 +124,22 @@ def test_a_memory_within_a_tenth_is_that_of_the_product():
 def test_memory_that_is_only_marketed_is_one_percent_less_in_gib():
     b200 = resolve_device("b200")
     assert b200.memory_gib == pytest.approx(180 * 0.99) and "0.99" in (b200.memory_source or "")
+
+
+ROW = {"name": "x", "vendor": "nvidia", "compute_capability": None, "source": "made up"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "memory_gib", "source"),
+    [
+        ({}, None, None),
+        ({"memory_mib": 2560}, 2.5, "total of nvidia-smi, recalled"),
+        ({"memory_mib": 2560, "memory_source": "read"}, 2.5, "read"),
+        ({"marketed_gb": 50}, 49.5, "estimate: 0.99 of the marketed GB"),
+        ({"memory_mib": 1024, "marketed_gb": 50}, 1.0, "total of nvidia-smi, recalled"),
+    ],
+    ids=str,
+)
+def test_the_memory_of_a_row(sizes, memory_gib, source):
+    made = _device(ROW | sizes | {"aliases": ["y", "z"]})
+    assert (made.memory_gib, made.memory_source, made.aliases) == (memory_gib, source, ("y", "z"))

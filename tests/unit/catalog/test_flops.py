@@ -3,7 +3,7 @@
 import pytest
 
 from autotune.catalog import resolve_model
-from autotune.catalog.models import flops_per_token
+from autotune.catalog.models import _windows, flops_per_token
 from tests.unit.catalog.test_models import LLAMA, write_config
 
 
@@ -84,6 +84,7 @@ def test_flops_of_a_window_longer_than_the_sequence():
         ({"decoder_sparse_step": 2}, 3),
         ({"mlp_only_layers": [0, 1]}, 4),
         ({"decoder_sparse_step": 4}, 1),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 2, 4]}, 3),  # those are dense in any case
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}, 2),
     ],
     ids=str,
@@ -95,3 +96,27 @@ def test_flops_of_layers_with_experts(keys, mixtures):
     idle = mixtures * (8 - 2) * 3 * 64 * 32
     attended = 12 * 6 * 50 * 64
     assert flops_per_token(config, 10**7, "full", 100) == 6 * (10**7 - 6400 - idle) + attended
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"model_type": "gemma2", "num_hidden_layers": 3}, [4096, None, 4096]),
+        ({"model_type": "gemma2", "n_layer": 2, "sliding_window": 512}, [512, None]),
+        ({"model_type": "mistral", "num_hidden_layers": 2}, [None, None]),
+        ({"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 64}, [64, 64]),
+        (
+            {"model_type": "qwen3", "num_hidden_layers": 30, "sliding_window": 64, "use_sliding_window": True},
+            [None] * 28 + [64] * 2,
+        ),
+    ],
+    ids=str,
+)
+def test_the_windows_of_layers_where_a_config_leaves_out_what_is_usual(config, windows):
+    assert _windows(config) == windows
+
+
+def test_the_width_of_a_head_is_rounded_down_as_in_transformers():
+    config = QWEN | {"hidden_size": 67, "num_hidden_layers": 1}
+    assert flops_per_token(config, 100 * 67, "full", 10) == 12 * 5 * 4 * 16
+    assert flops_per_token(config | {"head_dim": 20}, 100 * 67, "full", 10) == 12 * 5 * 4 * 20

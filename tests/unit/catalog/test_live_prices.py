@@ -96,6 +96,7 @@ def test_a_file_of_ones_own(write: Callable[[str], Path]) -> None:
     )
     assert (own[1].device, own[1].as_of, own[1].source) == ("h100-sxm", "2026-10", "prices.yaml")
     assert (own[2].usd_per_hour, own[2].as_of) == (0, "2026")
+    assert own[1].count == 1 and own[1].quotable and own[1].spot_usd_per_hour is None
 
 
 @pytest.mark.parametrize(
@@ -215,6 +216,32 @@ def test_offers_become_prices(make: Callable[..., Any]) -> None:
             source="gpuhunt 9.9, p5 in us-1",
         ),
     ]
+
+
+def test_what_an_offer_must_say() -> None:
+    """Its price may be small, and of two that are equal the first is named."""
+    broken = [{"gpu_count": 0}, {"gpu_name": None}, {"gpu_memory": None}, {"price": float("inf")}, {"price": 0.0}]
+    items = [SimpleNamespace(**vars(item("L4", 24.0, 0.25)) | one) for one in broken]
+    items += [item("L4", 24.0, 0.5, location="first"), item("L4", 24.0, 0.5, location="second")]
+    (price,) = live_prices.to_prices(items, "9.9", TODAY)
+    assert price.usd_per_hour == 0.5 and price.source.endswith("in first")
+
+
+def test_what_a_server_sent_is_cut() -> None:
+    assert live_prices._one_line("a\n" * 150) == "a " * 100
+
+
+def test_every_offer_of_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def query(**options: Any) -> list[Any]:
+        asked.append(options)
+        return ["offer"]
+
+    catalog = SimpleNamespace(query=query)
+    monkeypatch.setitem(sys.modules, "gpuhunt", SimpleNamespace(Catalog=lambda: catalog))
+    monkeypatch.setattr("importlib.metadata.version", {"gpuhunt": "9.9"}.__getitem__)
+    assert live_prices._fetch() == (["offer"], "9.9") and asked == [{"min_gpu_count": 1}]
 
 
 @pytest.mark.parametrize(

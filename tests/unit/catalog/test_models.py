@@ -1,5 +1,6 @@
 """Models by catalogue name, directory or Hub id; a config that somebody else wrote cannot hurt."""
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.catalog import list_models, resolve_model
+from autotune.catalog import ModelSpec, list_models, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 
@@ -76,7 +77,33 @@ def test_local_directory(tmp_path):
     (path / "pytorch_model.bin").write_bytes(b"")
     assert resolve_model(str(path)).weights is None
     (path / "model.safetensors").write_bytes(b"")
-    assert resolve_model(str(path)).weights == str(path)
+    assert (resolve_model(str(path)).weights, resolve_model(str(path)).tokenizer) == (str(path), None)
+    (path / "tokenizer.json").write_bytes(b"")
+    assert resolve_model(str(path)).tokenizer == str(path)
+
+
+def test_the_name_without_its_organisation():
+    names = {"org/model": "model", "model": "model", "a/b/model": "model"}
+    assert {name: ModelSpec(name=name, config=LLAMA).short for name in names} == names
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size"])
+def test_the_smallest_size_that_is_believed(key):
+    made = ModelSpec(name="small", config=LLAMA | {key: 1})
+    assert {"num_hidden_layers": made.num_layers, "hidden_size": made.hidden_size, "vocab_size": made.vocab_size}[
+        key
+    ] == 1
+    with pytest.raises(UsageError, match=f"no positive integer {key}"):
+        ModelSpec(name="small", config=LLAMA | {key: 0})
+
+
+def test_sizes_go_by_the_names_of_other_families_too():
+    made = ModelSpec(
+        name="old", config={"model_type": "mpt", "n_layers": 3, "d_model": 8, "vocab_size": 9, "max_seq_len": 5}
+    )
+    assert (made.num_layers, made.hidden_size, made.vocab_size, made.max_seq_len) == (3, 8, 9, 5)
+    first = ModelSpec(name="both", config=LLAMA | {"n_layer": 7, "seq_length": 6})
+    assert (first.num_layers, first.max_seq_len) == (2, 6)
 
 
 def test_the_largest_size_that_is_believed(tmp_path):
@@ -185,6 +212,15 @@ def hub(monkeypatch):
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *args: None)
     monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url: None)
     return hub
+
+
+def test_a_download_draws_no_bar(tmp_path, monkeypatch, hub):
+    silent = []
+    bars = importlib.import_module("huggingface_hub.utils.tqdm")
+    monkeypatch.setattr(bars, "disable_progress_bars", lambda: silent.append(True))
+    path = write_config(tmp_path, LLAMA) / "config.json"
+    monkeypatch.setattr(hub, "hf_hub_download", lambda **kwargs: silent and str(path))
+    assert resolve_model("somebody/model").config == LLAMA
 
 
 def test_hub_id_fetches_the_config_alone(tmp_path, monkeypatch, hub):

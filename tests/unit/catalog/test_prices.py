@@ -36,6 +36,7 @@ def test_a_price_is_described_with_its_age_and_the_instance_that_it_is_part_of()
     today = date(2026, 4, 1)
     one = Price(provider="lambda", device="a10", usd_per_hour=0.75, as_of="2026-01", source="x")
     assert describe_price(one, today) == "$0.75/h, lambda, 3 months old"
+    assert describe_price(replace(one, count=2), today) == "$0.75/h, lambda, 3 months old, 1/2 of an instance of 2"
     eighth = replace(one, count=8, quotable=False)
     assert describe_price(eighth, today) == (
         "$0.75/h, lambda, 3 months old, 1/8 of an instance of 8, a reference and not a quote"

@@ -6,12 +6,15 @@ import stat
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 
+from autotune.core import files
 from autotune.core.errors import StorageError, UsageError
 from autotune.core.files import (
     MAX_BYTES,
     MAX_VALUES,
+    _line_of,
     cache_directory,
     load_yaml,
     read_regular,
@@ -92,6 +95,15 @@ def test_a_wrong_value_is_named_with_its_line(tmp_path, text, message):
     assert failure(tmp_path, text) == message
 
 
+@pytest.mark.parametrize(
+    ("loc", "line"),
+    [((), 2), (("x",), 2), (("a",), 2), (("a", 1), 4), (("a", 2), 2), (("a", "0"), 2), (("a", 0, "b"), 3), (("c",), 5)],
+)
+def test_the_line_is_that_of_the_deepest_part_that_is_there(loc, line):
+    assert _line_of(yaml.compose("\na:\n  - 1\n  - b\nc:\n  d: 1\n"), loc) == line
+    assert _line_of(None, loc) == 1
+
+
 def test_five_problems_at_most(tmp_path):
     found = failure(tmp_path, "".join(f"key{n}: 1\n" for n in range(9))).splitlines()
     assert [line.partition(" ")[0] for line in found] == [f"FILE:{n}:" for n in range(1, 6)]
@@ -144,11 +156,12 @@ def test_a_file_of_just_the_most_values_is_read(tmp_path):
     assert "more than 10,000 values" in failure(tmp_path, f"anything: [{'x, ' * 9_998}]")
 
 
-def test_an_alias_counts_as_what_it_stands_for(tmp_path):
-    """Twice a list of 4,997 words, a word, the list around them, the key and the mapping."""
+def test_an_alias_counts_as_what_it_stands_for(tmp_path, monkeypatch):
+    """Twice a list of 47 words, a word, the list around them, the key and the mapping."""
+    monkeypatch.setattr(files, "MAX_VALUES", 100)
     text = "anything: [&a [{}], *a{}]"
-    assert len(read(tmp_path, text.format("x, " * 4_997, ", x")).anything) == 3
-    assert "more than 10,000 values" in failure(tmp_path, text.format("x, " * 4_997, ", x, x"))
+    assert len(read(tmp_path, text.format("x, " * 47, ", x")).anything) == 3
+    assert "more than 100 values" in failure(tmp_path, text.format("x, " * 47, ", x, x"))
 
 
 @pytest.mark.parametrize("text", ["[" * 3000, "anything: " + "{a: " * 3000 + "1" + "}" * 3000])

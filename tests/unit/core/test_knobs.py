@@ -63,8 +63,8 @@ def test_effects_select_knobs():
     ],
 )
 def test_values_by_speed(name, values):
-    shuffled = values[1:] + values[:1]
-    assert sorted(shuffled, key=KNOBS[name].speed_rank) == values
+    for shuffled in (values[1:] + values[:1], values[::-1]):
+        assert sorted(shuffled, key=KNOBS[name].speed_rank) == values
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_values_by_speed(name, values):
     ],
 )
 def test_values_by_memory(name, values):
-    shuffled = values[1:] + values[:1]
-    assert sorted(shuffled, key=KNOBS[name].memory_rank) == values
+    for shuffled in (values[1:] + values[:1], values[::-1]):
+        assert sorted(shuffled, key=KNOBS[name].memory_rank) == values
 
 
 def test_values_by_capability():
@@ -106,6 +106,10 @@ def test_values_by_capability():
         ("lora_rank", None, 1, False),
         ("checkpointing", "every_2", "full", True),
         ("checkpointing", "full", "offload", True),
+        ("checkpointing", "none", "offload", True),
+        ("checkpointing", "offload", "offload", True),
+        ("checkpointing", "full", "every_2", False),
+        ("checkpointing", "every_2", "none", False),
         ("checkpointing", "offload", "full", False),
         ("attention", "eager", "sdpa", False),
         ("loader_workers", 0, 8, True),

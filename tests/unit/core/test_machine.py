@@ -20,6 +20,11 @@ def test_a_container_may_have_a_share_of_the_processors(tmp_path: Path, quota: s
     assert num_cores(tmp_path) == (cores or len(os.sched_getaffinity(0)))
 
 
+def test_only_processors_of_this_process_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", {0: {1, 5, 7}, 1: {1}}.__getitem__)
+    assert num_cores(tmp_path) == 3.0
+
+
 def test_a_container_may_have_a_part_of_the_memory(tmp_path: Path) -> None:
     whole = host_memory_gib(tmp_path)
     assert whole > 0.2

@@ -111,6 +111,16 @@ def test_cards(driver):
     assert (other.name, other.used_gib) == (None, None)  # no such process here, and the driver does not tell
 
 
+def test_a_card_that_cannot_be_opened_is_left_out(driver):
+    def only_the_second(index):
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    driver(nvmlDeviceGetHandleByIndex=only_the_second)
+    assert [card.index for card in list_gpus()] == [1]
+
+
 @pytest.mark.parametrize("card", [1, "GPU-1", "1"])
 def test_a_card_is_opened_by_index_or_uuid_with_or_without_its_prefix(driver, card):
     assert Nvml.open(card).info().uuid == "GPU-1"

@@ -69,3 +69,12 @@ def test_a_directory_in_use_is_named_locked_and_may_be_gone_at_the_end(folder: P
         os.close(handle)
         os.rmdir(path)
     assert not list(folder.iterdir()) and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_another_user_left_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / f"{NAME}theirs").mkdir()
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    with pytest.raises(PermissionError), scratch_directory():
+        pass
+    assert (folder / f"{NAME}theirs").is_dir()

@@ -146,6 +146,7 @@ def test_a_duration_is_positive_and_finite(text):
         (errors.NothingFits, 4),
         (errors.TooManyFailures, 5),
         (errors.StorageError, 6),
+        (errors.BudgetTooShort, 7),
         (errors.Interrupted, 130),
     ],
 )

@@ -43,6 +43,7 @@ def test_what_was_written_is_read_and_says_where_it_was_found(tmp_path: Path) ->
     write_calibration(made, tmp_path / "here.json")
     read = read_calibration(tmp_path / "here.json")
     assert replace(read, place=made.place) == made
+    assert (tmp_path / "here.json").read_text().startswith('{\n  "device": "a10",\n  "fingerprint": {\n    "device"')
     assert (made.label, read.label) == ("calibrated on this machine, 2026-11-22", "calibrated by here.json, 2026-11-22")
     assert read.rates.products["bf16"][8192] == made.rates.products["bf16"][8192]
 
@@ -100,6 +101,17 @@ def test_rates_between_two_sizes_are_interpolated_by_logarithms() -> None:
     made = calibration(products={"fp32": {8: 1.0}, "bf16": {4096: 80.0, 1024: 20.0}})
     assert [made.products_tflops(side) for side in (1, 1024, 2048, 4096, 9999)] == pytest.approx([20, 20, 40, 80, 80])
     assert made.products_tflops() == 80.0
+    three = calibration(products={"bf16": {1024: 20.0, 4096: 80.0, 16384: 160.0}})
+    found = [three.products_tflops(side) for side in (4095.9, 4096, 8192, 99_999)]
+    assert found == pytest.approx([80, 80, 80 * 2**0.5, 160], rel=1e-4)
+
+
+@pytest.mark.parametrize("value", [1e-6, 1e9])
+def test_the_ends_of_what_can_be_measured(value: float) -> None:
+    made = calibration(layer_ms=value, disk_mb_s=None, reference=None)
+    assert made.layer_ms == value
+    with pytest.raises(ValueError, match="a number is not between 1e-06 and 1e\\+09"):
+        replace(made, layer_ms=value / 2 if value < 1 else value * 2)
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 
-from autotune.core.probe_types import DryCount, KernelTimes, Measurement, ModelShape, Phase
+from autotune.core.probe_types import DryCount, Evidence, KernelTimes, Measurement, ModelShape, Phase
+from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import (
     DEVICE_BOUND,
     HOST_BOUND,
     ON_CPU,
     SEEN,
+    DepthPredictor,
     Extrapolation,
+    _error,
+    _time,
     count_at_depth,
     depths,
     extrapolate,
 )
-from tests.helpers.factories import measurement
+from tests.helpers.factories import measurement, result
 
 LAYERS = 32
 
@@ -184,6 +188,7 @@ def test_the_peak_moves_from_the_logits_to_the_optimizer_as_depth_grows() -> Non
     reported = predicted(low, high).measurement
     assert reported.segment_peak_gib == pytest.approx(whole.segment_peak_gib)
     assert max(reported.segment_peak_gib, key=lambda name: reported.segment_peak_gib[name]) == "optimizer"
+    assert reported.phase_peak_gib[Phase.BACKWARD] == pytest.approx(2.5 + 1.3 * LAYERS)  # the highest of its parts
     assert reported.peak_allocated_gib == pytest.approx(whole.peak_allocated_gib)
     assert reported.peak_reserved_gib == pytest.approx(whole.peak_reserved_gib)
 
@@ -456,3 +461,136 @@ def test_what_a_card_does_is_a_line_in_depth() -> None:
     assert extrapolate([(2, at(2, 0.01)), (8, replace(at(8, 0.01), kernels=None))], LAYERS).measurement.kernels is None
     slow = extrapolate([(2, replace(at(2, 0.01), kernels=at(9, 0.01).kernels)), (8, at(8, 0.01))], LAYERS)
     assert slow.measurement.kernels == replace(at(8, 0.01).kernels or found, micro_s=0.068)
+
+
+# By hand
+
+
+@pytest.mark.parametrize(("times", "error"), [((3.0,), 0.03), ((1.0, 1.2), 0.1), ((1.0, 2.0, 3.0), 1 / 3**0.5)])
+def test_the_error_of_a_few_times_by_hand(times: tuple[float, ...], error: float) -> None:
+    assert _error(times) == pytest.approx(error)
+
+
+def test_a_time_beyond_both_depths_by_hand() -> None:
+    """Means of 1.1 s and 2.2 s, with errors of 0.1 s and 0.2 s; three times as far from the first as the second is."""
+    value, error = _time((1.0, 1.2), (2.0, 2.4), 3.0, statistics.fmean)
+    assert (value, error) == pytest.approx((4.4, math.hypot(2 * 0.1, 3 * 0.2)))
+    assert _time((1.0, 1.2), (2.0, 2.4), 3.0, min)[0] == pytest.approx(4.0)
+    assert _time((5.0,), (2.0, 2.4), 3.0, min)[0] == 2.0  # no less than the part of it took
+
+
+def test_micro_batches_of_a_whole_model_by_hand() -> None:
+    """0.5 s are measured, with an error of 0.1 s; a rest of 0.2 s makes a step of 1.2 s, where 2 s were expected."""
+    predicted = measurement(step_s=(2.0, 4.0, 1.0), micro_step_s=(0.9,), rest_s=(0.2,), micro_steps=2)
+    plain = Extrapolation(measurement=predicted, unseen=0.02, rest_noise=0.1)
+    made = plain.with_micro_batches_of(measurement(micro_step_s=(0.4, 0.6))).measurement
+    assert made.micro_step_s == (0.5,) and made.step_s == pytest.approx((1.2, 2.4, 0.6))
+    parts = (0.01, 2 * 2 * 0.1 / 1.2, 0.02 * 0.2 / 1.2, 0.1 * 2.0 / 1.2)
+    assert made.time_error == pytest.approx(math.hypot(*parts))
+    alone = replace(plain, measurement=replace(predicted, rest_s=(), micro_steps=1, step_s=(2.0,)))
+    assert alone.with_micro_batches_of(measurement(micro_step_s=(0.4, 0.6))).measurement.step_s == (0.5,)
+
+
+def test_what_an_extrapolation_leaves_out() -> None:
+    plain = Extrapolation(measurement=measurement(time_error=0.25))
+    assert (plain.shortest, plain.unseen, plain.noise, plain.rest_noise) == (False, DEVICE_BOUND, 0.0, 0.0)
+    assert plain.time_error == 0.25
+
+
+def hosts(low: tuple[float, ...], high: tuple[float, ...], *host: float | None) -> Extrapolation:
+    """Of 2 and 8 layers whose micro batches take these times, and their hosts these."""
+    given = {"step_s": (9.0,), "rest_s": (0.0,)}
+    pairs = zip((low, high), host, strict=True)
+    return predicted(*(affine(2, micro_step_s=micro, host_micro_s=each, **given) for micro, each in pairs))
+
+
+def test_where_the_host_needs_more_than_half_the_shortest_time_counts() -> None:
+    """The shortest make a line to 6 s at all layers, the means to 6.25 s; the host needs half of that, or more."""
+    half, more = (hosts((1.0, 1.5), (2.0, 2.5), 0.5, high) for high in (1.0, 1.01))
+    assert half.measurement.micro_step_s == pytest.approx((6.25,)) and not half.shortest
+    assert more.measurement.micro_step_s == pytest.approx((6.0,)) and more.shortest
+    on_cpu = hosts((1.0, 1.5), (2.0, 2.5), None, None)
+    assert on_cpu.measurement.micro_step_s == pytest.approx((6.25,)) and not on_cpu.shortest
+    assert on_cpu.unseen == ON_CPU and on_cpu.measurement.host_share is None
+    assert half.measurement.host_share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("low", [(1.25, 1.5), (2.0, 3.0)])
+def test_where_the_line_leads_to_nothing_the_host_is_taken_to_set_the_pace(low: tuple[float, ...]) -> None:
+    """To exactly nothing, and to less: the shortest time of the deeper model counts then."""
+    found = hosts(low, (1.0, 1.5), 0.01, 0.01)
+    assert found.shortest and found.unseen == pytest.approx(HOST_BOUND)
+    assert found.measurement.micro_step_s == pytest.approx((1.0,)) and found.measurement.host_share == 1.0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "whole"), [(0.5, 0.75, 0.75), (0.75, 0.5, 0.75), (None, 0.5, None), (0.5, None, None)]
+)
+def test_the_larger_of_two_contexts_is_that_of_the_whole(
+    low: float | None, high: float | None, whole: float | None
+) -> None:
+    assert predicted(affine(2, context_gib=low), affine(8, context_gib=high)).measurement.context_gib == whole
+
+
+# A study's measurements
+
+CONFIG = TrainConfig()
+
+
+def learning(*depths: int, config: TrainConfig = CONFIG) -> DepthPredictor:
+    made = DepthPredictor(shape())
+    for depth in depths:
+        made.learn(result(config, depth=depth), affine(depth))
+    return made
+
+
+def test_two_depths_of_a_configuration_predict_the_whole() -> None:
+    assert learning().predict(CONFIG, 2) is None and learning(2).predict(CONFIG, 2) is None
+    assert learning(2, 4, 8).predict(CONFIG, 2) is None  # nobody knows which two count
+    assert learning(8, 2).predict(CONFIG, 2) == predicted(affine(2), affine(8))
+    assert learning(8, 2).predict(CONFIG, 1) is None
+    assert learning(8, 2).predict(replace(CONFIG, micro_batch_size=1), 2) is None
+    unknown = DepthPredictor(None)
+    for depth in (2, 8):
+        unknown.learn(result(CONFIG, depth=depth), affine(depth))
+    assert unknown.predict(CONFIG, 2) is None
+
+
+def test_whole_models_correct_what_computes_as_they_do() -> None:
+    """One takes 1.1 times what was predicted of it; another size computes alike, a compiled one does not."""
+    other, compiled = replace(CONFIG, micro_batch_size=4), replace(CONFIG, compile="per_layer")
+    made = learning(2, 8)
+    plain = made.predict(CONFIG, 2)
+    for config in (other, compiled):
+        for depth in (2, 8):
+            made.learn(result(config, depth=depth), affine(depth))
+    assert plain is not None
+    micro = plain.measurement.micro_step_s[0]
+    made.learn(result(CONFIG), affine(LAYERS, micro_step_s=(9.9 * micro, 1.1 * micro, 0.1 * micro)))
+    found = {name: made.predict(config, 2) for name, config in (("other", other), ("compiled", compiled))}
+    assert found["compiled"] == plain
+    corrected = found["other"]
+    assert corrected is not None and corrected.measurement.micro_step_s == pytest.approx((1.1 * micro,))
+    itself = made.predict(CONFIG, 2)
+    assert itself is not None and itself.measurement.micro_step_s == pytest.approx((1.1 * micro,))
+
+
+def test_a_whole_model_counts_for_another_optimizer_as_it_was_measured() -> None:
+    made, other = learning(2, 8), replace(CONFIG, optimizer="adamw_8bit")
+    for depth in (2, 8):
+        made.learn(result(other, depth=depth), affine(depth))
+    plain, whole = made.predict(other, 2), affine(LAYERS, micro_step_s=(0.7,) * 3)
+    assert plain is not None
+    made.learn(result(CONFIG), whole)
+    ratio = 0.7 / plain.measurement.micro_step_s[0]
+    assert made.predict(other, 2) == plain.corrected([ratio]).with_micro_batches_of(whole)
+    # Without a rest that was measured, only its ratio counts.
+    made.learn(result(CONFIG), replace(whole, rest_s=()))
+    assert made.predict(other, 2) == plain.corrected([ratio])
+
+
+def test_what_was_extrapolated_corrects_nothing() -> None:
+    made = learning(2, 8)
+    plain = made.predict(CONFIG, 2)
+    made.learn(result(CONFIG, evidence=Evidence.EXTRAPOLATED), affine(LAYERS, micro_step_s=(9.0,)))
+    assert made.predict(CONFIG, 2) == plain

@@ -71,6 +71,12 @@ def test_the_terms_are_those_of_the_whole_model() -> None:
     assert 0 < ERROR < 0.1 and found.reserved < 0.1 * found.peak_gib
 
 
+def test_constants_by_hand() -> None:
+    """A scale of 4 bytes for 64 weights; quantised again, it is a byte, with 4 bytes for 256 of them."""
+    assert {False: 0.0625, True: pytest.approx(0.015869140625)} == NF4_STATISTICS
+    assert pytest.approx(67_318_579, rel=1e-6) == WORKSPACE
+
+
 def test_a_4_bit_base_holds_its_statistics_once() -> None:
     sizes = Sizes.of(resolve_model("mistral-7b"))
     assert sizes is not None
@@ -186,6 +192,8 @@ def test_what_a_config_leaves_out_has_its_default() -> None:
     plain = Sizes.of(replace(model, config=config, params=None))
     assert plain is not None and (plain.key_heads, plain.head_dim, plain.keys) == (32, 128, 4096)
     assert plain.params == plain.linear_params + 2 * EMBEDDING
+    odd = Sizes.of(replace(model, config=config | {"hidden_size": 4127}, params=None))
+    assert odd is not None and odd.head_dim == 128 and odd.queries == 4096  # rounded down, as in transformers
     tied = Sizes.of(replace(model, config=config | {"tie_word_embeddings": True}, params=None))
     assert tied is not None and tied.tied and tied.params == plain.params - EMBEDDING
     silent = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
@@ -218,13 +226,18 @@ def test_the_peak_in_the_head_by_hand(checkpointing: str, recomputed: int, micro
     assert found.phase is Phase.BACKWARD and found.workspace * GIB == pytest.approx(WORKSPACE)
 
 
+@pytest.mark.parametrize(("checkpointing", "recomputed"), [("full", 32), ("every_3", 11), ("none", 0)])
 @pytest.mark.parametrize(("compile", "reserved"), [("none", 0.010), ("per_layer", 0.034)])
-def test_the_peak_in_a_layer_by_hand(compile: str, reserved: float) -> None:
-    """With every layer recomputed and the loss in chunks: the inputs of all layers, and one layer as a whole."""
-    knobs = {"micro_batch_size": 8, "seq_len": 1024, "checkpointing": "full", "loss": "chunked", "compile": compile}
-    found, config = estimate(**knobs), TrainConfig(**knobs)
-    layer = kept_bytes(MISTRAL, config) + moving_bytes(MISTRAL, config)
-    activations = 8 * 1024 * (32 * 2 * 4096 + layer)
+def test_the_peak_in_a_layer_by_hand(compile: str, reserved: float, checkpointing: str, recomputed: int) -> None:
+    """With the loss in chunks: the inputs of layers that are recomputed, and one of these as a whole; casts of all
+    adapters whose layers are not."""
+    shared = {"micro_batch_size": 8, "seq_len": 1024, "loss": "chunked", "compile": compile}
+    found = estimate(**shared, checkpointing=checkpointing)
+    config = TrainConfig(**shared, checkpointing=checkpointing)
+    keep = kept_bytes(MISTRAL, config)
+    layer = (keep if recomputed else 0) + moving_bytes(MISTRAL, config)
+    activations = 8 * 1024 * (recomputed * 2 * 4096 + (32 - recomputed) * keep + layer)
+    activations += 2 * ADAPTERS * (32 - recomputed) / 32
     assert in_bytes(found) == pytest.approx((4 * ADAPTERS, activations, 0))
     logits = 1024 * 32_768  # those of a chunk
     assert found.reserved * GIB == pytest.approx(2.4 * logits + reserved * activations + 42 * 2**20)
@@ -322,6 +335,7 @@ def test_what_a_layer_keeps_by_hand(knobs: dict[str, Any], kept: int) -> None:
         # Qwen3 normalises queries and keys of each head; Gemma 2 has four norms; Phi 3 has four matrices.
         ("qwen3", {}, summed(18, 8, 10, 8) + OF_HEADS + NORMS + 4 * (32 + 8) + OF_ADAPTERS),
         ("qwen3", {"attention": "eager"}, summed(18, 8, 12, 4) + 6 * 32_000 + NORMS + 4 * (32 + 8) + OF_ADAPTERS),
+        ("qwen3", {"attention": "eager", "method": "full"}, summed(26, 8, 14, 6) + 6 * 32_000 + NORMS + 4 * (32 + 8)),
         ("gemma2", {}, summed(26, 8, 8, 0) + OF_HEADS + 2 * NORMS + OF_ADAPTERS),
         ("gemma2", {"attention": "eager"}, summed(26, 8, 8, 0) + 8 * 32_000 + 2 * NORMS + OF_ADAPTERS),
         ("phi3", {}, summed(10, 8, 10, 6) + OF_HEADS + NORMS + 2 * 16 * 4),

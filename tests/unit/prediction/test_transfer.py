@@ -12,11 +12,15 @@ from autotune.catalog import list_devices, resolve_device
 from autotune.prediction.transfer import (
     BETWEEN,
     CEILING,
+    COPIED,
+    IN_TRAINING,
     MEASURED_KINDS,
     OF_MEMORY,
     PROFILED,
     UNMEASURED,
+    USUAL_SHARE,
     WITHIN,
+    SpeedTransfer,
     host_transfer,
     interval,
     products_tflops,
@@ -26,6 +30,13 @@ from tests.helpers.factories import calibration
 
 PAIRS = Path(__file__).parents[3] / "benchmarks" / "data" / "published_pairs.yaml"
 H100, H200, A100, T4 = map(resolve_device, ("h100", "h200", "a100", "t4"))
+
+
+def test_constants_by_hand() -> None:
+    """Of the reference: 0.67 of its peak are reached, 0.72 alone, and a copy reaches 0.88 of its bandwidth."""
+    assert (pytest.approx(0.930556, abs=1e-6), 0.88, 0.3) == (IN_TRAINING, COPIED, USUAL_SHARE)
+    assert SpeedTransfer(products=2.0, bytes=4.0, error=0.1).basis == 0
+    assert SpeedTransfer(products=2.0, bytes=4.0, error=0.1).ratio(0.5) == pytest.approx(8 / 3)
 
 
 def test_the_same_card_is_as_fast_as_itself() -> None:
