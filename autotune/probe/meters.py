@@ -183,7 +183,7 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc = ctypes.CDLL(None)
         self._libc.malloc.restype, self._libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         self._libc.free.restype, self._libc.free.argtypes = None, [ctypes.c_void_p]
         self._held: list[int] = []  # blocks of malloc's that are allocated only to keep tensors out of them

@@ -252,7 +252,7 @@ class Recorder:
         seconds = self.meter.seconds
         timed = range(self.first_timed, self.last_timed + 1)
         fetches = [seconds(*marks) for marks in self.fetches]
-        fetch = statistics.fmean(fetches[self.first_timed : self.last_timed + 1]) / self.request.micro_steps
+        fetch = statistics.fmean(fetches[self.first_timed :]) / self.request.micro_steps
         steps: list[float] = []
         micros: list[float] = []
         rests: list[float] = []

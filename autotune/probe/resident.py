@@ -121,7 +121,7 @@ def clean(resident: ResidentModel) -> None:
         for name in ("forward", "_original_forward", "_is_accelerate_prepared"):
             if model is not None:
                 model.__dict__.pop(name, None)
-    base.zero_grad(set_to_none=True)
+    base.zero_grad()
     base.eval()
 
 

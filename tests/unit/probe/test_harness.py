@@ -1,11 +1,15 @@
 """What a probe trains on, what it says of its memory and times, and which losses it does not believe."""
 
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 
 from autotune.core.probe_types import KernelTimes, MicroBatch, Phase, ProbeRequest
@@ -13,9 +17,12 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe import harness as module
 from autotune.probe.harness import BadLoss, Probe, Recorded, WrongPrecision, _StepEnds, random_rows
 from autotune.probe.kernels import Kernel
-from autotune.probe.recorder import StepTimes
+from autotune.probe.model_settings import model_settings
+from autotune.probe.recorder import Recorder, StepTimes
+from autotune.probe.resident import build_resident, module_names
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS
 from autotune.probe.schedule import Schedule
+from tests.helpers.factories import TINY
 from tests.helpers.factories import measurement as measured
 
 GIB = 2**30
@@ -30,6 +37,7 @@ GIB = 2**30
         ({"loss": "chunked", "micro_batch_size": 1, "seq_len": 128}, Phase.BACKWARD, 0.0, 128, 6),
         ({}, Phase.FORWARD, 90.0, 4096, 6),
         ({}, Phase.FORWARD, 1.2, 0, 0),  # there is no room for them beside the model
+        ({}, Phase.FORWARD, 1.732421875, 0, 0),  # there is just the room for them, and layers have inputs
         ({}, Phase.OPTIMIZER, 90.0, 0, 0),
     ],
     ids=str,
@@ -304,10 +312,10 @@ def test_what_holds_memory_adds_up_to_what_is_allocated(
     [("lora", 1.0, "checkpoint"), ("lora", 4.0, "checkpoint"), ("lora", 5.0, "model"), ("full", 1.0, None)],
 )
 def test_adapters_are_saved_as_the_run_does_where_that_is_small(
-    method: str, adapters_gib: float, saved: str | None
+    method: str, adapters_gib: float, saved: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first micro batch that is evaluated warms up; of the others each kind counts by its share."""
-    kinds = [MicroBatch(rows=((length,),), length=length, share=share) for length, share in ((10, 0.75), (40, 0.25))]
+    kinds = [MicroBatch(rows=((length,),), length=length, share=share) for length, share in ((10, 0.375), (40, 0.125))]
     request = request_of(*kinds, config=TrainConfig(method=method))
     done: list[str] = []
     begun: list[Phase] = []
@@ -328,15 +336,16 @@ def test_adapters_are_saved_as_the_run_does_where_that_is_small(
         recorder=recorder,
         trainer=trainer,
         model=None,
-        meter=SimpleNamespace(synchronize=lambda: None, seconds=lambda begin, end: end - begin),
+        meter=SimpleNamespace(synchronize=lambda: done.append("wait"), seconds=lambda begin, end: end - begin),
         resident=SimpleNamespace(model_gib=20.0, adapters_gib=lambda: adapters_gib),
         _checkpoint_s=None,
     )
+    monkeypatch.setattr(module.time, "perf_counter", iter([10.0, 12.5]).__next__)
     probe._evaluate_and_save()
     assert probe._evaluation_s == pytest.approx(0.75 * 1.0 + 0.25 * 3.0)
-    assert done == ["evaluate", "weigh", *([saved] if saved else [])]
+    assert done == ["evaluate", "weigh", "wait", *([saved] if saved else [])]
     assert begun == [Phase.EVALUATE, *([Phase.SAVE] if saved else [])]
-    assert (probe._checkpoint_s is not None) is (saved == "checkpoint")
+    assert probe._checkpoint_s == (2.5 if saved == "checkpoint" else None)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -514,3 +523,261 @@ def test_layers_are_compiled_alike_and_a_probe_may_compile_as_much_as_a_fresh_pr
         "accumulated_recompile_limit": 13,
         "fail_on_recompile_limit_hit": True,
     }
+
+
+def test_tokens_are_of_the_whole_vocabulary_and_trained_as_asked() -> None:
+    kind = MicroBatch(rows=((400,),), length=400, share=1.0)
+    (row,) = random_rows(kind, 3, torch.Generator().manual_seed(0), packing=False)
+    assert set(row["input_ids"].tolist()) == {0, 1, 2} and (row["labels"][1:] >= 0).all()
+    base = SimpleNamespace(config=SimpleNamespace(vocab_size=3))
+    config = TrainConfig(micro_batch_size=1)
+    for packing in (False, True):
+        asked = request_of(kind, config=replace(config, packing=packing), trained_share=0.25)
+        (row,) = probe_of(asked, base=base)._rows([0], seed=0)
+        assert (row["labels"] >= 0).tolist() == [False] * 300 + [True] * 100
+        assert ("position_ids" in row) is packing
+
+
+def test_what_a_probe_does_in_order(tmp_path: Path) -> None:
+    """The folder of the Trainer is in the worker's scratch directory, and gone afterwards."""
+    done: list[Any] = []
+
+    def note(*what: Any) -> Any:
+        return lambda *values: done.append((*what, *values) if len(what) + len(values) > 1 else what[0])
+
+    def trainer(folder: str) -> Any:
+        assert Path(folder).parent == tmp_path and Path(folder).name.startswith("autotune-")
+        return SimpleNamespace(train=note("train"))
+
+    probe = probe_of(
+        request_of(evaluate=True),
+        scratch=str(tmp_path),
+        meter=SimpleNamespace(
+            reset_peak=note("reset"), synchronize=note("wait"), return_freed=note("return"), uncap=note("uncap")
+        ),
+        recorder=SimpleNamespace(
+            begin=note("begin"), weigh=note("weigh"), check_steady=note("steady"), losses=[torch.tensor(2.5)]
+        ),
+        _prepare=note("prepare"),
+        _make_trainer=trainer,
+        _state_gib=lambda: 0.75,
+        _evaluate_and_save=lambda: done.append(("evaluate", len(list(tmp_path.iterdir())))),
+        _measurement=lambda losses: losses,
+    )
+    assert probe.run() == [2.5]
+    begun = ("begin", Phase.FIRST_STEP)
+    assert done[:5] == ["prepare", "reset", begun, "train", "wait"]
+    assert done[5:] == [("return", 0.75), "weigh", "steady", ("evaluate", 1)] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("knobs", [{}, {"compile": "per_layer"}], ids=str)
+def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
+    monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any]
+) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(module, "choose_attention", lambda any_length: None)
+    monkeypatch.setattr(module, "set_checkpointing", lambda *asked: done.append(("checkpointing", *asked)))
+    monkeypatch.setattr(module, "attach", lambda *asked: done.append(("attach", *asked)) or "model")
+    meter = SimpleNamespace(context_gib=lambda: 0.25, cap=lambda *_: 70.0, torch_device=CPU)
+    config = TrainConfig(checkpointing="every_2", **knobs)
+    parts: dict[str, Any] = {"meter": meter, "resident": "resident", "base": "base", "lost_gib": 0.0}
+    parts |= {"managed_gib": 0.0, "_loss": None}
+    probe = probe_of(request_of(config=config, seed=3), **parts)
+    probe._compile, probe._add_hooks = (lambda: done.append("compile")), (lambda: done.append("hooks"))
+    probe._prepare()
+    expected = [("checkpointing", "base", model_settings(config)), ("attach", "resident", config, CPU, 3)]
+    assert done == [*expected, *["compile"] * bool(knobs), "hooks"] and probe.model == "model"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("trainer", ["transformers", "trl"])
+def test_the_backward_pass_is_divided_where_gradients_pass_the_ends_of_the_layers(trainer: str, trained: bool) -> None:
+    """TRL takes the head's weights and never calls it. Autocast is checked as the embedding runs."""
+    embedding, layers, head = nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 4)
+    embedding.requires_grad_(trained)
+    wrapped = nn.Module()
+    wrapped.forward = lambda hidden: SimpleNamespace(last_hidden_state=layers(hidden))  # type: ignore[method-assign]
+    entered: list[Any] = []
+    probe = probe_of(
+        request_of(trainer=trainer, config=TrainConfig(precision="fp32")),
+        base=SimpleNamespace(
+            get_input_embeddings=lambda: embedding, get_output_embeddings=lambda: head, base_model=wrapped
+        ),
+        recorder=SimpleNamespace(enter_segment=entered.append),
+        meter=SimpleNamespace(torch_device=CPU),
+    )
+    probe._add_hooks()
+    assert len(probe._hooks) == 3
+    hidden = wrapped(embedding(torch.tensor([1, 2]))).last_hidden_state
+    logits = hidden @ head.weight.T if trainer == "trl" else head(hidden)
+    assert entered == []
+    logits.sum().backward()
+    assert entered == ["backward_layers", *["backward_inputs"] * trained]
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(WrongPrecision):
+        embedding(torch.tensor([1]))
+
+
+KINDS = (
+    MicroBatch(rows=((3,),), length=3, share=0.5),
+    MicroBatch(rows=((5,),), length=5, share=0.3),
+    MicroBatch(rows=((4,),), length=4, share=0.2),
+    MicroBatch(rows=((9,),), length=9, share=0.0),
+)
+
+
+def making(device: str = "cpu", **wanted: Any) -> Any:
+    """A probe of a tiny model that is about to make its Trainer."""
+    knobs = {"micro_batch_size": 1, "precision": "fp32", "optimizer": "adamw_torch"} | wanted.pop("knobs", {})
+    request = request_of(*KINDS, config=TrainConfig(**knobs), seed=5, max_timed_steps=7, **wanted)
+    meter: Any = SimpleNamespace(peaks_are_free=True, torch_device=SimpleNamespace(type=device))
+    model = nn.Linear(2, 2)
+    return probe_of(
+        request,
+        meter=meter,
+        model=model,
+        base=SimpleNamespace(config=SimpleNamespace(vocab_size=100)),
+        recorder=Recorder(meter, request, lambda phase: None, lambda: 0.0),
+        _loss=lambda outputs, labels, num_items_in_batch: None,
+    )
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the Trainer's arguments have new names from transformers 5.23 on
+def test_the_trainer_of_a_probe_by_hand(tmp_path: Path) -> None:
+    """The lead and a round have two steps each: five rounds may warm up, seven steps are timed, a round is spare."""
+    probe = making()
+    trainer = probe._make_trainer(str(tmp_path))
+    args = trainer.args
+    assert args.max_steps == 2 + 2 * 5 + 7 + 2
+    assert (args.output_dir, args.seed, args.use_cpu) == (str(tmp_path), 5, True)
+    assert (args.per_device_train_batch_size, args.per_device_eval_batch_size) == (1, 1)
+    assert (args.gradient_accumulation_steps, args.save_strategy, args.optim) == (2, "no", "adamw_torch")
+    assert args.disable_tqdm and args.prediction_loss_only and not args.gradient_checkpointing
+    assert trainer.model is probe.model and trainer.compute_loss_func is probe._loss
+    assert trainer.recorder is probe.recorder
+    callbacks = [type(one).__name__ for one in trainer.callback_handler.callbacks]
+    assert "_StepEnds" in callbacks and not {"PrinterCallback", "ProgressCallback"} & set(callbacks)
+    schedule = probe.recorder.schedule
+    order = [KINDS[index].length for step in range(21) for index in schedule.at(step)]
+    assert [len(row["input_ids"]) for row in trainer.train_dataset] == order and order[:4] == [3, 3, 3, 9]
+    assert [len(row["input_ids"]) for row in trainer.eval_dataset] == [9, 3, 5, 4]
+    seeded = {seed: probe._rows([0], seed)[0]["input_ids"] for seed in (4, 5, 6, 7)}
+    assert torch.equal(trainer.train_dataset[0]["input_ids"], seeded[5])
+    assert torch.equal(trainer.eval_dataset[0]["input_ids"], probe._rows([3], 6)[0]["input_ids"])
+    assert not torch.equal(seeded[5], seeded[6])
+
+
+@pytest.mark.parametrize(
+    ("padding", "more"),
+    [("longest", {}), ("max_length", {"pad_to_multiple_of": 64})],
+)
+def test_trl_pads_to_whole_rows_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, padding: str, more: dict[str, int]
+) -> None:
+    asked: list[Any] = []
+    trainer = SimpleNamespace(add_callback=asked.append, remove_callback=asked.append)
+
+    def trl(recorded: type, model: Any, settings: dict[str, Any], train: Any, held_out: Any) -> Any:
+        assert recorded is Recorded and (len(train), len(held_out)) == (42, 4)
+        asked.append(settings)
+        return trainer
+
+    monkeypatch.setitem(sys.modules, "autotune.probe.trl_trainer", SimpleNamespace(trl_trainer=trl))  # type: ignore[arg-type]
+    probe = making("cuda", trainer="trl", knobs={"padding": padding, "seq_len": 64, "precision": "bf16_mixed"})
+    assert probe._make_trainer(str(tmp_path)) is trainer and len(asked) == 4
+    settings = asked[0]
+    names = ("max_length", "pad_to_multiple_of")
+    assert {name: settings[name] for name in names if name in settings} == {"max_length": 64} | more
+    assert not settings["use_cpu"] and settings["bf16"] and settings["max_steps"] == 21
+
+
+class Still:
+    """A device whose memory never changes, and whose time is the host's."""
+
+    peaks_are_free = True
+    torch_device = CPU
+    mark = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.freed_gib: list[float] = []
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def reset_peak(self) -> None: ...
+
+    def return_freed(self, resident_gib: float) -> None:
+        self.freed_gib.append(resident_gib)
+
+    def peak_gib(self) -> tuple[float, float]:
+        return 1.0, 2.0
+
+    def alloc_retries(self) -> int:
+        return 0
+
+    def context_gib(self) -> float:
+        return 0.5
+
+    def cap(self, *_: float) -> float:
+        return 3.0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks with a name from before transformers 5.23
+def test_a_probe_trains_measures_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    values = {"micro_batch_size": 1, "seq_len": 8, "lora_rank": 2, "precision": "fp32", "optimizer": "adamw_torch"}
+    values |= {"loss": "chunked"}
+    shape = TINY | {"model_type": "llama", "num_hidden_layers": 1}
+    short: dict[str, Any] = {"min_timed_s": 0.0, "min_timed_micros": 1, "evaluate": True, "device": "cpu"}
+    request = ProbeRequest(config=TrainConfig(**values), model=shape, memory_gib=4.0, **short)
+    resident = build_resident(request, CPU)
+    names, losses = dict(module_names(resident.base)), []
+    for _ in range(2):
+        phases: list[Phase] = []
+        meter: Any = Still()
+        probe = Probe(request, resident, meter, phases.append, 0.0, str(tmp_path))
+        assert (probe.managed_gib, probe.limit_gib, probe.trainer, probe.model) == (0.0, 0.0, None, resident.base)
+        found = probe.run()
+        model: Any = probe.model
+        assert phases == [Phase.FIRST_STEP, Phase.STEADY, Phase.EVALUATE, Phase.SAVE]
+        assert (found.limit_gib, found.context_gib, found.peak_reserved_gib) == (3.0, 0.5, 2.0)
+        assert found.evaluation_s and found.checkpoint_s and found.warm_s and len(found.losses) >= 4
+        parts = {"forward", "backward", "backward_layers", "backward_inputs", "optimizer"}
+        assert set(found.segment_peak_gib) == parts
+        assert meter.freed_gib == [pytest.approx(resident.model_gib + found.adapters_gib + found.optimizer_gib)]
+        assert found.optimizer_gib > 0 and not list(tmp_path.iterdir())
+        trainer = probe.trainer
+        assert "train" in vars(model) and AcceleratorState._shared_state
+        probe.close()
+        assert probe.trainer is None and trainer.optimizer is None and trainer.lr_scheduler is None
+        assert not trainer.callback_handler.callbacks and not trainer.accelerator._models
+        assert not AcceleratorState._shared_state and not PartialState._shared_state and not GradientState._shared_state
+        assert "train" not in vars(model) and module_names(resident.base) == names
+        base: Any = resident.base
+        ends = (base.get_input_embeddings(), base.get_output_embeddings())
+        assert not any(one._forward_hooks or one._forward_pre_hooks for one in ends)
+        assert not base.training and "forward" not in vars(base.get_output_embeddings())
+        losses.append(found.losses[:4])
+    assert losses[0] == losses[1] and len(set(losses[0])) > 1
+
+
+def test_a_probe_that_never_began_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that a library replaced are restored, and bitsandbytes forgets the embedding that it was told of."""
+    forgotten: list[bool] = []
+    manager = SimpleNamespace(initialize=lambda: forgotten.append(True))
+    optim = SimpleNamespace(GlobalOptimManager=SimpleNamespace(get_instance=lambda: manager))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", optim)  # type: ignore[arg-type]
+    names = {"norm": "theirs"}
+    monkeypatch.setattr(module, "module_names", lambda base: names)
+    cleaned: list[Any] = []
+    monkeypatch.setattr(module, "clean", cleaned.append)
+    probe = probe_of(request_of(), base=None, resident="resident", model=nn.Linear(1, 1), trainer=None)
+    probe._hooks, probe._names = [], {"norm": "ours"}
+    probe.close()
+    assert names == {"norm": "ours"} and forgotten == [True] and cleaned == ["resident"]
+    monkeypatch.delitem(sys.modules, "bitsandbytes.optim")
+    probe.close()
+    assert forgotten == [True]

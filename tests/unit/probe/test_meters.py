@@ -1,9 +1,12 @@
 """What a GPU's meter says of the context, with a driver and a torch that the test makes up; what a host has lost."""
 
+import ctypes
 import os
 import platform
+import resource
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,11 +73,13 @@ def test_an_unknown_context_is_none(limits: list[float]) -> None:
     assert meter(Driver(None, 7.0), None).context_gib() is None
 
 
-def test_the_limit_leaves_room_for_the_context(limits: list[float]) -> None:
+def test_the_limit_leaves_room_for_the_context(limits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter(Driver(2.5, 20.0)).cap(20.0, 0.1, managed_gib=1.0) == pytest.approx(18.0 - 0.5 - 1.0)
     # Unknown, it is at most what the card holds besides torch's memory.
     assert meter(None).cap(20.0, 0.1, managed_gib=0.0) == pytest.approx(18.0 - 8.0)
     assert limits == pytest.approx([16.5 / 24, 10 / 24])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (23 * GIB, 24 * GIB))
+    assert meter(None).cap(20.0, 0.1, managed_gib=0.0) == pytest.approx(18.0)  # all of it is torch's
     meter(None).uncap()
     assert limits[-1] == 1.0
 
@@ -94,8 +99,11 @@ def test_address_space_of_a_host_is_not_lost_memory_is(monkeypatch: pytest.Monke
     assert meter.returned_to(0.0)
     for _ in range(3):
         assert meter.returned_to(0.0)
-        status["RssAnon"] += GIB // 5
+        status["RssAnon"] += GIB // 6
         meter.rebase(0.0)
+    assert meter.returned_to(0.0)
+    status["RssAnon"] = GIB + GIB // 2
+    meter.rebase(0.0)
     assert not meter.returned_to(0.0)
 
 
@@ -142,7 +150,7 @@ def test_peaks_of_a_host_are_exact_again_after_freed_memory_was_kept() -> None:
 
 def test_a_gpu_has_its_memory_back_but_for_what_libraries_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some library keeps 2 MiB from its first use of a large matrix on; a tensor that is left is more."""
-    for kept_mib, returned in ((2, True), (-7, True), (9, False), (-9, False)):
+    for kept_mib, returned in ((2, True), (-7, True), (8, False), (-8, False), (9, False)):
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda kept=kept_mib: GIB + kept * 2**20)
         assert meter(None).returned_to(1.0) is returned
 
@@ -158,6 +166,8 @@ def test_memory_of_models_that_wait_is_neither_counted_nor_capped(
     made.aside_gib = 1.25
     assert (made.allocated_gib(), made.reserved_gib(), made.peak_gib()) == (1.75, 0.75, (3.75, 4.75))
     assert made.alloc_retries() == 3
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", dict)
+    assert made.alloc_retries() == 0
     assert made.cap(12.0, 0.25, managed_gib=0.0) == 9.0 - 0.5
     assert limits == [(8.5 + 1.25) / 24]
 
@@ -176,8 +186,11 @@ def test_a_gpu_is_given_back_what_is_cached_and_its_statistics_begin_anew(monkey
     for name in ("empty_cache", "reset_accumulated_memory_stats", "reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: done.append("host"), raising=False)
+    monkeypatch.setattr(meters.gc, "collect", lambda: collected.append(len(done)))
+    collected: list[int] = []
     made = meter(None)
     made.release()
+    assert collected == [0]  # before anything is given back
     assert done == ["empty_cache", "host", "reset_accumulated_memory_stats", "reset_peak_memory_stats"]
     made.reset_peak()
     made.synchronize()
@@ -206,7 +219,7 @@ def test_the_time_of_a_gpu_is_that_of_its_events(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_circumstances_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (8, 6), 1: (9, 0)}.__getitem__)
     monkeypatch.setenv(ALLOCATOR_VARIABLE, "expandable_segments:True")
     made: Any = meter(None)
     made._properties = SimpleNamespace(name="NVIDIA A10", total_memory=22.4849 * GIB)
@@ -251,6 +264,9 @@ def test_a_host_has_its_memory_back_but_for_what_python_keeps(monkeypatch: pytes
     made.settle()
     status["RssAnon"] += GIB // 4 + 20 * 2**20
     assert made.returned_to(0.25) and not made.returned_to(0.245)
+    status["RssAnon"] += 4 * 2**20  # 24 MiB in all
+    assert not made.returned_to(0.25)
+    status["RssAnon"] -= 4 * 2**20
     made.rebase(0.25)
     status["RssAnon"] += GIB // 2
     assert made.returned_to(0.75)
@@ -272,3 +288,150 @@ def test_a_limit_of_a_host_is_on_top_of_what_it_has_reserved(monkeypatch: pytest
     made.cap(1.0, 0.5, managed_gib=0.0)
     made.uncap()
     assert limits == [(int(7.5 * GIB), 2**50), (int(0.01 * GIB) + 3 * GIB, 2**50), (2**50, 2**50)]
+
+
+def test_a_card_is_looked_at_before_the_process_has_a_context_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then a product is made on it, whose libraries count as context."""
+    done: list[Any] = []
+    driver = SimpleNamespace(used_gib=lambda: done.append("used") or 3.5)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(meters.Nvml, "open", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "init", lambda: done.append("init"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: f"of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    ones = torch.ones
+
+    def made(*shape: int, device: torch.device) -> torch.Tensor:
+        done.append((shape, device))
+        return ones(*shape)
+
+    monkeypatch.setattr(torch, "ones", made)
+    found: Any = CudaMeter()
+    card = torch.device("cuda", 0)
+    assert done == ["used", "init", ((256, 256), card), ((256, 256), card), "wait"]
+    assert (found._used_before_gib, found.torch_device, found._properties) == (3.5, card, "of 0")
+    monkeypatch.setattr(meters.Nvml, "open", lambda: None)
+    assert CudaMeter()._used_before_gib is None
+
+
+def test_there_is_a_meter_for_each_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters, "CudaMeter", lambda: "card")
+    monkeypatch.setattr(meters, "CpuMeter", lambda: "host")
+    assert [meters.open_meter(kind) for kind in ("cuda", "cpu")] == ["card", "host"]
+    assert CudaMeter.peaks_are_free and not CpuMeter.peaks_are_free
+
+
+def test_what_a_host_says_of_a_process_is_in_kilobytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = CpuMeter()
+    assert made.context_gib() > 0.0 and made.allocated_gib() < 0.25 and made.returned_to(0.0)
+    (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t  300 kB\nVmHWMx:\t1 kB\nRssAnon:\t 20 kB\n")
+    monkeypatch.setattr(meters, "Path", lambda path: tmp_path / Path(path).name)
+    assert (made._status("VmHWM"), made._status("RssAnon")) == (307_200, 20_480)
+    monkeypatch.setattr(meters.psutil, "virtual_memory", lambda: SimpleNamespace(total=3 * GIB))
+    assert made.memory_gib() == 3.0
+
+
+def test_the_time_of_a_host_is_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = CpuMeter()
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: 7.5)
+    made.synchronize()
+    assert (
+        made.mark() == 7.5 and made.passed(made.mark()) and made.seconds(7.5, 9.0) == 1.5 and made.alloc_retries() == 0
+    )
+
+
+class Heap:
+    """glibc's malloc with a free block of each of these sizes; other blocks come from the kernel."""
+
+    def __init__(self, *free: int) -> None:
+        self.blocks = [*free]
+        self.said: list[Any] = []
+        self.memory: dict[int, Any] = {}  # by the address of a block: the word before it, and a little of it
+
+    def mallopt(self, name: int, value: int) -> None:
+        self.said.append((name, value))
+
+    def malloc_trim(self, left: int) -> None:
+        self.said.append(("trim", left))
+
+    def malloc(self, size: int) -> int:
+        is_free = size in self.blocks
+        if is_free:
+            self.blocks.remove(size)
+        words = (ctypes.c_size_t * 2)(1 if is_free else 2)
+        address = ctypes.addressof(words) + ctypes.sizeof(ctypes.c_size_t)
+        self.memory[address] = words
+        return address
+
+    def free(self, address: int) -> None:
+        self.memory.pop(address)
+
+
+RETURNED, KEPT = [(-3, 2**16), (-1, 2**17)], [(-3, 2**25), (-1, 2**26)]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Heap, list[Any]]:
+    """A host's meter with two blocks that are free; its limits; 3 GiB of 4 GiB of address space are reserved."""
+    made: Any = CpuMeter()
+    limits: list[Any] = [5 * GIB]
+    monkeypatch.setattr(meters.resource, "getrlimit", lambda which: (limits[-1], 2**50))
+    monkeypatch.setattr(meters.resource, "setrlimit", lambda which, pair: limits.append(pair[0]))
+    monkeypatch.setattr(made, "_status", {"RssAnon": 2 * GIB, "VmData": 4 * GIB}.__getitem__)
+    made._libc = heap = Heap(2**25, 2**20, 2**20)
+    made._context, made._data = GIB, 3 * GIB
+    return made, heap, limits
+
+
+def test_freed_memory_is_kept_without_a_cap_and_then_returned_under_it(
+    host: tuple[Any, Heap, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, heap, limits = host
+    peaks: list[bool] = []
+    monkeypatch.setattr(made, "reset_peak", lambda: peaks.append(True))
+    made.return_freed(0.5)  # it was not kept
+    assert heap.said == [] and limits == [5 * GIB] and not peaks
+    made.keep_freed()
+    assert heap.said == KEPT and limits == [5 * GIB, 2**50]
+    made.return_freed(0.5)
+    assert heap.said == [*KEPT, *RETURNED, ("trim", 0)]
+    # Free blocks are held, so that no tensor comes to lie in them; one from the kernel is not.
+    assert len(made._held) == len(heap.memory) == 3 and set(made._held) == set(heap.memory) and not heap.blocks
+    assert (made._context, made._data) == (1.5 * GIB, 3.5 * GIB) and peaks == [True]
+    assert limits[2:] == [5.5 * GIB]  # as much more as is reserved since
+    made.return_freed(0.5)
+    assert len(limits) == 3
+    made.keep_freed()
+    assert not heap.memory and not made._held
+
+
+def test_what_was_not_capped_is_not_capped_afterwards(host: tuple[Any, Heap, list[Any]]) -> None:
+    made, _, limits = host
+    limits[-1] = resource.RLIM_INFINITY
+    made.keep_freed()
+    made.return_freed(0.0)
+    assert limits[-1] == resource.RLIM_INFINITY
+
+
+def test_after_a_failure_freed_memory_is_returned_again(
+    host: tuple[Any, Heap, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, heap, _ = host
+    collected: list[bool] = []
+    monkeypatch.setattr(meters.gc, "collect", lambda: collected.append(True))
+    made.release()
+    assert heap.said == [("trim", 0)] and collected == [True]
+    made.keep_freed()
+    heap.said.clear()
+    made.release()
+    assert heap.said == [*RETURNED, ("trim", 0), ("trim", 0)] and len(made._held) == 3
+    made.release()
+    assert heap.said[4:] == [("trim", 0)] and len(made._held) == 3
+
+
+def test_the_kernel_is_told_where_a_new_peak_begins(
+    host: tuple[Any, Heap, list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made, heap, _ = host
+    monkeypatch.setattr(meters, "Path", lambda path: tmp_path / Path(path).name)
+    made.reset_peak()
+    assert heap.said == [("trim", 0)] and (tmp_path / "clear_refs").read_text() == "5"

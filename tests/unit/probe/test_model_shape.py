@@ -1,11 +1,13 @@
 """How the layers of a model repeat, and what it can do, from its config alone."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
+from autotune.probe import model_shape as module
 from autotune.probe.model_shape import _kinds, _lists_by_layer, describe, truncate
 from tests.helpers.factories import TINY
 
@@ -43,3 +45,61 @@ def test_layers_differ_by_class_shapes_and_their_entries_but_not_by_their_number
     config: Any = SimpleNamespace(num_hidden_layers=5, kinds=["a", "a", "a", "a", "b"], numbers=[0, 1, 2, 3, 4])
     first, second, wide, norm, other = _kinds(layers, config)
     assert first == second and first not in (wide, norm, other)
+
+
+MIXTURE = TINY | {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # PEFT's, of its own pattern
+def test_the_experts_of_a_mixture_are_in_no_linear_layer_and_adapters_wrap_them() -> None:
+    """By hand: of each expert three matrices of 32 by 64; attention, a router, two norms; both ends of 128 by 32."""
+    experts = 2 * 4 * 3 * 32 * 64
+    router, attention, norms = 2 * 4 * 32, 2 * (2 * 32 * 32 + 2 * 16 * 32), (2 * 2 + 1) * 32
+    found = describe(MIXTURE)
+    total = experts + router + attention + norms + 2 * 128 * 32
+    assert found.parametrized and found.no_adapters is None
+    assert found.unquantized == pytest.approx((experts + router) / total)
+    assert found.untrained == 0.0  # PEFT wraps the router too
+
+
+def test_a_model_whose_head_cannot_be_tried_has_none_that_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: Any) -> bool:
+        raise AttributeError("it wants positions")
+
+    monkeypatch.setattr(module, "has_plain_head", fail)
+    assert not describe(TINY | {"model_type": "llama", "num_hidden_layers": 1}).plain_head
+
+
+def test_why_peft_refuses_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("Target modules are wrong. See the documentation. Or not.")
+
+    monkeypatch.setattr(module, "to_train", refuse)
+    found = describe(MIXTURE)
+    assert found.no_adapters == "Target modules are wrong" and not found.parametrized
+    assert found.untrained == found.unquantized > 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "apply", "supported"),
+    [
+        ("known", lambda rope, rms_norm, swiglu: None, True),
+        ("known", lambda rope, rms_norm, swiglu, geglu, cross_entropy, fused_linear_cross_entropy, model: None, True),
+        ("known", lambda rope, layer_norm: None, False),  # it could not be taken out again
+        ("other", lambda rope: None, False),
+    ],
+)
+def test_liger_has_kernels_that_can_be_taken_out_again(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, apply: Any, supported: bool
+) -> None:
+    patches = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"known": apply})
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", patches)  # type: ignore[arg-type]
+    assert module._liger_supports(model_type) is supported
+
+
+def test_without_liger_nothing_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "liger_kernel.transformers.monkey_patch", raising=False)
+    assert not module._liger_supports("llama")

@@ -59,6 +59,9 @@ KINDS = (
 )
 
 
+EVEN = tuple(MicroBatch(rows=((8,),), length=8, share=0.25) for _ in range(4))  # two steps are a round
+
+
 def of_kinds(seconds: Sequence[float], **wanted: Any) -> Recorder:
     """Steps of two micro batches; each takes what its kind of KINDS does."""
     asked = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_batches=KINDS)
@@ -143,7 +146,7 @@ def test_a_single_micro_batch_a_step_has_its_batch_made_too() -> None:
     for wanted in (0.0, 5.0):
         recorder = recorded([1.0], optimizer=0.2, fetch=0.5, steps_of=1, min_timed_s=wanted, min_timed_micros=1)
         micros = recorder.times().micro_batches
-        assert micros == pytest.approx([1.7] * len(micros))
+        assert len(micros) == len(recorder.times().steps) > 0 and micros == pytest.approx([1.7] * len(micros))
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.05])
@@ -186,6 +189,46 @@ def test_what_the_device_has_not_reached_yet_is_not_read() -> None:
     assert len(recorded(swinging, min_timed_s=4.5, lag=3.0).times().steps) > 4  # and no mark was read too early
 
 
+@pytest.mark.parametrize("unit", [1.0, 20.0])
+@pytest.mark.parametrize(("apart", "num_steps"), [(0.008, 2), (0.012, 6), (0.018, 6), (0.022, 8)])
+def test_steps_agree_within_one_percent_and_disagree_beyond_two(unit: float, apart: float, num_steps: int) -> None:
+    """Of steps that take turns; six are planned, and of a whole model two more are taken where they disagree."""
+    turns = [unit / 2, unit / 2, unit * (1 + apart) / 2, unit * (1 + apart) / 2]
+    found = recorded(turns, min_timed_s=5.5 * unit, max_timed_steps=8).times().steps
+    assert len(found) == num_steps
+
+
+def test_steps_that_agree_by_less_than_a_hair_are_looked_at_for_long_enough() -> None:
+    """A round of two steps lasts 0.08 s: four of them last 0.3 s."""
+    times = recorded([0.02], micro_batches=EVEN, min_timed_s=5.0).times()
+    assert len(times.micro_batches) == 4
+
+
+def test_rounds_are_compared_only_once_they_are_whole() -> None:
+    """The first round lasts 7.5 s, all others 5 s: 7.5 s are over in the middle of one too, which is no agreement."""
+    micros = [1.0] * 2 + [1.875] * 4 + [1.25] * 400
+    recorder = recorded(micros, micro_batches=EVEN, min_timed_s=60.0, depth=2)
+    assert recorder.first_timed is not None and recorder.last_timed is not None
+    assert (recorder.last_timed + 1 - recorder.first_timed) % 2 == 0
+
+
+def test_a_cpu_is_timed_for_half_as_long_and_never_longer() -> None:
+    swinging = [0.045, 0.045, 0.055, 0.055]
+    for wanted in ({"depth": 2}, {}):
+        assert len(recorded(swinging, on_cpu=True, **wanted).times().steps) == 5
+    assert len(recorded(swinging, depth=2).times().steps) == 10
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "limits"),
+    [(True, {}, (3.0, 6.0)), (True, {"micro_batches": KINDS}, (3.0, 15.0)), (False, {}, (1.5, 0.0))],
+    ids=str,
+)
+def test_how_long_steps_are_timed(free: bool, wanted: dict[str, Any], limits: tuple[float, float]) -> None:
+    recorder = on_scales(Scales((1.0, 1.0), peaks_are_free=free), min_timed_s=3.0, **wanted)
+    assert (recorder._min_timed_s, recorder._max_timed_s) == limits
+
+
 def test_the_time_of_a_run_is_the_mean_over_its_kinds_of_micro_batch() -> None:
     """By hand: half take 0.1 s, three tenths 0.4 s, a fifth 0.2 s. The longest, of 0.9 s, is not timed."""
     recorder = of_kinds([0.1, 0.4, 0.2, 0.9])
@@ -205,6 +248,11 @@ def test_what_warms_up_would_take_as_long_at_the_pace_of_what_is_timed() -> None
     """It did take as long here, where nothing compiles; the longest, which is not timed, goes by its tokens."""
     recorder = of_kinds([0.1, 0.4, 0.2, 0.9])
     assert recorder.warm_s(recorder.times()) == pytest.approx(recorder.starts[4][0])
+    # The untimed longest goes by the longest of the others, whose time for a token is another than that of short ones.
+    uneven = of_kinds([0.2, 0.4, 0.3, 0.9])
+    assert uneven.warm_s(uneven.times()) == pytest.approx(uneven.starts[4][0])
+    alone = recorded([0.1], steps_of=1, min_timed_s=1.0)
+    assert alone.warm_s(alone.times()) == pytest.approx(alone.starts[2][0])
     even = recorded([0.1], optimizer=0.1, min_timed_s=2.0)
     assert even.warm_s(even.times()) == pytest.approx(even.starts[2][0])
 
@@ -288,6 +336,7 @@ def test_parts_of_a_phase_have_peaks_of_their_own_until_steps_are_timed() -> Non
     recorder = on_scales(meter)
     recorder.enter(Phase.BACKWARD)
     recorder.enter_segment("backward_layers")
+    assert meter.said == ["reset"] * 2
     recorder.enter_segment("backward_inputs")
     recorder.enter(Phase.OPTIMIZER)
     parts = {"load": 1.0, "backward": 2.0, "backward_layers": 7.0, "backward_inputs": 3.0}
@@ -347,7 +396,7 @@ def test_the_hosts_own_time_is_the_shortest_between_two_micro_batches_of_a_step(
     """Of two, the second is followed by the rest of its step. The first step is not timed."""
     meter = Scales((1.0, 1.0))
     recorder = on_scales(meter, micro_steps=2)
-    recorder.issued = [0.1, 0.2, 0.7, 0.3, 0.6, 0.4]
+    recorder.issued = [0.1, 0.2, 0.7, 0.3, 0.6, 0.4, 0.9, 0.2]
     assert recorder.host_micro_s() is None  # nothing is timed yet
     recorder.first_timed = 1
     assert recorder.host_micro_s() is None  # on a CPU the host is the device
@@ -437,3 +486,53 @@ def test_each_of_several_micro_batches_counts_with_the_pause_after_it() -> None:
     times = recorded([1.0, 2.0, 3.0, 4.0], gap=0.1, optimizer=0.2, fetch=0.4, steps_of=4).times()
     assert times.micro_batches == pytest.approx([1.2, 2.2, 3.2, 4.2])  # a quarter of what making the batches takes
     assert times.rests == pytest.approx([0.2]) and times.steps == pytest.approx([10.6])
+
+
+def test_each_kind_counts_by_its_share_in_the_phases_too() -> None:
+    """By hand: four kinds, each with a time of its own, in two steps of two micro batches."""
+    lengths, shares, seconds = (10, 40, 20, 30), (0.1, 0.2, 0.3, 0.4), (0.5, 0.9, 1.2, 1.7)
+    kinds = tuple(
+        MicroBatch(rows=((length,),), length=length, share=share) for length, share in zip(lengths, shares, strict=True)
+    )
+    asked = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_batches=kinds)
+    plan = Schedule.of(asked)
+    micros = [seconds[index] for step in range(60) for index in plan.at(step)]
+    times = recorded(micros, micro_batches=kinds, min_timed_s=0.0).times()
+    mean = 0.05 + 0.18 + 0.36 + 0.68
+    assert times.micro_batches == pytest.approx([mean]) and times.steps == pytest.approx([2 * mean])
+    assert times.phases[Phase.FORWARD] == pytest.approx(2 * mean / 3)
+    assert times.phases[Phase.BACKWARD] == pytest.approx(4 * mean / 3)
+    single = recorded(micros, micro_batches=kinds, min_timed_s=0.0, steps_of=1).times()
+    assert single.steps == single.micro_batches and not single.rests
+
+
+def test_freed_memory_is_kept_on_a_cpu_once_all_peaks_are_read() -> None:
+    """From then on it is told so once. The device is waited for at the end of each step that is not timed."""
+    meter = Scales((1.0, 1.0), peaks_are_free=False)
+    recorder = on_scales(meter, micro_steps=1, min_timed_s=0.0, min_timed_micros=1)
+    kept: list[int] = []
+    done = False
+    while not done:
+        recorder.fetches.append((meter.now, meter.now))
+        recorder.begin_micro_batch()
+        meter.now += 0.2
+        recorder.end_micro_batch()
+        reached = meter._reached
+        done = recorder.end_step()
+        kept.append(meter.said.count("keep"))
+        assert kept[-1] or meter._reached > reached
+    assert kept == [0, 1, 1, 1] and (recorder.first_timed, recorder.last_timed) == (3, 3)
+
+
+def test_a_round_that_follows_another_counts_however_short_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first compiled something; the second did not, and no length of it is new any more."""
+    begun: list[int] = []
+    begin = Recorder.begin_micro_batch
+
+    def counted(recorder: Recorder) -> None:
+        begun.append(recorder.step)
+        begin(recorder)
+
+    monkeypatch.setattr(Recorder, "begin_micro_batch", counted)
+    monkeypatch.setattr(module, "compiled_graphs", lambda: int(begun[-1] >= 2))
+    assert of_kinds([0.1, 0.4, 0.2, 0.9]).first_timed == 4

@@ -10,6 +10,7 @@ from torch import nn
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
+from autotune.probe import resident as module
 from autotune.probe.resident import ResidentModel, attach, build_resident, clean, family_of, module_names
 from tests.helpers.factories import TINY
 
@@ -134,6 +135,7 @@ def test_what_a_trainer_leaves_behind_is_undone(resident: ResidentModel) -> None
     base.train()
     clean(resident)
     assert not base.is_gradient_checkpointing and not base.get_input_embeddings()._forward_hooks
+    assert not base._require_grads_hooks
     assert not {"forward", "extra_repr", "_get_name"} & vars(norm).keys()
     for one in (base, model):
         assert not {"forward", "_original_forward", "_is_accelerate_prepared"} & vars(one).keys()
@@ -148,3 +150,30 @@ def test_a_base_without_adapters_is_cleaned_too(resident: ResidentModel) -> None
     resident.base.train()
     clean(resident)
     assert not resident.base.training and resident.adapted is None
+
+
+def test_real_weights_are_loaded_for_a_whole_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    build, load = module.build, lambda source, settings, device, config: made.append((source, config))
+    monkeypatch.setattr(module, "load", lambda *asked: load(*asked) or build(asked[3], asked[1], asked[2]))  # type: ignore[func-returns-value]
+    for wanted in ({}, {"depth": 2}, {"weights": "folder", "depth": 2}):
+        build_resident(replace(REQUEST, **wanted), CPU)  # type: ignore[arg-type]
+    assert not made
+    whole = build_resident(replace(REQUEST, weights="folder"), CPU)
+    ((source, config),) = made
+    assert source == "folder" and config.num_hidden_layers == 3 and whole.family[1] == "folder"
+
+
+def test_names_of_any_kind_make_a_family() -> None:
+    """A config may have numbers for keys beside text."""
+    odd = replace(REQUEST, model={"a": 1, 3: 2, "2": 4})  # type: ignore[dict-item]
+    assert family_of(odd) == family_of(replace(odd, model={"2": 4, 3: 2, "a": 1}))  # type: ignore[dict-item]
+
+
+def test_adapters_in_pure_bf16_are_not_those_of_another_precision(resident: ResidentModel) -> None:
+    pure = replace(REQUEST.config, precision="bf16_pure")
+    first = attach(resident, pure, CPU, seed=0)
+    assert attach(resident, pure, CPU, seed=0) is first
+    assert {value.dtype for value in adapters(first).values()} == {torch.bfloat16}
+    second = attach(resident, REQUEST.config, CPU, seed=0)
+    assert {value.dtype for value in adapters(second).values()} == {torch.float32}

@@ -136,3 +136,17 @@ def test_long_is_what_hides_the_loading_of_kernels() -> None:
     """10 ms are 1 % of a second, and 3 % of a third of one."""
     assert schedule().long_s == pytest.approx(1.0) and schedule(depth=2).long_s == pytest.approx(1 / 3)
     assert not schedule((10, 0.5), (40, 0.5)).first_counts(schedule().long_s)
+
+
+def test_one_in_twenty_is_often() -> None:
+    assert [schedule((10, 1 - share), (100, share)).lead[0] for share in (0.04, 0.06)] == [(0, 0), (0, 1)]
+
+
+def test_rounds_follow_the_lead_from_their_first_step_on() -> None:
+    six = schedule(*[(64, 1 / 6)] * 6)
+    assert (len(six.lead), len(six.round)) == (1, 3)
+    assert [six.at(step) for step in range(1, 5)] == [(0, 1), (2, 3), (4, 5), (0, 1)]
+
+
+def test_each_kind_is_evaluated_where_there_are_two_lengths() -> None:
+    assert schedule((10, 0.5), (10, 0.3), (40, 0.2)).evaluated == (2, 0, 1, 2)
