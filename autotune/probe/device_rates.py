@@ -46,7 +46,7 @@ BF16_CAPABILITY = (8, 0)  # older cards only emulate it
 def measure_rates(meter: Meter) -> DeviceRates:
     """Measure the device of this process: about 5 s on a fast GPU, 1 s on a CPU."""
     device = meter.torch_device
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type != "cpu"
     sizes = ON_GPU if on_gpu else ON_CPU
     size = sizes.copied_bytes
     while on_gpu and 3 * size > torch.cuda.mem_get_info()[0]:
@@ -81,7 +81,7 @@ def _products(
     rates = {}
     for side in sides:
         # Two factors, the product, and a factor in fp32 before it is converted.
-        if meter.torch_device.type == "cuda" and 4 * side * side * 4 > torch.cuda.mem_get_info()[0]:
+        if meter.torch_device.type != "cpu" and 4 * side * side * 4 > torch.cuda.mem_get_info()[0]:
             break
         seconds = _product_s(meter, dtype, side, get_ahead)
         rates[side] = 2 * side**3 / seconds / 1e12

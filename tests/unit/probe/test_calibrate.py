@@ -14,6 +14,7 @@ from autotune.core import nvml
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.nvml import GpuInfo
 from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.core.train_config import TrainConfig
 from autotune.prediction.step_time import estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, speed_transfer
 from autotune.probe import calibrate as module
@@ -206,3 +207,30 @@ def test_a_calibration_is_what_was_measured_and_says_what_it_does(
         "the host's time to issue a layer",
         *["a short training"] * is_gpu,
     ]
+
+
+def test_what_is_probed_by_hand() -> None:
+    """A layer has as many kernels as one of Llama's, and as little arithmetic as can be; rows are of 1,024 tokens."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"num_hidden_layers": 12, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+    assert {"model_type": "llama"} | heads | sizes == NARROW
+    assert (TRAINED, TRAINED_DEPTHS, ROWS) == ("mistral-7b", (2, 6), (1, 2, 4, 8, 16))
+
+
+@pytest.mark.parametrize(("peak_gib", "fits"), [(17.0, True), (17.19, False), (17.5, False)])
+def test_what_fits_leaves_the_headroom_and_the_context(
+    monkeypatch: pytest.MonkeyPatch, peak_gib: float, fits: bool
+) -> None:
+    """Of 20 GiB 5 % stay free, and the context takes 0.81. Six of the model's layers are counted."""
+    asked: list[Any] = []
+
+    def needs(model: Any, config: Any) -> Any:
+        asked.append((model.config["num_hidden_layers"], model.params))
+        return SimpleNamespace(peak_reserved_gib=peak_gib)
+
+    monkeypatch.setattr(module, "memory_breakdown", needs)
+    monkeypatch.setattr(module, "CONTEXT_GIB", 1.81)
+    made = LayerProbes(None, A10, 20.0, Path("logs"))  # type: ignore[arg-type]
+    assert made._fits(TrainConfig()) is fits and asked == [(6, None)]
+    monkeypatch.setattr(module, "memory_breakdown", lambda model, config: None)
+    assert not made._fits(TrainConfig())

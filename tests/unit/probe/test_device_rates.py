@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autotune.probe import device_rates as module
-from autotune.probe.device_rates import Sizes, measure_rates
+from autotune.probe.device_rates import ON_CPU, Sizes, measure_rates
 from autotune.probe.meters import CpuMeter
 
 SMALL = Sizes(sides=(32, 256), dtypes={"fp32": torch.float32}, copied_bytes=2**20)
@@ -128,3 +128,109 @@ def test_on_a_gpu_no_product_is_larger_than_its_free_memory(monkeypatch: pytest.
     for free, sides in ((16 * 64 * 64, [32, 64]), (16 * 64 * 64 - 1, [32]), (0, [])):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 2**40))
         assert list(module._products(gpu, torch.float32, (32, 64, 128), lambda: None)) == sides
+
+
+class Card(CpuMeter):
+    """A GPU: its tensors are where torch's meta device has them, without memory."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("meta")
+
+
+@pytest.mark.parametrize(("capability", "names"), [((8, 0), ["bf16", "fp16", "fp32"]), ((7, 5), ["fp16", "fp32"])])
+@pytest.mark.parametrize(("free", "copied"), [(3 * 2**29, 2**29), (3 * 2**29 - 1, 2**28), (3 * 2**26, 2**26)])
+def test_a_gpu_by_hand(
+    monkeypatch: pytest.MonkeyPatch, free: int, copied: int, capability: tuple[int, int], names: list[str]
+) -> None:
+    """A copy takes 4 ms, so that three of them keep it busy for 10 ms; it is as large as a third of the free memory."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**40))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(module, "_launch_us", lambda meter: 4.0)
+    monkeypatch.setattr(module, "_link_gb_s", lambda meter, buffer: calls.append(buffer) or 24.0)
+
+    def seconds(meter: Any, call: Callable[[], Any], get_ahead: Callable[[], None]) -> float:
+        calls.append(call())
+        return 0.004
+
+    def products(meter: Any, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]) -> Any:
+        copy, made = torch.Tensor.copy_, list[Any]()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", lambda target, source: made.append(source) or copy(target, source))
+            get_ahead()
+        assert len(made) == 3 and sides == (1024, 2048, 4096, 8192)
+        return {1024: {torch.bfloat16: 3.0, torch.float16: 2.0, torch.float32: 1.0}[dtype]}
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    monkeypatch.setattr(module, "_products", products)
+    rates = measure_rates(Card())
+    assert list(rates.products) == names and rates.products["fp16"] == {1024: 2.0}
+    assert rates.copy_gb_s == pytest.approx(2 * copied / 0.004 / 1e9)
+    assert (rates.link_gb_s, rates.launch_us) == (24.0, 4.0)
+    target, of_link = calls
+    assert target is of_link and target.device.type == "meta"
+    assert (target.dtype, target.shape) == (torch.uint8, (copied,))
+
+
+def test_what_is_measured_on_each_kind_of_device() -> None:
+    """By hand: copies are larger than any cache, and matrices up to the largest of a model."""
+    assert module.ON_GPU.sides == (1024, 2048, 4096, 8192) and module.ON_GPU.copied_bytes == 536_870_912
+    assert module.ON_GPU.dtypes == {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    assert ON_CPU.sides == (256, 512, 1024) and ON_CPU.copied_bytes == 67_108_864
+    assert ON_CPU.dtypes == {"fp32": torch.float32}
+    assert (module.ROUNDS, module.MOST_CALLS, module.LAUNCHES, module.AHEAD_S) == (5, 400, 2000, 0.01)
+    assert (module.TOO_LONG_S, module.BF16_CAPABILITY) == (0.3, (8, 0))
+
+
+def test_what_is_copied_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Tensor] = []
+
+    def seconds(meter: Any, call: Callable[[], Any], get_ahead: Callable[[], None]) -> float:
+        copied.append(call())
+        get_ahead()
+        return 1.0
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+    monkeypatch.setattr(module, "_products", lambda *_: {})
+    assert measure_rates(CpuMeter()).products == {}
+    assert copied[0].dtype == torch.uint8 and set(copied[0].unique().tolist()) == set(range(256))
+
+
+def test_operands_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(torch, "mm", lambda left, right, out: made.extend((left, right, out)))
+    monkeypatch.setattr(module, "_seconds", timed(0.5))
+    module._product_s(Card(), torch.float16, 4, lambda: None)
+    assert [one.device.type for one in made] == ["meta"] * 3 and {one.dtype for one in made} == {torch.float16}
+
+
+def test_what_is_launched_is_one_small_kernel_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round ends once the device has done its kernels, and so does what went before it."""
+    added: list[Any] = []
+    waits: list[int] = []
+
+    class Waiting(Card):
+        def synchronize(self) -> None:
+            waits.append(len(added))
+
+    monkeypatch.setattr(torch.Tensor, "add_", lambda tensor, value: added.append((tensor.device.type, tensor.numel())))
+    monkeypatch.setattr(module, "LAUNCHES", 17)
+    module._launch_us(Waiting())
+    assert added == [("meta", 1)] * 15 and waits == [0, 3, 3, 6, 6, 9, 9, 12, 12, 15]
+
+
+@pytest.mark.parametrize(("largest", "bytes_of_it"), [(2**30, 2**28), (2**20, 2**20)])
+def test_a_link_is_measured_without_waiting_and_with_no_more_than_a_quarter_of_a_gib(
+    monkeypatch: pytest.MonkeyPatch, largest: int, bytes_of_it: int
+) -> None:
+    copies: list[Any] = []
+    empty_like = torch.empty_like
+
+    def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> None:
+        copies.append((target.nbytes, source.nbytes, non_blocking))
+
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, device, pin_memory: empty_like(tensor))
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    monkeypatch.setattr(module, "_seconds", timed(0.25, 0.125))
+    found = module._link_gb_s(Card(), torch.empty(largest, dtype=torch.uint8, device="meta"))
+    assert found == bytes_of_it / 0.25 / 1e9 and copies == [(bytes_of_it, bytes_of_it, True)] * 2

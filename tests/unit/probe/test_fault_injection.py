@@ -1,15 +1,20 @@
 """`autotune dev inject`: what it tells of studies that were struck. The faults themselves are tried in tests/faults."""
 
 import json
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.cli.commands import dev as command
 from autotune.core.errors import TooManyFailures, UsageError
 from autotune.core.probe_types import Phase
-from autotune.probe.fault_injection import FAULTS, VARIABLE, strike
+from autotune.probe import fault_injection
+from autotune.probe.fault_injection import FAULTS, VARIABLE, strike, throttles
+from autotune.probe.harness import BadLoss
 
 
 def study(outcome: str = "oom", code: int = 0, trials: int = command.TRIALS) -> Any:
@@ -69,3 +74,60 @@ def test_only_the_requested_phase_of_the_requested_trial_is_struck(monkeypatch: 
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(ValueError, match=r"AUTOTUNE_INJECT|noon"):
             strike("trial-0003.log", Phase.LOAD)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        ("crash", RuntimeError, "injected: CUDA error: an illegal memory access was encountered"),
+        ("ecc", RuntimeError, "injected: CUDA error: uncorrectable ECC error encountered"),
+        ("oom", torch.OutOfMemoryError, "injected: out of memory. Tried to allocate 2.00 GiB"),
+        ("host-oom", MemoryError, "injected: the host's memory ran out"),
+        ("nan", BadLoss, "injected: the loss went nan"),
+    ],
+)
+def test_what_is_raised(monkeypatch: pytest.MonkeyPatch, fault: str, error: type[Exception], words: str) -> None:
+    monkeypatch.setenv(VARIABLE, f"throttle,{fault}")
+    strike("trial-0001.log", Phase.LOAD)
+    with pytest.raises(error) as caught:
+        strike("trial-0001.log", Phase.FIRST_STEP)
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize(
+    ("fault", "done"),
+    [
+        ("slow", ("sleep", 5.0)),
+        ("hang", ("sleep", 1e6)),
+        ("exit", ("exit", 3)),
+        ("sigkill", ("kill", 41, signal.SIGKILL)),
+        ("sigsegv", ("kill", 41, signal.SIGSEGV)),
+        ("sigstop", ("kill", 41, signal.SIGSTOP)),
+        ("sigabrt", ("kill", 41, signal.SIGABRT)),
+        ("sigbus", ("kill", 41, signal.SIGBUS)),
+        ("throttle", None),
+    ],
+)
+def test_what_is_done_to_the_process(monkeypatch: pytest.MonkeyPatch, fault: str, done: tuple[Any, ...] | None) -> None:
+    said: list[Any] = []
+    linux = SimpleNamespace(
+        environ={VARIABLE: f"{fault}@save"},
+        getpid=lambda: 41,
+        kill=lambda *values: said.append(("kill", *values)),
+        _exit=lambda code: said.append(("exit", code)),
+    )
+    monkeypatch.setattr(fault_injection, "os", linux)
+    monkeypatch.setattr(fault_injection.time, "sleep", lambda seconds: said.append(("sleep", seconds)))
+    strike("trial-0001.log", Phase.FIRST_STEP)
+    assert said == []
+    strike("trial-0001.log", Phase.SAVE)
+    assert said == ([done] if done else [])
+
+
+@pytest.mark.parametrize(
+    ("faults", "hot"),
+    [("", False), ("oom", False), ("throttle", True), ("oom,throttle:1", True), ("throttle:2", False)],
+)
+def test_which_probes_are_to_report_heat(monkeypatch: pytest.MonkeyPatch, faults: str, hot: bool) -> None:
+    monkeypatch.setenv(VARIABLE, faults)
+    assert throttles("trial-0001.log") is hot

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,3 +359,49 @@ def test_a_probe_without_an_answer_began_when_it_was_asked_for(
     taken = timedelta(seconds=7.5)
     assert before - taken - timedelta(milliseconds=1) < began <= datetime.now(UTC) - taken
     assert began.microsecond % 1000 == 0 and len(failed.started_at or "") == len("2026-11-22T12:00:00.000+00:00")
+
+
+def test_a_prober_starts_nothing_and_watches_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(uncorrected_errors=lambda: 2)
+    monkeypatch.setattr(supervisor.Nvml, "open", lambda: card)
+    for device, watched in (("cuda", (card, 2)), ("cpu", (None, None))):
+        made = WorkerProber(device, tmp_path)
+        assert (made._nvml, made._memory_errors) == watched
+        assert (made.memory_gib, made.starts, made._ready, made._should_stop()) == (0.0, 0, False, False)
+
+
+def test_the_first_error_of_a_cards_memory_counts_where_none_were_known(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prober = answers(CRASH)
+    monkeypatch.setattr(prober, "_nvml", SimpleNamespace(uncorrected_errors=lambda: 1))
+    with pytest.raises(TooManyFailures, match="1 uncorrected ECC errors"):
+        prober.probe(REQUEST, Path("one.log"))
+
+
+def test_tries_without_a_time_take_none(answers: Answers) -> None:
+    first, second = replace(CRASH, seconds={}), replace(COOL, seconds={"load": 1.0})
+    found = answers(first, second).probe(REQUEST, Path("one.log"))
+    assert found.seconds == {"load": 1.0, "total": 0.0}
+
+
+def test_a_worker_is_started_with_a_folder_for_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(supervisor, "WorkerProcess", lambda *asked: started.append(asked))
+    prober = WorkerProber("cpu", tmp_path / "not" / "yet")
+    for count in (1, 2):
+        prober.launch()
+        assert prober.starts == count and (tmp_path / "not" / "yet").is_dir()
+    assert started == [("cpu", tmp_path / "not" / "yet" / "worker.log")] * 2
+
+
+def test_how_long_a_hung_or_an_ended_worker_is_waited_for(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    assert (supervisor.DUMP_S, supervisor.EXIT_S) == (0.5, 5.0)
+    prober, scripts = started([READY, None], [READY, EOFError()])
+    monkeypatch.setattr(supervisor, "DUMP_S", 0.25)
+    monkeypatch.setattr(supervisor.time, "sleep", lambda seconds: waited.append((seconds, scripts[0].told[-1])))
+    prober.probe(REQUEST, Path("one.log"))
+    assert waited == [(0.25, "dump")]
+    monkeypatch.setattr(scripts[1], "wait_for_exit", lambda timeout_s: waited.append(timeout_s) or 3)
+    assert prober._once(REQUEST, Path("one.log")).reason == "the worker ended with exit code 3" and waited[1:] == [5.0]

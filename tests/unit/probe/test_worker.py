@@ -1,8 +1,13 @@
 """The worker describes a model within bounds, whatever its config asks for, and gives models back."""
 
+import builtins
 import gc
+import json
 import os
 import resource
+import signal
+import socket
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,9 +22,11 @@ from autotune.catalog import resolve_model
 from autotune.core.probe_types import DeviceRates, OomDetail, Outcome, Phase, ProbeRequest, Rung
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
-from autotune.probe import device_rates, harness, resident, worker
+from autotune.probe import device_rates, harness, health, model_shape, resident, worker
+from autotune.probe import meters as meter_module
 from autotune.probe.harness import BadLoss
-from tests.helpers.factories import measurement
+from autotune.probe.tiny_probe import tiny_request
+from tests.helpers.factories import FINGERPRINT, measurement, result
 
 
 @pytest.mark.parametrize("size", ["num_labels", "num_hidden_layers"])
@@ -431,3 +438,258 @@ def test_faults_strike_the_trial_that_is_running(monkeypatch: pytest.MonkeyPatch
     made.log = "trial-0003.log"
     made._attempt(REQUEST, [("total", 0.0)])
     assert struck == [("trial-0003.log", Phase.LOAD), ("trial-0003.log", Phase.CLEANUP)]
+
+
+def test_a_config_of_impossible_size_is_described_under_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 GiB beyond what the process holds; the limit is lifted before anything is said, and afterwards."""
+    limits: list[Any] = []
+    held = SimpleNamespace(memory_info=lambda: SimpleNamespace(data=2**30))
+    monkeypatch.setattr(worker.psutil, "Process", lambda: held)
+    monkeypatch.setattr(worker.resource, "getrlimit", lambda which: (7, 9))
+    monkeypatch.setattr(worker.resource, "setrlimit", lambda which, pair: limits.append(pair))
+    errors = [
+        MemoryError(),
+        SystemError("no result"),
+        RuntimeError("std::bad_alloc"),
+        ValueError("a\n b" * 200),
+        KeyError(),
+    ]
+    monkeypatch.setattr(worker.traceback, "print_exc", lambda: limits.append("printed"))
+    for error in errors:
+
+        def describe(model: Any, error: Exception = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(model_shape, "describe", describe)
+        worker._describe({}, lambda **message: limits.append(message))
+    under, free = (9 * 2**30, 9), (7, 9)
+    too_large = {"event": "broken", "reason": "without weights it takes more than 8 GiB"}
+    long = {"event": "broken", "reason": ("a b" * 200)[:300]}
+    silent = {"event": "broken", "reason": "KeyError"}
+    assert limits == [
+        *[under, free, too_large, free] * 3,
+        *[under, free, "printed", long, free],
+        *[under, free, "printed", silent, free],
+    ]
+
+
+def test_why_a_device_cannot_be_measured_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(meter: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(device_rates, "measure_rates", fail)
+    worker._measure_rates(worker_on(Meter()), lambda **message: None)
+    assert "RuntimeError: no memory" in capsys.readouterr().err
+
+
+def test_what_libraries_keep_of_a_measurement_of_rates_is_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_rates, "measure_rates", lambda meter: meter.said.append("measure") or "rates")
+    made = worker_on(meter := Meter(0.5))
+    assert made.rates() == "rates" and meter.said == ["measure", "release", "settle"] and made._empty_gib == 0.5
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "lost_gib", "is_kept"), [(24.0, 0.5, True), (100.0, 1.0, True), (100.0, 1.01, False)]
+)
+def test_just_what_may_be_lost_replaces_no_worker(memory_gib: float, lost_gib: float, is_kept: bool) -> None:
+    made = worker_on(meter := Meter())
+    made._lost_gib, made.meter.memory_gib = lost_gib, lambda: memory_gib
+    assert made._restore(REQUEST, {"outcome": Outcome.OK}) is is_kept and meter.said
+
+
+@pytest.mark.parametrize(
+    ("knobs", "imported"),
+    [
+        ({}, []),
+        ({"quantization": "nf4"}, ["bitsandbytes"]),
+        ({"quantization": "int8"}, ["bitsandbytes"]),
+        ({"optimizer": "lion_8bit"}, ["bitsandbytes"]),
+        ({"quantization": "fp8"}, ["torchao.float8"]),
+        ({"quantization": "fp8", "optimizer": "adamw_8bit"}, ["bitsandbytes", "torchao.float8"]),
+    ],
+    ids=str,
+)
+def test_libraries_are_loaded_before_the_model_is_weighed(
+    built: list[ProbeRequest], monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], imported: list[str]
+) -> None:
+    loaded: list[str] = []
+    load = builtins.__import__
+
+    def watched(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name in ("bitsandbytes", "torchao.float8"):
+            loaded.append(name)
+            return None
+        return load(name, *args, **kwargs)
+
+    made = worker_on(meter := Meter())
+    meters.append(meter)
+    waited: list[int] = []
+    meter.synchronize = lambda: waited.append(len(built))  # type: ignore[method-assign]
+    monkeypatch.setattr(builtins, "__import__", watched)
+    made._resident_for(replace(REQUEST, config=TrainConfig(**knobs)))
+    monkeypatch.undo()
+    assert loaded == imported and waited == [1]
+
+
+@pytest.mark.parametrize(
+    ("left_gib", "thawed"), [(0.0, False), (24 / 1024, False), (0.03, True)], ids=["none", "chance", "some"]
+)
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_is_frozen_is_collected_where_a_model_stays(
+    monkeypatch: pytest.MonkeyPatch, left_gib: float, thawed: bool, others: int
+) -> None:
+    """2 GiB are the model's; whatever stays of it beyond chance may be referred to by what is frozen."""
+    done: list[str] = []
+    monkeypatch.setattr(
+        worker, "gc", SimpleNamespace(freeze=lambda: done.append("freeze"), unfreeze=lambda: done.append("thaw"))
+    )
+    made = worker_on(meter := Meter(2.5), depth2=Base(2.0), **({"depth4": Base(0.25)} if others else {}))
+
+    def release() -> None:
+        done.append("release")
+        meter.allocated = 0.5 + left_gib
+
+    meter.release = release  # type: ignore[method-assign]
+    made._drop([])
+    assert done == []
+    made._drop([2])
+    assert done == ["release", *["thaw", "release"] * thawed, *["freeze"] * (not others)]
+
+
+@pytest.fixture
+def starting(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a worker does as it starts: the device is checked, and a tiny probe is run, whose result is `result`."""
+    seen: dict[str, Any] = {"result": result(), "collecting": [], "checked": [], "meter": Meter(0.75)}
+    monkeypatch.setattr(meter_module, "open_meter", lambda device: seen.setdefault("device", device) and seen["meter"])
+    monkeypatch.setattr(health, "check_products", seen["checked"].append)
+
+    def serve(made: Any, request: ProbeRequest) -> Any:
+        seen["collecting"].append(gc.isenabled())
+        seen["before"] = (made._served, made._empty_gib, made._lost_gib, made._limit_gib, made.log)
+        seen["request"], made._served, made._residents = request, 1, {None: Base(0.5)}
+        return seen["result"], True
+
+    monkeypatch.setattr(worker.Worker, "serve", serve)
+    return seen
+
+
+def test_a_worker_starts_with_a_tiny_probe_of_which_nothing_is_kept(starting: dict[str, Any]) -> None:
+    """What libraries hold from then on is context. Nothing is collected while they load."""
+    frozen, sent = gc.get_freeze_count(), list[Any]()
+    made = worker.Worker("cuda", sent.append, "scratch")
+    assert starting["device"] == "cuda" and starting["checked"] == ["cpu"]
+    assert starting["request"] == tiny_request("cuda", 24.0)
+    assert starting["before"] == (0, 0.0, 0.0, 24.0, None) and starting["collecting"] == [False]
+    assert gc.isenabled() and gc.get_freeze_count() > frozen
+    assert (made._served, made._residents, made._empty_gib, made._lost_gib) == (0, {}, 0.75, 0.0)
+    assert (made._send, made._scratch) == (sent.append, "scratch")
+    assert starting["meter"].said[-1] == "settle"
+
+
+def test_a_worker_whose_tiny_probe_fails_does_not_start(starting: dict[str, Any]) -> None:
+    starting["result"] = result(outcome=Outcome.CRASH, reason="no kernel")
+    with pytest.raises(RuntimeError, match="a tiny warm-up probe failed: no kernel"):
+        worker.Worker("cuda", lambda **_: None)
+    gc.enable()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`main` in this process, on one end of a channel. The other end sends these messages and gets its answers."""
+    seen: dict[str, Any] = {"logs": [], "made": []}
+    monkeypatch.setattr(worker, "die_with_parent", lambda parent: seen.setdefault("parent", parent))
+    monkeypatch.setattr(worker, "take_group_along", lambda handle, scratch: seen.setdefault("group", (handle, scratch)))
+    monkeypatch.setattr(worker, "_log_to", lambda target: seen["logs"].append(target))
+    monkeypatch.setattr(worker, "_describe", lambda model, send: send(event="described", shape=model))
+    monkeypatch.setattr(worker, "_measure_rates", lambda made, send: send(event="rates", rates=made.device))
+    registered = lambda number, all_threads=False: seen.setdefault("stacks", (number, all_threads))  # noqa: E731
+    monkeypatch.setattr(worker.faulthandler, "register", registered)
+    monkeypatch.setattr(worker.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(worker.psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 990.5))
+    monkeypatch.setattr(worker.os, "dup", {2: 77}.__getitem__)
+
+    class Made:
+        def __init__(self, device: str, send: Any, scratch: str) -> None:
+            self.device = device
+            seen["made"].append(self)
+            seen["scratch"] = scratch
+            send(event="phase", phase=Phase.LOAD)
+            self.meter = SimpleNamespace(fingerprint=lambda: FINGERPRINT, memory_gib=lambda: 24.0)
+
+        def serve(self, request: ProbeRequest) -> Any:
+            seen["served"], seen["log"] = request, self.log
+            return result(request.config), False
+
+    monkeypatch.setattr(worker, "Worker", Made)
+    ours, theirs = socket.socketpair()
+
+    def run(device: str, *messages: Any) -> tuple[dict[str, Any], list[Any]]:
+        ours.sendall("".join(json.dumps(message) + "\n" for message in messages).encode())
+        ours.shutdown(socket.SHUT_WR)
+        handle = theirs.detach()
+        monkeypatch.setattr(sys, "argv", ["worker", str(handle), device, "41", "scratch"])
+        worker.main()
+        assert seen["group"] == (handle, "scratch")
+        # What was sent has arrived, since nobody closes the channel before `main` ends.
+        lines = ours.recv(1 << 20).decode().splitlines()
+        return seen, [json.loads(line) for line in lines]
+
+    yield run
+    ours.close()
+
+
+# The channel is closed when `main` ends, which a process does not outlive.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_a_worker_answers_one_message_after_another(served: Any) -> None:
+    data = to_data(replace(REQUEST, depth=2))
+    seen, answers = served("cpu", {"describe": {"a": 1}}, {"rates": True}, {"request": data, "log": "one.log"})
+    assert answers[:2] == [{"event": "phase", "phase": "start"}, {"event": "phase", "phase": "load"}]
+    assert answers[2] == {"event": "ready", "fingerprint": to_data(FINGERPRINT), "memory_gib": 24.0, "seconds": 9.5}
+    assert answers[3:5] == [{"event": "described", "shape": {"a": 1}}, {"event": "rates", "rates": "cpu"}]
+    assert answers[5:] == [{"event": "result", "result": to_data(result(REQUEST.config)), "reusable": False}]
+    assert seen["served"] == replace(REQUEST, depth=2) and seen["log"] == "one.log"
+    assert seen["logs"] == ["one.log", 77]  # its own log again
+    assert (seen["parent"], seen["scratch"], seen["stacks"]) == (41, "scratch", (signal.SIGUSR1, True))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+@pytest.mark.parametrize(
+    ("error", "unhealthy"), [(ImportError("no torch"), False), (health.Miscalculated("bad"), True)]
+)
+def test_a_worker_that_cannot_start_says_why(
+    served: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    unhealthy: bool,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(worker, "Worker", fail)
+    seen, answers = served("cpu", {"rates": True})
+    reason = f"{type(error).__name__}: {error}"
+    assert answers == [
+        {"event": "phase", "phase": "start"},
+        {"event": "broken", "reason": reason, "unhealthy": unhealthy},
+    ]
+    assert not seen["logs"] and reason in capsys.readouterr().err
+
+
+def test_a_log_is_made_for_its_user_to_write_and_for_others_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was printed before goes to where it was printed to."""
+    flushed: list[str] = []
+    stream = lambda name: SimpleNamespace(flush=lambda: flushed.append(name))  # noqa: E731
+    monkeypatch.setattr(worker.sys, "stdout", stream("out"))
+    monkeypatch.setattr(worker.sys, "stderr", stream("err"))
+    monkeypatch.setattr(worker.os, "dup2", lambda handle, number: flushed.append(str(number)))
+    before = os.umask(0)
+    try:
+        worker._log_to(str(tmp_path / "log"))
+    finally:
+        os.umask(before)
+    assert flushed == ["out", "err", "1", "2"] and (tmp_path / "log").stat().st_mode & 0o777 == 0o644

@@ -1,10 +1,15 @@
 """A worker gets what it needs of its parent's environment, and no more; it ends with all that it started."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -150,3 +155,91 @@ def test_what_every_worker_has_and_what_those_of_a_device_have(device: str, expe
 )
 def test_what_a_process_that_trains_needs_is_passed_on(name: str) -> None:
     assert passed_on({name: "x", f"MY_{name}": "x"}) == {name: "x"}
+
+
+class Process:
+    """A process that ends when it gets this signal."""
+
+    pid = 41
+
+    def __init__(self, ends_at: int, said: list[Any]) -> None:
+        self.ends_at = ends_at
+        self.said = said
+        self.ended = False
+
+    def send_signal(self, number: int) -> None:
+        self.said.append(number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.said.append(("wait", timeout))
+        if not self.ended:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("worker", timeout)
+        return -self.ends_at
+
+
+@pytest.mark.parametrize("ends_at", [signal.SIGTERM, signal.SIGKILL])
+def test_a_worker_is_asked_to_end_before_it_is_killed(monkeypatch: pytest.MonkeyPatch, ends_at: int) -> None:
+    """So is what it started: the signals go to its group, and the last one after its end."""
+    said: list[Any] = []
+    made = WorkerProcess.__new__(WorkerProcess)
+    process = Process(ends_at, said)
+    made._process = process  # type: ignore[assignment]
+    made._channel = SimpleNamespace(close=lambda: said.append("closed"))  # type: ignore[assignment]
+    made._scratch = SimpleNamespace(close=lambda: said.append("removed"))  # type: ignore[assignment]
+
+    def killpg(group: int, number: int) -> None:
+        said.append((group, number))
+        process.ended |= number == ends_at
+
+    monkeypatch.setattr(worker_process.os, "killpg", killpg)
+    made.close()
+    asked = [(41, signal.SIGTERM), ("wait", 3.0)]
+    killed = [(41, signal.SIGKILL), ("wait", 3.0)] if ends_at == signal.SIGKILL else []
+    assert said == ["closed", *asked, *killed, (41, signal.SIGKILL), ("wait", None), "removed"]
+    said.clear()
+    made.dump_stacks()
+    assert said == [signal.SIGUSR1] and made.pid == 41 and made.wait_for_exit(0.5) == -ends_at
+    process.ended = False
+    assert made.wait_for_exit(0.5) is None
+
+
+def test_a_group_that_is_gone_needs_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(group: int, number: int) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(worker_process.os, "killpg", gone)
+    made = WorkerProcess.__new__(WorkerProcess)
+    made._process = Process(9, [])  # type: ignore[assignment]
+    made._signal_group(signal.SIGTERM)
+
+
+def test_a_worker_is_started_in_a_session_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the number of its channel, its device, our pid and its scratch directory; its output follows the log's."""
+    started: list[Any] = []
+    monkeypatch.setattr(worker_process.subprocess, "Popen", lambda *asked, **how: started.append((asked, how)))
+    monkeypatch.setenv("LC_TEST", "x")
+    (tmp_path / "log").write_text("before\n")
+    made = WorkerProcess("cpu", tmp_path / "log")
+    ((command,), how) = started[0]
+    handle, device, parent, scratch = command[-4:]
+    assert command[-6:-4] == ["-m", "autotune.probe.worker"] and (device, parent) == ("cpu", str(os.getpid()))
+    assert how["pass_fds"] == [int(handle)] and how["start_new_session"] and how["stdin"] == subprocess.DEVNULL
+    assert how["env"]["LC_TEST"] == "x" and "GOMP_SPINCOUNT" in how["env"]
+    assert how["stdout"] is how["stderr"] and (how["stdout"].name, how["stdout"].mode) == (str(tmp_path / "log"), "ab")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(int(handle))  # only the worker has that end
+    assert Path(scratch).is_dir() and made._buffer == b""
+    made._scratch.close()
+    made._channel.close()
+    assert not Path(scratch).exists()
+
+
+def test_every_worker_returns_large_blocks_and_sees_no_network() -> None:
+    assert worker_process.ON_CPU == {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "MALLOC_ARENA_MAX": "1",
+        "GOMP_SPINCOUNT": "3000",
+    }
+    assert (worker_process.SAMPLE_EVERY_S, worker_process.END_WITHIN_S) == (0.1, 3.0)
