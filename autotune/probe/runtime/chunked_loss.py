@@ -34,9 +34,9 @@ def has_plain_head(model: Any) -> bool:
     weight = next(head.parameters(), None) if isinstance(head, nn.Module) else None
     if weight is None or layers is model or getattr(model.config, "output_router_logits", False):
         return False
-    tokens = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-    hidden = torch.empty(1, 1, weight.shape[-1], device=weight.device)
-    logits = torch.empty(1, 1, weight.shape[0], device=weight.device)
+    # What stands in for them needs their dimensions, on the model's device, and no size.
+    hidden = weight.new_zeros(1, 1, 1)
+    tokens, logits = hidden[..., 0].long(), hidden.clone()
     layers.forward = lambda *_, **__: _Outputs((hidden,))
     head.forward = lambda _: logits
     try:

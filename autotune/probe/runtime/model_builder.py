@@ -32,7 +32,6 @@ def config_of(shape: dict[str, Any]) -> Any:
         Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     config.name_or_path = ""
-    config.use_cache = False
     return config
 
 
@@ -224,5 +223,5 @@ def _quantized_linear(shape: tuple[int, int, bool], settings: ModelSettings, dev
         layer = bnb.nn.Linear8bitLt(fan_in, fan_out, bias, has_fp16_weights=False, threshold=6.0, device="meta")
         layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     if bias:
-        layer.bias = nn.Parameter(torch.zeros(fan_out, dtype=dtype, device=device), requires_grad=False)
+        layer.bias = nn.Parameter(torch.zeros(fan_out, dtype=dtype), requires_grad=False)
     return layer.to(device)

@@ -86,6 +86,8 @@ def test_the_mean_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch)
         "peaks_gib": [90, 3, 5, 6],
     }
     assert called == ["synchronize", "reset_peak_memory_stats"] * 7
+    clock._peaks_reserved = [99, 9, 3]
+    assert clock.measured()["peak_reserved_gib"] == 9  # that of the first step counts
 
 
 def test_a_step_that_compiles_is_not_timed_and_tokens_are_those_of_the_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,3 +229,31 @@ def test_the_clock_of_trl_counts_tokens_with_and_without_padding() -> None:
     clock.on_train_end(None, None, control)
     assert clock.tokens_per_step == 80 and clock.num_steps == 3
     assert model._forward_pre_hooks and clock.measured()["padded_tokens_per_step"] == 120
+
+
+def test_only_what_follows_the_last_step_is_reported_after_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A checkpoint after the first of two steps is in the line of the second. Without a step there is no line."""
+    waited: list[str] = []
+    monkeypatch.setattr(Clock, "_synchronize", lambda clock: waited.append("wait"))
+    count(monkeypatch, time, "perf_counter", [0, 2, 2, 32, 32, 34, 34])
+    clock = Clock(saves=False, progress=str(tmp_path / "p"))
+    clock.on_step_begin(None, None, None)
+    saving, idle = (
+        SimpleNamespace(should_training_stop=False, should_save=saves, should_evaluate=False) for saves in (True, False)
+    )
+    clock.on_step_end(None, SimpleNamespace(global_step=1, max_steps=2), saving)
+    assert waited == ["wait"] * 2  # where a step begins, and where a checkpoint follows it
+    clock.on_save(None, None, saving)
+    clock.on_step_begin(None, None, None)
+    clock.on_step_end(None, SimpleNamespace(global_step=2, max_steps=2), idle)
+    assert waited == ["wait"] * 3
+    clock.on_train_end(None, SimpleNamespace(global_step=2, max_steps=2), None)
+    lines = [json.loads(line) for line in (tmp_path / "p").read_text().splitlines()]
+    assert [(line["step"], line["seconds"], line["paused"]) for line in lines] == [(1, 2, 0), (2, 34, 30)]
+    none = Clock(saves=False, progress=str(tmp_path / "none"))
+    monkeypatch.undo()
+    none.on_train_end(None, SimpleNamespace(global_step=9, max_steps=9), None)
+    assert (tmp_path / "none").read_text() == ""
+    for one in (clock, none):
+        assert one._progress is not None
+        one._progress.close()

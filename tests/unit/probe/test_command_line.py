@@ -1,7 +1,10 @@
 """The options of the exported script: what is refused, and what follows from them."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -147,3 +150,41 @@ def test_checkpoints_must_fit_on_the_disk(capsys: pytest.CaptureFixture[str], tm
         assert parse_options(made, ["--dataset", str(data), *out, "--max-steps", steps]).saves  # no checkpoint
     assert parse_options(made, ["--random-weights", *out]).saves
     assert parse_options(replace(made, checkpoints_gib=1e-9), ["--dataset", str(data), *out]).saves
+
+
+def test_a_split_is_of_a_dataset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "--split is a part of --dataset" in refused(capsys, "--random-weights", "--split", "test")
+    (tmp_path / "rows").touch()
+    assert parsed("--dataset", str(tmp_path / "rows"), "--split", "test").split == "test"
+
+
+def test_checkpoints_that_just_fit_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (data := tmp_path / "rows").touch()
+    monkeypatch.setattr(command_line, "free_gib", lambda folder: 2.0)
+    made = replace(settings(recipe(TrainConfig())), checkpoints_gib=2.0)
+    assert parse_options(made, ["--dataset", str(data), "--output-dir", str(tmp_path / "o")]).saves
+
+
+def test_what_is_free_is_that_of_the_disk_on_which_a_folder_will_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        command_line.shutil, "disk_usage", lambda path: SimpleNamespace(free={tmp_path: 3 * 2**30, Path("/"): 1}[path])
+    )
+    assert command_line.free_gib(str(tmp_path / "not" / "yet")) == 3.0 == command_line.free_gib(str(tmp_path))
+
+
+def test_the_environment_is_set_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is collected while the libraries load; they are frozen, and the training may collect again."""
+    done: list[Any] = []
+    made = replace(settings(recipe(TrainConfig())), use_cpu=True)
+    (tmp_path / "train_config.json").write_text(made.to_json())
+    collector = {name: lambda name=name: done.append(name) for name in ("disable", "freeze", "enable")}
+    monkeypatch.setattr(command_line, "gc", SimpleNamespace(**collector))
+    monkeypatch.setattr(command_line, "prepare_environment", lambda *, use_cpu: done.append(("prepare", use_cpu)))
+    loaded = SimpleNamespace(main=lambda *asked: done.append(asked))
+    monkeypatch.setitem(sys.modules, "autotune.probe.runtime.train", loaded)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "argv", ["train.py", "--random-weights", "--max-steps", "3"])
+    command_line.start(tmp_path)
+    options = parse_options(made, ["--random-weights", "--max-steps", "3"])
+    assert done == [("prepare", True), "disable", "freeze", "enable", (made, options, tmp_path / "model_config.json")]

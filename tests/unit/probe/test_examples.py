@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 
-from autotune.probe.runtime.examples import ALPACA, Encoder
+from autotune.probe.runtime.examples import (
+    ALPACA,
+    Chat,
+    Encoder,
+    Plain,
+    _shared,
+    _with_text_arguments,
+    parse,
+    parsed,
+)
 from autotune.probe.runtime.reading import BadDataset
 from tests.helpers.tokenizers import CHATML, byte_level, template
 
@@ -232,3 +241,71 @@ def test_a_tokenizer_that_cannot_place_its_tokens_learns_everything_or_nothing(t
     with pytest.raises(BadDataset, match="only loss_on all is possible"):
         shown(Slow(), row)
     assert shown(Slow(), row, "all") == "[one two</s>]"
+
+
+class Asked:
+    """A tokenizer that notes how it is asked."""
+
+    is_fast = True
+    chat_template = "{% generation %}"
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, texts: list[str], **how: Any) -> dict[str, Any]:
+        self.asked.append(how)
+        return {"input_ids": [[1]] * len(texts), "offset_mapping": [[(0, 9)]] * len(texts)}
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
+        self.asked.append(how)
+        return {"input_ids": [4, 5], "assistant_masks": [0, 1]}
+
+
+def test_a_chat_template_writes_its_own_special_tokens() -> None:
+    made = Asked()
+    encoder = Encoder(made, None)
+    assert list(encoder._tokenised([(7, "text", None)], is_chat=True)) == [(7, [1])]
+    assert list(encoder._tokenised([(8, "text", [(0, 9)])], is_chat=False)) == [(8, [1])]
+    assert made.asked == [
+        {"add_special_tokens": False, "return_offsets_mapping": False},
+        {"add_special_tokens": True, "return_offsets_mapping": True},
+    ]
+
+
+def test_a_template_that_marks_answers_gets_the_tools_too() -> None:
+    made = Asked()
+    row = {"messages": TURNS, "tools": TOOLS, "chat_template_kwargs": {"thinking": False}}
+    assert list(Encoder(made, None).encode([("rows.jsonl:1", row)])) == [[-5, 5]]
+    marks = {"return_dict": True, "return_assistant_tokens_mask": True}
+    assert made.asked == [{"tools": TOOLS, "thinking": False} | marks]
+
+
+def test_a_conversation_is_what_a_row_is_taken_for() -> None:
+    row = {"instruction": "one", "output": "two"}
+    chat = Chat(messages=TURNS[:2], completion=1)
+    assert parse(row) == parsed("rows.jsonl:1", row) == chat
+    assert isinstance(parse(row, has_template=False), Plain)
+    for alone in ({"instruction": "one", "text": "three"}, {"output": "two", "text": "three"}):
+        assert parse(alone) == Plain(completion="three")
+
+
+def test_a_message_without_calls_says_nothing_of_them() -> None:
+    found = parse({"messages": [{"role": "gpt", "content": "one", "tool_calls": []}]})
+    assert found == Chat(messages=[{"role": "assistant", "content": "one"}])
+
+
+def test_arguments_of_a_call_are_text_that_a_person_reads() -> None:
+    call = {"function": {"name": "weather", "arguments": {"city": "Köln"}}}
+    made = _with_text_arguments({"role": "assistant", "tool_calls": [call, {"name": "plain"}]})
+    assert made["tool_calls"] == [
+        {"function": {"name": "weather", "arguments": '{"city": "Köln"}'}},
+        {"name": "plain", "arguments": "{}"},
+    ]
+    assert _with_text_arguments({"role": "user", "content": "one"}) == {"role": "user", "content": "one"}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "alike"), [("", "", 0), ("ab", "abc", 2), ("abc", "ab", 2), ("abx", "aby", 2), ("x", "y", 0)]
+)
+def test_how_far_two_texts_are_alike(left: str, right: str, alike: int) -> None:
+    assert _shared(left, right) == alike

@@ -100,7 +100,9 @@ def test_evaluation_compiles_nothing_and_leaves_out_no_row(tmp_path: Path) -> No
     arguments = training_arguments(settings_of_two_rows(), accumulation=1, on_cpu=True) | {"optim": "adamw_torch"}
     steps = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
     args = TrainingArguments(output_dir=str(tmp_path), save_strategy="no", disable_tqdm=True, **arguments, **steps)
-    LeanTrainer(layer, args, train_dataset=rows, eval_dataset=rows).train()
+    trainer = LeanTrainer(layer, args, train_dataset=rows, eval_dataset=rows)
+    assert "train" in vars(layer)  # it visits no module where nothing changes
+    trainer.train()
     assert layer.ways == ["compiled", "eager", "eager"] * 2
     assert args.dataloader_drop_last
 
@@ -130,3 +132,15 @@ def test_layers_are_compiled_alone_for_their_shapes_and_run_eagerly_again(monkey
     assert asked == [{"dynamic": False}] * 2 and layers[1](torch.tensor(3)) == 6
     run_layers_eagerly(layers)
     assert [int(layer(torch.tensor(3))) for layer in layers] == [3, 3]
+
+
+def test_rows_of_nearly_the_same_length_share_a_step_where_that_is_asked_for(tmp_path: Path) -> None:
+    """A step has three micro batches of two rows."""
+    arguments = training_arguments(settings_of_two_rows(), accumulation=3, on_cpu=True) | {"optim": "adamw_torch"}
+    args = TrainingArguments(output_dir=str(tmp_path), save_strategy="no", disable_tqdm=True, max_steps=1, **arguments)
+    rows = [{"labels": torch.ones(2)}] * 12
+    by_length: Any = LeanTrainer(_Layer(), args, train_dataset=rows, row_lengths=[*range(12)])._get_train_sampler()
+    assert type(by_length).__name__ == "LengthGroupedSampler"
+    assert by_length.batch_size == 6 and by_length.lengths == [*range(12)]
+    plain: Any = LeanTrainer(_Layer(), args, train_dataset=rows)._get_train_sampler()
+    assert type(plain).__name__ == "RandomSampler"

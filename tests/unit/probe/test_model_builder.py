@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime import model_builder
+from autotune.probe.runtime import model_builder, patches
 from autotune.probe.runtime.settings import ModelSettings
 from tests.helpers.factories import TINY
 
@@ -79,6 +80,8 @@ def test_which_layers_are_recomputed(checkpointing: str, recomputed: list[bool])
     model_builder.set_checkpointing(base, settings(checkpointing=checkpointing))
     layers = model_builder.decoder_layers(base)
     assert [layer.gradient_checkpointing for layer in layers] == recomputed
+    for layer in layers if checkpointing != "none" else ():
+        assert layer._gradient_checkpointing_func.keywords == {"use_reentrant": False}
     model_builder.stop_checkpointing(base)
     assert not any(layer.gradient_checkpointing for layer in layers)
 
@@ -124,11 +127,12 @@ def test_a_quantized_base_keeps_head_and_vectors(quantization: str) -> None:
         for layer in layers:
             assert layer.quant_state is layer.weight.quant_state and layer.weight.module is layer
             assert layer.compute_dtype == torch.bfloat16 and layer.weight.quant_type == "nf4"
+            assert layer.weight.quant_state.dtype == torch.bfloat16
             values = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
             assert values.std().item() == pytest.approx(0.02, rel=0.2)
     else:
         assert {layer.state.threshold for layer in layers} == {6.0}
-        assert not any(layer.state.has_fp16_weights for layer in layers)
+        assert not any(layer.state.has_fp16_weights or layer.weight.has_fp16_weights for layer in layers)
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
@@ -206,3 +210,117 @@ def test_adapters_beside_the_weights_are_not_trained_upon(tmp_path: Path) -> Non
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
         model_builder.load(str(tmp_path), settings(), CPU)
+
+
+def test_what_is_offloaded_is_what_a_layer_is_recomputed_from() -> None:
+    base = built(LLAMA)
+    for checkpointing, offloaded in (("full", False), ("offload", True), ("every_2", False)):
+        model_builder.set_checkpointing(base, settings(checkpointing=checkpointing))
+        for layer in model_builder.decoder_layers(base):
+            assert (layer._gradient_checkpointing_func.func is patches._offloaded) is offloaded
+
+
+def test_older_transformers_recompute_by_another_name() -> None:
+    asked: list[Any] = []
+
+    class Older(nn.Module):
+        def gradient_checkpointing_enable(self, **options: Any) -> None:
+            asked.append(options)
+
+        def gradient_checkpointing_disable(self) -> None:
+            asked.append("disable")
+
+    older: Any = Older()
+    model_builder.set_checkpointing(older, settings(checkpointing="full"))
+    model_builder.set_checkpointing(older, settings(checkpointing="none"))
+    assert asked == [{"gradient_checkpointing_kwargs": {"use_reentrant": False}}, "disable"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "more"),
+    [
+        ({}, {}),
+        (
+            {"quantization": "nf4", "precision": "bf16_mixed"},
+            {"quantization_config": ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")},
+        ),
+    ],
+    ids=str,
+)
+def test_weights_are_loaded_onto_the_device_and_from_safetensors_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, knobs: dict[str, Any], more: dict[str, Any]
+) -> None:
+    asked: list[Any] = []
+    done: list[str] = []
+    model: Any = nn.Module()
+    model.config = SimpleNamespace(use_cache=True)
+    loader = SimpleNamespace(from_pretrained=lambda source, **how: asked.append((source, how)) or model)
+    monkeypatch.setattr(model_builder, "AutoModelForCausalLM", loader)
+    monkeypatch.setattr(model_builder, "BitsAndBytesConfig", lambda **arguments: arguments)
+    monkeypatch.setattr(model_builder, "register_cudnn_attention", lambda: done.append("register"))
+    device = torch.device("meta")
+    assert model_builder.load(str(tmp_path), settings(**knobs), device) is model and done == ["register"]
+    ((source, how),) = asked
+    assert source == str(tmp_path) and not model.config.use_cache
+    assert set(how.pop("quantization_config", {})) >= set(more.get("quantization_config", ()))
+    assert how == {
+        "dtype": torch.bfloat16 if knobs else torch.float32,
+        "attn_implementation": "sdpa",
+        "device_map": {"": device},
+        "use_safetensors": True,
+        "trust_remote_code": False,
+    }
+
+
+def test_a_model_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(model_builder, "register_cudnn_attention", lambda: done.append("register"))
+    model = model_builder.build(model_builder.config_of(LLAMA), settings(), torch.device("meta"))
+    assert all(weight.is_meta for weight in model.parameters()) and done == ["register"]
+    assert not model.config.use_cache
+    adapted = model_builder.to_train(model, settings(lora_rank=2), torch.device("meta"))
+    assert all(weight.is_meta for weight in adapted.parameters())
+
+
+def test_values_of_every_kind_of_parameter() -> None:
+    """Whatever was in the memory that they were given."""
+    model = nn.Module()
+    model.first, model.norm = nn.Linear(64, 64), nn.LayerNorm(4)
+    model.packed = nn.Parameter(torch.full((4, 4), 7, dtype=torch.uint8), requires_grad=False)
+    model.scale = nn.Module()
+    model.scale.weight = nn.Parameter(torch.ones(3))
+    with torch.no_grad():
+        for parameter in (*model.first.parameters(), *model.norm.parameters()):
+            parameter.fill_(9.0)
+    model_builder._fill(model)
+    assert model.first.weight.std().item() == pytest.approx(0.02, rel=0.1) and not model.first.bias.any()
+    assert model.norm.weight.tolist() == [1.0] * 4 and not model.norm.bias.any()
+    assert (model.packed == 7).all() and model.scale.weight.tolist() == [1.0] * 3
+
+
+def test_linear_layers_take_no_memory_until_they_are_quantized() -> None:
+    with model_builder._linear_layers_on_meta():
+        assert nn.Linear(2, 3, bias=False).weight.is_meta and nn.Linear(2, 3, device="cpu").weight.is_meta
+        assert not nn.Embedding(2, 3).weight.is_meta
+    assert not nn.Linear(2, 3).weight.is_meta
+    with pytest.raises(KeyError), model_builder._linear_layers_on_meta():
+        raise KeyError
+    assert not nn.Linear(2, 3).weight.is_meta
+
+
+def test_what_is_quantized_is_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the type of the base: drawing seven billion values on the host would take long."""
+    pytest.importorskip("bitsandbytes")
+    asked: list[Any] = []
+    empty = torch.empty
+
+    def made(*shape: int, **how: Any) -> torch.Tensor:
+        if shape == (6, 4):
+            asked.append(how)
+        return empty(*shape, **how)
+
+    monkeypatch.setattr(torch, "empty", made)
+    wanted = settings(quantization="nf4", precision="bf16_mixed")
+    layer: Any = model_builder._quantized_linear((4, 6, True), wanted, CPU)
+    assert {"dtype": torch.bfloat16, "device": CPU} in asked
+    assert layer.bias.dtype == torch.bfloat16 and not layer.bias.requires_grad and layer.in_features == 4

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def test_a_folder_without_names_of_splits_is_read_whole(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1},\n 5]', r"a\.json:2: not a JSON object"),
         ("a.json", b'[{"a": 1}', r"a\.json:1: not JSON"),
         ("a.json", b'[{"a": 1}]\n[{"a": 2}]\n', r"a\.json: more follows after its array"),
+        ("a.json", b'[{"a": 1}]x', r"a\.json: more follows after its array"),
+        ("a.json", b'\n[\n{"a": }]', r"a\.json:3: not JSON"),
         ("a.csv", b"text\none\ntwo,three\n", r"a\.csv:3: it has more cells"),
         ("a.csv", b'text\none\n"two\nthree\n', r"a\.csv:3: unexpected end of data"),
         ("a.jsonl", '{"text": "é"}\n'.encode("latin-1"), "a.jsonl is not UTF-8"),
@@ -148,3 +151,42 @@ def test_what_is_no_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(BadDataset, match="a single file, and has no split test"):
         found(tmp_path / "a.jsonl", "test")
+
+
+def test_lines_are_counted_over_the_pieces_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first piece ends just before the end of the first line."""
+    monkeypatch.setattr(reading, "JSON_CHUNK", 10)
+    (tmp_path / "a.json").write_text('[{"a": 1},\n{"b": 2},\n\n5]')
+    rows = read_rows(tmp_path / "a.json")
+    assert [next(rows)[0].rpartition(":")[2] for _ in range(2)] == ["1", "2"]
+    with pytest.raises(BadDataset, match=r"a\.json:4: not a JSON object"):
+        next(rows)
+
+
+def test_a_cell_may_be_long_and_have_any_ends_of_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b'text,more\r\n"one\r\ntwo",' + b"x" * 200_000 + b"\r\n")
+    assert found(tmp_path / "a.csv") == [{"text": "one\r\ntwo", "more": "x" * 200_000}]
+
+
+def test_rows_of_a_table_are_numbered(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.parquet")
+    assert [where for where, _ in read_rows(path)] == [f"{path}, row {number}" for number in (1, 2, 3)]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "a.jsonl").touch()
+    monkeypatch.setitem(reading.READERS, ".jsonl", refuse)
+    with pytest.raises(BadDataset, match=r"cannot read .*a\.jsonl: Permission denied"):
+        found(tmp_path / "a.jsonl")
+
+
+def test_without_pyarrow_a_table_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # type: ignore[arg-type]
+    with pytest.raises(
+        ImportError, match=r"^a\.parquet is read with pyarrow: pip install pyarrow, or give JSON lines$"
+    ):
+        found(tmp_path / "a.parquet")

@@ -46,7 +46,7 @@ def test_a_mask_hides_padding() -> None:
 def test_lengths_are_read_from_a_file_and_cut(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_text("7\n\n300\n")
     assert rows.read_lengths(str(tmp_path / "lengths"), 100) == [7, 100]
-    for wrong in ("", "5\nx\n", "0\n"):
+    for wrong in ("", "5\nx\n", "0\n", "5\n0\n"):
         (tmp_path / "lengths").write_text(wrong)
         with pytest.raises(SystemExit, match="lengths: "):
             rows.read_lengths(str(tmp_path / "lengths"), 100)
@@ -110,7 +110,7 @@ def test_stored_examples_are_mapped_and_cut(tmp_path: Path) -> None:
         array("i", [5, -7, 8, 9, 1, 2]).tofile(tokens)
         array("q", [4, 6]).tofile(ends)
     stored = rows.Stored(tmp_path)
-    assert [example.tolist() for example in stored] == [[5, -7, 8, 9], [1, 2]]
+    assert [example.tolist() for example in stored] == [[5, -7, 8, 9], [1, 2]] and len(stored) == 2
     both = rows.Rows(rows.Part(stored, [1, 0], 3), [[0, 1]])
     assert [[example.tolist() for example in row] for row in both] == [[[1, 2], [5, -7, 8]]]
     assert rows.collate([both[0]], [6], True)["labels"].tolist() == [[-100, 2, -100, -100, 8, -100]]
@@ -129,3 +129,25 @@ def test_random_examples_have_a_prompt_of_the_usual_share() -> None:
     assert rows.with_prompt(torch.tensor([1, 2, 3, 4]), 0.5).tolist() == [-2, -3, 3, 4]
     assert rows.with_prompt(torch.tensor([1, 2, 3]), 1.0).tolist() == [1, 2, 3]
     assert rows.with_prompt(torch.tensor([1, 2, 3]), 0.01).tolist() == [-2, -3, 3]  # short ones have a loss too
+
+
+def test_a_row_that_fills_one_of_the_lengths_needs_no_longer_one() -> None:
+    batches = [rows.collate([[torch.arange(length)]], [4, 8], False)["input_ids"].shape for length in (3, 4, 5, 9)]
+    assert batches == [(1, 4), (1, 4), (1, 8), (1, 9)]
+
+
+def test_tokens_are_whole_numbers_however_large() -> None:
+    batch = rows.collate([[torch.tensor([1, 2**24 + 1], dtype=torch.int32)]], [3], False)
+    assert batch["input_ids"].tolist() == [[1, 2**24 + 1, 0]] and batch["labels"].tolist() == [[-100, 2**24 + 1, -100]]
+
+
+def test_the_token_0_is_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rows.num_targets(torch.tensor([5, 0, -1, 3])) == 2
+    rows.split([torch.tensor([5, 0])] * 3, 4, 1, 2)
+    assert capsys.readouterr().err == ""  # nothing was left out
+
+
+def test_which_examples_are_held_out_never_changes() -> None:
+    """A run that continues after an update must not train on them either."""
+    held_out = rows.hold_out([torch.tensor([index, 1]) for index in range(10)], 0.3, 9)[1]
+    assert [int(example[0]) for example in held_out] == [1, 4, 7]

@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -103,3 +105,76 @@ def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(data:
     os.utime(cache_folder() / "tmpkilled" / "tokens", (0, 0))
     folder = tokenise(data, tokenizer)
     assert {*cache_folder().iterdir()} == {folder, cache_folder() / "tmpbusy"}
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"), [("data.jsonl", 100), ("data.csv", 100), ("data.parquet", 400), ("data.ARROW", 150)]
+)
+def test_tokens_need_so_much_for_a_dataset_of_100_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, needed: int
+) -> None:
+    """They are written beside the place where they will be."""
+    (tmp_path / name).write_bytes(b"x" * 100)
+    written: list[Path] = []
+    folder = tmp_path / "cache" / "tokens" / "key"
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(token_cache, "_write", lambda made, *_: written.append(made))
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        asked: Any = (folder, tmp_path / name, [tmp_path / name], None, None, print)
+        if free == needed:
+            token_cache._make(*asked)
+        else:
+            with pytest.raises(OSError, match=r"and 0\.0 GiB are free"):
+                token_cache._make(*asked)
+    assert [made.parent for made in written] == [folder.parent] and folder.is_dir()
+
+
+@pytest.mark.parametrize(("age_s", "is_left"), [(3500, True), (3700, False)])
+def test_what_was_not_written_to_for_an_hour_is_removed(data: Path, tokenizer: Any, age_s: int, is_left: bool) -> None:
+    other = cache_folder() / "tmpother"
+    other.mkdir(parents=True)
+    os.utime(other, (time.time() - age_s,) * 2)
+    tokenise(data, tokenizer)
+    assert other.exists() is is_left
+
+
+def test_progress_is_told_every_two_seconds(data: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is asked at the start, after each row, and when something was said."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        token_cache, "time", SimpleNamespace(time=time.time, monotonic=iter([10, 11.5, 12.5, 13, 14.9]).__next__)
+    )
+    tokenise(data, tokenizer, say=said.append)
+    assert said == ["2 examples of data.jsonl"]
+
+
+def test_tokens_are_kept_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for variable in ("", None):
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("XDG_CACHE_HOME", variable)
+        assert cache_folder() == Path("/home/me/.cache/autotune/tokens")
+
+
+class Words:
+    """A tokenizer of these words, fast or slow."""
+
+    chat_template = None
+    special_tokens_map: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *words: str, merges: str = "", is_fast: bool = False) -> None:
+        self.words, self.is_fast = words, is_fast
+        self.backend_tokenizer = SimpleNamespace(to_str=lambda: f"{words} {merges}") if is_fast else None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: place for place, word in enumerate(self.words)}
+
+
+def test_a_name_stands_for_all_that_the_tokens_depend_on(data: Path) -> None:
+    """Of a fast tokenizer that is more than its words."""
+    tokenizers = [Words("a"), Words("b"), Words("a", is_fast=True), Words("a", merges="m", is_fast=True)]
+    names = {token_cache._key([data], one, None) for one in tokenizers}
+    assert len(names) == 4 and {len(name) for name in names} == {32}
+    assert token_cache._key([data], Words("a"), None) in names

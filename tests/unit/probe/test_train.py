@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.export import script
 from autotune.probe.runtime import model_builder, rows, train
 from autotune.probe.runtime.clock import Clock
+from autotune.probe.runtime.lean_trainer import training_arguments
+from autotune.probe.runtime.reading import BadDataset
 from autotune.probe.runtime.settings import Options, RunSettings
 from tests.helpers.factories import TINY
 from tests.unit.export.test_script import demo
@@ -267,3 +270,139 @@ def test_no_code_of_a_tokenizer_is_run_and_nobody_is_asked(tmp_path: Path, monke
     with pytest.raises(ValueError, match="trust_remote_code"):
         train.read_examples(settings(), replace(OPTIONS, model=str(tmp_path), dataset="nowhere"))
     assert not (tmp_path / "CANARY").exists()
+
+
+def test_what_is_read_of_a_dataset(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+
+    def tokenise(path: Path, tokenizer: str, **how: Any) -> Path:
+        how.pop("say")("2 examples")
+        asked.append((path, tokenizer, how))
+        if path.name == "bad":
+            raise BadDataset("bad:1: needs messages")
+        return tmp_path
+
+    monkeypatch.setattr(train, "tokenise", tokenise)
+    monkeypatch.setattr(
+        train,
+        "AutoTokenizer",
+        SimpleNamespace(from_pretrained=lambda name, trust_remote_code: (name, trust_remote_code)),
+    )
+    monkeypatch.setattr(rows, "Stored", lambda folder: ("stored", folder))
+    made = settings({"loss_on": "assistant"})
+    found: Any = train.read_examples(made, replace(OPTIONS, dataset="data", split="test"))
+    assert found == ("stored", tmp_path)
+    assert asked == [(Path("data"), ("m", False), {"split": "test", "loss_on": "assistant"})]
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "2 examples\n")
+    with pytest.raises(SystemExit, match=r"^train\.py: error: bad:1: needs messages$"):
+        train.read_examples(made, replace(OPTIONS, dataset="bad"))
+
+
+@pytest.mark.parametrize("eval_share", [0.0, 0.25])
+@pytest.mark.parametrize("group_by_length", [True, False])
+def test_everything_that_a_trainer_is_told(
+    monkeypatch: pytest.MonkeyPatch, eval_share: float, group_by_length: bool
+) -> None:
+    monkeypatch.setattr(train, "TrainingArguments", lambda **arguments: arguments)
+    monkeypatch.setattr(train, "LeanTrainer", lambda *given, **named: (given, named))
+    changes = {
+        "save_steps": 7,
+        "warmup_steps": 3,
+        "epochs": 4,
+        "eval_steps": 9,
+        "run_name": "mine",
+        "save_total_limit": 2,
+    }
+    made = settings(changes | {"eval_share": eval_share, "group_by_length": group_by_length, "padded_lengths": [8, 16]})
+    options = replace(OPTIONS, dataset="d", max_steps=-1, output_dir="o", saves=True, report_to="trackio")
+    train_rows: Any = [[torch.arange(5)], [torch.arange(7), torch.arange(2)]]
+    clock: Any = "clock"
+    loss: Any = "loss"
+    model: Any = "model"
+    found: Any = train.make_trainer(made, options, model, loss, clock, train_rows, train_rows[:1])
+    (its_model, args, collate, *data), named = found
+    assert its_model == "model" and data == [train_rows, train_rows[:1]]
+    assert collate.func is rows.collate and collate.keywords == {"padded_lengths": [8, 16], "packing": False}
+    lengths = [5, 9] if group_by_length else None
+    assert named == {"compute_loss_func": "loss", "callbacks": ["clock"], "row_lengths": lengths}
+    plain = training_arguments(made, accumulation=made.accumulation, on_cpu=True) | {"report_to": "trackio"}
+    assert args == plain | {
+        "output_dir": "o",
+        "max_steps": -1,
+        "num_train_epochs": 4,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 7,
+        "save_total_limit": 2,
+        "eval_strategy": "steps" if eval_share else "no",
+        "eval_steps": 9,
+        "per_device_eval_batch_size": 2 if eval_share else 1,
+        "prediction_loss_only": True,
+        "run_name": "mine",
+    }
+
+
+def test_rows_hold_one_example_unless_they_are_packed() -> None:
+    examples = [torch.arange(length) for length in (9, 3, 6, 16)]
+    alone = train.make_rows(settings(), examples)
+    packed = train.make_rows(settings(packing=True), examples)
+    assert [[len(one) for one in row] for row in alone] == [[9], [3], [6], [16]]
+    assert [[len(one) for one in row] for row in packed] == [[16], [9, 6], [3]]
+
+
+def test_many_lengths_are_no_reason_for_more_examples() -> None:
+    examples = train.random_examples(settings({"lengths": [*range(1, 101)], "examples": 250}), OPTIONS, 3)
+    assert len(examples) == 250 and len({id(example) for example in examples}) == 100
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_compiled_run_compiles_for_training_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str
+) -> None:
+    """All shapes that were measured are compiled; the first layer is like the others; the loss is computed eagerly."""
+    done: list[Any] = []
+    dynamo = SimpleNamespace(recompile_limit=8)
+    monkeypatch.setattr(torch, "_dynamo", SimpleNamespace(config=dynamo), raising=False)
+    base = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=9), enable_input_require_grads=lambda: done.append("require")
+    )
+    trainer = SimpleNamespace(
+        evaluate=lambda: done.append("evaluate") or {"eval_loss": float(len(done))},
+        train=lambda resume_from_checkpoint: done.append(resume_from_checkpoint) or SimpleNamespace(global_step=5),
+        state=SimpleNamespace(log_history=[{"loss": 9.0}, {"eval_loss": 3.5}]),
+        save_model=lambda folder: done.append(("save", folder)),
+    )
+    made_model: Any = nn.Module()
+    for name, value in {
+        "build": lambda config, settings, device: done.append(device.type) or base,
+        "config_of": lambda shape: shape,
+        "set_checkpointing": lambda base, settings: done.append("checkpointing"),
+        "decoder_layers": lambda model: ["layer"],
+    }.items():
+        monkeypatch.setattr(model_builder, name, value)
+    for name, value in {
+        "set_seed": lambda seed: done.append(("seed", seed)),
+        "choose_attention": lambda any_length: done.append(("any length", any_length)),
+        "chunked_loss": lambda base: done.append("chunked") or "loss",
+        "add_adapters": lambda *_: made_model,
+        "make_trainer": lambda settings, options, model, loss, *_: done.append(loss) or trainer,
+        "compile_layers": lambda layers: done.append(("compile", *layers)),
+        "run_layers_eagerly": lambda layers: done.append(("eager", *layers)),
+    }.items():
+        monkeypatch.setattr(train, name, value)
+    (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
+    made = settings({"examples": 64}, compile="per_layer", loss="chunked", method=method)
+    options = replace(OPTIONS, held_out=4, held_out_tokens=16, checkpoint="c", saves=True, output_dir="o")
+    assert train.main(made, options, tmp_path / "shape.json") is made_model
+    assert done == [
+        *[("seed", 0), "cpu", ("any length", False), "checkpointing", "chunked", "loss", "evaluate"],
+        *["require"] * (method == "lora"),
+        *[("compile", "layer"), "c", ("eager", "layer"), ("save", "o"), "evaluate"],
+    ]
+    assert dynamo.recompile_limit == 64
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["steps"] == 5 and printed["held_out_loss"] == [7.0, 3.5, float(len(done))]

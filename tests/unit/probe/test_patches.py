@@ -1,0 +1,58 @@
+"""Switches of torch's that are set for a run. What the levers do in models is tried in tests/probe."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from autotune.probe.runtime import patches
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_cudnn_is_left_out_where_rows_may_have_any_length() -> None:
+    for any_length in (True, False, True):
+        patches.choose_attention(any_length=any_length)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is not any_length
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_checkpoints_wait_in_pinned_memory_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(
+        torch.autograd.graph, "save_on_cpu", lambda pin_memory=None: asked.append(pin_memory) or nullcontext()
+    )
+
+    class Layer:
+        _gradient_checkpointing_func = staticmethod(lambda *args, **kwargs: (args, kwargs))
+
+    layer: Any = Layer()
+    patches.offload_checkpoints(layer)
+    assert layer._gradient_checkpointing_func(1, 2, three=3) == ((1, 2), {"three": 3}) and asked == [has_gpu]
+
+
+def test_cudnns_attention_has_a_name_and_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    for kind in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setattr(kind, "register", lambda *asked: registered.append(asked))
+    patches.register_cudnn_attention()
+    assert registered == [("sdpa_cudnn", patches._attend), ("sdpa_cudnn", sdpa_mask)]
+
+
+def test_cudnns_attention_is_torchs_with_that_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(patches, "sdpa_kernel", lambda backend: chosen.append(backend) or nullcontext())
+    monkeypatch.setattr(patches, "sdpa_attention_forward", lambda *args, **kwargs: (args, kwargs))
+    assert patches._attend("query", scaling=0.5) == (("query",), {"scaling": 0.5})
+    assert chosen == [patches.SDPBackend.CUDNN_ATTENTION]
