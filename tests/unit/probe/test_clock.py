@@ -257,3 +257,17 @@ def test_only_what_follows_the_last_step_is_reported_after_it(monkeypatch: pytes
     for one in (clock, none):
         assert one._progress is not None
         one._progress.close()
+
+
+def test_a_step_that_loads_the_compiler_and_compiles_one_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 (the first), 50 (which compiles) and 2 s."""
+    count(monkeypatch, time, "perf_counter", [0, 10, 60, 62])
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", None)  # type: ignore[arg-type]
+    clock = Clock(saves=False)
+    clock.mark()
+    clock.mark()
+    compiled = SimpleNamespace(counters={"stats": {"unique_graphs": 1}})
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", compiled)  # type: ignore[arg-type]
+    clock.mark()
+    clock.mark()
+    assert clock.measured()["seconds_per_step"] == 2
