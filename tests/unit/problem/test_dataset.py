@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_device
-from autotune.core.errors import StorageError, UsageError
-from autotune.problem.dataset import dataset_lengths, form_of
+from autotune.core.errors import EnvironmentProblem, StorageError, UsageError
+from autotune.problem import dataset
+from autotune.problem.dataset import dataset_errors, dataset_lengths, form_of
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import StudySpec
@@ -237,3 +238,45 @@ def test_no_code_of_a_tokenizer_runs(tmp_path: Path) -> None:
 def test_the_form_is_that_of_the_first_row(tmp_path: Path, row: dict[str, Any], form: str) -> None:
     file = written(tmp_path / "data.jsonl", [row, {"text": "more"}])
     assert form_of(file, None) == form
+
+
+def test_bytes_are_estimated_four_to_a_token_and_one_token_at_least(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = written(tmp_path / "data.jsonl", [{"text": "x" * length} for length in (1, 5, 7, 10, 400)])
+    assert dataset_lengths(file, None, say=said.append) == Lengths.of([1, 1, 2, 2, 100], "characters")
+    assert said == ["reading data.jsonl"]
+    file = written(tmp_path / "data.jsonl", [{"text": "é" * 8}])  # of two bytes each
+    assert dataset_lengths(file, None).counts == ((4, 1),)
+
+
+def test_a_special_file_beside_a_tokenizer_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[Path] = []
+
+    def refuse(directory: Path) -> None:
+        looked.append(directory)
+        raise UsageError("a pipe", remedy="remove it")
+
+    monkeypatch.setattr(dataset, "refuse_special_files", refuse)
+    file = written(tmp_path / "data.jsonl", [{"text": "fine"}])
+    with pytest.raises(UsageError, match="a pipe"):
+        dataset_lengths(file, str(tmp_path))
+    assert looked == [tmp_path]
+
+
+def test_the_first_line_of_an_error_tells_it() -> None:
+    assert dataset._first_line(ValueError(" one\ntwo")) == "one"
+    assert dataset._first_line(ValueError("")) == "ValueError"
+
+
+def test_what_is_missing_to_read_a_dataset_is_an_error_of_the_environment() -> None:
+    with pytest.raises(EnvironmentProblem, match="--dataset: no datasets") as caught, dataset_errors():
+        raise ImportError("no datasets")
+    assert caught.value.remedy == "or give JSON lines or --lengths FILE"
+
+
+def test_a_dataset_is_there_or_is_named(tmp_path: Path) -> None:
+    dataset.check_exists(written(tmp_path / "data.jsonl", [{"text": "fine"}]), None)
+    with pytest.raises(UsageError, match="no file"):
+        dataset.check_exists(tmp_path / "none.jsonl", None)

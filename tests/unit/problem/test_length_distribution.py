@@ -142,3 +142,29 @@ def test_the_longest_mean_that_two_numbers_can_describe_is_one_token() -> None:
         Lengths.described(100.0, 1498.0)
     ones = Lengths.described(1.0, 1.0)
     assert ones.counts == ((1, 1000),)
+
+
+def test_a_large_file_of_lengths_is_read_and_a_wrong_line_is_shown_in_part(tmp_path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("100\n" * 20_000)
+    assert read_lengths(file).counts == ((100, 20_000),)
+    for number, fine in (("9" * 9, True), ("9" * 10, False)):
+        file.write_text(f"7\n{number}\n")
+        if fine:
+            assert read_lengths(file).longest == 999_999_999
+        else:
+            with pytest.raises(UsageError, match="line 2: '9999999999'"):
+                read_lengths(file)
+    file.write_text("x" * 50)
+    with pytest.raises(UsageError, match=f"line 1: '{'x' * 40}' is not a number") as caught:
+        read_lengths(file)
+    assert caught.value.remedy == "write the length of one example on each line, 1 or more"
+
+
+def test_a_described_distribution_is_of_a_thousand_examples_with_its_tail() -> None:
+    described = Lengths.described(300.0, 1500.0)
+    assert described.number == 1000
+    # s = 2.3263 - sqrt(5.4119 - 2 ln 5) = 0.8454 and the median 300 exp(-s^2 / 2) = 209.9
+    assert described.quantile(0.5) == pytest.approx(210, abs=1)
+    assert described.longest == 3717  # 300,000 times what the normal distribution has above 3.0902 - s, 0.01239
+    assert described.total == pytest.approx(300_000, rel=1e-3)

@@ -8,8 +8,6 @@ from autotune.core.probe_types import Measurement, Outcome
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import (
-    AGAIN,
-    UNSEEN,
     Performance,
     margins,
     performance,
@@ -65,11 +63,13 @@ def test_spread_is_relative_to_the_reported_step():
     assert step_spread([one], 20) == pytest.approx((-0.1, 0.2))
     faster = measurement(step_s=(0.5,), micro_step_s=(0.25,), rest_s=(0.0,))
     assert step_spread([one, faster], 2) == pytest.approx((0.5 / 0.75 - 1, 1.2 / 0.75 - 1))  # 0.75 is reported
-    assert step_spread([faster], 1) == (-UNSEEN, UNSEEN)  # one step tells nothing of its spread
+    assert step_spread([faster], 1) == (-0.02, 0.02)  # one step tells nothing of its spread
     parted = replace(faster, micro_step_s=(0.49, 0.5, 0.53), rest_s=())
     assert step_spread([parted], 1) == pytest.approx((-0.02, 0.06))  # but for its micro batches
     steady = replace(faster, step_s=(0.5,) * 9)
-    assert step_spread([steady], 1) == (-AGAIN, AGAIN)  # another probe would not agree with it like that
+    assert step_spread([steady], 1) == (-0.01, 0.01)  # another probe would not agree with it like that
+    assert step_spread([replace(steady, time_error=0.04)], 1) == (-0.04, 0.04)  # of an extrapolated time
+    assert step_spread([replace(faster, time_error=0.015)], 1) == (-0.02, 0.02)
 
 
 def test_performance_by_hand():

@@ -14,9 +14,9 @@ from autotune.problem.performance import Performance
 from autotune.problem.run_cost import TABLE_EXAMPLES, DeviceEstimate, Pauses, project, run_cost
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
-from tests.helpers.factories import measurement
+from tests.helpers.factories import calibration, measurement
 
-PRICE = Price(provider="p", device="d", usd_per_hour=3.0, spot_usd_per_hour=1.0, source="s")
+PRICE = Price(provider="p", device="d", usd_per_hour=3.0, spot_usd_per_hour=1.25, source="s")
 # 100 steps an epoch of 36 s: an hour a pass.
 WORKLOAD = Workload(examples=3200, epochs=2, global_batch=32)
 SPEED = Performance(
@@ -32,7 +32,7 @@ def test_by_hand():
     assert cost.usd_per_hour == 3.0
     assert cost.full_run_usd == pytest.approx(6.0)
     assert cost.interval_usd == pytest.approx((5.4, 7.5))
-    assert cost.spot_usd == pytest.approx(2.0)
+    assert cost.spot_usd == pytest.approx(2.5)
     assert cost.cost_per_1000_samples_usd == pytest.approx(1000 / 3200 * 3.0)
     assert cost.kwh == pytest.approx(1.4)
     assert cost.evidence is Evidence.MEASURED
@@ -148,7 +148,10 @@ def test_a_margin_is_negative_where_there_is_room() -> None:
     device = resolve_device("t4")
     estimate = DeviceEstimate(device=device, config=TrainConfig(), state="fits", need_gib=3.0, limit_gib=4.0)
     assert estimate.margin == -0.25 and replace(estimate, need_gib=5.0).margin == 0.25
-    assert estimate.calibrated is None
+    assert estimate.calibrated is None and not estimate.is_guess
+    assert replace(estimate, interval=(1.0, 2.0)).is_guess  # nobody measured this kind
+    calibrated = replace(estimate, interval=(1.0, 2.0), calibration=calibration("t4"))
+    assert not calibrated.is_guess and (calibrated.calibrated or "").startswith("card and host calibrated")
 
 
 def test_the_first_steps_of_a_run_cost_their_part_of_it() -> None:
@@ -163,6 +166,7 @@ def test_what_is_known_of_pauses_counts() -> None:
     pauses = Pauses(num_evaluations=2, evaluation_s=None, num_checkpoints=1, checkpoint_s=900.0, checkpoint_gib=1.5)
     assert pauses.known_s == 900.0 and pauses.disk_gib == 1.5  # a single one is on the disk
     assert replace(pauses, evaluation_s=60.0).known_s == 960.0
+    assert replace(pauses, evaluation_s=60.0, checkpoint_s=None).known_s == 60.0
     assert replace(pauses, num_checkpoints=9).disk_gib == 4.5
     shape = WORKLOAD.run_shape(TrainConfig())
     cost = run_cost(shape, SPEED, PRICE, num_steps=100, pauses=pauses)

@@ -354,3 +354,79 @@ def test_the_leanest_is_a_configuration_of_every_space(name):
 )
 def test_a_way_to_fit_is_not_one_that_was_tried(leanest: TrainConfig, ways: str) -> None:
     assert ways_to_fit(leanest) == ways
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  seq_len: {min: '5', max: 9}\n", "FILE:3: knobs.seq_len.min: Input should be a valid integer"),
+        ("  seq_len: {min: 5, max: 9, log: 1}\n", "FILE:3: knobs.seq_len.log: Input should be a valid boolean"),
+        ("  seq_len: {min: 0, max: 3}\n", "FILE:3: knobs.seq_len: min must be at least 1 and at most max"),
+    ],
+)
+def test_a_file_says_what_it_means(tmp_path, text, message):
+    assert failure(tmp_path, HEAD + text) == message
+
+
+def test_the_ends_of_a_range(tmp_path):
+    assert load(tmp_path, HEAD + "  seq_len: {min: 1, max: 1024}\n").choices("seq_len") == tuple(range(1, 1025))
+    assert load(tmp_path, HEAD + "  seq_len: {min: 7, max: 7}\n").choices("seq_len") == (7,)
+    plain = load(tmp_path, HEAD + "  seq_len: {min: 7, max: 8}\n").knob("seq_len")
+    assert plain is not None and (plain.low, plain.high, plain.log, plain.when) == (7, 8, False, None)
+
+
+def test_a_knob_without_effect_names_the_condition_that_no_choice_meets():
+    made = space(method=("full",), lora_rank=(8, 16), compile=("none",))
+    assert made.idle("lora_rank") == made.idle("dora") == "method lora"
+    assert made.idle("micro_batch_size") is made.idle("compile") is None
+    assert space(lora_rank=(8,)).idle("lora_rank") is None
+    conditioned = SearchSpace(
+        name="test",
+        knobs=(
+            Knob(name="micro_batch_size", values=(4, 8)),
+            Knob(name="compile", values=("none",), when={"micro_batch_size": [1, 2]}),
+        ),
+    )
+    assert conditioned.idle("compile") == "micro_batch_size 1, 2"
+
+
+def test_a_further_condition_narrows_the_one_before():
+    searched = space(compile=("none", "per_layer"), packing=(False, True), micro_batch_size=(1, 2))
+    once = searched.condition("compile", "micro_batch_size", (1, 2))
+    twice = once.condition("compile", "micro_batch_size", (2, 4)).condition("compile", "packing", (True,))
+    knob = twice.knob("compile")
+    assert knob is not None and knob.when == {"micro_batch_size": [2], "packing": [True]}
+    assert [one.name for one in twice.knobs] == ["packing", "micro_batch_size", "compile"]
+    assert searched.condition("loss", "packing", (True,)) is searched  # it is not in the space
+
+
+@pytest.mark.parametrize(
+    ("wanted", "values", "nearest"),
+    [
+        (4, (1, 4, 8), 4),
+        (3, (1, 4, 8), 4),
+        (6, (4, 8), 4),  # as near to both: the smaller
+        ("every_2", ("full", "none"), "full"),  # no number: the first
+        (True, (False,), False),
+        (None, (8, 16), 8),
+    ],
+)
+def test_the_nearest_value(wanted, values, nearest):
+    assert Knob(name="seq_len", values=values).nearest(wanted, values) == nearest
+
+
+def test_a_space_is_written_in_python_as_a_list_or_a_value():
+    made = SearchSpace.of(micro_batch_size=[1, 2], lora_rank=range(8, 11), seq_len=(512,), compile="none")
+    assert made.name == "own"
+    assert {knob.name: knob.choices() for knob in made.knobs} == {
+        "micro_batch_size": (1, 2),
+        "lora_rank": (8, 9, 10),
+        "seq_len": (512,),
+        "compile": ("none",),
+    }
+    for wrong in ([], [1, 1], ()):
+        with pytest.raises(UsageError, match="micro_batch_size: a list has values, each once") as caught:
+            SearchSpace.of(micro_batch_size=wrong)
+        assert caught.value.remedy == "name the values"
+    with pytest.raises(UsageError, match="--set micro_batch_size: "):
+        SearchSpace.of(micro_batch_size=[1, 0])

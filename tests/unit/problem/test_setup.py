@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.catalog import resolve_device
+from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ModelShape
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
-from autotune.problem.setup import adapt_to_layers, open_reserve, set_up
+from autotune.problem.setup import adapt_to_layers, known_shape, open_reserve, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
 from autotune.problem.task import BASELINE
@@ -130,6 +130,8 @@ def test_the_global_batch_and_the_context_bound_the_space(installed):
         (32 * 1024, 1024, 32),
         (65_536, 300, 224),  # 218.5 examples: seven times as large a micro batch as there is, 2.5 % more
         (10_000, 1024, 10),  # 9.8: 8 would be over a tenth off
+        (30 * 1024, 1024, 32),  # 7 % more, which every micro batch divides
+        (29 * 1024, 1024, 28),  # 32 would be 10.3 % more
         (100, 1024, 1),
         (10**15, 1024, 976_562_500_000),
     ],
@@ -340,3 +342,76 @@ def test_a_search_space_may_be_given_by_value():
     task = set_up(StudySpec(model="mistral-7b", space=space, tokens_per_example=512), resolve_device("h200")).task
     assert task.space.knob("micro_batch_size").choices() == (1, 2)
     assert task.study.endswith("-mine")
+
+
+def test_rows_that_lose_half_a_percent_of_the_tokens_are_a_warning(installed, tmp_path):
+    """Of 400 examples of 1,000 tokens one is longer, and loses all that 1,024 tokens cannot hold of it."""
+    pins = {"seq_len": 1024}
+    for longest, warned in ((3039, False), (3040, True), (3140, True)):
+        file = tmp_path / f"{longest}.txt"
+        file.write_text("\n".join(["1000"] * 400 + [str(longest)]))
+        setup = set_up(StudySpec(model="mistral-7b", space="lora", lengths=str(file), pins=pins), H200)
+        cut = (longest - 1024) / (400_000 + longest)
+        assert (cut >= 0.005) is warned and bool(setup.warnings) is warned
+    assert setup.warnings == (
+        "0% of the examples are longer than every seq_len of the space (1024): 1% of the tokens will be cut off",
+    )
+
+
+@pytest.mark.parametrize(
+    ("shares", "reported"),
+    [
+        ({"untrained": 0.02, "unquantized": 0.02}, []),
+        (
+            {"untrained": 0.021},
+            ["2% of the parameters are fused experts of a mixture: adapters on linear layers do not train them"],
+        ),
+        ({"unquantized": 0.021}, ["2% of the parameters are fused experts: they are never quantised"]),
+    ],
+)
+def test_two_percent_of_the_parameters_may_be_out_of_reach(installed, shares, reported):
+    shape = ModelShape(num_layers=32, prefix=0, period=1, plain_head=True, liger=True, **shares)
+    allowed = set_up(StudySpec(model="mistral-7b", allow_quantized=True), H200)
+    assert list(adapt_to_layers(allowed, shape).warnings) == reported
+    plain = set_up(StudySpec(model="mistral-7b", space="lora"), H200)
+    assert list(adapt_to_layers(plain, shape).warnings) == [text for text in reported if "adapters" in text]
+
+
+def test_what_is_known_of_layers_without_a_worker():
+    known = ModelShape(num_layers=32, prefix=0, period=None, plain_head=True, liger=True, sdpa=True)
+    assert known_shape(resolve_model("mistral-7b")) == known
+    capped = known_shape(resolve_model("gemma-2-9b"))
+    assert capped is not None and (capped.plain_head, capped.sdpa, capped.liger) == (False, False, True)
+    assert known_shape(resolve_model("mixtral-8x7b")) is None
+
+
+def test_a_file_of_lengths_has_as_many_examples_as_lines(installed, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "lengths.txt").write_text("100\n" * 40 + "300\n" * 10)
+    (tmp_path / "prices.yaml").write_text("- {provider: mine, device: h200, usd: 2.5, as_of: 2026-11-01}\n")
+    spec = StudySpec(model="mistral-7b", space="lora", lengths="~/lengths.txt", prices="~/prices.yaml")
+    task = set_up(spec, H200).task
+    assert (task.workload.examples, task.workload.examples_assumed, task.workload.form) == (50, False, "unknown")
+    assert task.workload.lengths == Lengths.of([100] * 40 + [300] * 10, "counted")
+    assert task.price is not None and (task.price.provider, task.price.usd_per_hour) == ("mine", 2.5)
+    assert set_up(replace(spec, examples=7, global_batch=1), H200).task.workload.examples == 7
+    assert set_up(replace(spec, tokens=1400), H200).task.workload.examples == 10  # of 140 tokens each on average
+    given = set_up(StudySpec(model="mistral-7b", space="lora", price=1.5, prices="~/none.yaml"), H200).task.price
+    assert given is not None and (given.count, given.as_of, given.spot_usd_per_hour) == (1, None, None)
+
+
+def test_the_run_is_that_of_the_spec(installed):
+    spec = StudySpec(model="mistral-7b", space="lora", epochs=3, eval_share=0.1, loss_on="all", study="mine")
+    task = set_up(replace(spec, save_steps=7, slack=0.2, min_rank=32), H200).task
+    assert (task.workload.epochs, task.workload.eval_share, task.workload.loss_on) == (3, 0.1, "all")
+    assert (task.study, task.run_options.save_steps, task.trainer) == ("mine", 7, "transformers")
+    assert (task.floors.slack, task.floors.min_rank, task.space.choices("lora_rank")) == (0.2, 32, (32, 64))
+    assert (task.measured_on, task.carried, task.calibration) == (None, None, None)
+
+
+def test_two_numbers_that_no_lengths_have_are_an_error_with_another_way(installed):
+    with pytest.raises(UsageError, match="--mean-tokens, --p99-tokens: no log-normal") as caught:
+        set_up(StudySpec(model="mistral-7b", mean_tokens=10, p99_tokens=1000), H200)
+    assert caught.value.remedy == "give --lengths FILE instead"
+    described = set_up(StudySpec(model="mistral-7b", mean_tokens=200, p99_tokens=900), H200).task.workload
+    assert described.lengths == Lengths.described(200, 900)

@@ -10,7 +10,9 @@ import pytest
 
 from autotune.core.errors import UsageError
 from autotune.core.serialization import from_data, to_data
+from autotune.problem.constraints import MAX_TRUNCATED, MIN_RANK
 from autotune.problem.search_space import SearchSpace
+from autotune.problem.setup import DEFAULT_EXAMPLES, DEFAULT_GLOBAL_BATCH, DEFAULT_TOKENS
 from autotune.problem.study_spec import OPTIONS, NamedConfig, Published, StudySpec, make_spec
 
 FIELDS = {field.name for field in fields(StudySpec)}
@@ -206,3 +208,109 @@ def test_every_field_is_a_flag():
     flags = set(inspect.signature(run).parameters)
     assert FIELDS - flags == {"pins", "configs"}  # --set, --seq-len and --rank
     assert flags - FIELDS == {"spec", "set_", "seq_len", "rank", "json_", "events", "quiet"}
+
+
+@pytest.mark.parametrize("name", ["tokens_per_s", "samples_per_s", "s_per_step", "peak_gib", "peak_gb"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_what_others_published_is_positive(name, value):
+    with pytest.raises(UsageError, match=f"{name} cannot be"):
+        Published(**{name: value})
+    assert getattr(Published(**{name: 0.5}), name) == 0.5
+
+
+def test_what_others_published_either_ran_or_ran_out_of_memory():
+    assert [Published(outcome=outcome).outcome for outcome in ("ok", "oom")] == ["ok", "oom"]
+    with pytest.raises(UsageError, match="outcome is ok or oom, not 'crash'"):
+        Published(outcome="crash")
+
+
+def test_a_named_configuration_has_a_name_and_a_number_of_micro_batches():
+    assert NamedConfig(name="a", accumulation=10**15).accumulation == 10**15
+    for accumulation in (0, 10**15 + 1):
+        with pytest.raises(UsageError, match=f"accumulation cannot be {accumulation}"):
+            NamedConfig(name="a", accumulation=accumulation)
+    with pytest.raises(UsageError, match="name cannot be"):
+        NamedConfig(name="a\nb")
+    two = StudySpec(model="m", configs=(NamedConfig(name="a"), NamedConfig(name="b")))
+    assert len(two.configs) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        *((name, 1, 10**15) for name in COUNTS),
+        ("eval_share", 0.0, 0.5),
+        ("slack", 0.0, 1.0),
+        ("max_truncated", 0.0, 1.0),
+        ("seed", 0, 2**31 - 1),
+        ("memory_gib", 1e-9, 1e9),
+        ("price", 0.0, 1e9),
+        ("headroom", 0.0, 0.899),
+        ("workers", 1, 10**15),
+        ("save_steps", 1, 10**15),
+    ],
+)
+def test_the_least_and_the_most_of_each_number(name, least, most):
+    for value in (least, most):
+        assert getattr(make_spec(None, {"model": "m", name: value}), name) == value
+
+
+@pytest.mark.parametrize("value", [-0.01, 0.501, math.nan])
+def test_half_of_the_examples_may_be_held_out(value):
+    assert failure(None, {"model": "m", "eval_share": value}) == f"eval_share cannot be {value!r}"
+
+
+def test_the_help_shows_the_default_that_holds():
+    """What is None in a spec becomes a number elsewhere: each as the help says."""
+    shown = {name: option.shown_default for name, option in OPTIONS.items() if option.shown_default}
+    assert {name: shown[name] for name in ("examples", "tokens_per_example", "global_batch")} == {
+        "examples": str(DEFAULT_EXAMPLES),
+        "tokens_per_example": str(DEFAULT_TOKENS),
+        "global_batch": str(DEFAULT_GLOBAL_BATCH),
+    }
+    assert (shown["min_rank"], shown["max_truncated"]) == (str(MIN_RANK), str(MAX_TRUNCATED)) == ("16", "0.01")
+    assert (DEFAULT_EXAMPLES, DEFAULT_TOKENS, DEFAULT_GLOBAL_BATCH) == (10_000, 1024, 32)
+    for item in fields(StudySpec):
+        if item.name in shown and item.default is not None:
+            assert shown[item.name] == str(item.default)
+    hidden = {"space", "tokens", "mean_tokens", "lengths", "memory_gib", "verify", "quality", "study", "storage", "ray"}
+    assert not hidden & set(shown) and shown["save_steps"] == "about half an hour"
+
+
+def test_the_defaults_of_a_study():
+    spec = StudySpec(model="m")
+    assert (spec.trainer, spec.epochs, spec.eval_share, spec.report_to, spec.budget) == (
+        "transformers",
+        1,
+        0.0,
+        "none",
+        "15m",
+    )
+    assert (spec.patience, spec.headroom, spec.slack, spec.workers, spec.seed) == (40, 0.05, 0.05, 1, 0)
+    flags = ("allow_quantized", "allow_pure_bf16", "allow_any_optimizer", "shallow_only", "quality", "verify")
+    assert not any(getattr(spec, name) for name in flags)
+    options = StudySpec(model="m", eval_share=0.1, eval_steps=5, save_steps=6, report_to="wandb").run_options
+    assert (options.eval_steps, options.save_steps, options.report_to) == (5, 6, "wandb")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"p99_tokens": 9.0}, "give mean_tokens and p99_tokens together"),
+        ({"tokenizer": "t"}, "a tokenizer counts the examples of a dataset: give dataset too"),
+        ({"eval_steps": 5}, "eval_steps needs examples that are held out: give eval_share too"),
+        ({"split": "train"}, "a split is a part of a dataset: give dataset too"),
+        ({"tokens_per_example": 5, "mean_tokens": 3.0, "p99_tokens": 9.0}, "in more than one way: tokens_per_example"),
+    ],
+)
+def test_fields_that_contradict_one_another(fields, message):
+    with pytest.raises(UsageError, match=message):
+        StudySpec(model="m", **fields)
+
+
+def test_an_option_takes_the_place_of_all_that_says_the_same(tmp_path):
+    dataset = write(tmp_path, "model: m\ndataset: d.jsonl\nsplit: train\ntokenizer: t\n")
+    assert make_spec(dataset, {"lengths": "l.txt"}) == StudySpec(model="m", lengths="l.txt")
+    batch = write(tmp_path, "model: m\nglobal_batch: 8\n")
+    assert make_spec(batch, {"global_batch_tokens": 99}) == StudySpec(model="m", global_batch_tokens=99)
+    assert make_spec(batch, {"seed": 3}) == StudySpec(model="m", global_batch=8, seed=3)

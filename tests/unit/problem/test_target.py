@@ -17,7 +17,7 @@ from autotune.prediction.calibration import HERE, kept_path, write_calibration
 from autotune.prediction.transfer import interval, speed_transfer
 from autotune.problem.setup import calibration_of, set_up
 from autotune.problem.study_spec import StudySpec
-from autotune.problem.target import Target, device_cap_gib, find_target, kept_calibration
+from autotune.problem.target import Target, _lack, device_cap_gib, find_target, kept_calibration
 from autotune.problem.task import BASELINE
 from autotune.study.selection import Selection
 from tests.helpers.factories import FINGERPRINT, add_measured, calibration, measurement
@@ -100,6 +100,7 @@ def test_a_gpu_outside_the_catalogue_has_no_guessed_rates(cards):
     device = find_target("auto").device
     assert (device.name, device.memory_gib, device.kind) == ("nvidia-h999-super-1tb", 1000.0, "cuda")
     assert (device.bf16_tflops, device.tdp_w, device.bandwidth_gb_s) == (None, None, None)
+    assert (device.vendor, device.compute_capability, device.memory_source) == ("nvidia", "9.0", "NVML")
     assert device.supports_bf16
 
 
@@ -126,6 +127,7 @@ def test_the_card_itself_is_not_capped(cards):
         ({"name": "NVIDIA A10", "memory_gib": 22.5}, "h100", "it would need 78"),
         ({"name": "NVIDIA H200"}, "mi300x", "amd has other kernels"),
         ({"name": "Tesla T4", "memory_gib": 15.0}, "rtx-4080", "it would need"),
+        ({"name": "Tesla V100-SXM2-32GB", "memory_gib": 32.0}, "a10", "it has no bf16"),
         ({"name": "Quadro RTX 8000", "memory_gib": 48.0}, "a10", "whose rates are not known"),
     ],
 )
@@ -259,6 +261,7 @@ def test_the_budget_is_what_is_available_or_less(target, memory_gib, offered):
 
 def test_a_host_keeps_memory_for_its_other_work():
     assert Target(device=CPU).memory_cap_gib(10.0) == 8.0
+    assert Target(device=CPU).memory_cap_gib(10.07) == 8.1  # in tenths
 
 
 def test_a_budget_above_what_is_available_is_an_error():
@@ -346,3 +349,24 @@ def test_a_calibration_of_a_card_is_used_where_that_card_is(cards, tmp_path, mon
         cards(*here)
         found.append(kept_calibration(A10))
     assert found[:2] == [None, None] and found[2] is not None and found[2].device == A10.name
+
+
+def test_a_card_can_stand_in_for_a_device_as_large_as_itself() -> None:
+    usable = A10.usable_gib
+    assert usable is not None
+    assert _lack(A10, H200, card(memory_gib=usable)) is None
+    assert "it would need" in (_lack(A10, H200, card(memory_gib=usable - 0.01)) or "")
+    assert _lack(replace(A10, memory_gib=None), H200, card()) == "the memory of a10 is not known"
+    assert _lack(A10, T4, card()) == "it has no bf16"
+    assert _lack(T4, T4, card()) is None  # which nobody asks for
+
+
+def test_a_gpu_that_cannot_stand_in_can_probe_a_few_layers(cards):
+    cards(card(name="NVIDIA A10", memory_gib=22.5))
+    with pytest.raises(EnvironmentProblem) as caught:
+        find_target("h200")
+    assert caught.value.remedy.endswith("--gpu a10 --memory-gib 140 --shallow-only")
+    cards()
+    with pytest.raises(EnvironmentProblem) as caught:
+        find_target("auto")
+    assert caught.value.remedy.startswith("run on a machine that has one, or try the tool on the processor")

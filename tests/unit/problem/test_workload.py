@@ -7,7 +7,7 @@ import pytest
 
 from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.workload import PROBED_ROWS, Workload
+from autotune.problem.workload import Workload, _kind
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_probed_rows_represent_all_rows() -> None:
     kinds = workload.micro_batches(PACKED)
     rows = [row for kind in kinds for row in kind.rows]
     assert rows[:2] == [(5, 5), (10,)]  # with a mask, and without: both are compiled and weighed at the start
-    assert sorted(rows) == [(5, 5)] * 2 + [(10,)] * 6 and len(rows) == PROBED_ROWS
+    assert sorted(rows) == [(5, 5)] * 2 + [(10,)] * 6 and len(rows) == 8
     assert {(kind.length, kind.share) for kind in kinds} == {(10, 1 / 8)}
     by_three = workload.micro_batches(replace(PACKED, micro_batch_size=3))
     assert [kind.rows for kind in by_three] == [tuple(rows[:3]), tuple(rows[3:6]), (*rows[6:], rows[0])]
@@ -180,3 +180,70 @@ def test_attention_is_counted_over_the_lengths_that_the_examples_have() -> None:
     """100 and 300 tokens: 100^2 + 300^2 pairs for 400 tokens, as many a token as sequences of 250 have."""
     assert HALVES.attended(TWO) == HALVES.attended(replace(TWO, packing=True)) == 250
     assert HALVES.attended(replace(TWO, seq_len=100)) == 100
+
+
+def test_beside_a_row_stand_rows_as_they_are_drawn_with_it() -> None:
+    """Of 1 to 100 tokens, three rows of which the longest has 60: the others stand a third of 60 apart."""
+    workload = Workload(lengths=Lengths.of(range(1, 101), "counted"), global_batch=3)
+    config = TrainConfig(micro_batch_size=3, seq_len=100)
+    assert _kind(workload._draw(config), 60, 0.5).rows == ((60,), (40,), (20,))
+    longest = _kind(workload._draw(replace(config, seq_len=60)), 60, 0.5)  # 40 of 100 are as long, cut
+    assert (longest.rows, longest.length, longest.share) == (((60,), (60,), (34,)), 60, 0.5)
+    grouped = workload._draw(replace(config, group_by_length=True))
+    assert grouped.sorted_together == 150  # neighbours of 150 sorted ones are two thirds of a token apart
+    assert _kind(grouped, 60, 0.5).rows == ((60,), (60,), (59,))
+
+
+def test_a_single_token_is_padded_to_two_since_it_predicts_nothing() -> None:
+    ones = Workload(lengths=Lengths.of([1, 1, 1, 3], "counted"))
+    config = TrainConfig(micro_batch_size=1, seq_len=8)
+    assert [(kind.length, kind.rows) for kind in ones.micro_batches(config)] == [(2, ((2,),)), (3, ((3,),))]
+    assert Workload(lengths=Lengths.constant(1)).at_mean(config).seq_len == 1
+
+
+def test_fewer_examples_than_known_lengths_are_packed_once() -> None:
+    workload = Workload(examples=10, lengths=Lengths.of([3] * 99 + [7], "counted"), global_batch=1)
+    config = replace(PACKED, seq_len=10)
+    # 33 rows of three, of which one has room for 1 token more; the one of 7 takes a further one of 3.
+    assert workload.examples_per_row(config) == pytest.approx(100 / 34)
+    assert len(workload._packed(10)) == len(replace(workload, examples=100)._packed(10))
+    assert sum(rows.number for rows in workload._packed(10)) == 34
+
+
+@pytest.mark.parametrize(
+    ("form", "what"),
+    [
+        ("text", "all"),
+        ("prompt_completion", "completion"),
+        ("chat_completion", "completion"),
+        ("alpaca", "completion"),
+        ("messages", "assistant"),
+        ("unknown", "assistant"),
+    ],
+)
+def test_what_is_trained_on_goes_by_the_form_unless_it_is_given(form: str, what: str) -> None:
+    assert Workload(form=form).trains_on == what
+    assert Workload(form=form, loss_on="all").trains_on == "all"
+
+
+def test_the_kinds_of_micro_batch_that_are_timed_stand_mixed() -> None:
+    """By hand: of 1 to 5 hundreds the first, the last, the second, the fourth and the third."""
+    hundreds = [100, 200, 300, 400, 500]
+    workload = Workload(lengths=Lengths.of(hundreds, "counted"))
+    kinds = workload.micro_batches(TrainConfig(micro_batch_size=1, seq_len=512))
+    assert [kind.length for kind in kinds] == [100, 500, 200, 400, 300]
+
+
+def test_the_defaults_of_a_workload() -> None:
+    plain = Workload()
+    assert (plain.examples, plain.epochs, plain.global_batch, plain.eval_share) == (10_000, 1, 32, 0.0)
+    assert plain.lengths == Lengths.constant(1024, "assumed") and plain.examples_assumed
+    facts = replace(plain, eval_share=0.25, loss_on="all").facts()
+    assert {name: value for name, value in facts.items() if name != "tokens_per_example"} == {
+        "examples": 10_000,
+        "examples_assumed": True,
+        "epochs": 1,
+        "global_batch": 32,
+        "eval_share": 0.25,
+        "loss_on": "all",
+    }
