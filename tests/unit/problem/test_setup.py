@@ -155,6 +155,9 @@ def test_a_global_batch_in_tokens_fits_what_there_is(installed):
     assert set_up(asked, H200).task.workload.global_batch == 16  # cut at the context of 4,096
     pinned = replace(asked, pins={"micro_batch_size": 12})
     assert set_up(pinned, H200).task.workload.global_batch == 12
+    longer = replace(asked, space=SearchSpace.of(seq_len=[4096, 8192], micro_batch_size=[1, 2, 4]))
+    assert set_up(longer, H200).task.workload.global_batch == 16  # rows of 8,192 are beyond the context
+    assert set_up(replace(longer, model="mistral-7b"), H200).task.workload.global_batch == 8
 
 
 def test_a_given_price_says_that_it_was_given(installed):
@@ -383,6 +386,12 @@ def test_what_is_known_of_layers_without_a_worker():
     capped = known_shape(resolve_model("gemma-2-9b"))
     assert capped is not None and (capped.plain_head, capped.sdpa, capped.liger) == (False, False, True)
     assert known_shape(resolve_model("mixtral-8x7b")) is None
+
+
+def test_what_only_the_reserve_has_is_told_in_words(installed):
+    setup = set_up(StudySpec(model="mistral-7b"), HERE)
+    assert setup.reserved == "quantization int8 or nf4"
+    assert open_reserve(setup).reserved == ""
 
 
 def test_a_file_of_lengths_has_as_many_examples_as_lines(installed, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from autotune.report import describe
 from autotune.report.html import render
 from autotune.study.ablation import AblatedKnob, Ablation, ablate, ablated_configs, to_ablated_knob
 from autotune.study.summary import summary_data
-from tests.helpers.factories import result, summary
+from tests.helpers.factories import measurement, result, summary
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens
 
@@ -86,6 +86,34 @@ def test_what_did_not_fit_says_what_it_needed(start: Start) -> None:
         machine(rate=by_tokens)(ProbeRequest(config=WINNER, model={}, memory_gib=80.0)), outcome=Outcome.OOM, oom=oom
     )
     assert to_ablated_knob(start().study.trials.task, "checkpointing", result).peak_gib == 22.5
+
+
+def test_what_is_known_of_a_knob_is_what_its_probe_measured(start: Start) -> None:
+    """Eight rows of 256 tokens in 0.5 s: a step of four micro batches and 0.02 s more."""
+    task = start().study.trials.task
+    found = result(WINNER, measurement=measurement(step_s=(0.9, 1.02, 1.05), peak_reserved_gib=20.0, limit_gib=60.0))
+    read = to_ablated_knob(task, "compile", found)
+    assert (read.knob, read.config, read.outcome, read.evidence) == ("compile", WINNER, Outcome.OK, Evidence.MEASURED)
+    assert read.tokens_per_s == pytest.approx(32 * 256 / 2.02)
+    assert read.error == pytest.approx(1 - 0.9 / 1.02)  # the shortest step is further off than the longest
+    assert (read.peak_gib, read.limit_gib, read.too_large) == (20.0, 60.0, False)
+    slow = to_ablated_knob(task, "compile", replace(found, outcome=Outcome.SLOW))
+    assert (slow.tokens_per_s, slow.error, slow.peak_gib, slow.limit_gib) == (None, 0.0, None, None)
+    out = to_ablated_knob(task, "loss", result(WINNER, Outcome.OOM))
+    assert (out.peak_gib, out.limit_gib, out.too_large, out.tokens_per_s) == (133.0, 132.0, True, None)
+    assert to_ablated_knob(task, "loss", result(WINNER, Outcome.REFUSED)).too_large
+
+
+def test_an_explanation_is_of_one_winner() -> None:
+    made = reported(tokens_per_s=500.0)
+    assert made.of(WINNER) and not made.of(BASELINE)
+
+
+def test_what_does_not_fit_is_worth_more_than_what_is_slowest() -> None:
+    slowest = one("compile", replace(WINNER, compile="per_layer"), tokens_per_s=0.5)
+    too_large = one("micro_batch_size", replace(WINNER, micro_batch_size=4), outcome=Outcome.REFUSED)
+    ranked = replace(reported(tokens_per_s=500.0), undone=(slowest, too_large)).ranked()
+    assert [each.knob for each in ranked] == ["micro_batch_size", "compile"]
 
 
 def test_what_failed_by_chance_helped_nobody() -> None:
