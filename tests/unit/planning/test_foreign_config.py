@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from autotune.catalog import resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.files import MAX_BYTES
 from autotune.core.train_config import TrainConfig
 from autotune.export import tool_file
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, parse, read_file
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, parse, read_file, with_supported_attention
 from tests.helpers.factories import summary
 
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\n"
@@ -426,3 +427,133 @@ def test_values_are_parsed_as_the_file_is_read(tmp_path):
         assert parse(run.values, tool) == run
     with pytest.raises(UsageError, match=r"^model_name_or_path: is missing"):
         parse({}, "trl")
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "steps"), [("", 3.0, None), ("-1", 3.0, None), ("0", 3.0, None), ("1", None, 1)]
+)
+def test_steps_take_the_place_of_epochs_from_one_on(max_steps, epochs, steps, read):
+    run = read(f"{TRL}max_steps: {max_steps}\n")
+    assert (run.epochs, run.max_steps) == (epochs, steps)
+
+
+@pytest.mark.parametrize(
+    ("lines", "noted"),
+    [("16", True), ("4", False), ("3.9", True), ("64", False), ("64.1", True), ("64.1\nuse_rslora: true", False)],
+)
+def test_an_alpha_from_a_quarter_of_the_rank_to_four_times_is_usual(lines, noted, read):
+    """Of rank 16, in LLaMA-Factory's file without notes; the first has rank 256."""
+    rank = 256 if lines == "16" else 16
+    run = read(f"{FACTORY}bf16: true\nlora_rank: {rank}\nlora_alpha: {lines}\n")
+    assert bool(run.notes) is noted
+
+
+def test_attention_is_eager_where_transformers_has_no_other(read):
+    run, gemma, mistral = read(LORA["trl"]), resolve_model("gemma-2-9b"), resolve_model("mistral-7b")
+    eager = with_supported_attention(run, gemma)
+    assert eager.config == replace(run.config, attention="eager") and eager.model == run.model
+    assert with_supported_attention(run, mistral) == run
+    flash = read(f"{LORA['trl']}attn_implementation: flash_attention_2\n")
+    assert with_supported_attention(flash, gemma) == flash
+
+
+@pytest.mark.parametrize(
+    ("text", "padding"),
+    [
+        (f"{TRL}max_length: 2\n", "longest"),
+        (f"{TRL}max_length: 2\npad_to_multiple_of: 2\n", "max_length"),
+        (f"{TRL}max_length: 3\npad_to_multiple_of: 2\n", "longest"),
+    ],
+)
+def test_rows_are_filled_where_they_are_padded_to_a_multiple_as_long(text, padding, read):
+    assert read(text).config.padding == padding
+
+
+@pytest.mark.parametrize(
+    ("lines", "precision"),
+    [
+        ("", "bf16_mixed"),  # of adapters, which are in fp32 beside a base as published
+        ("finetuning_type: full\n", "fp32"),
+        ("pure_bf16: true\nbf16: true\nfp16: true\n", "bf16_pure"),
+        ("bf16: true\nfp16: true\n", "bf16_mixed"),
+        ("finetuning_type: full\nfp16: true\n", "fp16_mixed"),
+    ],
+)
+def test_precision_without_autocast_is_that_of_what_is_trained(lines, precision, read):
+    assert read(FACTORY + lines).config.precision == precision
+
+
+def test_an_older_key_of_axolotl_has_the_rows_of_a_step(read):
+    """Rows of a step over those of a micro batch, rounded down and one at least, unless accumulation is given."""
+    steps = {size: read(f"{AXOLOTL}batch_size: {size}\n").accumulation for size in (1, 2, 7, 8)}
+    assert steps == {1: 1, 2: 1, 7: 3, 8: 4}
+    assert read(f"{AXOLOTL}batch_size: 8\ngradient_accumulation_steps: 3\n").accumulation == 3
+
+
+def test_devices_are_multiplied_and_examples_counted_for_each_dataset(read):
+    run = read(f"{FACTORY}num_processes: 2\ndp_replicate_size: 3\ntensor_parallel_size: 1\n")
+    assert run.num_gpus == 6 and read(FACTORY).num_gpus is None
+    assert read(f"{FACTORY}max_samples: 10\n").max_examples == 10  # without a dataset that is named
+    assert read(f"{FACTORY}max_samples: 10\ndataset: a, b ,c\n").max_examples == 30
+    assert read(f"{FACTORY}dataset: a, b ,c\n").max_examples is None
+    several = read(f"{AXOLOTL}datasets:\n  - path: a\n  - b\n  - {{type: x}}\n")
+    assert several.dataset == "a,b" and read(AXOLOTL).dataset is None
+
+
+@pytest.mark.parametrize(
+    ("line", "workers"), [("0", 0), ("1", 2), ("2", 2), ("3", 4), ("4", 4), ("5", 8), ("8", 8), ("64", 8)]
+)
+def test_workers_of_a_loader_are_as_many_as_autotune_tries_or_the_next(line, workers, read):
+    assert read(f"{TRL}dataloader_num_workers: {line}\n").config.loader_workers == workers
+
+
+@pytest.mark.parametrize(
+    ("value", "flag"),
+    [
+        *((value, True) for value in ("true", "'True'", "yes", "'YES'", "on", "'1'", "1", "auto", "1.0")),
+        *((value, False) for value in ("false", "'no'", "off", "'0'", "0", "", "null", "0.0")),
+    ],
+)
+def test_each_form_of_true_and_false(value, flag, read):
+    assert read(f"{TRL}packing: {value}\n").config.packing is flag
+
+
+@pytest.mark.parametrize("value", ["", "null", "false", "''", "'false'", "[]", "{}"])
+def test_what_is_empty_or_off_is_not_there(value, read):
+    assert SHARDED not in read(f"{TRL}deepspeed: {value}\n").notes
+    assert SHARDED in read(f"{TRL}deepspeed: ds.json\n").notes
+
+
+def test_an_error_names_the_line_of_its_key_in_any_spelling(failure):
+    for line in ("'packing' : maybe", '"packing": maybe', "packing: maybe"):
+        assert failure(f"{TRL}# packing: no\n{line}\n") == "FILE:4: packing: true or false is needed, not 'maybe'"
+    many = "1234567890" * 7
+    assert failure(f"{TRL}packing: {many}x\n").endswith(f"not '{many[:56]}...")
+    assert failure(f"{TRL}packing: {many[:58]}\n").endswith(f"not {many[:58]}")
+
+
+@pytest.mark.parametrize("key", ["max_length", "per_device_train_batch_size", "gradient_accumulation_steps", "lora_r"])
+def test_counts_are_whole_numbers_up_to_the_most_that_is_tried(key, read, failure):
+    assert read(f"{LORA['trl']}{key}: {2**24}\n") and read(f"{LORA['trl']}{key}: 1\n")
+    for wrong in ("0", str(2**24 + 1), "1.5", "nan"):
+        assert f"{key}: a " in failure(f"{LORA['trl']}{key}: {wrong}\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "checkpointing"),
+    [
+        ("", "full"),
+        ("gradient_checkpointing: false", "none"),
+        ("activation_checkpointing: false\ngradient_checkpointing: true", "none"),
+        ("gradient_checkpointing_kwargs: {every_n_layers: 1}", "full"),
+        ("gradient_checkpointing_kwargs: {every_n_layers: 3}", "every_3"),
+        ("activation_checkpointing_kwargs: {every_n_layers: 9999}", "every_9999"),
+        ("gradient_checkpointing_kwargs: {every_n_layers: 3, offload: true}", "offload"),
+        ("activation_offloading: true\ngradient_checkpointing: false", "none"),
+    ],
+)
+def test_what_trl_recomputes(lines, checkpointing, read, failure):
+    assert read(f"{TRL}{lines}\n").config.checkpointing == checkpointing
+    assert "every_n_layers: a number from 1 to 9,999" in failure(
+        f"{TRL}gradient_checkpointing_kwargs: {{every_n_layers: 10000}}\n"
+    )

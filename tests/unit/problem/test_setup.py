@@ -405,6 +405,8 @@ def test_a_file_of_lengths_has_as_many_examples_as_lines(installed, tmp_path, mo
     assert task.price is not None and (task.price.provider, task.price.usd_per_hour) == ("mine", 2.5)
     assert set_up(replace(spec, examples=7, global_batch=1), H200).task.workload.examples == 7
     assert set_up(replace(spec, tokens=1400), H200).task.workload.examples == 10  # of 140 tokens each on average
+    in_tokens = replace(spec, global_batch_tokens=14_000)  # a hundred examples, of which all micro batches divide 96
+    assert set_up(in_tokens, H200).task.workload.global_batch == 96
     given = set_up(StudySpec(model="mistral-7b", space="lora", price=1.5, prices="~/none.yaml"), H200).task.price
     assert given is not None and (given.count, given.as_of, given.spot_usd_per_hour) == (1, None, None)
 
@@ -424,3 +426,10 @@ def test_two_numbers_that_no_lengths_have_are_an_error_with_another_way(installe
     assert caught.value.remedy == "give --lengths FILE instead"
     described = set_up(StudySpec(model="mistral-7b", mean_tokens=200, p99_tokens=900), H200).task.workload
     assert described.lengths == Lengths.described(200, 900)
+
+
+def test_a_global_batch_that_no_micro_batch_is_near_is_whole_smallest_ones(installed):
+    """28 examples: 32 and 20 are over a tenth off, and neither 8 nor 20 divides 28."""
+    space = SearchSpace.of(micro_batch_size=[8, 20])
+    asked = StudySpec(model="mistral-7b", space=space, global_batch_tokens=28 * 1024, tokens_per_example=1024)
+    assert set_up(asked, H200).task.workload.global_batch == 32

@@ -247,3 +247,23 @@ def test_the_defaults_of_a_workload() -> None:
         "eval_share": 0.25,
         "loss_on": "all",
     }
+
+
+def test_a_row_of_each_kind_comes_first_wherever_it_stands() -> None:
+    """Six of eight rows hold two examples; these are filled first. Or no row holds two, or each does."""
+    config = replace(PACKED, seq_len=10, micro_batch_size=8)
+
+    def rows(*lengths: int) -> tuple[tuple[int, ...], ...]:
+        (kind,) = Workload(lengths=Lengths.of(lengths, "counted"), examples=len(lengths)).micro_batches(config)
+        return kind.rows
+
+    assert rows(*[5] * 150, *[9] * 25) == ((5, 5), (9,), (5, 5), (5, 5), (5, 5), (5, 5), (5, 5), (9,))
+    # In the order of filling 10, 9, 8, 7 twice each, which stand mixed: 10, 8, 9, 7, 10, 8, 9, 7.
+    assert rows(*[10, 9, 8, 7] * 2) == ((10,), (8,), (9,), (7,), (10,), (8,), (9,), (7,))
+    assert set(rows(*[5] * 40)) == {(5, 5)}
+
+
+def test_attention_counts_each_example_of_a_length() -> None:
+    """Three of 100 and one of 300 tokens: 120,000 pairs for 600 tokens."""
+    uneven = Workload(lengths=Lengths.of([100] * 3 + [300], "counted"))
+    assert uneven.attended(TWO) == 200

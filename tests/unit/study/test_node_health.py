@@ -10,7 +10,7 @@ from autotune.core.probe_types import Outcome, ProbeRequest, ProbeResult, Rung, 
 from autotune.core.train_config import TrainConfig
 from autotune.study import node_health
 from autotune.study.node_health import NodeMonitor, NodeReading, differences
-from tests.helpers.factories import measurement
+from tests.helpers.factories import FINGERPRINT, measurement
 from tests.helpers.replay import Answers, ReplayProber, machine
 from tests.helpers.sessions import BASELINE, Session, Start, altered, begun, by_tokens
 
@@ -96,6 +96,8 @@ def test_a_node_like_the_others_is_reported_nothing(start: Start, tmp_path: Path
     session = begun(start)
     assert node(session, tmp_path).check() == []
     assert [one.notes for one in readings(session)] == [()]
+    key, digest = session.study.trials.task.model_key, FINGERPRINT.digest
+    assert Rung.NODE in [row.result.rung for row in session.store.of_model(key, digest)]
     session.study.trials.sync()
     assert len(session.study.trials.rows) == 1  # a reading is no trial
 
