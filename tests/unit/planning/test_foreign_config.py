@@ -446,6 +446,7 @@ def test_an_alpha_from_a_quarter_of_the_rank_to_four_times_is_usual(lines, noted
     rank = 256 if lines == "16" else 16
     run = read(f"{FACTORY}bf16: true\nlora_rank: {rank}\nlora_alpha: {lines}\n")
     assert bool(run.notes) is noted
+    assert read(f"{FACTORY}bf16: true\nlora_rank: 1\nlora_alpha: 0.5\n").notes == ()
 
 
 def test_attention_is_eager_where_transformers_has_no_other(read):

@@ -267,3 +267,12 @@ def test_attention_counts_each_example_of_a_length() -> None:
     """Three of 100 and one of 300 tokens: 120,000 pairs for 600 tokens."""
     uneven = Workload(lengths=Lengths.of([100] * 3 + [300], "counted"))
     assert uneven.attended(TWO) == 200
+
+
+def test_the_kinds_of_bucketed_rows_are_as_long_as_the_buckets() -> None:
+    """Stand-ins would be others, and one more."""
+    workload = Workload(lengths=Lengths.of(range(10, 1010), "counted"))
+    bucketed = TrainConfig(micro_batch_size=2, seq_len=2048, padding="bucket")
+    lengths = sorted(kind.length for kind in workload.micro_batches(bucketed))
+    assert tuple(lengths) == workload.padded_lengths(bucketed) and len(lengths) == 4
+    assert len(workload.micro_batches(replace(bucketed, padding="longest"))) == 5

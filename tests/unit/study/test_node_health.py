@@ -45,6 +45,12 @@ def test_nothing_is_apart_where_there_are_no_others() -> None:
         ({"micro_s": 0.55}, ["-9% tokens/s against the fleet's median (1980 MHz, 650 W)"]),
         ({"micro_s": 0.45, "about": ""}, ["+11% tokens/s against the fleet's median"]),
         ({"reserved_gib": 21.0}, ["it reserves 21.0 GiB, the fleet 20.0 GiB"]),
+        ({"reserved_gib": 19.0}, ["it reserves 19.0 GiB, the fleet 20.0 GiB"]),
+        ({"reserved_gib": 19.7}, []),
+        ({"reserved_gib": 20.45}, ["it reserves 20.4 GiB, the fleet 20.0 GiB"]),
+        ({"micro_s": 0.524}, []),
+        ({"micro_s": 0.477}, []),
+        ({"micro_s": 0.475}, ["+5% tokens/s against the fleet's median (1980 MHz, 650 W)"]),
         ({"temperature_c": 70.0}, ["it is at 70 C, the fleet at 55 C"]),
         ({"temperature_c": 40.0}, ["it is at 40 C, the fleet at 55 C"]),
         ({"temperature_c": 65.0}, []),
@@ -66,6 +72,8 @@ def test_on_processors_that_are_shared_memory_alone_counts() -> None:
 def test_a_segment_of_the_allocator_is_not_apart() -> None:
     tiny = replace(LIKE, reserved_gib=0.02)
     assert differences(replace(tiny, reserved_gib=0.035), [tiny]) == []
+    assert differences(replace(tiny, reserved_gib=0.02), [replace(tiny, reserved_gib=0.0)]) == []
+    assert len(differences(replace(tiny, reserved_gib=0.045), [tiny])) == 1
 
 
 def test_a_fleet_whose_drivers_say_nothing_has_no_temperature() -> None:
