@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import date
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from autotune.planning.device_estimate import device_limit_gib, estimate
 from autotune.planning.plan import Plan, plan_task, planned_setup
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
-from autotune.problem.study_spec import StudySpec
+from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.report.comparison import (
     COLUMNS,
     card_data,
@@ -249,6 +250,8 @@ def test_if_nothing_fits_the_smallest_card_is_named() -> None:
 def test_a_budget_is_a_positive_number(wrong: float) -> None:
     with pytest.raises(UsageError, match="max_usd cannot be"):
         Budget(max_usd=wrong)
+    with pytest.raises(UsageError, match="max_hours cannot be"):
+        Budget(max_hours=wrong)
     with pytest.raises(UsageError, match="owned_hours cannot be"):
         Owned(device=resolve_device("a10"), usd=1, hours=wrong)
 
@@ -442,3 +445,137 @@ def test_methods_are_for_specs_without_a_space_or_configurations() -> None:
     for specs in ([own], [plain, own], [own, plain]):
         with pytest.raises(UsageError, match="cannot both be"):
             rules._studies(specs, ["lora"])
+
+
+def test_all_of_a_budget_may_be_spent() -> None:
+    budget = Budget(max_usd=2.0, max_hours=3.0)
+    assert budget.exceeded_by(2.0, 3.0) == () and bool(budget) and not Budget()
+    assert budget.exceeded_by(2.01, 3.0) == ("$2.01 is over $2.00",)
+    assert budget.exceeded_by(2.0, 3.5) == ("3 h 30 min is over 3 h",)
+    assert budget.exceeded_by(None, 4.0) == ("no price is known", "4 h is over 3 h")
+    assert Budget(max_hours=3.0).exceeded_by(None, 3.0) == () == Budget(max_usd=0.5).exceeded_by(0.5, 1e9)
+    assert [str(one) for one in (budget, Budget(max_usd=2), Budget(max_hours=1))] == ["$2.00 and 3 h", "$2.00", "1 h"]
+
+
+def test_an_own_card_that_costs_as_much_as_a_rented_one_never_pays() -> None:
+    """200 W for 2 h at $0.50 a kWh are 20 cents, as much as the rent."""
+    cards = (entry("rtx-4090", 2, None), entry("h100", 1, 0.2))
+    own = own_run(OWNED, *cards)
+    assert own is not None and (own.never_pays, own.pays_after_runs, own.rented) == (True, None, "h100-sxm")
+    cheaper = own_run(OWNED, cards[0], entry("h100", 1, 0.21))
+    assert cheaper is not None and not cheaper.never_pays
+    assert cheaper.pays_after_runs == pytest.approx(1800 / 0.01)
+    assert comparison(*cards).own_card(group(*cards)) is None  # nobody owns one
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [({"usd": 0.0}, "owned_usd"), ({"usd": math.inf}, "owned_usd"), ({"usd_per_kwh": -0.1}, "usd_per_kwh")],
+)
+def test_an_own_card_has_a_price(wrong: dict[str, float], name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} cannot be") as caught:
+        Owned(**{"device": RTX, "usd": 1.0} | wrong)
+    assert caught.value.remedy == "give a positive number"
+    free = Owned(device=RTX, usd=1.0, usd_per_kwh=0.0)
+    assert (free.hours, Owned(device=RTX, usd=1.0).usd_per_kwh) == (10_000.0, 0.3)
+
+
+def test_the_state_of_a_card_says_what_is_not_known() -> None:
+    fits, large = entry("a10"), too_large("t4")
+    assert (fits.state, large.state) == (FITS, OOM)
+    assert plan().best is not None and fits.plan is not None
+    unknown = replace(fits, plan=replace(fits.plan, best=None), least=replace(plan().baseline, state=FITS))
+    assert unknown.state == "fits, at a speed that is not known"
+    assert unknown.tokens_per_s == 0.0 and unknown.cost is unknown.usd is unknown.best is None
+    nothing = ComparedCard(device=A10)
+    assert nothing.state == "unknown" and replace(nothing, problem="no formula").state == "no formula"
+    assert replace(fits, least=None).state == "unknown"
+
+
+def test_of_an_advice_the_cheapest_has_a_price_and_the_fastest_need_not() -> None:
+    free, priced = entry("l4", 1, None), entry("a10", 2, 9.0)
+    advice = advise(group(free, priced), Budget(max_hours=3))
+    assert advice.cheapest is not None and advice.fastest is not None
+    assert (advice.cheapest.name, advice.fastest.name) == ("a10", "l4")
+    assert (advice.cheapest.usd, advice.cheapest.hours) == (18.0, 2.0)
+    assert advice.cheapest.usd_high == pytest.approx(19.8) and advice.cheapest.hours_high == pytest.approx(2.2)
+    assert str(advice.cheapest) == "a10 ($18.00, 2 h)" and str(advice.fastest) == "l4 (no price is known, 1 h)"
+    assert advice.fastest.usd_high is None
+    nothing = advise(group(too_large("t4")), Budget(max_hours=3))
+    assert (nothing.chosen, nothing.cheapest, nothing.fastest, nothing.breaks) == (None, None, None, ())
+    assert nothing.excluded == (("t4", OOM),)
+    assert comparison(free).advice(group(free)) is None
+
+
+def test_the_fastest_of_a_group_fits() -> None:
+    assert group(too_large("t4")).fastest is None and group(too_large("t4")).cheapest is None
+    held = group(too_large("t4"), entry("a10", 4), entry("l4", 2))
+    assert held.fastest is held.cards[2] and held.plan is held.cards[0].plan
+    assert held.relative_speed(held.cards[1]) == 0.5
+    assert Group(model="m", method="lora", cards=(ComparedCard(device=A10),)).plan is None
+
+
+def test_rivals_touch_the_interval_of_the_chosen_card() -> None:
+    """Of $0.90 to $1.10 those that end or begin there; a tenth either way of each."""
+    chosen = entry("a10", 1, 1.0)
+    bounds = {"a10": (1.0, 2.0), "l4": (2.0, 3.0), "t4": (2.01, 3.0), "h100-sxm": (0.5, 1.0), "l40s": (0.1, 0.99)}
+    others = [entry(name) for name in ("l4", "t4", "h100", "l40s", "rtx-4090")]
+    held = group(chosen, *others)
+    assert held.rivals(chosen, lambda card: bounds.get(card.device.name)) == ("l4", "h100-sxm")
+    assert held.rivals(chosen, lambda card: None) == ()
+
+
+def test_progress_is_said_every_two_seconds_and_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by 1.1 s whenever it is looked at: every second card is said."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 1.1
+        return now[0]
+
+    monkeypatch.setattr(rules, "time", SimpleNamespace(monotonic=clock))
+    said: list[str] = []
+    spec = StudySpec(**SMALL | {"examples": 8})
+    made = rules.compare([spec], gpus=["a10,l4", "t4"], methods=["lora, qlora"], say=said.append)
+    assert [one.method for one in made.groups] == ["lora", "qlora"]
+    assert [[card.device.name for card in one.cards] for one in made.groups] == [["a10", "l4", "t4"]] * 2
+    model = made.groups[0].model
+    assert [text for text in said if " of 6: " in text] == [
+        f"1 of 6: {model}, lora, l4",
+        f"3 of 6: {model}, qlora, a10",
+        f"5 of 6: {model}, qlora, t4",
+    ]
+    warnings = [text for text in said if "do not fill a global batch" in text]
+    assert len(warnings) == 1 and (made.budget, made.owned) == (Budget(), None)
+
+
+def test_a_comparison_says_nothing_where_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    said: list[str] = []
+    made = rules.compare([StudySpec(**SMALL, tokens_per_example=512)], gpus=["a10", "l4"], owned=OWNED, say=said.append)
+    assert said == [] and [card.device.name for card in made.groups[0].cards] == ["a10", "l4", "rtx-4090"]
+    assert made.owned is OWNED and made.groups[0].method == "default"
+    assert made.groups[0].smallest is not None and made.groups[0].smallest.memory_gib
+
+
+def test_suites_are_not_compared() -> None:
+    suite = StudySpec(model="smollm2-135m", configs=(NamedConfig(name="a"),))
+    with pytest.raises(UsageError, match="a suite names its configurations") as caught:
+        rules.compare([suite], gpus=["a10"])
+    assert caught.value.remedy == "`autotune plan`"
+
+
+def test_one_model_that_fits_somewhere_is_enough() -> None:
+    fits, large = group(entry("a10", 4, 0.5)), group(too_large("t4"))
+    for groups in ((fits, large), (large, fits)):
+        made = Comparison(groups=groups)
+        assert made.unmet() is None
+        assert replace(made, budget=Budget(max_usd=3)).unmet() is None
+        poor = replace(made, budget=Budget(max_usd=1))
+        lines = (poor.unmet() or "").splitlines()
+        assert lines[0] == "nothing is within $1.00" and "m, lora: fits none of these cards" in lines
+        assert poor.remedy() == "allow more than $1.00, or compare other cards"
+
+
+def test_what_no_formula_covers_needs_nothing_that_is_known() -> None:
+    assert least_memory(task("h100", model="mixtral-8x7b"), 80.0) is None

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -11,9 +12,10 @@ from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from autotune.api import StudyResult
 from autotune.catalog import resolve_device
@@ -22,7 +24,14 @@ from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.observations import load_evidence, read_submission, store_submission
-from autotune.planning.submission import submission_of
+from autotune.planning.submission import (
+    Submission,
+    SubmittedGpu,
+    SubmittedModel,
+    SubmittedRow,
+    _public,
+    submission_of,
+)
 from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.probe_store import ProbeStore
 from autotune.study.summary import Recipe
@@ -414,3 +423,93 @@ def test_light_import() -> None:
 def test_the_day_of_a_study_without_times(tmp_path: Path, tables: Path) -> None:
     shutil.copy(tables, tmp_path / "a.db")
     assert share._measured_on("nobody", f"sqlite:///{tmp_path / 'a.db'}") == date.today().isoformat()
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "least", "most"),
+    [
+        (SubmittedGpu, "memory_gib", 0.1, 1e5),
+        (SubmittedModel, "params", 1, 10**14),
+        (SubmittedRow, "accumulation", 1, 2**24),
+        (SubmittedRow, "tokens_per_row", 1.0, 2.0**24),
+        (SubmittedRow, "useful_tokens_per_s", 1e-6, 1e9),
+        (SubmittedRow, "raw_tokens_per_s", 1e-6, 1e9),
+        (SubmittedRow, "step_time_s", 1e-6, 1e7),
+        (SubmittedRow, "peak_reserved_gib", 1e-3, 1e5),
+        (SubmittedRow, "limit_gib", 1e-3, 1e5),
+        (SubmittedRow, "context_gib", 0.0, 1e3),
+        (SubmittedRow, "power_w", 0.0, 1e5),
+        (Submission, "schema_version", 1, 1),
+        (Submission, "global_batch", 1, 2**24),
+    ],
+)
+def test_the_least_and_the_most_of_each_number(part: type[BaseModel], name: str, least: float, most: float) -> None:
+    field = part.model_fields[name]
+    numbers: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, "", *field.metadata])  # type: ignore[name-defined]
+    assert [numbers.validate_python(value) for value in (least, most)] == [least, most]
+    below, above = (
+        (least - 1, most + 1) if isinstance(least, int) else (math.nextafter(least, -1), math.nextafter(most, math.inf))
+    )
+    for value in (below, above):
+        with pytest.raises(ValidationError):
+            numbers.validate_python(value)
+
+
+@pytest.mark.parametrize(
+    ("field", "factor", "fits"),
+    [
+        ("raw_tokens_per_s", 1.009, True),
+        ("raw_tokens_per_s", 0.991, True),
+        ("raw_tokens_per_s", 1.012, False),
+        ("raw_tokens_per_s", 0.988, False),
+        ("useful_tokens_per_s", 1.009, True),  # of all tokens
+        ("useful_tokens_per_s", 1.011, False),
+    ],
+)
+def test_numbers_of_a_row_agree_within_a_percent(
+    good: dict[str, Any], write: Callable[[Any], Path], field: str, factor: float, fits: bool
+) -> None:
+    row = good["winner"]
+    expected = row["accumulation"] * row["config"]["micro_batch_size"] * row["tokens_per_row"] / row["step_time_s"]
+    data = changed(good, f"winner.{field}", factor * expected)
+    if fits:
+        assert read_submission(write(data))
+    else:
+        with pytest.raises(UsageError, match=field):
+            read_submission(write(data))
+
+
+def test_rows_are_no_longer_than_seq_len(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
+    row = good["winner"]
+    length = row["config"]["seq_len"]
+    raw = row["accumulation"] * row["config"]["micro_batch_size"] * length / row["step_time_s"]
+    for tokens, fits in ((length, True), (None, True), (length + 0.5, False)):
+        data = changed(changed(good, "winner.tokens_per_row", tokens), "winner.raw_tokens_per_s", raw)
+        if fits:
+            assert read_submission(write(data))[0].tokens_per_row == tokens
+        else:
+            with pytest.raises(UsageError, match="tokens_per_row: more than seq_len"):
+                read_submission(write(data))
+
+
+def test_a_submission_has_fifty_packages_at_most_and_is_not_changed(good: dict[str, Any]) -> None:
+    fifty = changed(good, "versions.packages", {f"p{number}": "1" for number in range(50)})
+    made = Submission.model_validate_json(json.dumps(fifty))
+    assert len(made.versions.packages) == 50 and made.rows == (made.winner, made.baseline)
+    with pytest.raises(ValidationError, match="frozen"):
+        made.trainer = "trl"
+
+
+@pytest.mark.parametrize(
+    ("version", "public"),
+    [
+        ("2.13.0", "2.13.0"),
+        ("2.13.0+cu130", "2.13.0+cu130"),
+        ("2.13.0+cpu", "2.13.0+cpu"),
+        ("2.13.0+rocm6.4", "2.13.0+rocm6.4"),
+        ("2.13.0+of.my.employer", "2.13.0"),
+        ("1.0+cu130-of-mine", "1.0"),
+    ],
+)
+def test_only_the_build_of_a_version_is_public(version: str, public: str) -> None:
+    assert _public(version) == public

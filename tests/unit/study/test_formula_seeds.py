@@ -8,12 +8,14 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
+from autotune.prediction.step_time import StepTimeEstimate
+from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.task import Task
 from autotune.problem.workload import Workload
 from autotune.study import formula_seeds as module
-from autotune.study.formula_seeds import HOSTS, VARIED, formula_seeds
+from autotune.study.formula_seeds import HOSTS, VARIED, formula_seeds, formula_speed
 from tests.helpers.factories import calibration
 from tests.helpers.replay import machine
 from tests.helpers.sessions import Start, by_tokens, subject_of
@@ -108,3 +110,40 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypa
     taken_along = {"per_layer": {("padding", "bucket")}, "none": set()}  # which compiled layers need
     changed = [len(c.as_dict().items() - HERE.as_dict().items() - taken_along[c.compile]) for c in asked]
     assert changed == sorted(changed) and changed[0] == 0
+
+
+def test_a_speed_by_formula_is_of_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four micro batches of eight rows of 512 tokens, 2 s each, and 4 s for the rest: 16,384 tokens in 12 s."""
+    known, case = StepTimeEstimate(products_s=1.0, bytes_s=1.0, host_s=0.0, rest_s=4.0), task()
+    monkeypatch.setattr(module, "estimate_step_time", lambda model, config, host: known)
+    shape = case.workload.run_shape(HERE)
+    assert formula_speed(case, HERE, shape) == pytest.approx(16_384 / 12)
+    # Products at a quarter of the speed, bytes at half: 4 s and 2 s, and the rest moves bytes.
+    slower = SpeedTransfer(products=0.25, bytes=0.5, error=0.1)
+    assert formula_speed(case, HERE, shape, transfer=slower) == pytest.approx(16_384 / (4 * 6 + 8))
+    monkeypatch.setattr(module, "estimate_step_time", lambda model, config, host: None)
+    assert formula_speed(case, HERE, shape) == 0.0
+
+
+def test_the_paces_of_hosts_that_are_tried() -> None:
+    assert HOSTS == (1.0, 0.67, 0.5)
+
+
+@pytest.mark.parametrize(("most", "nearest"), [(3, False), (2, True)])
+def test_a_space_of_as_many_as_are_looked_at_is_enumerated(
+    monkeypatch: pytest.MonkeyPatch, most: int, nearest: bool
+) -> None:
+    """Of three micro batches, the middle one is nearest to itself."""
+    monkeypatch.setattr(module, "MAX_CONFIGS", most)
+    small = replace(task(), space=SearchSpace.of(micro_batch_size=[2, 8, 16], lora_rank=[16, 32], seq_len=512))
+    sizes = [config.micro_batch_size for config in module._candidates(small, HERE)]
+    assert sizes == ([8, 2] if nearest else [2, 8, 16])
+
+
+def test_what_needs_all_there_is_fits() -> None:
+    small = replace(task(), space=SearchSpace.of(micro_batch_size=[2, 8], lora_rank=16, seq_len=512))
+    seed = replace(HERE, micro_batch_size=2)
+    need = memory_breakdown(small.model, small.workload.at_longest(seed), 2)
+    assert need is not None
+    assert list(formula_seeds(small, HERE, need.peak_reserved_gib)) == [seed]
+    assert list(formula_seeds(small, HERE, need.peak_reserved_gib - 0.001)) == []

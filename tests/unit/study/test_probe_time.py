@@ -76,10 +76,13 @@ def test_a_confirmation_of_padded_rows_has_a_second_round_and_an_evaluation() ->
     assert times.whole_s(replace(confirmed, evaluate=True)) == pytest.approx(27.0 + 6.5 * 2.0 / 2)
 
 
-@pytest.mark.parametrize(("changes", "first_s"), [({}, 30.0), ({"compile": "per_layer"}, 12.0)])
-def test_what_was_compiled_is_there_the_next_time(changes: dict[str, Any], first_s: float) -> None:
+@pytest.mark.parametrize(
+    ("changes", "micro_s", "first_s"),
+    [({}, 1.0, 30.0), ({"compile": "per_layer"}, 1.0, 12.0), ({"compile": "per_layer"}, 2.0, 24.0)],
+)
+def test_what_was_compiled_is_there_the_next_time(changes: dict[str, Any], micro_s: float, first_s: float) -> None:
     config = replace(CONFIG, **changes)
-    times = learned((None, 1.0, {"first_step": 30.0}), config=config)
+    times = learned((None, micro_s, {"first_step": 30.0}), config=config)
     assert times.whole_s(replace(REQUEST, config=config)) == pytest.approx(first_s)
 
 
@@ -119,3 +122,33 @@ def test_a_wider_model_that_was_faster_predicts_no_less_for_the_whole_one() -> N
     """Something else had disturbed the first probe."""
     times = learned((2, 4.0, {"load": 3.0, "first_step": 16.0}), (8, 2.0, {"load": 1.0, "first_step": 8.0}))
     assert times.whole_s(REQUEST) == pytest.approx(1.0 + 8.0)
+
+
+def test_a_single_layer_is_no_whole_model() -> None:
+    whole = (None, 2.0, {"load": 5.0, "first_step": 8.0})
+    times = learned(whole, (1, 0.1, {"load": 0.5, "first_step": 0.4}))
+    assert times.whole_s(REQUEST) == pytest.approx(5.0 + 8.0)
+
+
+def test_of_a_model_of_unknown_depth_the_deepest_stands_for_the_whole() -> None:
+    times = ProbeTimes(None)
+    for depth, micro_s in ((2, 0.5), (8, 2.0)):
+        measured = measurement(micro_s, micro_step_s=(micro_s,))
+        seconds = {"total": 9.0, "load": 1.0, "first_step": 8.0}
+        times.learn(result(CONFIG, depth=depth, measurement=measured, seconds=seconds), measured)
+    assert times.whole_s(REQUEST) == pytest.approx(1.0 + 8.0)
+
+
+def test_rounds_of_two_lengths_are_timed_for_as_long_as_single_steps() -> None:
+    """One micro batch a step: a round of 100 and 600 tokens is as long as 3.5 average ones of 10 ms, 17.5 ms a step.
+
+    A second takes 58 steps, of which there are 40 at most: 20 rounds. The lead has one of each length too.
+    """
+    kinds = tuple(MicroBatch(rows=((tokens,),), length=tokens, share=share) for tokens, share in LENGTHS)
+    short = replace(REQUEST, micro_batches=kinds, micro_steps=1, min_timed_s=0.1)
+    times = ProbeTimes(None)
+    measured = measurement(0.01, micro_step_s=(0.01,), micro_steps=1)
+    times.learn(result(CONFIG, measurement=measured, seconds={"total": 9.0, "first_step": 5.0}), measured)
+    # A tenth of a second takes 6 steps of 17.5 ms: three rounds of 35 ms.
+    assert times.whole_s(short) == pytest.approx(5.0 + 3 * 0.035)
+    assert times.whole_s(replace(short, min_timed_s=1.0)) == pytest.approx(5.0 + 20 * 0.035)
