@@ -579,3 +579,35 @@ def test_one_model_that_fits_somewhere_is_enough() -> None:
 
 def test_what_no_formula_covers_needs_nothing_that_is_known() -> None:
     assert least_memory(task("h100", model="mixtral-8x7b"), 80.0) is None
+
+
+def test_a_card_that_could_not_be_planned_for_is_passed_over() -> None:
+    unplanned, priced = ComparedCard(device=A10, problem="no formula"), entry("l4", 1, 1.0)
+    held = group(unplanned, priced)
+    assert held.plan is priced.plan and held.cheapest is held.fastest is priced
+    assert held.smallest_compared == priced.device and held.relative_speed(unplanned) is None
+    assert advise(held, Budget(max_usd=3)).excluded == (("a10", "no formula"),)
+    own = replace(OWNED, device=A10)
+    assert comparison(unplanned, owned=own).own_card(group(unplanned)) is None
+    assert comparison(too_large("a10"), owned=own).own_card(group(too_large("a10"))) is None
+    mine = entry("a10")
+    assert comparison(mine, owned=own).own_card(group(priced, mine)) is mine
+    assert mine.best is not None and mine.best.cost is not None
+    unpowered = replace(mine.best, cost=replace(mine.best.cost, kwh=None))
+    unknown = replace(mine, plan=replace(plan(), best=unpowered))
+    assert comparison(unknown, owned=own).own_card(group(unknown)) is None
+
+
+def test_what_may_help_is_said_of_the_leanest_of_all_cards() -> None:
+    """Of a base in four bits before others, and of the shorter rows of those."""
+    config = plan().baseline.config
+    nf4 = replace(config, quantization="nf4", seq_len=256)
+    long, short, plain = replace(nf4, seq_len=2048), nf4, replace(config, seq_len=128)
+
+    def remedy(*configs: Any) -> str:
+        held = [replace(too_large("t4"), least=replace(plan().baseline, config=one, state=OOM)) for one in configs]
+        return Comparison(groups=(group(*held),)).remedy()
+
+    assert remedy(plain, long) == "take a larger GPU, a smaller model or a shorter --seq-len"
+    assert remedy(long, short) == remedy(short, plain) == "take a larger GPU or a smaller model"
+    assert remedy(plain) == "take a larger GPU, a smaller model or --space qlora"

@@ -7,15 +7,26 @@ from typing import Any
 import pytest
 
 from autotune.catalog import Price, list_devices, resolve_device
+from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import device_limit_gib, memory_state, smallest_card, with_speed
+from autotune.planning.device_estimate import (
+    device_limit_gib,
+    how_known,
+    measured_ratios,
+    memory_state,
+    planned_device,
+    smallest_card,
+    with_speed,
+)
+from autotune.planning.observations import Observation
 from autotune.planning.run_estimate import MemoryBounds
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR
 from autotune.prediction.step_time import StepTimeEstimate
-from autotune.prediction.transfer import REFERENCE, interval
+from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, interval
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.workload import RunShape
+from tests.helpers.factories import calibration
 from tests.unit.prediction.test_memory_formula import estimate as memory_of
 
 H200, A10 = resolve_device(REFERENCE), resolve_device("a10")
@@ -108,3 +119,59 @@ def test_the_smallest_card_has_the_least_memory_of_those_that_fit() -> None:
     assert smallest is not None and smallest.memory_gib == min(sizes)
     assert large is not None and large.memory_gib == min(size for size in sizes if size > 50)
     assert smallest_card(lambda card: (card.memory_gib or math.inf) > 10_000) is None
+
+
+OBSERVED = Observation(
+    device="a10",
+    model="mistralai/Mistral-7B-v0.3",
+    model_digest=None,
+    config=TrainConfig(micro_batch_size=8, seq_len=512),
+    accumulation=4,
+    tokens_per_s=800.0,
+    step_time_s=None,
+    peak_reserved_gib=None,
+    source="a test",
+    as_of=None,
+)
+
+
+def ratios(**changes: Any) -> list[float]:
+    return measured_ratios([replace(OBSERVED, **changes)], A10, "lora", "none")
+
+
+def test_an_observation_six_deviations_off_is_a_mistake() -> None:
+    """The logarithm of the ratio of the speeds is off by as much from card to card and within one."""
+    (ratio,), most = ratios(), 6.0 * math.hypot(BETWEEN, WITHIN)
+    expected = 800.0 / ratio  # tokens a second, by formula
+    assert ratios(tokens_per_s=640.0) == [pytest.approx(0.8 * ratio)]
+    assert ratios(tokens_per_s=expected / math.exp(most - 0.001)) == [pytest.approx(math.exp(0.001 - most))]
+    assert ratios(tokens_per_s=expected / math.exp(most + 0.001)) == []
+    assert ratios(tokens_per_s=expected) == [pytest.approx(1.0)]
+
+
+def test_rows_of_an_observation_have_their_mean_length() -> None:
+    shorter = replace(OBSERVED.config, seq_len=256)
+    assert ratios(tokens_per_row=256.4) == ratios(config=shorter) != ratios()
+    assert ratios(tokens_per_row=512.0) == ratios() == ratios(tokens_per_row=None)
+
+
+def test_only_whole_measurements_with_the_same_method_count() -> None:
+    assert len(measured_ratios([OBSERVED] * 3, A10, "lora", "none")) == 3
+    for method, base in (("full", "none"), ("lora", "nf4")):
+        assert measured_ratios([OBSERVED], A10, method, base) == []
+    assert measured_ratios([OBSERVED], H200, "lora", "none") == []
+
+
+def test_a_device_is_planned_for_by_name_or_is_the_one_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.core.nvml.list_gpus", list)
+    assert planned_device("a10") == A10
+    for name in ("auto", " AUTO "):
+        with pytest.raises(UsageError, match="which GPU") as caught:
+            planned_device(name)
+        assert caught.value.remedy == "name one: --gpu a10 (`autotune gpus`)"
+
+
+def test_what_an_estimate_rests_on_is_said() -> None:
+    assert how_known(None, A10).startswith("Nothing was measured here. Estimated: memory by a formula")
+    known = how_known(calibration(), A10)
+    assert known.startswith("Estimated, card and host calibrated on this machine, 2026-11-22: memory by a formula")

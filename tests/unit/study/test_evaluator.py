@@ -71,6 +71,7 @@ def test_what_is_larger_than_a_known_oom_is_refused_and_not_launched(
     assert "trial 3" in reason and MIDDLE.label() in reason
     assert verdict.result.oom == result(outcome=Outcome.OOM).oom
     assert [(row.trial, row.result) for row in store.of_study("one")][-1] == (4, verdict.result)
+    assert verdict.seconds == 0.0
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_the_stored_answer_is_taken_across_sessions_and_studies(session: Session
     stored = first.evaluate(MIDDLE, 0)
     again, prober = session(machine(), study="another")
     verdict = again.evaluate(MIDDLE, 7)
-    assert verdict.reused and not stored.reused
+    assert verdict.reused and not stored.reused and verdict.seconds == 0.0
     assert verdict.result == replace(stored.result, log=None)
     assert prober.num_probes == 0
 
