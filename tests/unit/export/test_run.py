@@ -154,6 +154,8 @@ def test_verification_runs_enough_steps_and_one_to_warm_up(
     expected += ["--output-dir", "saved", *(["--lengths", "lengths.txt"] if "soak" in options else [])]
     assert argv == expected
     assert ran[0][1]["limit_s"] == time_limit_s(steps, done.promised_step_s)
+    reporter = ran[0][1]["while_running"].__self__
+    assert isinstance(reporter, verify._StepReporter) and reporter._steps == steps
     assert said[0].startswith(f"running the exported train.py for {steps} steps, about ")
     assert not (tmp_path / ".verify").exists()
 
@@ -301,6 +303,7 @@ def test_the_form_that_was_probed_is_run_unless_another_is_asked_for(
     for name in ("train", "trl"):
         monkeypatch.setattr(verify, f"_run_{name}", running(name))
     made = replace(demo(TrainConfig(seq_len=32)), trainer=trainer)
+    made = replace(made, workload=replace(made.workload, eval_share=0.25))
     small = replace(made.winner, measurement=replace(made.winner.measurement, peak_reserved_gib=0.5))
     done = verify.verify(replace(made, winner=small), tmp_path, form=form, micro_steps=1)
     assert (

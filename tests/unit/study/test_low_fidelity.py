@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import (
     Evidence,
     KernelTimes,
     Measurement,
     ModelShape,
+    OomDetail,
     Outcome,
     Phase,
     ProbeRequest,
@@ -24,7 +26,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.depth_extrapolation import SEEN, Extrapolation
 from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown
 from autotune.prediction.memory_predictor import MemoryEstimate, MemoryPredictor
-from autotune.study.evaluator import GATE_BAND, Evaluation, Evaluator, shortened
+from autotune.study.evaluator import Evaluation, Evaluator, _ran_out_on_device, shortened
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import result
 from tests.helpers.layered import FULL_S, SHAPE, SHORT_S, Answer, asked, layered
@@ -191,8 +193,8 @@ def test_close_to_the_limit_truncated_depths_decide(session: Start, need: float,
 @pytest.mark.parametrize(
     ("need", "outcome", "depths"),
     [
-        (1 + GATE_BAND + 0.005, Outcome.REFUSED, []),
-        (1 + GATE_BAND - 0.005, Outcome.OOM, [2, 8]),
+        (1.035, Outcome.REFUSED, []),
+        (1.025, Outcome.OOM, [2, 8]),
         (1.005, Outcome.OOM, [2, 8]),
         (0.98, Outcome.OK, [2, 8, None]),
         (0.96, Outcome.OK, [None]),  # surely fits, and there is no promise to hold it to
@@ -548,3 +550,72 @@ def test_the_gate_says_what_is_needed_and_how_it_knows(
     monkeypatch.setattr(MemoryPredictor, "predict", lambda *args: estimate)
     found = session(limit_gib=3.2)[0].evaluate(MIDDLE, 0).result
     assert found.reason == f"needs 3.12 GiB to 3.60 GiB of 3.00 GiB, as learned from {said}"
+
+
+def test_what_needs_all_that_the_formula_is_trusted_with_is_tried(session: Start) -> None:
+    limit_gib = memory_limit_gib(80.0, 0.05, taken_gib=CONTEXT_GIB)
+    parts = dict.fromkeys(("adapters", "gradients", "optimizer", "activations", "logits", "workspace", "reserved"), 0.0)
+    for need_gib, refused in ((limit_gib * 1.08, False), (math.nextafter(limit_gib * 1.08, 999), True)):
+        need = MemoryBreakdown(weights=need_gib, phase=Phase.BACKWARD, **parts)
+        evaluator, _ = session(formula=lambda config, micro_steps, need=need: need)
+        request = replace(evaluator.request(MIDDLE), memory_gib=80.0, headroom=0.05)
+        assert (evaluator._gate_by_formula(request) is not None) is refused
+
+
+@pytest.mark.parametrize(("high_gib", "bounded", "asked_for"), [(3.0, True, 0), (3.01, True, 1), (2.0, False, 1)])
+def test_what_certainly_needs_no_more_than_there_is_is_not_left_to_the_formula(
+    session: Start, monkeypatch: pytest.MonkeyPatch, high_gib: float, bounded: bool, asked_for: int
+) -> None:
+    estimate = MemoryEstimate(
+        low_gib=1.0, gib=2.0, high_gib=high_gib, limit_gib=3.0, phase=Phase.BACKWARD, basis=2, bounded=bounded
+    )
+    monkeypatch.setattr(MemoryPredictor, "predict", lambda *args: estimate)
+    formula: list[TrainConfig] = []
+    evaluator, _ = session(formula=lambda config, micro_steps: formula.append(config))
+    assert evaluator.evaluate(MIDDLE, 0).result.outcome is Outcome.OK and len(formula) == asked_for
+
+
+@pytest.mark.parametrize(("outcome", "refused"), [(Outcome.OK, True), (Outcome.NUMERICS, False), (Outcome.SLOW, False)])
+def test_what_did_not_succeed_teaches_no_memory(session: Start, outcome: Outcome, refused: bool) -> None:
+    """Two sizes that need 1.5 and 2 GiB lead to 5 GiB for what there are 2.5 of."""
+    evaluator, prober = session(shape=None, limit_gib=2.5)
+    for config in (HALF, replace(HALF, micro_batch_size=1)):
+        request = evaluator.request(config)
+        found = replace(layered()(request), request_digest=request.digest, config=config, outcome=outcome)
+        evaluator.learn(0, replace(found, rung=Rung.FULL))
+    assert (evaluator.evaluate(TWICE, 1).result.outcome is Outcome.REFUSED) is refused
+    assert prober.num_probes == (0 if refused else 1)
+
+
+def test_a_whole_model_that_runs_out_after_all_has_no_share_of_the_host(session: Start) -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        return layered()(request) if request.depth else result(outcome=Outcome.OOM)
+
+    evaluator, prober = session(answer)
+    found = evaluator.evaluate(MIDDLE, 0).result
+    assert (found.outcome, found.measurement, asked(prober)) == (Outcome.OOM, None, [2, 8, None])
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "allocated_gib", "requested_gib", "on_device"),
+    [
+        ("full", 1.0, None, True),
+        ("offload", 91.0, None, True),
+        ("offload", 90.0, None, False),  # a tenth is free: the host ran out
+        ("offload", 80.0, 10.5, True),
+        ("offload", 80.0, 9.0, False),
+    ],
+)
+def test_where_checkpoints_wait_in_the_host_either_may_run_out(
+    checkpointing: str, allocated_gib: float, requested_gib: float | None, on_device: bool
+) -> None:
+    oom = OomDetail(
+        phase=Phase.FORWARD,
+        requested_gib=requested_gib,
+        allocated_gib=allocated_gib,
+        reserved_gib=allocated_gib,
+        limit_gib=100.0,
+    )
+    config = replace(MIDDLE, checkpointing=checkpointing)
+    assert _ran_out_on_device(result(config, Outcome.OOM, oom=oom)) is on_device
+    assert not _ran_out_on_device(result(config, Outcome.OOM, oom=None))
