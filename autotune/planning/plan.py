@@ -221,7 +221,7 @@ def estimate_named_configs(
     spec: StudySpec, *, device: DeviceSpec, observations: Sequence[Observation] = (), say: Say = silent
 ) -> list[ConfigResult]:
     """Estimate each configuration that the spec names. Raises UsageError for what cannot be."""
-    task = planned_setup(replace(spec, pins={}, configs=()), device, say).task
+    task = planned_setup(replace(spec, pins={}), device, say).task
     limit_gib = limit_of(spec, device)
     results = []
     for case, config, case_task in cases(spec, task):

@@ -1,5 +1,6 @@
 """Prepare one session of a study: find everything that can be wrong before any GPU time is spent. Imports no torch."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +69,7 @@ def prepare_session(
         raise UsageError(f"--budget: {error}", remedy="for example --budget 15m") from None
     target = find_target(spec.gpu)
     _check_combination(spec, target)
-    searched = replace(spec, pins={}, configs=()) if spec.configs else spec
+    searched = replace(spec, pins={}) if spec.configs else spec  # pins are of the cases
     setup = adjust(set_up(searched, target, say))
     require_ray(spec.ray)
     shared = spec.workers > 1 or spec.ray is not None
@@ -112,5 +113,5 @@ def _unused_name(name: str, url: str) -> str:
     from autotune.study.storage.optuna_storage import study_names
 
     taken = set(study_names(url))
-    candidates = (name, *(f"{name}-{number}" for number in range(2, 10_000)))
-    return next(candidate for candidate in candidates if candidate not in taken)
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)

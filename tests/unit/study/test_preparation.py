@@ -9,7 +9,7 @@ import pytest
 from autotune.core.errors import UsageError
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import NamedConfig, StudySpec
-from autotune.study import preparation
+from autotune.study import preparation, worker_group
 from autotune.study.optimizer import Optimizer
 from autotune.study.preparation import prepare_session
 
@@ -79,3 +79,23 @@ def test_a_study_without_a_name_gets_one_that_is_free(tmp_path: Path, monkeypatc
     suite = prepare_session(spec(study=None, configs=(NamedConfig(name="a"),), pins={"lora_rank": 16}))
     assert suite.study == f"{names[0]}-suite" and suite.spec.pins == {"lora_rank": 16}
     assert suite.task.space.choices("lora_rank") != (16,)  # pins are of the cases, not of the space
+
+
+def test_what_is_missing_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(worker_group, "find_spec", lambda name: None)
+    monkeypatch.setattr("autotune.core.nvml.visible", list)
+    with pytest.raises(UsageError, match="--ray: Ray is not installed"):
+        prepare_session(spec(ray="auto"))
+    with pytest.raises(UsageError, match="--budget: ") as caught:
+        prepare_session(spec(budget="soon"))
+    assert caught.value.remedy == "for example --budget 15m" and list(tmp_path.iterdir()) == []
+
+
+def test_a_ray_cluster_shares_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(worker_group, "find_spec", lambda name: object())
+    monkeypatch.setattr("autotune.study.storage.database.network_drive", lambda url: "nfs")
+    with pytest.raises(UsageError, match="network drive"):
+        prepare_session(spec(ray="auto"))
+    assert prepare_session(spec()).url == "sqlite:///a.db"

@@ -1,0 +1,229 @@
+"""One coordinate search by hand: trials that answer from a table of speeds stand in for a study."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.core.probe_types import Outcome, Rung
+from autotune.core.train_config import TrainConfig
+from autotune.study import coordinate_search as module
+from autotune.study.coordinate_search import CoordinateSearch
+from autotune.study.evaluator import Evaluation
+from autotune.study.optimizer import Proposal
+from autotune.study.summary import TrialRecord
+from tests.helpers.factories import result
+from tests.helpers.sessions import space, subject_of
+
+CHOICES = space(
+    micro_batch_size=(2, 4, 8), seq_len=(256,), lora_rank=(16,), loss=("full", "chunked"), compile=("none", "per_layer")
+)
+START = TrainConfig(micro_batch_size=4, seq_len=256)
+CHUNKED, EIGHT, COMPILED = (
+    replace(START, loss="chunked"),
+    replace(START, micro_batch_size=8),
+    replace(START, compile="per_layer", padding="bucket"),
+)
+
+
+class Trials:
+    """What a coordinate search asks of a study. A truncated model of `config` predicts `speeds[config]`.
+
+    Where that is an outcome, it decides; None predicts nothing.
+    """
+
+    def __init__(self, speeds: dict[TrainConfig, Any] | Callable[[TrainConfig], Any], *, hurried: bool = False) -> None:
+        self.speed = speeds if callable(speeds) else lambda config: speeds.get(config, 100.0)
+        self.task: Any = subject_of(CHOICES)
+        self.rows: list[TrialRecord] = []
+        self.exempt: set[int] = set()
+        self.hurried, self.taken, self.missing = hurried, set[TrainConfig](), 15
+        self.asked: list[TrainConfig] = []
+        self.ended: list[tuple[TrainConfig, bool]] = []  # and whether the whole model might be measured
+        self.kept: list[tuple[str, list[int]]] = []
+        self.said: list[str] = []
+        self.left = 100
+        self.wanted: list[dict[str, Any]] = []
+        self.optimizer = SimpleNamespace(remember=lambda key, numbers: self.kept.append((key, numbers)))
+        self.selection = SimpleNamespace(predicted_speed=lambda config, found: found, prune_reason="the pruner")
+        self.evaluator = SimpleNamespace(evaluate_low_fidelity=self.low, evaluate=self.whole)
+        self.add(START, 1000.0)
+
+    def add(self, config: TrainConfig, speed: float | None, outcome: Outcome = Outcome.OK) -> TrialRecord:
+        made = TrialRecord(
+            number=len(self.rows), config=config, outcome=outcome, rung=Rung.FULL, tokens_per_second=speed
+        )
+        self.rows.append(made)
+        return made
+
+    def low(self, config: TrainConfig, number: int) -> Any:
+        found = self.speed(config)
+        return Evaluation(result=result(config, found)) if isinstance(found, Outcome) else found
+
+    def whole(self, config: TrainConfig, number: int) -> Evaluation:
+        return Evaluation(result=result(config, Outcome.OK))
+
+    def ask(self, chosen: dict[str, Any]) -> Proposal | None:
+        config = self.task.space.config(chosen)
+        if config in self.taken:
+            return None
+        self.asked.append(config)
+        self.left -= 1
+        return Proposal(number=10 + len(self.asked), config=config)
+
+    def record(self, proposal: Proposal, evaluation: Evaluation) -> TrialRecord:
+        outcome = evaluation.result.outcome
+        return self.add(proposal.config, 700.0 if outcome is Outcome.OK else None, outcome)
+
+    def evaluate(self, proposal: Proposal, pruner: Any, *, whole: bool = True) -> TrialRecord:
+        assert pruner == "the pruner"
+        self.ended.append((proposal.config, whole))
+        return self.add(proposal.config, self.speed(proposal.config))
+
+    def best(self) -> TrialRecord | None:
+        rows = [row for row in self.rows if row.outcome is Outcome.OK]
+        return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
+
+    def untried(self, *, keep_s: float = 0.0, **pinned: Any) -> dict[str, Any] | None:
+        self.wanted.append(pinned | {"keep_s": keep_s})
+        return None
+
+    def is_done(self) -> bool:
+        return self.left <= 0
+
+    def is_hurried(self) -> bool:
+        return self.hurried
+
+    def num_missing(self) -> int:
+        return self.missing
+
+    def compiled_s(self) -> float:
+        return 7.0
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture(autouse=True)
+def seeds(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """The formula seeds: none, unless a test adds some."""
+    found: list[TrainConfig] = []
+    monkeypatch.setattr(module, "formula_seeds", lambda task, config, limit_gib: iter(found))
+    return found
+
+
+def ran(trials: Trials) -> list[TrainConfig]:
+    CoordinateSearch(trials).run()  # type: ignore[arg-type]
+    return trials.asked
+
+
+def first_pass(trials: Trials, **options: Any) -> list[TrainConfig]:
+    best = trials.best()
+    assert best is not None
+    search = CoordinateSearch(trials)  # type: ignore[arg-type]
+    search._tried = {row.config.digest: row.outcome for row in trials.rows}
+    search._pass_over_knobs(best, **options)
+    return trials.asked
+
+
+@pytest.mark.parametrize(("speed", "moves"), [(989.0, False), (991.0, True)])
+def test_the_same_in_less_memory_is_taken_unless_it_is_over_a_percent_slower(speed: float, moves: bool) -> None:
+    chunked, then = first_pass(Trials({CHUNKED: speed}))[:2]
+    assert chunked == CHUNKED
+    assert then == (replace(CHUNKED, micro_batch_size=8) if moves else EIGHT)
+
+
+@pytest.mark.parametrize(("speed", "moves"), [(1009.0, False), (1011.0, True)])
+def test_others_are_taken_for_over_a_percent_more(speed: float, moves: bool) -> None:
+    """After 8, which is the largest, 2 is tried from 4 alone; then the layers are compiled of where the search is."""
+    tried = first_pass(Trials({EIGHT: speed}))
+    at = EIGHT if moves else START
+    assert tried == [
+        CHUNKED,
+        EIGHT,
+        *([] if moves else [replace(START, micro_batch_size=2)]),
+        replace(COMPILED, micro_batch_size=at.micro_batch_size),
+    ]
+
+
+def test_a_knob_may_be_left_out() -> None:
+    assert COMPILED not in first_pass(Trials({}), leave_out="compile")
+    assert first_pass(Trials({}), leave_out="micro_batch_size") == [CHUNKED, COMPILED]
+
+
+def test_moves_go_by_what_is_predicted_and_the_best_of_a_pass_is_measured_first() -> None:
+    """The speeds of a pass: 991, 1200 (after which 2 is not tried), 1500. The next pass has nothing to try."""
+    whole = replace(CHUNKED, micro_batch_size=8), replace(CHUNKED, micro_batch_size=8, compile="per_layer")
+    compiled = replace(whole[1], padding="bucket")
+    trials = Trials({CHUNKED: 991.0, whole[0]: 1200.0, compiled: 1500.0})
+    assert ran(trials)[:3] == [CHUNKED, whole[0], compiled]
+    assert trials.ended[:3] == [(compiled, True), (whole[0], True), (CHUNKED, True)]
+    assert trials.said[0] == f"predicted 991 tokens/s: {CHUNKED.label()}"
+    assert trials.exempt == {10 + number for number in range(1, len(trials.asked) + 1)}
+    assert trials.kept[0] == ("climbed", [11]) and trials.kept[1] == ("climbed", [11, 12])
+    assert len(set(trials.asked)) == len(trials.asked)
+
+
+def test_the_search_ends_where_a_pass_finds_nothing_better() -> None:
+    trials = Trials({})
+    assert ran(trials) == [CHUNKED, EIGHT, replace(START, micro_batch_size=2), COMPILED]
+    assert [whole for _, whole in trials.ended] == [True] * 4
+    done = Trials({})
+    done.left = 2
+    assert ran(done) == [CHUNKED, EIGHT] and len(done.ended) == 2
+    nothing = Trials({})
+    nothing.rows.clear()
+    assert ran(nothing) == []
+
+
+def test_what_truncated_models_decide_is_recorded_at_once() -> None:
+    trials = Trials({CHUNKED: Outcome.OOM, EIGHT: Outcome.REFUSED})
+    ran(trials)
+    assert [(row.config, row.outcome) for row in trials.rows[1:3]] == [
+        (CHUNKED, Outcome.OOM),
+        (EIGHT, Outcome.REFUSED),
+    ]
+    assert CHUNKED not in [config for config, _ in trials.ended]
+
+
+def test_what_truncated_models_say_nothing_of_is_measured() -> None:
+    trials = Trials({CHUNKED: None})
+    ran(trials)
+    assert (trials.rows[1].config, trials.rows[1].tokens_per_second) == (CHUNKED, 700.0)
+
+
+def test_what_another_worker_tries_is_left_to_it() -> None:
+    trials = Trials({EIGHT: 1500.0})
+    trials.taken = {EIGHT}
+    assert ran(trials) == [CHUNKED, replace(START, micro_batch_size=2), COMPILED] and len(trials.rows) == 4
+
+
+def test_seeds_come_first_and_what_was_tried_is_not_tried_again(seeds: list[TrainConfig]) -> None:
+    seeds += [COMPILED, START, EIGHT]
+    trials = Trials({COMPILED: 900.0, EIGHT: 950.0})
+    assert ran(trials)[:2] == [COMPILED, EIGHT]
+    assert trials.ended[:2] == [(EIGHT, True), (COMPILED, True)] and trials.asked.count(EIGHT) == 1
+    done = Trials({})
+    done.left = 1
+    assert ran(done) == [COMPILED]
+
+
+def test_in_a_hurry_nothing_is_compiled_and_no_whole_model_measured_at_first(seeds: list[TrainConfig]) -> None:
+    """Then the best is compiled, and neighbours of it are asked for while more than two candidates are missing."""
+    seeds += [replace(COMPILED, micro_batch_size=8)]
+    trials = Trials({EIGHT: 1500.0}, hurried=True)
+    tried = ran(trials)
+    assert tried[:3] == [EIGHT, replace(EIGHT, loss="chunked"), replace(EIGHT, compile="per_layer", padding="bucket")]
+    assert [whole for config, whole in trials.ended if config.compile == "none"] == [False, False]
+    assert [whole for config, whole in trials.ended if config.compile != "none"] == [True]
+    learned = {"seq_len": 256, "lora_rank": 16}
+    assert trials.wanted == [learned | {"compile": "none", "keep_s": 14.0}]
+    enough = Trials({}, hurried=True)
+    enough.missing = 2
+    ran(enough)
+    assert enough.wanted == []
+    nothing = Trials({}, hurried=True)
+    nothing.rows.clear()
+    assert ran(nothing) == [] and nothing.wanted == []
