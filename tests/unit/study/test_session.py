@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from autotune.catalog import resolve_device
 from autotune.core.errors import EnvironmentProblem, TooManyFailures, UsageError
 from autotune.core.nvml import GpuInfo
 from autotune.core.probe_types import ModelShape, Outcome, ProbeRequest, ProbeResult, Rung
+from autotune.prediction.transfer import SpeedTransfer
+from autotune.problem.setup import Setup
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target
+from autotune.problem.task import Task
 from autotune.study import session as session_module
 from autotune.study.decomposition import WHOLE
 from autotune.study.optimizer import Optimizer
@@ -37,7 +41,7 @@ from autotune.study.session import (
 from autotune.study.storage.leases import Leases, Worker
 from autotune.study.storage.optuna_storage import read_record
 from autotune.study.storage.study_record import Limits, ProbeTerms, StudyPhase, StudyRecord, update_record
-from tests.helpers.factories import FINGERPRINT, result
+from tests.helpers.factories import FINGERPRINT, calibration, result
 from tests.helpers.layered import SHAPE, layered
 from tests.helpers.replay import Answers, ReplayProber, machine
 from tests.helpers.sessions import BASELINE, by_tokens, record_of, subject_of
@@ -238,6 +242,7 @@ def test_an_explanation_is_kept_with_the_study_and_its_probes_apart(layers: int 
         found = explain(session, record(), made.recipe.config, made.recipe.baseline.config)
         stored = {row.result.rung for row in session.store.of_study("mine, explained")}
     assert record().ablation == found == read_summary(record(), URL, nowhere).explanation
+    assert found.undone
     assert stored - {Rung.FULL} == rungs - {Rung.FULL} and len(read_summary(record(), URL, nowhere).probes) == len(
         made.probes
     )
@@ -439,3 +444,45 @@ def test_the_time_of_a_study_that_still_runs_is_that_of_its_probes() -> None:
     ):
         known = replace(made, wall_seconds=wall_seconds, worker_seconds=worker_seconds)
         assert read_summary(known, URL, nowhere).wall_seconds == expected_s
+
+
+def test_an_explanation_ends_where_the_user_stops_it() -> None:
+    lead()
+    made = read_summary(record(), URL, nowhere).recipe
+    assert made is not None and made.baseline is not None
+    with Session(URL, Path("explained"), "cpu") as session:
+        session.stop.request()
+        assert explain(session, record(), made.config, made.baseline.config).undone == ()
+    assert record().ablation is not None
+
+
+def fitted(before: Task | None, **changes: Any) -> Task:
+    """The task that a leader sets up anew where an earlier session had that one."""
+    leader, task = Leader.__new__(Leader), subject_of(**changes)
+    setup = Setup(task=task, reserve=task.space, removals=())
+    leader.plan = SimpleNamespace(setup=setup, spec=SimpleNamespace(shallow_only=False))  # type: ignore[assignment]
+    leader._before = None if before is None else record_of(before)
+    leader.session = SimpleNamespace(  # type: ignore[assignment]
+        prober=SimpleNamespace(describe=lambda config: SHAPE)
+    )
+    found, shape = leader._fit_setup()
+    assert shape is SHAPE
+    return found.task
+
+
+def test_a_later_session_converts_speeds_as_the_first_did() -> None:
+    """Another calibration would make values of before and after not compare."""
+    stands_in: dict[str, Any] = {"device": resolve_device("a10"), "measured_on": resolve_device("h200")}
+    now, then = SpeedTransfer(products=0.5, bytes=0.4, error=0.1), SpeedTransfer(products=0.6, bytes=0.5, error=0.2)
+    before = subject_of(**stands_in, carried=then, calibration=calibration())
+    again = fitted(before, **stands_in, carried=now)
+    assert (again.carried, again.calibration) == (then, before.calibration)
+    assert fitted(None, **stands_in, carried=now).carried == now
+    assert fitted(before).carried is None  # the card itself
+
+
+def test_the_seconds_of_all_sessions_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = Leader.__new__(Leader)
+    leader._earlier_seconds, leader.plan = 5.0, SimpleNamespace(started=100.0)  # type: ignore[assignment]
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: 107.5))
+    assert leader._wall_seconds == 12.5
