@@ -17,6 +17,10 @@ from tests.unit.export.test_tool_file_axolotl import HOSTILE, KEYS, each_config,
 OPTIMIZERS = next(row.torchtune["optimizer"] for row in keys.sections()["schedule"] if row.of == "optimizer")
 
 
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
+
+
 def exported(made: Recipe) -> tuple[str, dict[str, Any]]:
     files = torchtune.export(made)
     assert list(files) == ["torchtune.yaml"]
@@ -198,6 +202,9 @@ def test_a_shape_without_key_heads_has_one_for_each_head() -> None:
             "rotary positions of its own",
         ),
         ("llama-3-8b", {"intermediate_size": None}, "its config leaves out sizes"),
+        ("mistral-7b", {"rope_parameters": LLAMA3_ROPE}, "rotary positions of its own"),
+        ("llama-3-8b", {"rope_parameters": LLAMA3_ROPE | {"rope_type": "yarn"}}, "rotary positions of its own"),
+        ("llama-3-8b", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, "rotary positions of its own"),
     ],
 )
 def test_what_a_builder_would_make_otherwise_is_not_written(name: str, changes: dict[str, Any], why: str) -> None:

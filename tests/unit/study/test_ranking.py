@@ -62,6 +62,9 @@ def test_a_tenth_of_free_memory_is_worth_the_slack():
         "it leaves more memory free, for 1.0% more cost than the cheapest (slack 5%); nothing more capable was tried"
     )
     assert choose([tight, scored(99.0, free_fraction=0.04, micro_batch_size=4)], 0.05) is tight
+    for free_fraction, is_roomy in ((0.1, True), (0.0999, False)):
+        other = scored(99.0, free_fraction=free_fraction, micro_batch_size=4)
+        assert choose([tight, other], 0.05) is (other if is_roomy else tight)
 
 
 def test_more_free_memory_than_that_is_worth_no_speed():
