@@ -6,6 +6,7 @@ The scripts here are a few lines instead of a training.
 import json
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -510,3 +511,15 @@ def test_the_command_gets_a_signal_when_its_parent_dies() -> None:
     by_default = process.command("a.py", ["x"])
     assert by_default == [sys.executable, process.child.__file__, "9", str(os.getpid()), "a.py", "x"]
     assert process.command("a.py", [], signal.SIGTERM)[2] == "15"
+
+
+def test_a_script_runs_where_the_package_is_not_installed(tmp_path: Path) -> None:
+    """-S leaves out what is installed. The script finds its neighbours, and a module those of the working directory."""
+    (tmp_path / "neighbour.py").write_text("word = 'found'\n")
+    (tmp_path / "mine.py").write_text("import sys, neighbour\nprint(neighbour.word, __name__, sys.argv[1:])\n")
+    for target, folder in ((str(tmp_path / "mine.py"), "/"), ("mine", str(tmp_path))):
+        child = [process.child.__file__, "9", str(os.getpid()), target, "a", "b c"]
+        done = subprocess.run(
+            [sys.executable, "-S", *child], cwd=folder, env={}, capture_output=True, text=True, check=False
+        )
+        assert done.stdout == "found __main__ ['a', 'b c']\n", done.stderr
