@@ -6,7 +6,7 @@ from autotune.catalog import NO_PRICE, describe_price
 from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import how_known
-from autotune.planning.plan import BATCHES, Cell, Plan, memory_tables
+from autotune.planning.plan import BATCHES, NO_SPEED, Cell, Plan, memory_tables
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.task import Task
 
@@ -23,6 +23,8 @@ def print_plan(made: Plan) -> None:
             for label, text in _lines(estimated, task).items():
                 print(f"{label:>8}  {text}")
             print()
+    if made.reason == NO_SPEED:
+        print(f"{'why':>8}  {made.reason}\n")
     if made.best is not None:
         part = ""
         if made.num_estimated < made.space_size:

@@ -16,9 +16,10 @@ from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
+from autotune.planning.counted_memory import memory_of, no_count
 from autotune.planning.observations import Observation
 from autotune.prediction.calibration import Calibration
-from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown, unsupported
 from autotune.prediction.step_time import UNKNOWN_HOST, StepTimeEstimate, estimate_step_time, host_of
 from autotune.prediction.transfer import (
     BETWEEN,
@@ -88,11 +89,20 @@ def memory_state(need_gib: float, limit_gib: float) -> str:
 
 
 def estimate(
-    task: Task, config: TrainConfig, limit_gib: float, observations: Sequence[Observation] = ()
+    task: Task,
+    config: TrainConfig,
+    limit_gib: float,
+    observations: Sequence[Observation] = (),
+    *,
+    counted: bool = False,
 ) -> DeviceEstimate | None:
-    """Estimate one configuration of a task on the task's device; None where no formula covers it."""
+    """Estimate one configuration of a task on the task's device; None where no formula covers it.
+
+    With `counted`, a dry probe counts the memory of what no formula covers, in seconds. It has no speed then.
+    """
     shape = task.workload.run_shape(config)
-    memory = memory_breakdown(task.model, task.workload.at_longest(config), shape.probe_micro_steps)
+    memory_by = memory_of if counted else memory_breakdown
+    memory = memory_by(task.model, task.workload.at_longest(config), shape.probe_micro_steps)
     if memory is None:
         return None
     need = memory.peak_reserved_gib
@@ -107,6 +117,15 @@ def estimate(
     )
     step_time = estimate_step_time(task.model, task.workload.at_mean(config), host_of(task.calibration))
     return with_speed(without_speed, step_time, shape, observations, calibration=task.calibration)
+
+
+def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:
+    """Why `estimate` knows nothing of a configuration."""
+    covers = f"there is no formula for {unsupported(task.model, config)}"
+    if not counted:
+        return covers
+    reason = no_count(task.model, task.workload.at_longest(config), task.workload.run_shape(config).probe_micro_steps)
+    return f"{covers}, and what it needs cannot be counted: {reason}"
 
 
 def with_speed(

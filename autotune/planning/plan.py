@@ -15,7 +15,7 @@ from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import ACCURACY, estimate, limit_of, planned_device
+from autotune.planning.device_estimate import ACCURACY, estimate, limit_of, no_estimate, planned_device
 from autotune.planning.observations import Observation, Say, silent
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.prediction.transfer import calibrated_parts
@@ -33,6 +33,10 @@ from autotune.study.ranking import Scored, choose, why
 MAX_CONFIGS = 10_000  # estimated in about two seconds
 MAX_STRIDE = 300  # between two configurations of a large space: a longer walk takes longer than the estimates
 BATCHES = (1, 2, 4, 8, 16, 32)
+NO_SPEED = (
+    "what this needs was counted without a GPU (an eager step within 0.01 % of an H200's); no formula knows the speed: "
+    "`autotune run` measures it"
+)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -73,19 +77,24 @@ class Cell:
 
 
 def plan(
-    spec: StudySpec, *, device: DeviceSpec | None = None, observations: Sequence[Observation] = (), say: Say = silent
+    spec: StudySpec,
+    *,
+    device: DeviceSpec | None = None,
+    observations: Sequence[Observation] = (),
+    say: Say = silent,
+    counted: bool = False,
 ) -> Plan:
     """Plan the study that `autotune run` would do with this spec, on its GPU or on `device`.
 
     The reserve of the space is opened where nothing else fits. `say` gets warnings, progress, and what is left out of
-    the space and why. Raises UsageError if a part of the spec is unknown or impossible, or no formula covers model and
-    card.
+    the space and why. With `counted`, a dry probe counts what the baseline of a model without a formula needs. Raises
+    UsageError if a part of the spec is unknown or impossible, or nothing is known of model and card.
     """
     device = device or planned_device(spec.gpu)
     setup = planned_setup(spec, device, say)
     for removal in setup.removals:
         say(f"left out: {removal}")
-    return plan_setup(setup, limit_of(spec, device), observations)
+    return plan_setup(setup, limit_of(spec, device), observations, counted=counted)
 
 
 def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Setup:
@@ -96,24 +105,26 @@ def planned_setup(spec: StudySpec, device: DeviceSpec, say: Say = silent) -> Set
     return setup
 
 
-def plan_setup(setup: Setup, limit_gib: float, observations: Sequence[Observation] = ()) -> Plan:
+def plan_setup(
+    setup: Setup, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False
+) -> Plan:
     """The plan of a study that is set up, or of its reserve where nothing else fits. Raises UsageError."""
-    made = plan_task(setup.task, limit_gib, observations)
-    if made.best is not None or setup.reserve == setup.task.space:
+    made = plan_task(setup.task, limit_gib, observations, counted=counted)
+    if made.best is not None or made.reason == NO_SPEED or setup.reserve == setup.task.space:
         return made
-    reserve = plan_task(open_reserve(setup).task, limit_gib, observations)
-    if reserve.best is None:
+    reserve = plan_task(open_reserve(setup).task, limit_gib, observations, counted=counted)
+    if reserve.best is None and reserve.reason != NO_SPEED:
         return replace(made, leanest=reserve.leanest)
     reason = f"nothing fits without one of these: {setup.reserved}; {reserve.reason}"
     return replace(reserve, from_reserve=True, reason=reason)
 
 
-def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] = ()) -> Plan:
+def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False) -> Plan:
     """Find the best configuration of the task's space by formula, under the rule that chooses a winner.
 
     `limit_gib` is what tensors may take. Raises UsageError if no formula covers the model or the card.
     """
-    baseline = _baseline(task, limit_gib, observations)
+    baseline = _baseline(task, limit_gib, observations, counted=counted)
     space = _distinguishable(task.space, baseline.config)
     stride = math.ceil(space.size() / MAX_CONFIGS)  # evenly spread over a space that is too large to estimate all
     choices = islice(space.enumerate(), 0, None, stride) if stride <= MAX_STRIDE else space.sample(MAX_CONFIGS)
@@ -124,6 +135,8 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
         if estimated is not None and estimated.state == FITS and estimated.tokens_per_s:
             estimates[config] = estimated
     best, reason = None, "nothing fits beyond doubt"
+    if baseline.state != OOM and unsupported(task.model, baseline.config):
+        reason = NO_SPEED
     if estimates:
         scored = [
             Scored(config=config, score=one.tokens_per_s or 0.0, free_fraction=-one.margin)
@@ -145,17 +158,17 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
     )
 
 
-def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation]) -> DeviceEstimate:
+def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool) -> DeviceEstimate:
     """What guides give, with the largest micro batch that fits, else with their own. Raises UsageError."""
     first = None
     for config in task.baselines:
-        estimated = estimate(task, config, limit_gib, observations)
+        estimated = estimate(task, config, limit_gib, observations, counted=counted)
         if estimated is not None and estimated.state == FITS:
             return estimated
         first = first or estimated
     if first is None:
         raise UsageError(
-            f"there is no formula for {unsupported(task.model, task.baselines[0])}",
+            no_estimate(task, task.baselines[0], counted=counted),
             remedy="`autotune run` on a GPU probes it, or says at once why not; --shallow-only if the GPU is too small",
         )
     return first
@@ -189,7 +202,8 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
         full,
         replace(full, precision="bf16_pure", optimizer="adamw_8bit"),
     ]
-    return {_table_name(base): list(table_cells(task, base, made.limit_gib, BATCHES, lengths)) for base in bases}
+    tables = {_table_name(base): list(table_cells(task, base, made.limit_gib, BATCHES, lengths)) for base in bases}
+    return {name: cells for name, cells in tables.items() if cells}  # no formula covers those of some models
 
 
 def _table_name(config: TrainConfig) -> str:
@@ -218,18 +232,23 @@ def table_cells(
 
 
 def estimate_named_configs(
-    spec: StudySpec, *, device: DeviceSpec, observations: Sequence[Observation] = (), say: Say = silent
+    spec: StudySpec,
+    *,
+    device: DeviceSpec,
+    observations: Sequence[Observation] = (),
+    say: Say = silent,
+    counted: bool = False,
 ) -> list[ConfigResult]:
-    """Estimate each configuration that the spec names. Raises UsageError for what cannot be."""
+    """Estimate each configuration that the spec names, `counted` as by `plan`. Raises UsageError for what cannot be."""
     task = planned_setup(replace(spec, pins={}), device, say).task
     limit_gib = limit_of(spec, device)
     results = []
     for case, config, case_task in cases(spec, task):
         result = ConfigResult(case=case, config=config, outcome=Outcome.OK, evidence=Evidence.ESTIMATED)
-        estimated = estimate(case_task, config, limit_gib, observations)
+        estimated = estimate(case_task, config, limit_gib, observations, counted=counted)
         refused = refusal(config, case_task.trainer, known_shape(case_task.model), device)
         if estimated is None or refused:
-            reason = refused or f"there is no formula for {unsupported(case_task.model, config)}"
+            reason = refused or no_estimate(case_task, config, counted=counted)
             results.append(replace(result, outcome=Outcome.REFUSED, reason=reason))
             continue
         result = replace(

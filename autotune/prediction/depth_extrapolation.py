@@ -103,12 +103,7 @@ def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] |
     Any two depths give the memory. Times need two that are far apart, since the error of the slope is multiplied by the
     number of layers that are left out.
     """
-    if shape.period is None:
-        return None
-    period = math.lcm(shape.period, checkpoint_every or 1)
-    rest = (shape.num_layers - shape.prefix) % period
-    # Every kind of layer must be present, since the largest sets the peak.
-    possible = range(shape.prefix + period + rest, shape.num_layers // 2 + 1, period)
+    possible = _possible(shape, checkpoint_every)
     shallow = next((depth for depth in possible if depth >= 2), None)
     if shallow is None:
         return None
@@ -117,6 +112,22 @@ def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] |
     if not wider:
         return None
     return shallow, next((depth for depth in wider if depth >= shallow + MIN_APART), wider[-1])
+
+
+def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
+    """The two smallest depths, for a line through counts, which have no noise; None where there are not two."""
+    fitting = [depth for depth in _possible(shape, checkpoint_every) if depth >= 2]
+    return (fitting[0], fitting[1]) if len(fitting) > 1 else None
+
+
+def _possible(shape: ModelShape, checkpoint_every: int | None) -> range:
+    """The numbers of layers, up to half of all, that leave out whole periods."""
+    if shape.period is None:
+        return range(0)
+    period = math.lcm(shape.period, checkpoint_every or 1)
+    rest = (shape.num_layers - shape.prefix) % period
+    # Every kind of layer must be present, since the largest sets the peak.
+    return range(shape.prefix + period + rest, shape.num_layers // 2 + 1, period)
 
 
 def extrapolate(probes: Sequence[tuple[int, Measurement]], num_layers: int) -> Extrapolation:

@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.catalog import ModelSpec
 from autotune.core.files import load_data
-from autotune.core.probe_types import Phase
+from autotune.core.probe_types import DryCount, Phase
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
@@ -177,10 +177,9 @@ def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2
     base_bytes = 4 if full and not pure else 2  # of a value that is not quantised
     trained = sizes.params if full else sizes.adapter_params(config.lora_rank or 1)
     trained_bytes = trained * (base_bytes if full else 2 if pure else 4)
-    logits = (min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else config.tokens) * sizes.vocab
+    logits = _logits(config, sizes.vocab)
     moments = _moments(sizes, config, trained, trained_bytes, base_bytes, logits, accumulates=micro_steps > 1)
     moment, (gradients, activations, head) = max(moments.items(), key=lambda item: sum(item[1]))
-    fragmentation = 0.010 if config.compile == "none" else 0.034
     return MemoryBreakdown(
         weights=gib(_weights(sizes, config, base_bytes)),
         adapters=gib(0.0 if full else trained_bytes),
@@ -189,9 +188,44 @@ def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE),
-        reserved=gib(2.4 * logits + fragmentation * (activations + head) + 42 * MIB),
+        reserved=_beyond(config, logits, gib(activations + head)),
         phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
     )
+
+
+def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) -> MemoryBreakdown:
+    """The memory of a dry probe of the whole model, with what the allocator holds beyond it, as of the formula.
+
+    Activations include the logits, which a count does not tell apart.
+    """
+    peak, workspace = count.peak_allocated_gib, gib(WORKSPACE)
+    held = count.model_gib + count.adapters_gib + count.optimizer_gib
+    segment = max(count.segment_peak_gib, key=lambda name: count.segment_peak_gib[name])
+    # In the forward pass they are those of an earlier micro batch.
+    gradients = min(count.gradients_gib, max(peak - held - workspace, 0.0))
+    activations = max(peak - held - workspace - gradients, 0.0)
+    return MemoryBreakdown(
+        weights=count.model_gib,
+        adapters=count.adapters_gib,
+        gradients=gradients,
+        optimizer=count.optimizer_gib,
+        activations=activations,
+        logits=0.0,
+        workspace=workspace,
+        reserved=_beyond(config, _logits(config, model.vocab_size), activations),
+        phase=Phase(segment.partition("_")[0]),
+    )
+
+
+def _logits(config: TrainConfig, vocab: int) -> int:
+    """The values of the logits that exist at once."""
+    return (min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else config.tokens) * vocab
+
+
+def _beyond(config: TrainConfig, logits: int, activations_gib: float) -> float:
+    """GiB that the allocator holds beyond allocated memory."""
+    fragmentation = 0.010 if config.compile == "none" else 0.034
+    return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib
 
 
 def _moments(

@@ -21,7 +21,7 @@ from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
 from autotune.core.process import module_command
 from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import digest_of
-from autotune.prediction.depth_extrapolation import count_at_depth, depths
+from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 from autotune.probe.worker_process import child_environment
 
 DRY_VERSION = 1  # raised when a dry probe counts something else than before
@@ -44,6 +44,7 @@ class DryProber:
         """Keep answers in `directory`, by default in this user's cache."""
         self._directory = directory or cache_directory() / "dry"
         self._process: subprocess.Popen[str] | None = None
+        self._shapes: dict[str, ModelShape | str] = {}
 
     def __enter__(self) -> "DryProber":
         return self
@@ -68,19 +69,27 @@ class DryProber:
     def _counted(self, request: ProbeRequest) -> DryAnswer:
         if request.depth is not None:
             return self._ask_for(request)
-        described = self._ask({"describe": request.model})
-        if "refused" in described:
-            return DryAnswer(refused=described["refused"])
-        shape = from_data(ModelShape, described["shape"])
+        shape = self._shape(request.model)
+        if isinstance(shape, str):
+            return DryAnswer(refused=shape)
         if shape.no_adapters is not None and request.config.method == "lora":
             return DryAnswer(refused=shape.no_adapters)
-        pair = depths(shape, request.config.checkpoint_every)
+        pair = counted_depths(shape, request.config.checkpoint_every)
         if pair is None:
             return self._ask_for(request)
         low, high = (self._ask_for(replace(request, depth=depth)) for depth in pair)
         if low.count is None or high.count is None:
             return low if low.count is None else high
         return DryAnswer(count=count_at_depth((pair[0], low.count), (pair[1], high.count), shape.num_layers))
+
+    def _shape(self, model: dict[str, Any]) -> ModelShape | str:
+        """How the layers of a model repeat, or why it cannot be built."""
+        key = digest_of(model)
+        if key not in self._shapes:
+            described = self._ask({"describe": model})
+            refused = described.get("refused")
+            self._shapes[key] = refused if refused else from_data(ModelShape, described["shape"])
+        return self._shapes[key]
 
     def _ask_for(self, request: ProbeRequest) -> DryAnswer:
         return from_data(DryAnswer, self._ask({"count": to_data(request)}))

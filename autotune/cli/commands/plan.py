@@ -26,7 +26,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
     """
     from autotune.planning.device_estimate import how_known, planned_device
     from autotune.planning.observations import known_observations
-    from autotune.planning.plan import estimate_named_configs, plan_data
+    from autotune.planning.plan import NO_SPEED, estimate_named_configs, plan_data
     from autotune.planning.plan import plan as make_plan
     from autotune.problem.search_space import ways_to_fit
     from autotune.problem.setup import calibration_of
@@ -34,21 +34,21 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
 
     device, observations = planned_device(spec.gpu), known_observations(evidence, print_note)
     if spec.configs:
-        results = estimate_named_configs(spec, device=device, observations=observations, say=print_note)
+        results = estimate_named_configs(spec, device=device, observations=observations, say=print_note, counted=True)
         if as_json:
             print_json([result.data() for result in results])
         else:
             print(f"{device.name}. {how_known(calibration_of(spec, device), device)}.")
             print_table(None, dict(COLUMNS), [result.cells() for result in results])
         return
-    made = make_plan(spec, device=device, observations=observations, say=print_note)
+    made = make_plan(spec, device=device, observations=observations, say=print_note, counted=True)
     if as_json:
         print_json(plan_data(made))
     else:
         from autotune.cli.plan_text import print_plan
 
         print_plan(made)
-    if made.best is None:
+    if made.best is None and made.reason != NO_SPEED:
         raise NothingFits(
             f"nothing in the search space surely fits {device.name}",
             remedy=f"{ways_to_fit(made.leanest)}; `autotune compare` says which card holds it",

@@ -1,0 +1,35 @@
+"""The memory of models and configurations that no formula covers: counted by a dry probe, in a process of its own."""
+
+import functools
+
+from autotune.catalog import ModelSpec
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.text import printable
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.memory_formula import MemoryBreakdown, counted_breakdown, memory_breakdown
+from autotune.probe.dry_prober import DryAnswer, DryProber
+
+
+def memory_of(model: ModelSpec, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
+    """The memory of the whole model at the peak of a step: by formula, else counted; None where `no_count` says why."""
+    by_formula = memory_breakdown(model, config, micro_steps)
+    if by_formula is not None:
+        return by_formula
+    count = _answer(model, config, micro_steps).count
+    return None if count is None else counted_breakdown(model, config, count)
+
+
+def no_count(model: ModelSpec, config: TrainConfig, micro_steps: int) -> str:
+    """Why `memory_of` has no answer, as a part of a sentence."""
+    return printable(_answer(model, config, micro_steps).refused or "it can be counted").rstrip(".")
+
+
+def _answer(model: ModelSpec, config: TrainConfig, micro_steps: int) -> DryAnswer:
+    # What may be used of the memory of a card does not change what is needed.
+    return _prober().count(ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=micro_steps))
+
+
+@functools.cache
+def _prober() -> DryProber:
+    """One process serves all questions. It ends with this one."""
+    return DryProber()
