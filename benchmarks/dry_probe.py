@@ -29,7 +29,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.probe.dry_prober import DryProber
 from autotune.probe.supervisor import WorkerProber
 
-DEVELOPED = ("mistral", "llama", "gemma2", "phi3", "mixtral")
+DEVELOPED = ("mistral", "llama", "gemma2", "phi3", "mixtral", "nemotron")
 DEPTHS = (2, 4)
 SMALL: dict[str, Any] = {
     "hidden_size": 1024,

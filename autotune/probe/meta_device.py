@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers.integrations.moe
 import transformers.masking_utils
+import transformers.utils.generic
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental import _config as data_dependence
 from torch.nn import functional
@@ -68,6 +69,8 @@ def cuda_on_meta(*, packed: bool) -> Iterator[None]:
         (torch.amp.autocast_mode, "is_autocast_available", _is_available),
         (functional, "scaled_dot_product_attention", _attend),
         (torch.autograd.graph, "save_on_cpu", _SaveOnHost),
+        # What its `maybe_autocast` returns for the meta device. Models call that to switch autocast off.
+        (transformers.utils.generic, "nullcontext", lambda: torch.autocast("meta", enabled=False)),
         (transformers.masking_utils, "find_packed_sequence_indices", find_packed),
         (transformers.integrations.moe, "_can_use_grouped_mm", _has_grouped_product),
         (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None),  # it looks at the tokens

@@ -70,6 +70,18 @@ def test_casts_of_trained_parameters_are_kept_until_autocast_ends() -> None:
         assert counter.live == 0
 
 
+def test_a_model_may_switch_autocast_off() -> None:
+    """As the norm of Nemotron does, which then takes 16 bits; transformers leaves the meta device alone by itself."""
+    from transformers.utils.generic import maybe_autocast
+
+    with cuda_on_meta(packed=False), torch.autocast("meta", torch.bfloat16):
+        inputs = torch.ones(4, 64, device=META, dtype=torch.bfloat16)
+        assert functional.layer_norm(inputs, (64,)).dtype is torch.float32
+        with maybe_autocast(device_type="meta", enabled=False):
+            assert functional.layer_norm(inputs, (64,)).dtype is torch.bfloat16
+        assert functional.layer_norm(inputs, (64,)).dtype is torch.float32
+
+
 def test_gradients_go_back_through_casts() -> None:
     weight = torch.ones(64, 64, device=META, requires_grad=True)
     with cuda_on_meta(packed=False):
