@@ -145,9 +145,10 @@ def _line_of(node: Any, loc: tuple[int | str, ...]) -> int:
             break
         if node.id == "mapping":
             found = next(((key, value) for key, value in children if key.value == str(part)), None)
+        elif isinstance(part, int) and part < len(children):
+            found = children[part], children[part]
         else:
-            inside = isinstance(part, int) and part < len(children)
-            found = (children[part], children[part]) if inside else None
+            found = None
         if found is None:
             break
         line, node = found[0].start_mark.line + 1, found[1]
