@@ -231,3 +231,12 @@ def test_a_name_is_one_word_of_the_command() -> None:
     model = replace(resolve_model("mistral-7b"), name="a/b; touch CANARY 'c'")
     text, _ = exported(recipe(TrainConfig(), model=model))
     assert "\n#   tune download 'a/b; touch CANARY '\"'\"'c'\"'\"'' --output-dir model\n" in text
+
+
+@pytest.mark.parametrize(("name", "ties"), [("gemma-2b", True), ("llama-3-8b", False), ("mistral-7b", False)])
+def test_embeddings_are_tied_as_the_family_has_them_where_the_config_does_not_say(name: str, ties: bool) -> None:
+    model = resolve_model(name)
+    silent = {key: value for key, value in model.config.items() if key != "tie_word_embeddings"}
+    said = [silent, silent | {"tie_word_embeddings": ties}, silent | {"tie_word_embeddings": not ties}]
+    reasons = [torchtune.obstacle(recipe(TrainConfig(), model=replace(model, config=config))) for config in said]
+    assert [bool(reason) for reason in reasons] == [False, False, True]
