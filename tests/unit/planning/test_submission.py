@@ -479,6 +479,15 @@ def test_numbers_of_a_row_agree_within_a_percent(
             read_submission(write(data))
 
 
+def test_a_percent_more_useful_tokens_than_all_may_be_rounding(
+    good: dict[str, Any], write: Callable[[Any], Path]
+) -> None:
+    most = good["winner"]["raw_tokens_per_s"] * (1 + 0.01)
+    assert read_submission(write(changed(good, "winner.useful_tokens_per_s", most)))
+    with pytest.raises(UsageError, match="more than all tokens"):
+        read_submission(write(changed(good, "winner.useful_tokens_per_s", math.nextafter(most, math.inf))))
+
+
 def test_rows_are_no_longer_than_seq_len(good: dict[str, Any], write: Callable[[Any], Path]) -> None:
     row = good["winner"]
     length = row["config"]["seq_len"]
