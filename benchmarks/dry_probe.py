@@ -128,7 +128,7 @@ def main() -> None:
     shown = [row for row in rows if "error" in row]
     table(sorted(shown, key=lambda row: -abs(row["error"]))[:15], ["family", "way", "depth", "peak_gib", "error"])
     table([row for row in rows if "error" not in row], ["family", "way", "depth", "outcome", "reason"])
-    summary = summarize(shown) | {"left_out": len(rows) - len(shown)} | plan_seconds()
+    summary = summarize(rows) | plan_seconds()
     fingerprint = from_data(Fingerprint, stored.all[0]["fingerprint"])
     save("dry_probe", fingerprint, summary, rows, args.out)
     print(summary)
@@ -218,21 +218,26 @@ def errors(row: dict[str, Any], count: DryCount) -> dict[str, Any]:
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize the errors of the peaks. Without `compiled` in their name they are those of eager layers."""
-    eager, compiled = ([row for row in rows if (row["way"] == "compiled") is side] for side in (False, True))
+    """Summarize the errors of the peaks. Without `compiled` in their name they are those of eager layers.
+
+    `left_out` counts what could not be probed or counted.
+    """
+    known = [row for row in rows if "error" in row]
+    eager, compiled = ([row for row in known if (row["way"] == "compiled") is side] for side in (False, True))
     held_out = [row for row in eager if row["held_out"]]
 
     def largest(group: list[dict[str, Any]]) -> float | None:
         return max((abs(row["error"]) for row in group), default=None)
 
     return {
-        "families": len({row["family"] for row in rows}),
-        "configs": len(rows),
+        "families": len({row["family"] for row in known}),
+        "configs": len(known),
         "error_median": statistics.median(abs(row["error"]) for row in eager),
         "error_max": largest(eager),
         "error_max_compiled": largest(compiled),
         "heldout_families": len({row["family"] for row in held_out}),
         "heldout_error_max": largest(held_out),
+        "left_out": len(rows) - len(known),
     }
 
 
