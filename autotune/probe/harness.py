@@ -360,10 +360,10 @@ class Probe:
         )
 
     def _time_new_lengths(self) -> float:
-        """How much longer a micro batch takes whose length is new to this process, the median of a few.
+        """How much longer a micro batch takes whose length is new to this process, the least of a few.
 
-        They are a little shorter than those of the most frequent kind, whose time is known. The first plans of a
-        process also load libraries, for seconds; most of those of a run do not.
+        They are a little shorter than those of the most frequent kind, whose time is known. Several of the first plans
+        of a process also load libraries, for seconds; nearly all of those of a run do not.
         """
         request, meter = self.request, self.meter
         size, timed = request.config.micro_batch_size, [kind for kind in request.kinds if kind.share]
@@ -389,7 +389,7 @@ class Probe:
             more.append(meter.seconds(before, after) - known_s * length / frequent.length)
             if meter.seconds(begin, after) > NEW_LENGTHS_S:
                 break
-        return max(statistics.median(more), 0.0) if more else 0.0
+        return max(min(more, default=0.0), 0.0)
 
     def _train_on(self, batch: Tensors) -> None:
         self.trainer.train_unrecorded(self.model, batch)

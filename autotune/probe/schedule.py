@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autotune.core.probe_types import ProbeRequest, Rung
 
 # Where attention plans for each new length, a few such lengths show for how long: so many, fewer after these seconds.
-NEW_LENGTHS, NEW_LENGTHS_S = 6, 3.0
+NEW_LENGTHS, NEW_LENGTHS_S = 6, 6.0
 
 Step = tuple[int, ...]  # for each micro batch of an optimizer step the index of its kind
 

@@ -98,9 +98,9 @@ def test_what_another_study_answered_has_no_times() -> None:
     assert times.whole_s(REQUEST) is None
 
 
-@pytest.mark.parametrize(("micro_s", "tried_s"), [(0.1, 6 * 0.25), (1.0, 3.0 + 1.15)])
+@pytest.mark.parametrize(("micro_s", "tried_s"), [(0.1, 6 * 0.25), (2.0, 6.0 + 2.15)])
 def test_new_lengths_are_tried_after_the_timed_rounds(micro_s: float, tried_s: float) -> None:
-    """Six, or as many as begin in three seconds, each with a plan of 0.15 s."""
+    """Six, or as many as begin in six seconds, each with a plan of 0.15 s."""
     measured = measurement(micro_s, micro_step_s=(micro_s,), new_length_s=0.15)
     without = learned((None, micro_s, {"load": 1.0, "first_step": 4.0})).whole_s(REQUEST)
     times = ProbeTimes(ModelShape(num_layers=32, prefix=0, period=1))
