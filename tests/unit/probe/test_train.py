@@ -325,7 +325,11 @@ def test_everything_that_a_trainer_is_told(
     found: Any = train.make_trainer(made, options, model, loss, clock, train_rows, train_rows[:1])
     (its_model, args, collate, *data), named = found
     assert its_model == "model" and data == [train_rows, train_rows[:1]]
-    assert collate.func is rows.collate and collate.keywords == {"padded_lengths": [8, 16], "packing": False}
+    assert collate.func is rows.collate and collate.keywords == {
+        "padded_lengths": [8, 16],
+        "packing": False,
+        "masked": False,
+    }
     lengths = [5, 9] if group_by_length else None
     assert named == {"compute_loss_func": "loss", "callbacks": ["clock"], "row_lengths": lengths}
     plain = training_arguments(made, accumulation=made.accumulation, on_cpu=True) | {"report_to": "trackio"}
