@@ -102,10 +102,11 @@ def match_device(nvml_name: str, memory_gib: float | None = None) -> DeviceSpec 
     """The product that NVML or the driver calls `nvml_name`; None when it is not catalogued or could be several.
 
     Every word of the name must be accounted for, so that an A10G, a MIG slice, a laptop or a SUPER variant is never
-    taken for the card whose name it contains. `memory_gib` decides between sizes of one product.
+    taken for the card whose name it contains. `memory_gib` decides between sizes of one product: the driver calls an
+    RTX 3060 with 8 GB as it calls one with 12 GB.
     """
     for device in list_devices():
-        if nvml_name.casefold() in (known.casefold() for known in device.nvml_names):
+        if nvml_name.casefold() in (known.casefold() for known in device.nvml_names) and device.has_memory(memory_gib):
             return device
     words, size = _words(nvml_name)
     found = [

@@ -68,7 +68,7 @@ def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None
     if found := match_device(instance, memory_gb):
         return found
     name = re.sub(r"^rtx(pro)?(?=\d)", lambda match: "rtx-pro-" if match[1] else "rtx-", gpu_name.lower())
-    name = re.sub(r"(?<=\d)(?=(?:ada|nvl)$)", "-", name)
+    name = re.sub(r"(?<=\d)(?=(?:ada|nvl|ti|super|tisuper)$)|(?<=\dti)(?=super$)", "-", name)
     form = re.search(r"(?<![a-z0-9])(pcie|sxm\d?)(?![a-z0-9])", instance.lower())
     if form and (found := match_device(f"{name}-{form[1]}", memory_gb)):
         return found

@@ -79,7 +79,7 @@ def example(kind: str) -> str:
 def test_the_gpu_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = yaml.safe_load(example("gpus"))
     device = _device(row)
-    assert device.supports_bf16 and device.supports_fp8 and device.memory_gib == pytest.approx(11.9, abs=0.1)
+    assert device.supports_bf16 and device.supports_fp8 and device.memory_gib == pytest.approx(47.5, abs=0.1)
     (price,) = yaml.safe_load(example("prices"))
     assert prices._of_one_gpu(price).device == device.name
 

@@ -31,7 +31,9 @@ def test_every_device_name_means_one_device():
 @pytest.mark.parametrize(
     ("alias", "name"),
     [("h100", "h100-sxm"), ("H200", "h200-sxm"), ("a100_80GB", "a100-80gb-sxm"), ("a100-40gb", "a100-40gb-sxm"),
-     ("4090", "rtx-4090"), ("v100", "v100-sxm2-16gb"), (" NVIDIA H200 ", "h200-sxm"), ("cpu", "cpu")],
+     ("4090", "rtx-4090"), ("RTX 3080", "rtx-3080-10gb"),
+     ("rtx-3060", "rtx-3060-12gb"), ("b300", "b300-sxm"),
+     ("v100", "v100-sxm2-16gb"), (" NVIDIA H200 ", "h200-sxm"), ("cpu", "cpu")],
 )  # fmt: skip
 def test_aliases(alias, name):
     assert resolve_device(alias).name == name
@@ -62,12 +64,34 @@ def test_unknown_device_suggests_a_near_name():
         ("NVIDIA A100", 80.0, None),  # form unknown
         ("NVIDIA A100-SXM4-64GB", 63.4, None),  # a custom part
         ("NVIDIA H100", None, None),
-        ("NVIDIA H20", None, None),
+        ("NVIDIA H20", None, "h20"),
+        ("NVIDIA H20", 139.8, None),  # the version with 141 GB
+        ("NVIDIA H20-3e", 139.8, None),
+        ("NVIDIA GeForce RTX 3060", 12.0, "rtx-3060-12gb"),
+        ("NVIDIA GeForce RTX 3060", 8.0, None),  # the driver's name is that of the version with 12 GB
+        ("NVIDIA GeForce RTX 3080", 10.0, "rtx-3080-10gb"),
+        ("NVIDIA GeForce RTX 3080", 12.0, "rtx-3080-12gb"),
+        ("NVIDIA GeForce RTX 3080", None, None),
+        ("NVIDIA GeForce RTX 3080 Laptop GPU", 16.0, "rtx-3080-laptop-16gb"),
+        ("NVIDIA GeForce RTX 3080 Laptop GPU", 8.0, None),
+        ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", 16.0, None),
+        ("NVIDIA GeForce RTX 4060 Ti", 16.0, "rtx-4060-ti-16gb"),
+        ("NVIDIA GeForce RTX 4060 Ti", 8.0, "rtx-4060-ti-8gb"),
+        ("NVIDIA GeForce RTX 5060 Ti", 15.9, "rtx-5060-ti-16gb"),
+        ("NVIDIA RTX A5000", 24.0, "rtx-a5000"),
+        ("NVIDIA RTX A5000 Laptop GPU", 16.0, None),
+        ("NVIDIA RTX 5000 Ada Generation", 32.0, "rtx-5000-ada"),
+        ("NVIDIA RTX 5000 Ada Generation Laptop GPU", 16.0, None),
+        ("NVIDIA A2", 15.0, "a2"),
+        ("NVIDIA A2-2Q", 2.0, None),
+        ("NVIDIA L20", 45.0, "l20"),
+        ("NVIDIA B300 SXM6 AC", 268.6, "b300-sxm"),
         ("NVIDIA A10-24Q", 24.0, None),  # a vGPU
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.8, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "rtx-4090-laptop"),
         ("NVIDIA GeForce RTX 4090 D", 24.0, None),
-        ("NVIDIA GeForce RTX 4080 SUPER", 16.0, None),
+        ("NVIDIA GeForce RTX 4080 SUPER", 16.0, "rtx-4080-super"),
+        ("NVIDIA GeForce RTX 4080 Laptop GPU", 12.0, None),
         ("cpu", None, None),
         ("", None, None),
     ],
@@ -119,6 +143,46 @@ def test_a_memory_within_a_tenth_is_that_of_the_product():
     assert {size: card.has_memory(size) for size in sizes} == sizes
     assert replace(card, memory_gib=None).has_memory(1.0)
     assert card.usable_gib == pytest.approx(98.0) and replace(card, memory_gib=None).usable_gib is None
+
+
+def test_a_size_that_nobody_named_is_not_chosen():
+    for name in ("rtx-4060-ti", "rtx-5060-ti"):
+        with pytest.raises(UsageError, match=rf"did you mean .*'{name}-(8|16)gb'"):
+            resolve_device(name)
+
+
+# SMs, boost clock in GHz, and what an SM multiplies in a clock: 512 FLOP of a GeForce, whose accumulation in fp32 is
+# half as fast, 1024 of other cards with the same SM, 2048 of GA100.
+CLOCKS = {
+    "rtx-3090": (82, 1.695, 512),
+    "rtx-3080-12gb": (70, 1.710, 512),
+    "rtx-4090": (128, 2.520, 512),
+    "rtx-4070-ti-super": (66, 2.610, 512),
+    "rtx-5080": (84, 2.617, 512),
+    "rtx-a5000": (64, 1.695, 1024),
+    "rtx-4500-ada": (60, 2.580, 1024),
+    "a30": (56, 1.440, 2048),
+}
+
+
+@pytest.mark.parametrize("name", CLOCKS)
+def test_dense_peaks_by_arithmetic(name):
+    card, (sms, ghz, flop) = resolve_device(name), CLOCKS[name]
+    assert card.bf16_tflops == pytest.approx(sms * ghz * flop / 1000, rel=0.005) == card.fp16_tflops
+    if card.arch != "ampere":
+        assert card.fp8_tflops == pytest.approx(2 * card.bf16_tflops, rel=0.005)
+
+
+def test_peaks_are_neither_sparse_nor_of_another_unit():
+    """The rates of a card are in proportion: no row has one with sparsity, or of fp4, among the others."""
+    for card in list_devices():
+        if card.bf16_tflops is None or card.vendor != "nvidia":
+            continue
+        assert card.fp16_tflops == card.bf16_tflops
+        if card.fp8_tflops is not None:
+            assert 1.9 < card.fp8_tflops / card.bf16_tflops < 2.1
+        if "GeForce" in "".join(card.nvml_names) and card.fp32_tflops:
+            assert 1.9 < card.bf16_tflops / card.fp32_tflops < 2.1
 
 
 def test_memory_that_is_only_marketed_is_one_percent_less_in_gib():

@@ -360,9 +360,12 @@ def test_a_record_is_found_by_name_and_a_worker_has_a_folder_of_its_own(tmp_path
 # --- the device of a worker
 
 
+MEMORY = {"NVIDIA A10": 22.5}
+
+
 def card(name: str = "NVIDIA H200", used_gib: float = 0.0) -> GpuInfo:
     values: dict[str, Any] = {"index": 0, "uuid": "GPU-0", "compute_capability": "9.0", "driver": "580"}
-    return GpuInfo(**values, name=name, memory_gib=140.4, used_gib=used_gib, processes=())
+    return GpuInfo(**values, name=name, memory_gib=MEMORY.get(name, 140.4), used_gib=used_gib, processes=())
 
 
 @pytest.fixture
