@@ -5,9 +5,10 @@
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.catalog.own_devices import EXAMPLE, is_own, own_row
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data
 
@@ -27,7 +28,10 @@ _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """One product. Rates are dense peaks in TFLOP/s with fp32 accumulation; None is not known, or not in hardware."""
+    """One product. Rates are dense peaks in TFLOP/s with fp32 accumulation; None is not known, or not in hardware.
+
+    `given` is what `--gpu` said of a card of the user's own, None for one of the catalogue.
+    """
 
     name: str
     vendor: str
@@ -45,6 +49,17 @@ class DeviceSpec:
     aliases: tuple[str, ...] = ()
     source: str
     as_of: str | None = None
+    given: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name as it is shown: it says of a card of the user's own that it is one."""
+        return self.name if self.given is None else f"{self.name} (as you described it)"
+
+    @property
+    def option(self) -> str:
+        """What `--gpu` takes for this card."""
+        return self.given or self.name
 
     @property
     def kind(self) -> str:
@@ -89,12 +104,29 @@ def list_devices() -> tuple[DeviceSpec, ...]:
 def resolve_device(name: str) -> DeviceSpec:
     """The product that a user's `name` means: catalogue name, alias or NVML name, in any case, with - or _ or space.
 
-    Raises UsageError for an unknown one.
+    A file of YAML, or keys with values (`memory=24,...`), is a card of the user's own; see `own_devices`. Raises
+    UsageError for an unknown name, and for a card that is not described as it must be.
     """
+    if not is_own(name):
+        return catalogued_device(name)
+    device = replace(_device(own_row(name)), given=name.strip())
+    if (known := _by_name().get(_normal(device.name))) is not None:  # whose prices and measurements it would get
+        raise UsageError(
+            f"--gpu {device.given}: the catalogue has a card named {device.name}",
+            remedy=f"give yours another name, such as my-{device.name}, or take that one: --gpu {known.name}",
+        )
+    return device
+
+
+def catalogued_device(name: str) -> DeviceSpec:
+    """The product of the catalogue that a name means. Raises UsageError for an unknown one."""
     known = _by_name()
     found = known.get(_normal(name))
     if found is None:
-        raise UsageError(f"unknown gpu {name!r}{did_you_mean(_normal(name), known)}", remedy="autotune gpus lists them")
+        raise UsageError(
+            f"unknown gpu {name!r}{did_you_mean(_normal(name), known)}",
+            remedy=f"autotune gpus lists them; for any other: --gpu {EXAMPLE}, or a file of YAML with these keys",
+        )
     return found
 
 

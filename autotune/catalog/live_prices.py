@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import date
 from typing import Any
 
-from autotune.catalog.devices import DeviceSpec, match_device, resolve_device
+from autotune.catalog.devices import DeviceSpec, catalogued_device, match_device
 from autotune.catalog.prices import Price, best_first
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.text import printable
@@ -74,7 +74,7 @@ def offered(gpu_name: str, memory_gb: float, instance: str) -> DeviceSpec | None
         return found
     for known in (f"{name}-{memory_gb:.0f}gb", RENTED.get(name, name)):
         try:
-            device = resolve_device(known)
+            device = catalogued_device(known)
         except UsageError:
             continue
         other_form = form and re.search("pcie|sxm", device.name)

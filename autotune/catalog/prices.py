@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.catalog.devices import resolve_device
+from autotune.catalog.devices import catalogued_device
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data, read_user_yaml
 from autotune.core.units import DASH, fmt_usd
@@ -45,7 +45,7 @@ def load_prices(path: Path) -> tuple[Price, ...]:
     """The user's own prices, a YAML list of rows like those of `data/prices.yaml`.
 
     One is `- {provider: mine, device: a10, usd: 0.55, spot_usd: 0.2, count: 1, as_of: 2026-11-01}`; provider, device
-    (any name that `resolve_device` knows) and usd are needed. Raises UsageError for another form; the line is named.
+    (any name that `catalogued_device` knows) and usd are needed. Raises UsageError for another form; the line is named.
     """
     rows: Any = read_user_yaml(path, _file_model()).model_dump()
     return tuple(_of_one_gpu(row | {"source": row["source"] or path.name}) for row in rows)
@@ -154,7 +154,7 @@ def _file_model() -> "type[BaseModel]":
         @classmethod
         def _known(cls, name: str) -> str:
             try:
-                return resolve_device(name).name
+                return catalogued_device(name).name
             except UsageError as error:  # pydantic adds the line to a ValueError alone
                 raise ValueError(str(error)) from None
 

@@ -45,7 +45,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 def verdict(report: CheckReport) -> str:
     """'out of memory: needs 27.3 of 20.6 GiB on a10, 6.7 GiB (33 %) too much'."""
-    checked, limit, device = report.checked, report.context.limit_gib, report.context.device.name
+    checked, limit, device = report.checked, report.context.limit_gib, report.context.device.label
     bounds, least = checked.bounds, checked.bounds.least.peak_reserved_gib
     peak = least if checked.state == OOM else checked.estimate.need_gib
     num_gpus = checked.run.num_gpus or 1

@@ -112,7 +112,7 @@ class Display(AbstractContextManager["Display"]):
         lines = {
             "study": task.study,
             "model": f"{task.model.name}, " + ("local weights" if task.model.weights else "random weights"),
-            "device": f"{device.name}{proxy}, {fmt_gib(fits_gib)} before the reserve and the context",
+            "device": f"{device.label}{proxy}, {fmt_gib(fits_gib)} before the reserve and the context",
             "workload": f"{describe.workload(workload)}, global batch {workload.global_batch} examples",
             "lengths": str(workload.lengths),
             "space": f"{space.name}: {space.size():,} configurations",

@@ -20,7 +20,10 @@ Storage = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
-Gpu = Annotated[str | None, typer.Option(help="Target GPU: a name, or auto (the one here).", autocompletion=gpu_names)]
+Gpu = Annotated[
+    str | None,
+    typer.Option(help="Target GPU: a name, auto (the one here), or a card of your own.", autocompletion=gpu_names),
+]
 Directory = Annotated[Path | None, typer.Option(help="Directory. [the study's]")]
 Evidence = Annotated[
     Path, typer.Option(metavar="DIR", help="What `autotune import` stored, which makes the speeds more exact.")

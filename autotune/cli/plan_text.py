@@ -15,7 +15,7 @@ def print_plan(made: Plan) -> None:
     """Print the best configuration and the guides' one, then the tables of what fits."""
     task = made.task
     memory = fmt_gib(task.device.memory_gib)
-    print(f"{task.model.name} on {task.device.name}: {memory}, {fmt_gib(made.limit_gib)} of it for tensors")
+    print(f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(made.limit_gib)} of it for tensors")
     print(f"{how_known(task.calibration, task.device)}.\n")
     for name, estimated in (("best", made.best), ("guides", made.baseline)):
         if estimated is not None:

@@ -58,7 +58,7 @@ def summary_lines(recipe: Recipe) -> list[str]:
     machine += [f"CUDA {fingerprint.cuda}"] if fingerprint.cuda else []
     packages = [f"{name} {version}" for name, version in sorted(fingerprint.packages.items())]
     return [
-        f"autotune study {recipe.study}: {recipe.model.name} on {recipe.device.name}",
+        f"autotune study {recipe.study}: {recipe.model.name} on {recipe.device.label}",
         f"Configuration: {winner.config.label()}, {recipe.accumulation} micro batches a step",
         f"Expect ({winner.evidence.value}): {fmt_seconds(winner.performance.step_time_s)} a step,"
         f" {fmt_count(winner.performance.tokens_per_second)} useful tokens/s{trained_on(recipe)},"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.catalog import NO_PRICE, DeviceSpec, list_devices, resolve_device, resolve_model
+from autotune.catalog.own_devices import split_names
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.text import printable
@@ -332,7 +333,7 @@ def compare(
     and progress. Raises UsageError if a part of a spec is unknown or impossible, or no formula covers any model on any
     card.
     """
-    cards = _named_cards([*gpus, owned.device.name] if owned else gpus)
+    cards = _named_cards([*gpus, owned.device.option] if owned else gpus)
     studies = _studies(specs, methods)
     titles = [(printable(resolve_model(spec.model).name), printable(spec.space_name or "default")) for spec in studies]
     warnings: set[str] = set()
@@ -368,7 +369,7 @@ def compare(
 
 def _names(values: Sequence[str]) -> list[str]:
     """The names in texts with commas between them, each once."""
-    return list(dict.fromkeys(name.strip() for text in values for name in text.split(",") if name.strip()))
+    return list(dict.fromkeys(name for text in values for name in split_names(text)))
 
 
 def _named_cards(names: Sequence[str]) -> list[DeviceSpec]:

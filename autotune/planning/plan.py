@@ -284,6 +284,7 @@ def plan_data(made: Plan) -> dict[str, Any]:
     return {
         "model": task.model.name,
         "device": task.device.name,
+        "own_card": task.device.given,
         "workload": task.workload.facts(),
         "price": asdict(task.price) if task.price else None,
         "limit_gib": made.limit_gib,

@@ -80,7 +80,7 @@ def check(
     name = options.get("model") or run.model
     model, assumption = find_model(name)
     run = with_supported_attention(run, model)
-    spec = make_spec(None, options | {"gpu": device.name, "model": model.name if assumption else name})
+    spec = make_spec(None, options | {"gpu": device.option, "model": model.name if assumption else name})
     task, warnings = _task(spec, device, run, say)
     context = CheckContext(
         model=model,
@@ -150,7 +150,7 @@ def _task(spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say) -> 
     context = resolve_model(spec.model).max_seq_len or run.config.seq_len
     rows = run.accumulation * run.config.micro_batch_size
     pins = {"seq_len": min(run.config.seq_len, context)}
-    setup = set_up(replace(spec, gpu=device.name, pins=pins, global_batch=rows), device, say)
+    setup = set_up(replace(spec, gpu=device.option, pins=pins, global_batch=rows), device, say)
     assumed = setup.task.workload.lengths.source == "assumed"
     return setup.task, () if assumed else tuple(f"{text}." for text in setup.warnings if "cut off" in text)
 
@@ -277,6 +277,7 @@ def report_data(report: CheckReport) -> dict[str, Any]:
         "format": run.format,
         "model": context.model.name,
         "device": context.device.name,
+        "own_card": context.device.given,
         **_checked_data(report.checked),
         "limit_gib": context.limit_gib,
         "num_gpus": run.num_gpus,

@@ -25,6 +25,7 @@ OF_PEAK, OF_POWER = 0.7, 0.3  # exponents
 # bandwidth. The 103 published pairs of one chip are 8 % off with it, 11 % without. From one generation to the next the
 # chip grows with its memory: there such a power would make the published pairs 17 % off instead of 15 %.
 OF_MEMORY = 0.61
+WITHOUT_POWER = 0.75  # the share for a card of unknown power: the middle of 0.58 to 0.95, as the catalogue's cards have
 CEILING = 0.95  # no card is taken to multiply at more of its dense peak
 USUAL_SHARE = 0.3  # of the time on an H200, in products, in the published pairs; for what no formula knows
 BETWEEN, WITHIN = 0.14, 0.09  # standard deviations of the logarithm of a ratio
@@ -71,8 +72,11 @@ def same_chip(one: DeviceSpec, other: DeviceSpec) -> bool:
 
 
 def is_measured_kind(device: DeviceSpec) -> bool:
-    """Whether speeds of cards of this generation were published, to compare with those of others."""
-    return device.arch in MEASURED_KINDS
+    """Whether speeds of cards of this generation were published, to compare with those of others.
+
+    They say little of a card whose power is unknown.
+    """
+    return device.arch in MEASURED_KINDS and device.tdp_w is not None
 
 
 def interval(value: float, error: float) -> tuple[float, float]:
@@ -168,10 +172,10 @@ def card_rates(
 
 
 def products_tflops(device: DeviceSpec, precision: str = "bf16") -> float | None:
-    """TFLOP/s that the products of a training step reach; None where the peak or the power is unknown."""
+    """TFLOP/s that the products of a training step reach; None where the peak is unknown."""
     peak, power_w = peak_tflops(device, precision), device.tdp_w
     if peak is None or power_w is None:
-        return None
+        return peak and WITHOUT_POWER * peak
     reached = REACHED * PEAK * math.pow(peak / PEAK, OF_PEAK) * math.pow(power_w / POWER_W, OF_POWER)
     return min(reached, CEILING * peak)
 

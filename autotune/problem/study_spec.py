@@ -119,7 +119,7 @@ class StudySpec:
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
 
     model: str = _option(MISSING, "Catalogue name, local directory, or hub id.")
-    gpu: str = _option("auto", "Target GPU: a name, auto (the one in this machine), or cpu.")
+    gpu: str = _option("auto", "Target GPU: a name, auto (the one in this machine), cpu, or a card of your own.")
     space: str | SearchSpace | None = _option(None, "Search space: a name (`autotune spaces`) or a file.")  # noqa: RUF009
     trainer: str = _option(
         "transformers", "What trains: transformers, or trl (SFTTrainer).", allows=("transformers", "trl").__contains__

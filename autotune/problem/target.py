@@ -4,6 +4,7 @@ A larger GPU can probe for a smaller device. Under a cap of the device's memory 
 would on the device; its speed is projected. What the device has and the GPU here lacks cannot be tried.
 """
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -102,6 +103,13 @@ def data_sheet(card: nvml.GpuInfo) -> DeviceSpec:
     )
 
 
+def is_product(card: nvml.GpuInfo, device: DeviceSpec) -> bool:
+    """Whether a GPU of this machine is the device: by the catalogue, or by the names in a row of the user's own."""
+    names = [name.casefold() for name in device.nvml_names]
+    is_own = device.given is not None and card.name.casefold() in names and device.has_memory(card.memory_gib)
+    return is_own or data_sheet(card).name == device.name
+
+
 def kept_calibration(device: DeviceSpec, say: Callable[[str], None] = lambda text: None) -> Calibration | None:
     """What `autotune calibrate` kept of this device; None where that is nothing, or the device is not here.
 
@@ -111,7 +119,7 @@ def kept_calibration(device: DeviceSpec, say: Callable[[str], None] = lambda tex
     if not path.is_file():
         return None
     card = None if device.kind == "cpu" else present_card()
-    if device.kind != "cpu" and (card is None or data_sheet(card) != device):
+    if device.kind != "cpu" and (card is None or not is_product(card, device)):
         return None
     try:
         kept = replace(read_calibration(path), place=HERE)
@@ -128,20 +136,26 @@ def kept_calibration(device: DeviceSpec, say: Callable[[str], None] = lambda tex
 def find_target(name: str) -> Target:
     """The target of this name on this machine: its CPU, its GPU, or a device that its GPU can probe for.
 
-    Raises UsageError for a name that is not in the catalogue, and EnvironmentProblem where nothing here can probe.
+    Raises UsageError for a name that means no device, and EnvironmentProblem where nothing here can probe.
     """
     wanted = None if name.strip().lower() == "auto" else resolve_device(name)
     if wanted is not None and wanted.kind == "cpu":
         return Target(device=wanted)
     card = present_card()
     if card is None:
-        instead = f"estimate with `autotune plan --gpu {wanted.name}`" if wanted else "run on a machine that has one"
+        instead = (
+            f"estimate with `autotune plan --gpu {shlex.quote(wanted.option)}`"
+            if wanted
+            else "run on a machine that has one"
+        )
         raise EnvironmentProblem(
             f"{wanted.name if wanted else 'an NVIDIA GPU'} was asked for, but there is no NVIDIA GPU here to probe on",
             remedy=f"{instead}, or try the tool on the processor: --gpu cpu --model demo-3m",
         )
+    if wanted is not None and is_product(card, wanted):
+        return Target(device=wanted, card=card)
     present = data_sheet(card)
-    if wanted is None or wanted.name == present.name:
+    if wanted is None:
         return Target(device=present, card=card)
     lack = _lack(wanted, present, card)
     carried = speed_transfer(present, wanted)
@@ -151,7 +165,7 @@ def find_target(name: str) -> Target:
             f"{wanted.name} was asked for, but the GPU here is {card.name} ({present.name}, "
             f"{fmt_gib(card.memory_gib)}){reason}",
             remedy=f"give --gpu {present.name} (or auto), run where there is {wanted.name}, or estimate with `autotune "
-            f"plan --gpu {wanted.name}`; a few layers can be probed here too: --gpu {present.name} "
+            f"plan --gpu {shlex.quote(wanted.option)}`; a few layers can be probed here too: --gpu {present.name} "
             f"--memory-gib {wanted.memory_gib or 0:.0f} --shallow-only",
         )
     return Target(device=wanted, card=card, measured_on=present, carried=carried)

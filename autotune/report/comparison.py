@@ -35,6 +35,7 @@ def card_data(group: Group, card: ComparedCard) -> Data:
         "model": group.model,
         "method": group.method,
         "card": card.device.name,
+        "own_card": card.device.given,
         "state": card.state,
         "from_reserve": plan is not None and plan.from_reserve,
         "need_gib": need and need.need_gib,
@@ -87,6 +88,10 @@ def _memory(data: Data) -> str:
     return f"{data['state']}: at least {_gib(data['need_gib'])} of {limit} (guides: {_gib(data['guides_need_gib'])})"
 
 
+def _card(data: Data) -> str:
+    return str(data["card"]) if data["own_card"] is None else f"{data['card']} (as you described it)"
+
+
 def _evidence(data: Data) -> str:
     count = data["measurements_on_this_card"]
     guess = ", no measurement of this kind of card" if data["is_guess"] else ""
@@ -110,7 +115,7 @@ class Column:
 
 
 COLUMNS = (
-    Column(title="card", table="speed", text=lambda row: str(row["card"])),
+    Column(title="card", table="speed", text=_card),
     Column(title="GiB of limit", table="speed", text=_memory),
     Column(title="tokens/s (80 %)", table="speed", numeric=True, text=lambda row: _with_range(row, "tokens_per_s")),
     Column(title="relative", table="speed", numeric=True, text=_relative),

@@ -26,7 +26,7 @@ from autotune.prediction.depth_extrapolation import depths
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import Setup, adapt_to_layers, open_reserve
-from autotune.problem.target import IGNORED_GIB, find_target
+from autotune.problem.target import IGNORED_GIB, find_target, is_product
 from autotune.problem.task import Task
 from autotune.study.ablation import Ablation, ablate
 from autotune.study.decomposition import Decomposition, decompose
@@ -489,10 +489,11 @@ def require_device(device: DeviceSpec, remedy: str) -> str:
     """The device, "cpu" or "cuda", if this machine has the device. Raises EnvironmentProblem otherwise."""
     kind = "cpu" if device.kind == "cpu" else "cuda"
     try:
-        here = find_target("cpu" if kind == "cpu" else "auto").device.name
+        found = find_target("cpu" if kind == "cpu" else "auto")
+        here, is_here = found.device.name, found.card is None or is_product(found.card, device)
     except EnvironmentProblem:
-        here = "no GPU"
-    if here != device.name:
+        here, is_here = "no GPU", False
+    if not is_here:
         raise EnvironmentProblem(f"the study is for {device.name}, here is {here}", remedy=remedy)
     return kind
 

@@ -38,7 +38,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         if as_json:
             print_json([result.data() for result in results])
         else:
-            print(f"{device.name}. {how_known(calibration_of(spec, device), device)}.")
+            print(f"{device.label}. {how_known(calibration_of(spec, device), device)}.")
             print_table(None, dict(COLUMNS), [result.cells() for result in results])
         return
     made = make_plan(spec, device=device, observations=observations, say=print_note, counted=True)

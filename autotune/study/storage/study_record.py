@@ -4,7 +4,7 @@ Each field is a user attribute of the Optuna study, as JSON, so that the leader 
 fields independently. A record of another schema version is refused: probe results of that version do not compare.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
@@ -95,6 +95,7 @@ class StudyRecord:
             "model digest": task.model.digest,
             "weights": task.model.weights is not None,
             "device": task.device.name,
+            "data sheet": to_data(replace(task.device, given=None)) if task.device.given else None,
             "measured on": (task.measured_on or task.device).name,
             "trainer": task.trainer,
             "workload": task.workload.facts(),

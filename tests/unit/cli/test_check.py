@@ -84,6 +84,14 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...,
 # --- verdicts
 
 
+def test_a_card_of_the_users_own(printed: Callable[..., str]) -> None:
+    words = "memory=24,bf16_tflops=125,bandwidth_gb_s=600,tdp_w=150,arch=ampere"
+    assert "on card-24gb (as you described it)" in printed(TRL, words)
+    said = json.loads(printed(TRL, words, as_json=True))
+    assert (said["device"], said["own_card"]) == ("card-24gb", words)
+    assert said["faster"] is None or f"--gpu {words}" in said["faster"]["command"]
+
+
 @pytest.mark.parametrize(
     ("text", "gpu", "fits"),
     [

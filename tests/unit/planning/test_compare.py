@@ -359,6 +359,17 @@ def test_an_own_card_joins_the_comparison() -> None:
     assert [one["card"] for one in first["cards"]] == ["l4", "rtx-4090"] and first["own_run"]["usd"] > 0
 
 
+def test_cards_that_the_user_describes_are_compared_and_marked(tmp_path: Path) -> None:
+    words = "memory=16,bf16_tflops=60,bandwidth_gb_s=300"
+    result = run("--gpus", f"l4,{words},a10", "--owned", f"{words},tdp_w=100,name=mine", "--owned-usd", "500")
+    assert result.exit_code == 0, result.output
+    assert "card-16gb (as you described it)" in result.stdout and "mine (as you described it)" in result.stdout
+    assert "your own mine" in result.stdout
+    data = json.loads(run("--gpus", f"l4,{words}", "--format", "json").stdout)["groups"][0]["cards"]
+    assert [(one["card"], one["own_card"]) for one in data] == [("l4", None), ("card-16gb", words)]
+    assert data[1]["tokens_per_s"] > 0 and data[1]["is_guess"] is True
+
+
 def test_a_family_without_a_formula_leaves_the_others(tmp_path: Path) -> None:
     out = tmp_path / "cards.csv"
     result = run("--model", "mixtral-8x7b", "--gpus", "l4,h100", "--methods", "lora", "--out", str(out))
@@ -411,6 +422,8 @@ def test_the_users_price_file_is_used(tmp_path: Path) -> None:
     [
         (["--gpus", " , "], "which GPUs?"),
         (["--gpus", "a10x"], "unknown gpu 'a10x'"),
+        (["--gpus", "a10,memory=24"], "--gpu memory=24: say how fast the card multiplies"),
+        (["--gpus", "a10,no.yaml"], "cannot read no.yaml"),
         (["--gpus", "a10", "--format", "pdf"], "there is no format 'pdf'"),
         (["--gpus", "a10", "--methods", "qlorra"], "unknown search space 'qlorra'; did you mean 'qlora'"),
         (["--gpus", "a10", "--methods", "lora", "--space", "full"], "--methods and a space of one's own"),

@@ -305,6 +305,21 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {cell["fits"] for cells in said["what_fits"].values() for cell in cells} == {FITS, TIGHT, OOM}
 
 
+def test_a_card_of_the_users_own_is_marked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("memory: 24\nbf16_tflops: 125\nbandwidth_gb_s: 600\ntdp_w: 150\narch: ampere\n")
+    text = "memory=24,bf16_tflops=125,bandwidth_gb_s=600,tdp_w=150,arch=ampere"
+    made = [plan(StudySpec(model="qwen2.5-0.5b", gpu=gpu)).best for gpu in (text, str(file))]
+    assert made[0] and made[1] and made[0].tokens_per_s == made[1].tokens_per_s and made[0].price is None
+    like = plan(StudySpec(model="qwen2.5-0.5b", gpu="a10"), observations=()).best
+    assert like and made[0].tokens_per_s == pytest.approx(like.tokens_per_s, rel=0.05)
+    command.plan(StudySpec(model="qwen2.5-0.5b", gpu=text), evidence=HERE)
+    assert "on card-24gb (as you described it): 23.8 GiB" in capsys.readouterr().out
+    command.plan(StudySpec(model="qwen2.5-0.5b", gpu=str(file)), evidence=HERE, as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert (said["device"], said["own_card"]) == ("mine", str(file))
+
+
 def test_an_unknown_price_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     command.plan(StudySpec(model="smollm2-135m", gpu="gh200-96gb", price=None), evidence=HERE)
     assert "no price" not in capsys.readouterr().out

@@ -20,9 +20,11 @@ from autotune.prediction.transfer import (
     UNMEASURED,
     USUAL_SHARE,
     WITHIN,
+    WITHOUT_POWER,
     SpeedTransfer,
     host_transfer,
     interval,
+    peak_tflops,
     products_tflops,
     speed_transfer,
 )
@@ -146,7 +148,20 @@ def test_no_card_reaches_more_than_a_share_of_its_peak() -> None:
     cards = [resolve_device(name) for name in expected]
     shares = {card.name: (products_tflops(card) or 0) / (card.bf16_tflops or 1) for card in cards}
     assert shares == pytest.approx(expected, abs=0.005)
-    assert products_tflops(replace(H100, tdp_w=None)) is None is speed_transfer(H100, replace(A100, tdp_w=None))
+
+
+def test_a_card_of_unknown_power_lies_in_the_middle_of_the_others_and_is_less_certain() -> None:
+    shares = [(products_tflops(card) or 0) / peak for card in list_devices() if (peak := peak_tflops(card))]
+    assert min(shares) < WITHOUT_POWER < max(shares)
+    assert pytest.approx(min(shares) * max(shares), rel=0.03) == WITHOUT_POWER**2
+    unknown = replace(A100, name="other", tdp_w=None)
+    assert (
+        products_tflops(unknown) == WITHOUT_POWER * 312
+        and products_tflops(replace(unknown, bf16_tflops=None, fp16_tflops=None)) is None
+    )
+    known, without = speed_transfer(H100, replace(A100, name="other")), speed_transfer(H100, unknown)
+    assert known is not None and without is not None
+    assert without.error > 1.5 * known.error and without.bytes == known.bytes
 
 
 def test_fp8_has_a_peak_of_its_own() -> None:

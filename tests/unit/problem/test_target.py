@@ -116,6 +116,42 @@ def test_a_larger_card_stands_in_for_a_smaller_one(cards, name):
     assert 0.95 * device.memory_gib < target.cap_gib < device.memory_gib
 
 
+WORDS = "memory=24,bf16_tflops=125,bandwidth_gb_s=600,tdp_w=150,compute_capability=8.6"
+
+
+def test_a_gpu_stands_in_for_a_card_of_the_users_own(cards):
+    cards(card())
+    target = find_target(WORDS)
+    assert (target.device, target.measured_on) == (resolve_device(WORDS), H200)
+    assert target.cap_gib == target.device.usable_gib and target.carried is not None
+    setup = set_up(StudySpec(model="mistral-7b", gpu=WORDS), target)
+    assert setup.task.study.startswith("card-24gb-by-h200-sxm") and setup.task.price is None
+    cards()
+    with pytest.raises(EnvironmentProblem) as caught:
+        find_target(WORDS)
+    assert f"autotune plan --gpu {WORDS}" in caught.value.remedy
+
+
+def test_a_gpu_of_this_machine_may_have_a_row_of_the_users_own(cards, tmp_path):
+    path = tmp_path / "it's mine.yaml"
+    row = "memory: 40\nbf16_tflops: 100\nbandwidth_gb_s: 600\nnvml_names: [NVIDIA X1]\n"
+    path.write_text(row)
+    cards(card(name="nvidia x1", memory_gib=39.6))
+    mine = resolve_device(str(path))
+    assert find_target(str(path)) == Target(device=mine, card=card(name="nvidia x1", memory_gib=39.6))
+    cards(card(name="NVIDIA X1", memory_gib=20.0))  # another size of it
+    with pytest.raises(EnvironmentProblem, match="it would need"):
+        find_target(str(path))
+
+
+def test_a_study_of_a_card_of_the_users_own_goes_on_with_the_same_data_sheet():
+    own = replace(subject_of(), device=resolve_device(WORDS))
+    assert from_data(type(own), to_data(own)) == own
+    facts = [record_of(replace(own, device=resolve_device(gpu))).identity() for gpu in (WORDS, WORDS + ",arch=ada")]
+    assert facts[0] != facts[1] and facts[0]["device"] == facts[1]["device"]
+    assert record_of(replace(own, device=A10)).identity()["data sheet"] is None
+
+
 def test_the_card_itself_is_not_capped(cards):
     cards(card())
     assert find_target("h200").cap_gib is None and find_target("h200").carried is None

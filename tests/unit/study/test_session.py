@@ -387,6 +387,14 @@ def test_a_device_is_required_by_its_product(cards: Callable[..., None]) -> None
         assert caught.value.remedy == "another card"
 
 
+def test_a_row_of_the_users_own_may_be_of_the_card_that_is_here(cards: Callable[..., None], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("memory: 140\nbf16_tflops: 900\nnvml_names: [NVIDIA H200]\n")
+    cards(card())
+    assert require_device(resolve_device(str(tmp_path / "mine.yaml")), "go") == "cuda"
+    with pytest.raises(EnvironmentProblem, match="the study is for card-140gb, here is h200-sxm"):
+        require_device(resolve_device("memory=140,bf16_tflops=900"), "go")
+
+
 def test_a_worker_needs_the_memory_that_the_study_uses_of_each_card(cards: Callable[..., None]) -> None:
     """80 GiB of 140.4, of which half a GiB that others hold is ignored."""
     on_h200 = record_of()

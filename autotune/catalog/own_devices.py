@@ -1,0 +1,156 @@
+"""Cards of the user's own: a file with one row as in `data/gpus.yaml`, or its keys in words: `memory=24,...`."""
+
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autotune.core.errors import UsageError, did_you_mean
+from autotune.core.files import read_user_text, read_user_yaml
+from autotune.core.text import dashed, printable
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+EXAMPLE = "memory=24,bf16_tflops=165,bandwidth_gb_s=1008,tdp_w=450"
+MAX_SIZE = 1e6  # of any rate or size; more is a typing error
+
+
+def split_names(text: str) -> list[str]:
+    """The cards of a text with commas between them: 'a10,memory=24,tdp_w=450,h100' names three.
+
+    Neighbours with an equals sign belong to one card, until a key comes a second time.
+    """
+    cards: list[str] = []
+    keys: set[str] = set()  # of the card of the user's own that may go on
+    for part in filter(None, map(str.strip, text.split(","))):
+        key, equals, _ = part.partition("=")
+        if equals and keys and key.strip() not in keys:
+            cards[-1] += f",{part}"
+        else:
+            keys = set()
+            cards.append(part)
+        if equals:
+            keys.add(key.strip())
+    return cards
+
+
+def is_own(name: str) -> bool:
+    """Whether what `--gpu` says describes a card, and does not name one of the catalogue."""
+    return "=" in name or name.strip().lower().endswith((".yaml", ".yml"))
+
+
+def own_row(name: str) -> dict[str, Any]:
+    """The row that a card of the user's own has, with the keys of `data/gpus.yaml`. Raises UsageError."""
+    row = _row_of_text(name) if "=" in name else _row_of_file(Path(os.path.expanduser(name.strip())))
+    memory = row.pop("memory")
+    return row | {"marketed_gb": row["marketed_gb"] or memory, "source": row["source"] or "given by --gpu"}
+
+
+def _row_of_file(path: Path) -> dict[str, Any]:
+    lines = (line for line in read_user_text(path).splitlines() if line.strip()[:1] not in ("", "#"))
+    listed = next((line for line in lines if not line.startswith("---")), "").startswith("-")
+    read: Any = read_user_yaml(path, _file_model(listed)).model_dump()
+    row: dict[str, Any] = read[0] if listed else read
+    return row | {"name": row["name"] or dashed(path.stem)[:60] or "card"}
+
+
+def _row_of_text(text: str) -> dict[str, Any]:
+    from pydantic import ValidationError
+
+    given: dict[str, str] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key in given:
+            problem = f"{key} is given twice" if equals else f"{part!r} is not of the form key=value"
+            raise UsageError(f"--gpu {printable(text)}: {problem}", remedy=f"for example --gpu {EXAMPLE}")
+        given[key] = value
+    try:
+        row: dict[str, Any] = _row_model().model_validate_strings(given).model_dump()
+    except ValidationError as error:
+        raise UsageError(
+            "\n".join(_problem(printable(text), item) for item in error.errors()[:5]),
+            remedy=f"for example --gpu {EXAMPLE}",
+        ) from None
+    return row | {"name": row["name"] or _usual_name(row)}
+
+
+def _problem(text: str, item: Any) -> str:
+    key = ".".join(map(str, item["loc"]))
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        message = f"there is no such key{did_you_mean(key, _row_model().model_fields)}"
+    return f"--gpu {text}: {key}: {message}" if key else f"--gpu {text}: {message}"
+
+
+def _usual_name(row: dict[str, Any]) -> str:
+    """'card-24gb', after the memory: such a card needs a name in tables and for its study."""
+    mib, gb = row["memory_mib"], row["marketed_gb"] or row["memory"]
+    return f"card-{dashed(f'{gb or mib / 1024:.4g}')}gb"
+
+
+@functools.cache
+def _row_model() -> "type[BaseModel]":
+    """The pydantic model of one row, made on first use."""
+    from typing import Annotated, Literal, Self
+
+    from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+    size = Annotated[float | None, Field(gt=0, le=MAX_SIZE)]
+    text = Annotated[str | None, Field(min_length=1, max_length=300, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\z")]
+
+    def as_text(value: Any) -> Any:
+        """YAML reads 8.9 as a number, and 2026-11-24 as a date."""
+        return value if value is None else str(value)
+
+    class Row(BaseModel):
+        model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+        name: Annotated[str | None, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,59}\z")] = None
+        memory: size = None  # in GB, as it is sold
+        marketed_gb: size = None
+        memory_mib: size = None
+        bandwidth_gb_s: size = None
+        tdp_w: size = None
+        bf16_tflops: size = None
+        fp16_tflops: size = None
+        fp8_tflops: size = None
+        fp32_tflops: size = None
+        vendor: Literal["nvidia", "amd"] = "nvidia"
+        arch: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,29}\z")] = "unknown"
+        compute_capability: Annotated[str | None, BeforeValidator(as_text), Field(pattern=r"^[0-9]{1,2}\.[0-9]\z")] = (
+            None
+        )
+        nvml_names: Annotated[list[Annotated[str, Field(min_length=1, max_length=100)]], Field(max_length=8)] = []
+        aliases: Annotated[list[str], Field(max_length=0)] = []
+        as_of: Annotated[text, BeforeValidator(as_text)] = None
+        source: text = None
+
+        @model_validator(mode="after")
+        def _is_enough(self) -> Self:
+            if sum(size is not None for size in (self.memory, self.marketed_gb, self.memory_mib)) != 1:
+                raise ValueError(
+                    "say how much memory the card has, once: memory (GB, as it is sold), or memory_mib (the total that "
+                    "nvidia-smi prints)"
+                )
+            if not (self.bf16_tflops or self.fp16_tflops or self.compute_capability):
+                raise ValueError(
+                    "say how fast the card multiplies: bf16_tflops, its dense peak with fp32 accumulation (or "
+                    "fp16_tflops of a card without bf16); where that is not known, compute_capability, like 8.9"
+                )
+            return self
+
+    return Row
+
+
+@functools.cache
+def _file_model(listed: bool) -> "type[BaseModel]":
+    """The pydantic model of a file: one row, alone or as a list of one, as in `data/gpus.yaml`."""
+    from typing import Annotated
+
+    from pydantic import Field, RootModel
+
+    row: Any = _row_model()
+    rows: Any = RootModel[Annotated[list[row], Field(min_length=1, max_length=1)]]
+    model: type[BaseModel] = rows if listed else row
+    return model
