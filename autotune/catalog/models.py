@@ -4,13 +4,15 @@ Only the config is read; whether transformers knows its `model_type` shows when 
 """
 
 import copy
+import functools
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from autotune.catalog.model_names import ModelNames
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data, read_regular, refuse_special_files
 from autotune.core.train_config import digest_of
@@ -110,23 +112,25 @@ class ModelSpec:
 
 def list_models() -> tuple[ModelSpec, ...]:
     """Every catalogued model. The configs are copies: transformers completes rope_parameters in place."""
-    return tuple(
-        ModelSpec(**{**row, "aliases": tuple(row["aliases"]), "config": copy.deepcopy(row["config"])})
-        for row in load_data("autotune.catalog", "data/models")["models"]
-    )
+    return tuple(map(_spec, _rows()))
 
 
 def resolve_model(name: str) -> ModelSpec:
     """A catalogue name or alias in any case; else a local directory with a config.json; else a Hub id.
 
-    Raises UsageError for none of these, and for a config that cannot be used.
+    A Hub id that shares its shape with a row by its name (`model_names`) is that row under its own name, without asking
+    the Hub: the shape is the row's, the weights of a run are those that were asked for. Raises UsageError for none of
+    these, and for a config that cannot be used.
     """
-    known = {key.lower(): spec for spec in list_models() for key in (spec.name, *spec.aliases)}
+    known = _names().exact
     if name.lower() in known:
-        return known[name.lower()]
+        return _spec(_rows()[known[name.lower()]])
     path = os.path.expanduser(name)
     if name and os.path.isdir(path):
         return _from_directory(Path(path).resolve())
+    if (match := _names().find(name)) is not None:
+        spec = _spec(_rows()[match.row])
+        return spec if match.published is None else replace(spec, name=match.published, aliases=())
     hint = did_you_mean(name, known)
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII):
         return _from_hub(name, hint)
@@ -134,6 +138,26 @@ def resolve_model(name: str) -> ModelSpec:
         f"unknown model {name!r}: neither in the catalogue nor a directory{hint}",
         remedy="autotune models lists them; or pass a directory with a config.json, or a Hub id like org/name",
     )
+
+
+def shaped_like(name: str) -> ModelSpec | None:
+    """The row that a name of any organisation, or a path, shares its shape with; None where no name says so."""
+    match = _names().find(re.sub(r"\\", "/", name).rstrip("/"), any_organisation=True)
+    return None if match is None else _spec(_rows()[match.row])
+
+
+def _rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = load_data("autotune.catalog", "data/models")["models"]
+    return rows
+
+
+@functools.cache
+def _names() -> ModelNames:
+    return ModelNames(_rows())
+
+
+def _spec(row: dict[str, Any]) -> ModelSpec:
+    return ModelSpec(**{**row, "aliases": tuple(row["aliases"]), "config": copy.deepcopy(row["config"])})
 
 
 def _from_directory(path: Path) -> ModelSpec:

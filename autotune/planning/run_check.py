@@ -4,14 +4,14 @@ Nothing of the file is run.
 """
 
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.catalog import DeviceSpec, ModelSpec, list_models, resolve_model
+from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
+from autotune.catalog.models import shaped_like
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
@@ -124,12 +124,9 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
     Copies of a model under another organisation or in a local directory, and models tuned from it for chats, have its
     shape. Raises UsageError.
     """
-    specs = list_models()
-    exact = {key.lower() for spec in specs for key in (spec.name, *spec.aliases)}
-    if name.lower() not in exact and not os.path.isdir(os.path.expanduser(name)):
-        same_shape = {_shape_name(key): spec for spec in specs for key in (spec.name, *spec.aliases)}
-        if (spec := same_shape.get(_shape_name(name))) is not None:
-            return spec, f"{name} is taken to be shaped like {spec.name}, after its name (else give --model)."
+    spec = None if os.path.isdir(os.path.expanduser(name)) else shaped_like(name)
+    if spec is not None and name.lower() not in map(str.lower, (spec.name, *spec.aliases)):
+        return spec, f"{name} is taken to be shaped like {spec.name}, after its name (else give --model)."
     try:
         return resolve_model(name), None
     except UsageError as error:
@@ -137,12 +134,6 @@ def find_model(name: str) -> tuple[ModelSpec, str | None]:
             str(error),
             remedy="give --model: a name of its shape that `autotune models` lists, or a directory with config.json",
         ) from None
-
-
-def _shape_name(name: str) -> str:
-    """'NousResearch/Meta-Llama-3.1-8B-Instruct' -> 'llama-3.1-8b'."""
-    last = re.split(r"[/\\]", name.rstrip("/\\"))[-1].lower().removeprefix("meta-")
-    return re.sub(r"-(?:instruct|chat|base|it|hf|\d{4})(?=-|$)", "", last)
 
 
 def _task(spec: StudySpec, device: DeviceSpec, run: ForeignConfig, say: Say) -> tuple[Task, tuple[str, ...]]:
