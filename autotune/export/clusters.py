@@ -262,7 +262,8 @@ def gpu_product(device: DeviceSpec, fingerprint: Fingerprint) -> str | None:
 
 def sky_gpu(device: DeviceSpec) -> str:
     """The name in SkyPilot's catalogue: A100-80GB, H200, RTX6000-Ada. It leaves out variants that clouds name apart."""
-    name = re.sub("^rtx-(?:(pro)-)?", r"rtx\1", _MAKER.sub("", _FORM.sub("", device.name)))
+    name = re.sub("^(rtx-[0-9].*)-[0-9]+gb$", r"\1", _MAKER.sub("", _FORM.sub("", device.name)))  # of GeForce cards
+    name = re.sub("^rtx-(?:(pro)-)?", r"rtx\1", name)
     return re.sub("-ws$", "-wk", name).upper().replace("-ADA", "-Ada").replace("-MAXQ", "-MaxQ")
 
 
