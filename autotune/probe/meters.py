@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -323,8 +324,6 @@ def open_meter(device: str) -> Meter:
 def _fingerprint(**fields: Any) -> Fingerprint:
     packages = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return Fingerprint(python=platform.python_version(), packages=packages, probe=PROBE_VERSION, **fields)

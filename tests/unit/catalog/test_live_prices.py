@@ -410,3 +410,15 @@ def test_no_price_and_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no price of l4 is known" in capsys.readouterr().out
     with pytest.raises(UsageError, match="unknown gpu 'a11'"):
         prices("a11", None, live=False, json_=False)
+
+
+def test_gpuhunt_is_silent_and_quick_only_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("gpuhunt")
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    before = socket.getdefaulttimeout()
+    with live_prices._quick_and_quiet():
+        assert not logger.isEnabledFor(logging.CRITICAL) and socket.getdefaulttimeout() == 20.0
+    assert logger.level == logging.DEBUG and socket.getdefaulttimeout() == before
+    with pytest.raises(KeyError), live_prices._quick_and_quiet():
+        raise KeyError
+    assert logger.level == logging.DEBUG and socket.getdefaulttimeout() == before

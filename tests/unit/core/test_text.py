@@ -12,6 +12,7 @@ from autotune.core.text import code_span, dashed, operands, printable, printable
 def test_operands_are_no_options() -> None:
     assert operands("a", "b") == ["a", "b"]
     assert operands("--help") == ["--", "--help"]
+    assert operands("a", "-b") == ["--", "a", "-b"] and operands() == []
 
 
 def test_printable_text_stays_on_one_line_and_steers_no_terminal() -> None:

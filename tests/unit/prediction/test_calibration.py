@@ -214,3 +214,7 @@ def test_the_size_of_products_is_that_of_the_layers() -> None:
         estimate_step_time(resolve_model("mistral-7b"), TrainConfig(micro_batch_size=rows)) for rows in (8, 1)
     )
     assert large and small and large.side == pytest.approx(6340, rel=0.001) == 2 * (small.side or 0)
+
+
+def test_the_calibration_of_another_card_leaves_what_others_measured() -> None:
+    assert speed_transfer(H200, A10, [1.3], calibration=calibration("t4")) == speed_transfer(H200, A10, [1.3])

@@ -515,6 +515,26 @@ def test_where_the_host_needs_more_than_half_the_shortest_time_counts() -> None:
     assert half.measurement.host_share == pytest.approx(0.5)
 
 
+def test_the_errors_of_an_extrapolation_by_hand() -> None:
+    """Five times as far as from 2 to 8 layers: errors of 0.1 s count four times, those of 8 layers five times."""
+    few, many = (
+        affine(2, micro_step_s=micro, rest_s=(0.1, 0.3), step_s=(9.0,), host_micro_s=None)
+        for micro in ((1.0, 1.2), (2.0, 2.4))
+    )
+    found = predicted(few, many)
+    of_micro, of_rest = math.hypot(4 * 0.1, 5 * 0.2), math.hypot(4 * 0.1, 5 * 0.1)
+    assert found.noise == pytest.approx(2 * math.hypot(2 * of_micro, of_rest) / (2 * 6.6 + 0.2))
+    assert found.rest_noise == pytest.approx(2 * of_rest / (2 * 6.6 + 0.2))
+    assert found.time_error == pytest.approx(math.hypot(ON_CPU, found.noise))
+
+
+def test_twice_the_spread_of_whole_models_replaces_the_assumed_error() -> None:
+    on_cpu = predicted(affine(2, host_micro_s=None), affine(8, host_micro_s=None))
+    ratios = [0.98, 1.02] * 4
+    assert on_cpu.corrected(ratios).time_error == pytest.approx(2 * statistics.stdev(ratios))
+    assert on_cpu.corrected(ratios[:7]).time_error == ON_CPU
+
+
 @pytest.mark.parametrize("low", [(1.25, 1.5), (2.0, 3.0)])
 def test_where_the_line_leads_to_nothing_the_host_is_taken_to_set_the_pace(low: tuple[float, ...]) -> None:
     """To exactly nothing, and to less: the shortest time of the deeper model counts then."""

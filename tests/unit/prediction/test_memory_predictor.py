@@ -481,7 +481,8 @@ def test_a_bracket_of_temporary_memory_by_hand() -> None:
     assert _at([(100, -1.0), (100, 3.0)], 200) == (-2.0, 1.0, 6.0)
     assert _at([(100, 0.0)], 200) == (0.0, 0.0, 0.0)
     # Of several numbers of tokens those that are asked for are known themselves.
-    assert _at([(100, 1.0), (300, 2.0), (300, 4.0)], 300) == (2.0, 3.0, 4.0)
+    assert _at([(100, 1.0), (200, 9.0), (300, 2.0), (300, 4.0)], 300) == (2.0, 3.0, 4.0)
+    assert _at([(100, 0.0), (100, 2.0)], 200) == (0.0, 1.0, 4.0)
 
 
 def test_a_line_that_falls_errs_upwards_too() -> None:
@@ -517,6 +518,9 @@ def test_the_nearest_rank_tells_what_stays_in_memory() -> None:
     for rank, adapters in ((64, 40.0), (8, 2.0), (128, 80.0)):
         model.learn(replace(ONE, lora_rank=rank), peaks(10.0 + adapters + 1.0, adapters_gib=adapters))
     assert reported(model, ONE).gib == pytest.approx(10.0 + 2 * 2.0 + 1.0)
+    assert model._statics(replace(ONE, lora_rank=100), 2) == pytest.approx(10.0 + 80.0 * 100 / 128)
+    assert model._statics(replace(ONE, quantization="nf4"), 2) is None
+    assert model._statics(replace(ONE, optimizer="adamw_8bit"), 2) is None
 
 
 def test_the_place_of_the_peak_is_that_of_the_likely_value() -> None:
@@ -546,6 +550,8 @@ def test_a_paged_optimizer_is_bounded_once_its_state_is_known() -> None:
     model.learn(replace(paged, lora_rank=32), peaks(12.0, managed_gib=0.5))
     found = reported(model, paged)
     assert found.bounded and found.limit_gib == OFFERED - 0.5 - 0.25
+    model.learn(replace(paged, lora_rank=8), peaks(12.0, managed_gib=0.25))
+    assert reported(model, paged).limit_gib == OFFERED - 0.5 - 0.5  # the most that any of them had
     plain = MemoryPredictor()
     plain.learn(replace(ONE, checkpointing="full"), peaks(11.0))
     plain.learn(replace(ONE, optimizer="adamw_8bit"), peaks(12.0))

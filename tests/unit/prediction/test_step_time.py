@@ -160,6 +160,7 @@ def test_hosts_that_were_calibrated_are_projected_too() -> None:
 
 
 def test_a_host_that_is_not_known_is_uncertain() -> None:
+    assert (Host(scale=1.0, error=0.25), Host(scale=0.6, error=0.5)) == (MEASURED_HOST, UNKNOWN_HOST)
     config = TrainConfig(micro_batch_size=1, seq_len=64)
     known, unknown = (
         estimate_step_time(resolve_model("mistral-7b"), config, host) for host in (MEASURED_HOST, UNKNOWN_HOST)
@@ -210,6 +211,7 @@ def test_the_device_by_hand(
     [
         ({"checkpointing": "none"}, 6.0),
         ({"checkpointing": "full"}, 6.0 * 1.7),
+        ({"checkpointing": "every_3"}, 6.0 * (1 + 0.7 * 11 / 32)),  # the first of each three layers
         ({"checkpointing": "none", "compile": "per_layer"}, 3.5),
         ({"checkpointing": "none", "method": "full"}, 2.5),
         ({"checkpointing": "none", "quantization": "nf4"}, 8.0),

@@ -37,6 +37,7 @@ H100, H200, A100, T4 = map(resolve_device, ("h100", "h200", "a100", "t4"))
 def test_constants_by_hand() -> None:
     """Of the reference: 0.67 of its peak are reached, 0.72 alone, and a copy reaches 0.88 of its bandwidth."""
     assert (pytest.approx(0.930556, abs=1e-6), 0.88, 0.3) == (IN_TRAINING, COPIED, USUAL_SHARE)
+    assert (BETWEEN, UNMEASURED, WITHIN, CEILING) == (0.14, 0.28, 0.09, 0.95)
     assert SpeedTransfer(products=2.0, bytes=4.0, error=0.1).basis == 0
     assert SpeedTransfer(products=2.0, bytes=4.0, error=0.1).ratio(0.5) == pytest.approx(8 / 3)
 

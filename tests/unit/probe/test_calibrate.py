@@ -50,6 +50,15 @@ def test_the_time_of_a_layer_is_the_slope_between_two_depths(changes: dict[str, 
     )
 
 
+def test_on_a_cpu_the_shortest_micro_batch_counts() -> None:
+    def answer(request: ProbeRequest) -> ProbeResult:
+        micro_s = 0.0075 * (request.depth or 0)
+        timed = measurement(micro_step_s=(3 * micro_s, micro_s, 2 * micro_s), host_micro_s=None)
+        return result(request.config, measurement=timed)
+
+    assert probes(answer)[0].layer_ms() == pytest.approx(7.5)
+
+
 def test_a_disturbed_host_gives_no_impossible_time() -> None:
     """All that is timed is the ten layers, in 50 ms: a layer takes more than half of a tenth of it, and no more."""
     for first_s in (0.2, 0.0001):

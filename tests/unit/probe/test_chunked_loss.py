@@ -1,5 +1,6 @@
 """Cross-entropy in chunks of tokens: the same loss and gradients as of the whole, where the head allows it."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,3 +128,23 @@ def test_the_head_runs_in_the_precision_of_the_model_and_only_for_the_loss() -> 
     assert outputs.logits.shape == (2, 29, 1)
     assert loss(outputs, tokens).item() == pytest.approx(expected.item(), rel=1e-6)
     assert loss(model(input_ids=tokens), tokens).item() != pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_only_the_hidden_states_of_the_last_call_wait_for_the_loss() -> None:
+    """What is only evaluated without a loss must not stay in memory."""
+    model = built(SMALL | {"model_type": "llama"})
+    chunked_loss.chunked_loss(model)
+    alive = []
+    for _ in range(2):
+        outputs = model(input_ids=torch.ones(1, 4, dtype=torch.long))
+        alive.append(weakref.ref(outputs.logits._base))
+        del outputs
+    assert alive[0]() is None and alive[1]() is not None
+
+
+def test_a_model_without_layers_of_its_own_has_no_plain_head() -> None:
+    model: Any = Scaled()
+    assert model.base_model is not model
+    model.base_model = None
+    object.__setattr__(model, "base_model", model)
+    assert not chunked_loss.has_plain_head(model)

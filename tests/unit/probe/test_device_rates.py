@@ -234,3 +234,19 @@ def test_a_link_is_measured_without_waiting_and_with_no_more_than_a_quarter_of_a
     monkeypatch.setattr(module, "_seconds", timed(0.25, 0.125))
     found = module._link_gb_s(Card(), torch.empty(largest, dtype=torch.uint8, device="meta"))
     assert found == bytes_of_it / 0.25 / 1e9 and copies == [(bytes_of_it, bytes_of_it, True)] * 2
+
+
+def test_a_round_is_read_once_the_device_is_done() -> None:
+    """Where no time can be told, it is not nothing."""
+    done: list[str] = []
+
+    class Waiting(CpuMeter):
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def seconds(self, start: float, end: float) -> float:
+            done.append("read")
+            return 0.0
+
+    assert module._round(Waiting(), lambda: done.append("call"), 2) == 1e-9
+    assert done == ["call", "call", "wait", "read"]

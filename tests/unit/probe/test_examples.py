@@ -309,3 +309,16 @@ def test_arguments_of_a_call_are_text_that_a_person_reads() -> None:
 )
 def test_how_far_two_texts_are_alike(left: str, right: str, alike: int) -> None:
     assert _shared(left, right) == alike
+
+
+def test_a_conversation_may_begin_with_an_answer(tokenizer: Any) -> None:
+    expected = "<|im_start|>assistant\n[two<|im_end|>\n]" + ONE_TURN.replace("one", "three").replace("two", "four")
+    assert shown(tokenizer, {"messages": TURNS[1:]}, "assistant") == expected
+
+
+@pytest.mark.parametrize("content", ["", "{{ loop.length }}"])
+def test_answers_that_a_template_does_not_show_cannot_be_told_apart(tokenizer: Any, content: str) -> None:
+    """What it renders of a conversation changes with its length."""
+    silent = "{{ messages | length }}{% for m in messages %}{{ m.role }}" + content + "{% endfor %}"
+    with pytest.raises(BadDataset, match="message 2 cannot be told apart from its neighbours"):
+        shown(tokenizer, {"messages": TURNS}, "assistant", silent)

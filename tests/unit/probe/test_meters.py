@@ -371,13 +371,13 @@ RETURNED, KEPT = [(-3, 2**16), (-1, 2**17)], [(-3, 2**25), (-1, 2**26)]
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Heap, list[Any]]:
-    """A host's meter with two blocks that are free; its limits; 3 GiB of 4 GiB of address space are reserved."""
+    """A host's meter with five blocks that are free; its limits; 3 GiB of 4 GiB of address space are reserved."""
     made: Any = CpuMeter()
     limits: list[Any] = [5 * GIB]
     monkeypatch.setattr(meters.resource, "getrlimit", lambda which: (limits[-1], 2**50))
     monkeypatch.setattr(meters.resource, "setrlimit", lambda which, pair: limits.append(pair[0]))
     monkeypatch.setattr(made, "_status", {"RssAnon": 2 * GIB, "VmData": 4 * GIB}.__getitem__)
-    made._libc = heap = Heap(2**25, 2**20, 2**20)
+    made._libc = heap = Heap(2**25, 2**20, 2**20, 2**16, 2**15)
     made._context, made._data = GIB, 3 * GIB
     return made, heap, limits
 
@@ -395,7 +395,8 @@ def test_freed_memory_is_kept_without_a_cap_and_then_returned_under_it(
     made.return_freed(0.5)
     assert heap.said == [*KEPT, *RETURNED, ("trim", 0)]
     # Free blocks are held, so that no tensor comes to lie in them; one from the kernel is not.
-    assert len(made._held) == len(heap.memory) == 3 and set(made._held) == set(heap.memory) and not heap.blocks
+    assert len(made._held) == len(heap.memory) == 4 and set(made._held) == set(heap.memory)
+    assert heap.blocks == [2**15]  # no tensor that small comes from the kernel
     assert (made._context, made._data) == (1.5 * GIB, 3.5 * GIB) and peaks == [True]
     assert limits[2:] == [5.5 * GIB]  # as much more as is reserved since
     made.return_freed(0.5)
@@ -423,9 +424,9 @@ def test_after_a_failure_freed_memory_is_returned_again(
     made.keep_freed()
     heap.said.clear()
     made.release()
-    assert heap.said == [*RETURNED, ("trim", 0), ("trim", 0)] and len(made._held) == 3
+    assert heap.said == [*RETURNED, ("trim", 0), ("trim", 0)] and len(made._held) == 4
     made.release()
-    assert heap.said[4:] == [("trim", 0)] and len(made._held) == 3
+    assert heap.said[4:] == [("trim", 0)] and len(made._held) == 4
 
 
 def test_the_kernel_is_told_where_a_new_peak_begins(

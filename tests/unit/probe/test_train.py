@@ -380,6 +380,7 @@ def test_a_compiled_run_compiles_for_training_alone(
         state=SimpleNamespace(log_history=[{"loss": 9.0}, {"eval_loss": 3.5}]),
         save_model=lambda folder: done.append(("save", folder)),
     )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
     made_model: Any = nn.Module()
     for name, value in {
         "build": lambda config, settings, device: done.append(device.type) or base,
@@ -405,7 +406,7 @@ def test_a_compiled_run_compiles_for_training_alone(
     assert done == [
         *[("seed", 0), "cpu", ("any length", False), "checkpointing", "chunked", "loss", "evaluate"],
         *["require"] * (method == "lora"),
-        *[("compile", "layer"), "c", ("eager", "layer"), ("save", "o"), "evaluate"],
+        *[("compile", "layer"), "empty", "c", ("eager", "layer"), ("save", "o"), "evaluate"],
     ]
     assert dynamo.recompile_limit == 64
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -567,6 +567,7 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def serve(made: Any, request: ProbeRequest) -> Any:
         seen["collecting"].append(gc.isenabled())
+        seen["frozen"] = gc.get_freeze_count()
         seen["before"] = (made._served, made._empty_gib, made._lost_gib, made._limit_gib, made.log)
         seen["request"], made._served, made._residents = request, 1, {None: Base(0.5)}
         return seen["result"], True
@@ -582,7 +583,7 @@ def test_a_worker_starts_with_a_tiny_probe_of_which_nothing_is_kept(starting: di
     assert starting["device"] == "cuda" and starting["checked"] == ["cpu"]
     assert starting["request"] == tiny_request("cuda", 24.0)
     assert starting["before"] == (0, 0.0, 0.0, 24.0, None) and starting["collecting"] == [False]
-    assert gc.isenabled() and gc.get_freeze_count() > frozen
+    assert gc.isenabled() and starting["frozen"] > frozen
     assert (made._served, made._residents, made._empty_gib, made._lost_gib) == (0, {}, 0.75, 0.0)
     assert (made._send, made._scratch) == (sent.append, "scratch")
     assert starting["meter"].said[-1] == "settle"
