@@ -6,7 +6,7 @@ model may have another shape, and is none of ours.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ _SAME = ({"cohereforai", "coherelabs"}, {"thudm", "zai-org"}, {"codellama", "met
 
 # A copy in nf4: the knob `quantization` makes it of the model that the rest names.
 _QUANTISED = re.compile(r"-(?:unsloth-)?bnb-4bit$", re.IGNORECASE)
-_TUNED = re.compile(r"-(?:instruct|chat|base|it|pt|hf|bf16|\d{4})(?=-|$)")
+_WORDS = r"-(?:instruct|chat|base|it|pt|hf|bf16|\d{4})"
+_TUNED, _LAST_TUNED = re.compile(_WORDS + "(?=-|$)"), re.compile(_WORDS + "$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class ModelNames:
             return Match(self.exact[name.lower()], name if "/" in name else None)
         plainer = _QUANTISED.sub("", name)
         organisation, _, last = plainer.lower().rpartition("/")
-        said, plain = _without_maker(last), _plain(last)
-        for part, index in ((said, self._last), (plain, self._last), (plain, self._plain)):
+        stages = [*((part, self._last) for part in _shortened(_without_maker(last))), (_plain(last), self._plain)]
+        for part, index in stages:
             rows = index.get(part, set())
             if len(rows) == 1:
                 (row,) = rows
@@ -69,6 +70,18 @@ class ModelNames:
 
 def _without_maker(last: str) -> str:
     return last.removeprefix("meta-")
+
+
+def _shortened(last: str) -> Iterator[str]:
+    """The name, then without one word at its end after another that says how it was tuned, then without all of them.
+
+    A row of a tuned version comes before that of its base: Qwen3-4B-Instruct-2507 has another context than Qwen3-4B.
+    """
+    yield last
+    while (found := _LAST_TUNED.search(last)) is not None:
+        last = last[: found.start()]
+        yield last
+    yield _plain(last)
 
 
 def _plain(last: str) -> str:

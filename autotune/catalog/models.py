@@ -124,7 +124,8 @@ def resolve_model(name: str) -> ModelSpec:
     """
     known = _names().exact
     if name.lower() in known:
-        return _spec(_rows()[known[name.lower()]])
+        spec = _spec(_rows()[known[name.lower()]])
+        return spec if "/" not in name or name.lower() == spec.name.lower() else replace(spec, name=name, aliases=())
     path = os.path.expanduser(name)
     if name and os.path.isdir(path):
         return _from_directory(Path(path).resolve())

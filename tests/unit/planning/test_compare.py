@@ -311,7 +311,7 @@ def test_least_is_the_least_of_the_whole_space(space: str) -> None:
 
 
 def test_the_smallest_card_holds_it_and_none_below_does() -> None:
-    need = least_memory(task("h100", model="mistral-7b", space="qlora"), 80.0)
+    need = least_memory(task("h100", model="llama-2-13b", space="qlora"), 80.0)
     assert need is not None
     found = smallest_holding({True: need, False: need}, 0.05)
     assert found is not None and memory_state(need.need_gib, device_limit_gib(found, 0.05)) == FITS
