@@ -370,7 +370,7 @@ def test_faster(answer: Callable[..., CheckReport]) -> None:
     for knob in ("lora_rank", "seq_len", "quantization", "precision", "optimizer", "method"):
         assert getattr(own, knob) == getattr(other, knob)
     assert found.faster.command == (
-        "autotune run --model Qwen/Qwen3-4B --gpu a10 --rank 8 --seq-len 2048 --global-batch 8"
+        "autotune run --model Qwen/Qwen3-4B-Instruct-2507 --gpu a10 --rank 8 --seq-len 2048 --global-batch 8"
         " --tokens-per-example 2048 --examples 2000 --set precision=bf16_mixed --set optimizer=adamw_torch_fused"
     )
     assert f"to prove it: {found.faster.command}" in printed(found)
