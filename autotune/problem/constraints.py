@@ -17,6 +17,7 @@ from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
 
 NO_SDPA = {"gemma2", "gpt_oss"}  # transformers refuses SDPA for them
+NO_FLASH_2 = {"gpt_oss"}  # of its attention sinks only kernels of other versions know
 # The model types and attentions that keep packed examples apart, by tests/probe/test_packing.py. With flash_attention_2
 # transformers keeps them apart only in micro batches of one row.
 PACKED_APART = {"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"}
@@ -99,6 +100,8 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     context = model.max_seq_len
     if context:
         narrowing.keep("seq_len", lambda length: length <= context, f"longer than the model's context of {context}")
+    if model.config["model_type"] in NO_FLASH_2:
+        narrowing.remove("attention", {"flash_attention_2"}, "transformers has no FlashAttention 2 for this model")
     if model.config["model_type"] in NO_SDPA:
         _narrow_to_other_attention(narrowing)
     checkpoints = narrowing.space.choices("checkpointing")

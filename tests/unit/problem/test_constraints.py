@@ -436,6 +436,20 @@ def test_without_sdpa_eager_attention_is_left_where_there_is_no_other(
     assert [str(removal) for removal in of_layers.removals] == reasons
 
 
+def test_attention_sinks_need_other_kernels_than_flash_attention_2() -> None:
+    """GPT-OSS has neither: eager attention is left, and asking for FlashAttention 2 is an error."""
+    model = resolve_model("openai/gpt-oss-20b")
+    narrowing = unnarrowed(attention=("sdpa", "flash_attention_2"))
+    narrow_to_model(narrowing, model, WORKLOAD)
+    assert both(narrowing, "attention") == ("eager",)
+    assert [str(removal) for removal in narrowing.removals] == [
+        "attention flash_attention_2: transformers has no FlashAttention 2 for this model",
+        f"attention sdpa: {NO_SDPA}; eager is left",
+    ]
+    with pytest.raises(UsageError, match="FlashAttention 2"):
+        narrow_to_model(unnarrowed(attention=("flash_attention_2",)), model, WORKLOAD)
+
+
 # --- the layers
 
 
