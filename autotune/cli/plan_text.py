@@ -16,7 +16,7 @@ def print_plan(made: Plan) -> None:
     task = made.task
     memory = fmt_gib(task.device.memory_gib)
     print(f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(made.limit_gib)} of it for tensors")
-    print(f"{how_known(task.calibration, task.device)}.\n")
+    print(f"{how_known(task.calibration, task.device, counted=made.reason == NO_SPEED)}.\n")
     for name, estimated in (("best", made.best), ("guides", made.baseline)):
         if estimated is not None:
             print(f"{name:>8}  {estimated.config.label()}")
