@@ -221,7 +221,7 @@ def test_offers_become_prices(make: Callable[..., Any]) -> None:
 def test_what_an_offer_must_say() -> None:
     """Its price may be small, and of two that are equal the first is named."""
     broken = [{"gpu_count": 0}, {"gpu_name": None}, {"gpu_memory": None}, {"price": float("inf")}, {"price": 0.0}]
-    items = [SimpleNamespace(**vars(item("L4", 24.0, 0.25)) | one) for one in broken]
+    items = [SimpleNamespace(**vars(item("A10", 24.0, 0.25)) | one) for one in broken]
     items += [item("L4", 24.0, 0.5, location="first"), item("L4", 24.0, 0.5, location="second")]
     (price,) = live_prices.to_prices(items, "9.9", TODAY)
     assert price.usd_per_hour == 0.5 and price.source.endswith("in first")
@@ -416,9 +416,13 @@ def test_gpuhunt_is_silent_and_quick_only_while_it_is_asked(monkeypatch: pytest.
     logger = logging.getLogger("gpuhunt")
     monkeypatch.setattr(logger, "level", logging.DEBUG)
     before = socket.getdefaulttimeout()
-    with live_prices._quick_and_quiet():
-        assert not logger.isEnabledFor(logging.CRITICAL) and socket.getdefaulttimeout() == 20.0
-    assert logger.level == logging.DEBUG and socket.getdefaulttimeout() == before
-    with pytest.raises(KeyError), live_prices._quick_and_quiet():
-        raise KeyError
-    assert logger.level == logging.DEBUG and socket.getdefaulttimeout() == before
+    socket.setdefaulttimeout(7.0)
+    try:
+        with live_prices._quick_and_quiet():
+            assert not logger.isEnabledFor(logging.CRITICAL) and socket.getdefaulttimeout() == 20.0
+        assert logger.level == logging.DEBUG and socket.getdefaulttimeout() == 7.0
+        with pytest.raises(KeyError), live_prices._quick_and_quiet():
+            raise KeyError
+        assert logger.level == logging.DEBUG and socket.getdefaulttimeout() == 7.0
+    finally:
+        socket.setdefaulttimeout(before)

@@ -159,7 +159,8 @@ def test_exit_codes(kind, code):
 
 def test_a_signal_keeps_its_own_code():
     assert errors.Interrupted("stopped", exit_code=143).exit_code == 143
-    assert errors.Interrupted("stopped").exit_code == 130
+    stopped = errors.Interrupted("stopped", remedy="go on")
+    assert (stopped.exit_code, str(stopped), stopped.remedy) == (130, "stopped", "go on")
 
 
 def test_cancelled_is_not_shown_to_the_user():

@@ -218,3 +218,10 @@ def test_the_size_of_products_is_that_of_the_layers() -> None:
 
 def test_the_calibration_of_another_card_leaves_what_others_measured() -> None:
     assert speed_transfer(H200, A10, [1.3], calibration=calibration("t4")) == speed_transfer(H200, A10, [1.3])
+
+
+def test_three_problems_of_a_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text("{}")
+    with pytest.raises(UsageError) as caught:
+        read_calibration(tmp_path / "empty.json")
+    assert str(caught.value).count("Field required") == 3

@@ -614,3 +614,14 @@ def test_what_was_extrapolated_corrects_nothing() -> None:
     plain = made.predict(CONFIG, 2)
     made.learn(result(CONFIG, evidence=Evidence.EXTRAPOLATED), affine(LAYERS, micro_step_s=(9.0,)))
     assert made.predict(CONFIG, 2) == plain
+
+
+def test_the_smaller_of_two_limits_holds_for_the_whole() -> None:
+    """What is managed of the whole, 4 GiB, is taken from it."""
+    for pair in ((affine(2), affine(8, limit_gib=120.0)), (affine(2, limit_gib=120.75), affine(8))):
+        assert predicted(*pair).measurement.limit_gib == pytest.approx(121.0 - 4.0)
+
+
+def test_a_host_that_was_timed_at_one_depth_alone_is_unknown() -> None:
+    for pair in ((affine(2, host_micro_s=None), affine(8)), (affine(2), affine(8, host_micro_s=None))):
+        assert predicted(*pair).measurement.host_micro_s is None and predicted(*pair).unseen == ON_CPU

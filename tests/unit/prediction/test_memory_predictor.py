@@ -589,3 +589,21 @@ def test_the_knobs_that_decide_how_many_bytes_a_token_takes() -> None:
         *("method", "precision", "quantization", "double_quant", "checkpointing", "attention", "compile", "loss"),
         *("kernels", "packing", "dora"),
     }
+
+
+def test_a_segment_that_may_need_more_but_likely_does_not_is_no_place_of_the_peak() -> None:
+    """Of half of the tokens: what was measured as nothing once does not shrink with them, and likely is half of it."""
+    others = [f"backward_{name}" for name in ("layers", "inputs", "head", "norm", "end")]
+    model = MemoryPredictor()
+    for rank, optimizer in ((8, 10.0), (32, 11.0)):
+        segments = {"optimizer": optimizer} | dict.fromkeys(others, 10.8)
+        model.learn(replace(ONE, lora_rank=rank), peaks(11.0, segment_peak_gib=segments))
+    assert reported(model, replace(ONE, micro_batch_size=2)).phase is Phase.OPTIMIZER
+
+
+def test_full_fine_tuning_with_another_optimizer_computes_in_another_way() -> None:
+    model = MemoryPredictor()
+    for optimizer, gib in (("adamw_8bit", 12.0), ("adamw_torch_fused", 19.0)):
+        model.learn(TrainConfig(method="full", optimizer=optimizer, micro_batch_size=1), peaks(gib))
+    found = reported(model, TrainConfig(method="full", optimizer="adamw_8bit", micro_batch_size=1))
+    assert (found.basis, found.gib) == (1, 12.0)

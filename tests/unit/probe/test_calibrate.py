@@ -204,6 +204,8 @@ def test_a_calibration_is_what_was_measured_and_says_what_it_does(
     )
     found = module.calibrate(target, say=said.append, should_stop=stop)
     assert started == [("cuda" if is_gpu else "cpu", stop)]
+    module.calibrate(target, say=lambda line: None)
+    assert not started[1][1]()  # nobody stops it
     assert (found.device, found.fingerprint, found.rates) == (device.name, FINGERPRINT, calibration().rates)
     assert (found.layer_ms, found.disk_mb_s, found.day) == (0.1, 321.0, date.today())
     assert found.reference == (pytest.approx(1.9) if is_gpu else None)

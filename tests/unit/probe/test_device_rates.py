@@ -191,7 +191,14 @@ def test_what_is_copied_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0
 
     monkeypatch.setattr(module, "_seconds", seconds)
-    monkeypatch.setattr(module, "_products", lambda *_: {})
+
+    def products(meter: Any, dtype: torch.dtype, sides: tuple[int, ...], get_ahead: Callable[[], None]) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", None)  # a CPU has done each call before the next is issued
+            get_ahead()
+        return {}
+
+    monkeypatch.setattr(module, "_products", products)
     assert measure_rates(CpuMeter()).products == {}
     assert copied[0].dtype == torch.uint8 and set(copied[0].unique().tolist()) == set(range(256))
 
@@ -215,7 +222,9 @@ def test_what_is_launched_is_one_small_kernel_of_the_device(monkeypatch: pytest.
 
     monkeypatch.setattr(torch.Tensor, "add_", lambda tensor, value: added.append((tensor.device.type, tensor.numel())))
     monkeypatch.setattr(module, "LAUNCHES", 17)
-    module._launch_us(Waiting())
+    clock = itertools.count()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock) * 0.003)
+    assert module._launch_us(Waiting()) == pytest.approx(1000.0)  # three of them in 3 ms
     assert added == [("meta", 1)] * 15 and waits == [0, 3, 3, 6, 6, 9, 9, 12, 12, 15]
 
 

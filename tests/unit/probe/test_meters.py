@@ -354,6 +354,7 @@ class Heap:
         self.said.append(("trim", left))
 
     def malloc(self, size: int) -> int:
+        assert isinstance(size, int)
         is_free = size in self.blocks
         if is_free:
             self.blocks.remove(size)

@@ -72,7 +72,7 @@ def of_kinds(seconds: Sequence[float], **wanted: Any) -> Recorder:
 
 def recorded(
     micros: list[float],
-    gap: float = 0.0,
+    gap: float | Sequence[float] = 0.0,
     optimizer: float = 0.0,
     fetch: float | Sequence[float] = 0.0,
     steps_of: int = 2,
@@ -95,8 +95,8 @@ def recorded(
             recorder.enter(Phase.BACKWARD)
             clock.now += micros[count % len(micros)] * 2 / 3
             recorder.end_micro_batch()
+            clock.now += gap if isinstance(gap, float) else gap[count % len(gap)]
             count += 1
-            clock.now += gap
         clock.now += optimizer
         done = recorder.end_step()
     clock.synchronize()
@@ -190,7 +190,7 @@ def test_what_the_device_has_not_reached_yet_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("unit", [1.0, 20.0])
-@pytest.mark.parametrize(("apart", "num_steps"), [(0.008, 2), (0.012, 6), (0.018, 6), (0.022, 8)])
+@pytest.mark.parametrize(("apart", "num_steps"), [(0.008, 2), (0.01005, 6), (0.018, 6), (0.0202, 8)])
 def test_steps_agree_within_one_percent_and_disagree_beyond_two(unit: float, apart: float, num_steps: int) -> None:
     """Of steps that take turns; six are planned, and of a whole model two more are taken where they disagree."""
     turns = [unit / 2, unit / 2, unit * (1 + apart) / 2, unit * (1 + apart) / 2]
@@ -405,6 +405,9 @@ def test_the_hosts_own_time_is_the_shortest_between_two_micro_batches_of_a_step(
     alone = on_scales(meter, micro_steps=1)
     alone.first_timed, alone.issued = 2, [0.1, 0.2, 0.7, 0.3]
     assert alone.host_micro_s() == 0.3
+    four = on_scales(meter, micro_steps=4)
+    four.first_timed, four.issued = 0, [0.5, 0.4, 0.3, 0.1, 0.6, 0.7, 0.35, 0.2]
+    assert four.host_micro_s() == 0.3
 
 
 def test_the_host_works_between_two_micro_batches_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,9 +491,17 @@ def test_each_of_several_micro_batches_counts_with_the_pause_after_it() -> None:
     assert times.rests == pytest.approx([0.2]) and times.steps == pytest.approx([10.6])
 
 
-def test_each_kind_counts_by_its_share_in_the_phases_too() -> None:
-    """By hand: four kinds, each with a time of its own, in two steps of two micro batches."""
-    lengths, shares, seconds = (10, 40, 20, 30), (0.1, 0.2, 0.3, 0.4), (0.5, 0.9, 1.2, 1.7)
+@pytest.mark.parametrize(
+    ("lengths", "shares", "seconds"),
+    [
+        ((10, 40, 20, 30), (0.1, 0.2, 0.3, 0.4), (0.5, 0.9, 1.2, 1.7)),
+        ((10, 40, 20, 30, 50, 60), (0.1, 0.2, 0.25, 0.15, 0.2, 0.1), (0.05, 0.09, 0.12, 0.17, 0.2, 0.26)),
+    ],
+)
+def test_each_kind_counts_by_its_share_in_the_phases_too(
+    lengths: tuple[int, ...], shares: tuple[float, ...], seconds: tuple[float, ...]
+) -> None:
+    """Four kinds or six, each with a time of its own, in steps of two micro batches."""
     kinds = tuple(
         MicroBatch(rows=((length,),), length=length, share=share) for length, share in zip(lengths, shares, strict=True)
     )
@@ -498,7 +509,7 @@ def test_each_kind_counts_by_its_share_in_the_phases_too() -> None:
     plan = Schedule.of(asked)
     micros = [seconds[index] for step in range(60) for index in plan.at(step)]
     times = recorded(micros, micro_batches=kinds, min_timed_s=0.0).times()
-    mean = 0.05 + 0.18 + 0.36 + 0.68
+    mean = sum(share * each for share, each in zip(shares, seconds, strict=True))
     assert times.micro_batches == pytest.approx([mean]) and times.steps == pytest.approx([2 * mean])
     assert times.phases[Phase.FORWARD] == pytest.approx(2 * mean / 3)
     assert times.phases[Phase.BACKWARD] == pytest.approx(4 * mean / 3)
@@ -536,3 +547,16 @@ def test_a_round_that_follows_another_counts_however_short_it_is(monkeypatch: py
     monkeypatch.setattr(Recorder, "begin_micro_batch", counted)
     monkeypatch.setattr(module, "compiled_graphs", lambda: int(begun[-1] >= 2))
     assert of_kinds([0.1, 0.4, 0.2, 0.9]).first_timed == 4
+
+
+def test_what_passes_between_two_micro_batches_is_their_mean() -> None:
+    """0.1, 0.2 and 0.3 s, so that 0.2 s of what follows the last one are such a pause."""
+    times = recorded([1.0, 2.0, 3.0, 4.0], gap=(0.1, 0.2, 0.3, 0.2), optimizer=0.2, fetch=0.4, steps_of=4).times()
+    assert times.micro_batches == pytest.approx([1.2, 2.3, 3.4, 4.3]) and times.rests == pytest.approx([0.2])
+
+
+def test_a_mark_of_this_moment_can_be_read_at_once() -> None:
+    meter: Any = Clock(lag=5.0)
+    meter.now = 2.0
+    assert not meter.passed(2.0)
+    assert on_scales(meter)._now() == 2.0 and meter.passed(2.0)

@@ -34,15 +34,15 @@ def test_trl_gets_rows_without_their_padding_and_pads_them_itself(monkeypatch: p
         def __init__(self, **given: Any) -> None:
             self.given = given
 
-    first, second = row(-100, 11, 12, -100, -100), row(-100, -100, 12, 13)
+    first, second = row(-100, 11, 12, 13, -100), row(-100, -100, 12, 13)
     model = nn.Linear(1, 1)
     settings = {"output_dir": "out", "report_to": [], "use_cpu": True, "bf16": False, "max_length": 7}
     made = module.trl_trainer(Given, model, settings, [first, second, first], [second])
     assert type(made).__name__ == "TrlProbeTrainer" and isinstance(made, Given)
     given = made.given
     assert given["model"] is model and given["processing_class"].pad_token_id == 0
-    assert given["train_dataset"]["input_ids"][:] == [[10, 11, 12], [10, 11, 12, 13], [10, 11, 12]]
-    assert given["train_dataset"]["labels"][:] == [[-100, 11, 12], [-100, -100, 12, 13], [-100, 11, 12]]
+    assert given["train_dataset"]["input_ids"][:] == [[10, 11, 12, 13]] * 3
+    assert given["train_dataset"]["labels"][:] == [[-100, 11, 12, 13], [-100, -100, 12, 13], [-100, 11, 12, 13]]
     assert given["eval_dataset"]["input_ids"][:] == [[10, 11, 12, 13]]
     args = given["args"]
     assert args.dataset_kwargs == {"skip_prepare_dataset": True} and (args.max_length, args.output_dir) == (7, "out")

@@ -186,9 +186,13 @@ def test_where_memory_ran_out_the_parts_the_limit_and_the_phase_are_told() -> No
     assert worker_on(Meter())._failure(error, probing(0.0))["oom"].limit_gib == 7.0
 
 
-def test_memory_that_ran_out_before_there_was_a_probe_held_weights() -> None:
-    fields = worker_on(Meter(5.0))._failure(MemoryError(), None)
+def test_memory_that_ran_out_before_there_was_a_probe_held_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise MemoryError
+    except MemoryError as error:
+        fields = worker_on(Meter(5.0))._failure(error, None)
     assert (fields["outcome"], fields["phase"]) == (Outcome.OOM, Phase.LOAD)
+    assert "MemoryError" in capsys.readouterr().err  # which is the trial's log
     assert fields["oom"].terms_gib == {"weights": 8.0} and fields["oom"].limit_gib == 7.0
 
 
@@ -273,7 +277,9 @@ def test_where_waiting_models_may_have_taken_the_room_it_is_tried_without_them(
 def test_the_first_probe_of_a_worker_is_not_warm() -> None:
     made = worker_on(Meter())
     made._attempt = lambda request, entered: ({"outcome": Outcome.OK}, True)
-    assert [made.serve(REQUEST)[0].warm for _ in range(3)] == [False, True, True]
+    served = [made.serve(REQUEST)[0] for _ in range(3)]
+    assert [one.warm for one in served] == [False, True, True]
+    assert all(len(one.started_at or "") == len("2026-11-24T07:30:15.125+00:00") for one in served)
 
 
 @pytest.fixture
