@@ -414,7 +414,7 @@ class ToldOf(Recorded, Plain):
 
 @pytest.fixture
 def told() -> Any:
-    """A Trainer whose recorder collects what it is told. A mark is how much that was until then."""
+    """A Trainer whose recorder keeps each report. A mark is how much that was until then."""
     trainer: Any = ToldOf()
     said: list[Any] = []
     trainer.recorder = SimpleNamespace(
@@ -763,7 +763,7 @@ def test_a_probe_trains_measures_and_leaves_the_model_as_it_was(tmp_path: Path) 
 
 
 def test_a_probe_that_never_began_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that a library replaced are restored, and bitsandbytes forgets the embedding that it was told of."""
+    """Names that a library replaced are restored, and bitsandbytes forgets the embedding that was registered."""
     forgotten: list[bool] = []
     manager = SimpleNamespace(initialize=lambda: forgotten.append(True))
     optim = SimpleNamespace(GlobalOptimManager=SimpleNamespace(get_instance=lambda: manager))

@@ -1,4 +1,4 @@
-"""What kernels do is told by their names, and each moment of the device counts once."""
+"""The name of a kernel says what it does, and each moment of the device counts once."""
 
 import pytest
 

@@ -518,7 +518,7 @@ def test_each_kind_counts_by_its_share_in_the_phases_too(
 
 
 def test_freed_memory_is_kept_on_a_cpu_once_all_peaks_are_read() -> None:
-    """From then on it is told so once. The device is waited for at the end of each step that is not timed."""
+    """From then on it reports that once. The device is waited for at the end of each step that is not timed."""
     meter = Scales((1.0, 1.0), peaks_are_free=False)
     recorder = on_scales(meter, micro_steps=1, min_timed_s=0.0, min_timed_micros=1)
     kept: list[int] = []

@@ -134,7 +134,7 @@ def answer(found: ProbeResult, reusable: bool = True) -> dict[str, Any]:
 
 
 class Script:
-    """A worker that says what a test wrote for it, and collects what it is told. It ends with `code`."""
+    """A worker that says what a test wrote for it, and keeps what it receives. It ends with `code`."""
 
     def __init__(self, said: list[Any], code: int | None = None) -> None:
         self.left = said
@@ -346,7 +346,7 @@ def test_a_worker_is_checked_and_on_a_gpu_4_bit_weights_are(
 def test_a_probe_without_an_answer_began_when_it_was_asked_for(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told in milliseconds, as the worker tells it."""
+    """It is in milliseconds, as the worker reports it."""
     clock = iter([100.0, 107.5])
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
     request = replace(REQUEST, depth=2)

@@ -287,7 +287,7 @@ def test_an_actor_tells_how_its_worker_ended(
 
 
 def test_a_worker_that_does_not_leave_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told first, and has 20 s."""
+    """It gets a message first, and has 20 s."""
     asked: list[Any] = []
 
     def wait(seconds: float | None = None) -> None:
