@@ -177,6 +177,8 @@ class CpuMeter:
 
     Peaks repeat to 1 % only if large blocks come straight from the kernel and go straight back, as the parent sets
     malloc for the process. The full run keeps them, and can be twice as fast: while steps are timed, so does this.
+    Linux adds a process's pages up in batches (the larger of 32 and twice the number of processors), and a peak leaves
+    out what each processor has not yet handed on: at most 0.7 MiB with two processors, some 0.4 GiB with 128.
     """
 
     peaks_are_free = False

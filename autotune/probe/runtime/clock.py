@@ -20,14 +20,16 @@ GIB = 2**30
 class Clock(TrainerCallback):
     """Measures each optimizer step. SIGINT and SIGTERM stop the run after the current step, a second one at once."""
 
-    def __init__(self, saves: bool, progress: str | None = None) -> None:
+    def __init__(self, saves: bool, progress: str | None = None, warm_up: int = 1) -> None:
         """Handle signals from now on.
 
         Args:
             saves: whether a run that is stopped saves a checkpoint.
             progress: a file to which a line of JSON is appended after each step.
+            warm_up: how many first steps do not count as time, at least 1; of a shorter run all but the last.
         """
         self._saves = saves
+        self._warm_up = warm_up
         self._progress = open(progress, "a", encoding="utf-8", buffering=1) if progress else None  # noqa: SIM115
         self._began = time.time()
         self._starts: list[float] = []
@@ -135,14 +137,15 @@ class Clock(TrainerCallback):
     def measured(self) -> dict[str, Any]:
         """Mean seconds of a step, and its tokens with padding; the reserved peak, and the allocated one by quarter.
 
-        The first step and those that compile something do not count as time, nor do evaluations and saves between two
+        The first steps and those that compile something do not count as time, nor do evaluations and saves between two
         steps, but their peaks do. Peaks are in GiB. A value is None where nothing was measured, as reserved memory on a
         CPU.
         """
-        marks = list(zip(self._starts, self._paused, self._tokens[1:], self._graphs, strict=False))[1:]
+        marks = list(zip(self._starts, self._paused, self._tokens[1:], self._graphs, strict=False))
+        first = max(min(self._warm_up, len(marks) - 2), 1)
         timed = [
             (end - start - paused, tokens)
-            for (start, paused, tokens, before), (end, *_, after) in pairwise(marks)
+            for (start, paused, tokens, before), (end, *_, after) in pairwise(marks[first:])
             if before == after
         ]
         peaks = self._peaks_allocated[1:]

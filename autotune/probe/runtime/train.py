@@ -18,7 +18,7 @@ from .clock import Clock
 from .lean_trainer import LeanTrainer, compile_layers, run_layers_eagerly, training_arguments
 from .patches import choose_attention
 from .reading import BadDataset
-from .settings import Options, RunSettings
+from .settings import PLANNING_STEPS, Options, RunSettings
 from .token_cache import CannotKeep, tokenise
 
 SEED = 0
@@ -48,7 +48,7 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     # Before adapters are added, the loss takes the place of the base model's own head.
     loss = chunked_loss(base) if settings.loss == "chunked" else None
     model = add_adapters(base, settings, device)
-    clock = Clock(options.saves, options.progress)
+    clock = Clock(options.saves, options.progress, PLANNING_STEPS if settings.padding == "masked" else 1)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)
 
     losses = [trainer.evaluate()["eval_loss"]] if held_out else []
