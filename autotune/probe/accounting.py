@@ -1,7 +1,9 @@
 """What memory is used for: sizes of tensors, parameters and optimizer state; and what held it when it ran out."""
 
+import ctypes
 import math
 import re
+import sys
 from typing import Any
 
 import torch
@@ -48,6 +50,17 @@ def paged_state_gib(model: nn.Module) -> float:
     """What a paged 8-bit optimizer will keep in managed memory: two moments of each larger parameter, a byte each."""
     # bitsandbytes pages the state of parameters from 1e5 elements on (Optimizer2State.get_state_buffer).
     return gib(2 * sum(parameter.numel() for parameter in trained_parameters(model) if parameter.numel() >= 1e5))
+
+
+def free_paged_state() -> None:
+    """Return the managed memory of paged optimizers, none of which may be in use: bitsandbytes keeps it for good."""
+    if (functional := sys.modules.get("bitsandbytes.functional")) is None:
+        return
+    pages = functional.GlobalPageManager.get_instance().paged_tensors
+    while pages:
+        # bitsandbytes' library is linked with CUDA's runtime, whose functions are found through it. An error means that
+        # the process cannot use the GPU any more: then it is replaced anyway.
+        functional.lib.cudaFree(ctypes.c_void_p(pages.pop().data_ptr()))
 
 
 def logical_params(model: nn.Module) -> int:

@@ -26,7 +26,14 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from autotune.core.probe_types import KernelTimes, Measurement, MicroBatch, Phase, ProbeRequest
 from autotune.core.units import gib
-from autotune.probe.accounting import logical_params, optimizer_gib, paged_state_gib, tensor_gib, trained_parameters
+from autotune.probe.accounting import (
+    free_paged_state,
+    logical_params,
+    optimizer_gib,
+    paged_state_gib,
+    tensor_gib,
+    trained_parameters,
+)
 from autotune.probe.kernels import kernel_times, listed, run_profiled
 from autotune.probe.meters import Meter
 from autotune.probe.model_settings import model_settings
@@ -146,18 +153,15 @@ class Probe:
         resident: ResidentModel,
         meter: Meter,
         emit: Callable[[Phase], None],
-        lost_gib: float,
         scratch: str | None = None,
     ) -> None:
         """Prepare a probe of `request` on the resident model.
 
-        `emit` reports to the parent that a phase begins, `lost_gib` is managed memory that earlier probes of this
-        process have left behind, `scratch` a directory for temporary files.
+        `emit` reports to the parent that a phase begins, `scratch` is a directory for temporary files.
         """
         self.request = request
         self.resident = resident
         self.meter = meter
-        self.lost_gib = lost_gib
         self.scratch = scratch
         self.base = resident.base
         self.recorder = Recorder(meter, request, emit, self._state_gib)
@@ -201,7 +205,7 @@ class Probe:
         """Cap the memory; bring checkpointing, adapters, loss and compilation into the state that was asked for."""
         request, meter, config = self.request, self.meter, self.request.config
         self.context_gib = meter.context_gib()
-        self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.lost_gib)
+        self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
         # TRL and its users leave the choice to torch.
         choose_attention(any_length=config.padding == "longest" and request.trainer == "transformers")
         set_checkpointing(self.base, model_settings(config))
@@ -209,7 +213,7 @@ class Probe:
         if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
             self.managed_gib = paged_state_gib(self.model)
         if self.managed_gib:
-            self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.managed_gib + self.lost_gib)
+            self.limit_gib = meter.cap(request.memory_gib, request.headroom, self.managed_gib)
             if meter.reserved_gib() > self.limit_gib:
                 raise torch.OutOfMemoryError(f"paged optimizer state needs {self.managed_gib:.2f} GiB beside the model")
         if config.loss == "chunked" and request.trainer == "transformers":  # TRL does so by itself
@@ -494,6 +498,7 @@ class Probe:
             self.trainer.lr_scheduler = None
             self.trainer.accelerator.free_memory()
             self.trainer = None
+            free_paged_state()
         if optim := sys.modules.get("bitsandbytes.optim"):
             # For 8-bit optimizers the Trainer registers the embedding in this singleton, which would keep it alive.
             optim.GlobalOptimManager.get_instance().initialize()

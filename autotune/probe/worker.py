@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from autotune.probe.harness import Probe
     from autotune.probe.resident import ResidentModel
 
-# What paged optimizers may leave behind: half a GiB, or 1 % of a larger device. A worker takes 10 s to start.
-MAX_LOST_GIB, MAX_LOST_SHARE = 0.5, 0.01
 CHANCE_GIB = 24 / 1024  # by which what a process holds varies on a CPU
 DESCRIBED_GIB = 8  # of a model without weights; 100,000 linear layers take 3, with adapters
 
@@ -133,7 +131,6 @@ class Worker:
         self._served = 0
         self._empty_gib = 0.0
         self._limit_gib = self.meter.memory_gib()
-        self._lost_gib = 0.0
         # A probe of a tiny model loads libraries and kernels, so that they count as context from the start.
         result, _ = self.serve(tiny_request(device, self.meter.memory_gib()))
         if result.outcome is not Outcome.OK:
@@ -197,7 +194,7 @@ class Worker:
 
         try:
             emit(Phase.LOAD)
-            probe = Probe(request, self._resident_for(request), self.meter, emit, self._lost_gib, self._scratch)
+            probe = Probe(request, self._resident_for(request), self.meter, emit, self._scratch)
             measurement = probe.run()
             fields = {"outcome": Outcome.OK, "measurement": measurement}
             if measurement.alloc_retries:
@@ -210,8 +207,6 @@ class Worker:
         # Only now, outside the except block, nothing refers to the frames of the failed step any more.
         emit(Phase.CLEANUP)
         if probe is not None:
-            # bitsandbytes never frees the managed memory of a paged optimizer (GlobalPageManager keeps it).
-            self._lost_gib += probe.managed_gib
             probe.close()
         probe = None
         return fields, self._restore(request, fields)
@@ -228,15 +223,11 @@ class Worker:
         self.meter.release()
         resident = self._residents.get(request.depth)
         baseline_gib = self._empty_gib + (resident.cached_gib() if resident else 0.0)
-        lost = None
-        if self._lost_gib > max(MAX_LOST_GIB, MAX_LOST_SHARE * self.meter.memory_gib()):
-            lost = f"paged optimizers left {self._lost_gib:.1f} GiB behind"
-        elif succeeded and not self.meter.returned_to(baseline_gib):
+        if succeeded and not self.meter.returned_to(baseline_gib):
             kept_mib = 1024 * (self.meter.allocated_gib() - baseline_gib)
-            lost = f"it did not return all memory ({kept_mib:+.0f} MiB)"
-        if lost is not None:
-            fields["notes"] = (f"the worker is replaced, since {lost}",)
-        return succeeded and lost is None
+            fields["notes"] = (f"the worker is replaced, since it did not return all memory ({kept_mib:+.0f} MiB)",)
+            return False
+        return succeeded
 
     def _resident_for(self, request: ProbeRequest) -> "ResidentModel":
         """The base model for this request, cached or new. Others of its family wait aside."""
@@ -257,7 +248,7 @@ class Worker:
             self.meter.rebase(resident.cached_gib())
             return resident
         self.meter.rebase(0.0)
-        self._limit_gib = self.meter.cap(request.memory_gib, request.headroom, self._lost_gib)
+        self._limit_gib = self.meter.cap(request.memory_gib, request.headroom, 0.0)
         empty_gib = self.meter.allocated_gib()
         resident = build_resident(request, self.meter.torch_device)
         self.meter.synchronize()

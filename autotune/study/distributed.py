@@ -33,6 +33,7 @@ AWAIT_S, REAP_EVERY_S = 0.2, 15.0
 # what the baseline may take; what is reserved for the confirmation; and for its first probe where that takes longer.
 WHOLE_SHARE, BASELINE_SHARE, CONFIRMATION_SHARE, LEAST_SHARE = 0.1, 0.2, 0.15, 1 / 3
 MANY, COMPILING_S = 15, 5.0  # a search should judge so many candidates, each of which may compile for so long
+ENOUGH = 12  # before so many are judged by a few layers, nothing is reserved for measuring the best as a whole
 WORTH = 0.5  # by formula; in a hurry no candidate below this share of the speed of the best is tried
 LATE = 1.2  # probes may take this much longer than predicted
 LEAST_NOISE = 0.005  # relative
@@ -274,8 +275,10 @@ class SharedTrials:
 
     def is_spent(self) -> bool:
         """Whether the rest of the budget is needed for confirmation, or too short for one more candidate."""
-        took = self.evaluator.truncated_s.values() or self.evaluator.whole_s.values()
-        return self.search_s() <= (statistics.median(took) if took else 0.0)
+        truncated = self.evaluator.truncated_s.values()
+        took = truncated or self.evaluator.whole_s.values()
+        left_s = self.left_s() if truncated and self.num_missing(ENOUGH) else self.search_s()
+        return left_s <= (statistics.median(took) if took else 0.0)
 
     def is_over(self) -> bool:
         """Whether no further trial may begin: stopped, spent, or as many trials as are allowed."""
@@ -316,9 +319,9 @@ class SharedTrials:
         """Whether the time left might not suffice for judging MANY candidates, if those to come compile."""
         return self.num_missing() * self.compiled_s() > self.search_s()
 
-    def num_missing(self) -> int:
-        """How many candidates are missing to MANY."""
-        return max(MANY - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open), 0)
+    def num_missing(self, wanted: int = MANY) -> int:
+        """How many candidates are missing to those that are wanted."""
+        return max(wanted - sum(row.outcome is not Outcome.REFUSED for row in self.rows) - len(self._open), 0)
 
     def lasting(self) -> Callable[[TrainConfig], float]:
         """How many seconds truncated models of a candidate should take; 0 for what is known, or cannot be told.

@@ -25,6 +25,7 @@ TINY_LLAMA: dict[str, Any] = {
 CASES: dict[str, dict[str, Any]] = {
     "full": {"method": "full", "precision": "bf16_pure"},
     "lora": {"method": "lora", "precision": "bf16_mixed"},
+    "paged": {"method": "full", "precision": "bf16_mixed", "optimizer": "paged_adamw_8bit"},
     "nf4": {"method": "lora", "precision": "bf16_mixed", "quantization": "nf4"},
 }
 
@@ -67,6 +68,17 @@ def test_a_probe_measures_memory_that_repeats(prober: WorkerProber, name: str) -
 def test_the_context_is_measured(prober: WorkerProber) -> None:
     context_gib = measured(prober, "lora").context_gib
     assert context_gib is not None and 0.1 < context_gib < 3.0
+
+
+def test_a_paged_optimizer_returns_its_memory(prober: WorkerProber) -> None:
+    """Its state is two bytes for each of 20 million parameters of managed memory, which torch does not count."""
+    pytest.importorskip("bitsandbytes")
+    used = []
+    for _ in range(4):
+        assert measured(prober, "paged").managed_gib == pytest.approx(0.0376, rel=0.05)
+        used.append(measured(prober, "lora").context_gib or 0.0)
+    assert used[-1] - used[0] < 0.02
+    assert prober.starts == 1
 
 
 def test_memory_that_runs_out_is_reported(prober: WorkerProber) -> None:

@@ -456,12 +456,12 @@ def test_training_stops_when_the_recorder_has_enough(enough: bool) -> None:
 @pytest.mark.parametrize(
     ("device", "knobs", "trainer", "caps", "reserved_gib"),
     [
-        ("cuda", {"optimizer": "adamw_torch_fused"}, "transformers", [(80.0, 0.05, 0.5)], 0.0),
-        ("cuda", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.5), (80.0, 0.05, 2.5)], 70.0),
-        ("cuda", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.5), (80.0, 0.05, 2.5)], 70.5),
-        ("cpu", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.5)], 0.0),
-        ("cuda", {"loss": "chunked"}, "transformers", [(80.0, 0.05, 0.5)], 0.0),
-        ("cuda", {"loss": "chunked"}, "trl", [(80.0, 0.05, 0.5)], 0.0),
+        ("cuda", {"optimizer": "adamw_torch_fused"}, "transformers", [(80.0, 0.05, 0.0)], 0.0),
+        ("cuda", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.0), (80.0, 0.05, 2.0)], 70.0),
+        ("cuda", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.0), (80.0, 0.05, 2.0)], 70.5),
+        ("cpu", {"optimizer": "paged_adamw_8bit"}, "transformers", [(80.0, 0.05, 0.0)], 0.0),
+        ("cuda", {"loss": "chunked"}, "transformers", [(80.0, 0.05, 0.0)], 0.0),
+        ("cuda", {"loss": "chunked"}, "trl", [(80.0, 0.05, 0.0)], 0.0),
     ],
     ids=str,
 )
@@ -473,7 +473,7 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     caps: list[tuple[float, ...]],
     reserved_gib: float,
 ) -> None:
-    """Half a GiB is lost already; a paged optimizer would keep two more, under a limit of 70 GiB."""
+    """A paged optimizer would keep two GiB in managed memory, under a limit of 70 GiB."""
     asked: list[tuple[float, ...]] = []
     attention: list[bool] = []
     monkeypatch.setattr(module, "choose_attention", lambda any_length: attention.append(any_length))
@@ -488,7 +488,7 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
         torch_device=SimpleNamespace(type=device),
     )
     config = TrainConfig(**knobs)
-    parts: dict[str, Any] = {"meter": meter, "resident": None, "base": None, "lost_gib": 0.5, "managed_gib": 0.0}
+    parts: dict[str, Any] = {"meter": meter, "resident": None, "base": None, "managed_gib": 0.0}
     probe = probe_of(request_of(config=config, trainer=trainer), **parts, _loss=None, _add_hooks=lambda: None)
     if reserved_gib > 70.0:
         with pytest.raises(torch.OutOfMemoryError, match=r"paged optimizer state needs 2\.00 GiB"):
@@ -578,7 +578,7 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
     monkeypatch.setattr(module, "attach", lambda *asked: done.append(("attach", *asked)) or "model")
     meter = SimpleNamespace(context_gib=lambda: 0.25, cap=lambda *_: 70.0, torch_device=CPU)
     config = TrainConfig(checkpointing="every_2", **knobs)
-    parts: dict[str, Any] = {"meter": meter, "resident": "resident", "base": "base", "lost_gib": 0.0}
+    parts: dict[str, Any] = {"meter": meter, "resident": "resident", "base": "base"}
     parts |= {"managed_gib": 0.0, "_loss": None}
     probe = probe_of(request_of(config=config, seed=3), **parts)
     probe._compile, probe._add_hooks = (lambda: done.append("compile")), (lambda: done.append("hooks"))

@@ -71,21 +71,6 @@ def test_a_model_is_given_back_even_where_what_is_frozen_refers_to_it(is_frozen:
         gc.unfreeze()
 
 
-@pytest.mark.parametrize(("memory_gib", "left_gib", "is_kept"), [(24, 0.4, True), (24, 0.6, False), (140, 1.3, True)])
-def test_a_worker_is_replaced_for_what_paged_optimizers_left_of_its_device(
-    memory_gib: float, left_gib: float, is_kept: bool
-) -> None:
-    made = worker.Worker.__new__(worker.Worker)
-    gone: Any = SimpleNamespace(uncap=gc.collect, release=gc.collect, returned_to=lambda gib: True)
-    gone.memory_gib = lambda: memory_gib
-    made.meter, made._residents, made._lost_gib, made._empty_gib = gone, {}, left_gib, 0.0
-    fields: dict[str, Any] = {"outcome": Outcome.OK}
-    request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=memory_gib)
-    assert made._restore(request, fields) is is_kept
-    said = f"the worker is replaced, since paged optimizers left {left_gib} GiB behind"
-    assert fields.get("notes") == (None if is_kept else (said,))
-
-
 REQUEST = ProbeRequest(config=TrainConfig(), model={}, memory_gib=10.0, headroom=0.1)
 
 
@@ -146,7 +131,7 @@ class Base:
 def worker_on(meter: Meter, **residents: Base) -> Any:
     """A worker on this device, which holds base models: `whole`, and `depth2` or another depth."""
     made: Any = worker.Worker.__new__(worker.Worker)
-    made.meter, made._empty_gib, made._lost_gib, made._limit_gib, made._served = meter, 0.0, 0.0, 7.0, 0
+    made.meter, made._empty_gib, made._limit_gib, made._served = meter, 0.0, 7.0, 0
     made._residents = {None if name == "whole" else int(name[5:]): base for name, base in residents.items()}
     made.log, made._scratch, made._send = None, None, lambda **message: None
     return made
@@ -303,11 +288,10 @@ meters: list[Meter] = []  # that of the current test is the last
 def test_a_base_model_is_built_once_under_the_limit_and_others_wait_aside(built: list[ProbeRequest]) -> None:
     made = worker_on(meter := Meter(0.25), depth2=Base(1.0, {}), depth4=Base(1.5, {}))
     meters.append(meter)
-    made._lost_gib = 0.125
     whole = made._resident_for(REQUEST)
     assert whole.base_gib == 2.0 and built == [REQUEST] and list(made._residents) == [2, 4, None]
     assert meter.aside_gib == 2.5 and made._limit_gib == 8.5
-    assert meter.said == [("rebase", 0.0), ("cap", 10.0, 0.1, 0.125)]
+    assert meter.said == [("rebase", 0.0), ("cap", 10.0, 0.1, 0.0)]
     meter.said.clear()
     assert made._resident_for(REQUEST) is whole and built == [REQUEST]
     assert meter.said == [("rebase", 2.0)] and meter.aside_gib == 2.5
@@ -392,31 +376,26 @@ def test_output_goes_to_the_log_of_a_probe_behind_what_is_there(tmp_path: Path) 
 def test_a_try_tells_of_its_phases_and_of_memory_that_was_too_tight(
     monkeypatch: pytest.MonkeyPatch, retries: int, retried_in: Phase | None, expected: tuple[Outcome, Phase | None]
 ) -> None:
-    """A paged optimizer leaves 0.25 GiB behind, beside the 0.125 of an earlier probe."""
     measured, closed, sent = measurement(alloc_retries=retries), list[bool](), list[dict[str, Any]]()
     made = worker_on(Meter())
-    made._resident_for, made._send, made._lost_gib = (
-        lambda request: "base",
-        lambda **message: sent.append(message),
-        0.125,
-    )
+    made._resident_for, made._send = lambda request: "base", lambda **message: sent.append(message)
 
-    def probe(request: ProbeRequest, base: Any, meter: Any, emit: Any, lost_gib: float, scratch: Any) -> Any:
-        assert (request, base, meter, lost_gib) == (REQUEST, "base", made.meter, 0.125)
+    def probe(request: ProbeRequest, base: Any, meter: Any, emit: Any, scratch: Any) -> Any:
+        assert (request, base, meter) == (REQUEST, "base", made.meter)
 
         def run() -> Any:
             emit(Phase.FIRST_STEP)
             return measured
 
         recorder = SimpleNamespace(retried_in=retried_in)
-        return SimpleNamespace(run=run, recorder=recorder, managed_gib=0.25, close=lambda: closed.append(True))
+        return SimpleNamespace(run=run, recorder=recorder, close=lambda: closed.append(True))
 
     monkeypatch.setattr(harness, "Probe", probe)
     entered = [("total", 0.0)]
     fields, reusable = made._attempt(REQUEST, entered)
     assert (fields["outcome"], fields.get("phase")) == expected and fields["measurement"] is measured
     assert ("oom" in fields) is ("reason" in fields) is (retries > 0)
-    assert reusable and closed == [True] and made._lost_gib == 0.375
+    assert reusable and closed == [True]
     phases = ["load", "first_step", "cleanup"]
     assert sent == [{"event": "phase", "phase": phase} for phase in phases]
     assert [name for name, _ in entered] == ["total", *phases]
@@ -497,15 +476,6 @@ def test_what_libraries_keep_of_a_measurement_of_rates_is_context(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("memory_gib", "lost_gib", "is_kept"), [(24.0, 0.5, True), (100.0, 1.0, True), (100.0, 1.01, False)]
-)
-def test_just_what_may_be_lost_replaces_no_worker(memory_gib: float, lost_gib: float, is_kept: bool) -> None:
-    made = worker_on(meter := Meter())
-    made._lost_gib, made.meter.memory_gib = lost_gib, lambda: memory_gib
-    assert made._restore(REQUEST, {"outcome": Outcome.OK}) is is_kept and meter.said
-
-
-@pytest.mark.parametrize(
     ("knobs", "imported"),
     [
         ({}, []),
@@ -574,7 +544,7 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def serve(made: Any, request: ProbeRequest) -> Any:
         seen["collecting"].append(gc.isenabled())
         seen["frozen"] = gc.get_freeze_count()
-        seen["before"] = (made._served, made._empty_gib, made._lost_gib, made._limit_gib, made.log)
+        seen["before"] = (made._served, made._empty_gib, made._limit_gib, made.log)
         seen["request"], made._served, made._residents = request, 1, {None: Base(0.5)}
         return seen["result"], True
 
@@ -588,9 +558,9 @@ def test_a_worker_starts_with_a_tiny_probe_of_which_nothing_is_kept(starting: di
     made = worker.Worker("cuda", sent.append, "scratch")
     assert starting["device"] == "cuda" and starting["checked"] == ["cpu"]
     assert starting["request"] == tiny_request("cuda", 24.0)
-    assert starting["before"] == (0, 0.0, 0.0, 24.0, None) and starting["collecting"] == [False]
+    assert starting["before"] == (0, 0.0, 24.0, None) and starting["collecting"] == [False]
     assert gc.isenabled() and starting["frozen"] > frozen
-    assert (made._served, made._residents, made._empty_gib, made._lost_gib) == (0, {}, 0.75, 0.0)
+    assert (made._served, made._residents, made._empty_gib) == (0, {}, 0.75)
     assert (made._send, made._scratch) == (sent.append, "scratch")
     assert starting["meter"].said[-1] == "settle"
 
