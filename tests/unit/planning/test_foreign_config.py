@@ -558,3 +558,70 @@ def test_what_trl_recomputes(lines, checkpointing, read, failure):
     assert "every_n_layers: a number from 1 to 9,999" in failure(
         f"{TRL}gradient_checkpointing_kwargs: {{every_n_layers: 10000}}\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("tool", "line", "assumed"),
+    [
+        ("trl", "max_steps: auto", -1),
+        ("trl", "num_train_epochs: auto", 3),
+        ("trl", "dataloader_num_workers: auto", 0),
+        ("trl", "per_device_train_batch_size: auto", 8),
+        ("trl", "max_length: auto", 1024),
+        ("trl", "pad_to_multiple_of: auto", 1),
+        ("trl", "num_processes: auto", 1),
+        ("trl", "tensor_parallel_size: auto", 1),
+        ("trl", "lora_r: auto", 16),
+        ("trl", "lora_alpha: auto", 32),
+        ("trl", "gradient_checkpointing_kwargs: {every_n_layers: auto}", 1),
+        ("axolotl", "batch_size: auto", 2),
+        ("llamafactory", "max_samples: auto", 0),
+        ("llamafactory", "quantization_bit: auto", 16),
+        ("llamafactory", "lora_rank: auto", 8),
+    ],
+)
+def test_auto_is_what_the_tool_assumes_and_says_so_once(tool, line, assumed, read):
+    """-1 steps and 0 examples are no limit; alpha is twice the rank."""
+    key = line.rpartition("{")[2].partition(":")[0]
+    assert [note for note in read(with_lines(LORA[tool], line)).notes if " is auto: " in note] == [
+        f"{key} is auto: {assumed} is assumed."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "least", "most"),
+    [
+        ("trl", "max_steps", "-1000000000000000", "1000000000000000"),
+        ("trl", "num_train_epochs", "0.001", "1000000000000000"),
+        ("trl", "dataloader_num_workers", "0", "16777216"),
+        ("trl", "lora_alpha", "0", "16777216"),
+        ("trl", "pad_to_multiple_of", "1", "16777216"),
+        ("axolotl", "batch_size", "1", "16777216"),
+        ("llamafactory", "max_samples", "1", "1000000000000000"),
+    ],
+)
+def test_the_least_and_the_most_of_each_number_of_a_file(tool, key, least, most, read, failure):
+    for value in (least, most):
+        assert read(with_lines(LORA[tool], f"{key}: {value}"))
+    below = "0.0009" if "." in least else str(int(least) - 1)
+    for value in (below, str(int(most) + 1)):
+        wrong = failure(with_lines(LORA[tool], f"{key}: {value}"))
+        assert f"{key}: a number from {float(least):g} to {int(most):,} is needed, not {value}" in wrong
+
+
+def test_what_llamafactory_trains_where_its_file_leaves_it_out(read):
+    """Supervised, by LoRA of rank 8 without packing, quantised by bitsandbytes alone."""
+    run = read("model_name_or_path: m\ndo_train: true\ntemplate: qwen\nbf16: true\nquantization_bit: 8\n")
+    assert (run.config.method, run.config.lora_rank, run.config.packing) == ("lora", 8, False)
+    assert (run.config.quantization, run.notes) == ("int8", ())
+
+
+def test_keys_that_are_no_text_are_passed_over(read):
+    run = read("base_model: m\n3: 4\nnull: 5\nbnb_config_kwargs: {1: 2, bnb_4bit_use_double_quant: false}\n")
+    assert list(run.values) == ["base_model", "bnb_config_kwargs"] and run.config.double_quant is False
+
+
+def test_sixty_characters_of_a_wrong_value_are_shown(failure):
+    """With the quotes around it; of a longer one 57, and three points."""
+    assert failure(f"{TRL}packing: {'x' * 58}\n").endswith(f"not '{'x' * 58}'")
+    assert failure(f"{TRL}packing: {'x' * 59}\n").endswith(f"not '{'x' * 56}...")
