@@ -627,3 +627,53 @@ def test_what_may_help_is_said_of_the_leanest_of_all_cards() -> None:
     assert remedy(plain, long) == "take a larger GPU, a smaller model or a shorter --seq-len"
     assert remedy(long, short) == remedy(short, plain) == "take a larger GPU or a smaller model"
     assert remedy(plain) == "take a larger GPU, a smaller model or --space qlora"
+
+
+def test_the_intervals_of_a_card_are_those_of_its_best_configuration() -> None:
+    """A tenth either way of 10,000 tokens/s, and of $2.00."""
+    one = entry("a10", 1, 2.0)
+    assert rules.speed_interval(one) == pytest.approx((9_000.0, 11_000.0))
+    assert rules.usd_interval(one) == pytest.approx((1.8, 2.2))
+    assert rules.speed_interval(too_large("t4")) is rules.usd_interval(too_large("t4")) is None
+
+
+def test_the_slowest_card_that_was_measured_comes_before_a_guess() -> None:
+    """Half a token a second, on a card whose kind was measured."""
+    slow, fast = entry("a10", 20_000), entry("mi300x", 1)
+    assert fast.plan and fast.best
+    guess = replace(fast, plan=replace(fast.plan, best=replace(fast.best, device=resolve_device("mi300x"))))
+    assert (slow.tokens_per_s, guess.is_guess) == (0.5, True)
+    assert group(guess, slow).fastest is group(slow, guess).fastest is slow
+
+
+def test_a_model_without_a_formula_is_one_error_with_its_remedy() -> None:
+    """Said once for one card or more; a card that cannot be planned for has its own sentence."""
+    spec = StudySpec(**SMALL | {"model": "mixtral-8x7b"})
+    for gpus in (["a10"], ["a10,l4"]):
+        with pytest.raises(UsageError, match=r"^there is no formula for mixtral models$") as caught:
+            rules.compare([spec], gpus=gpus)
+        assert caught.value.remedy.startswith("`autotune run` on a GPU probes it")
+    with pytest.raises(UsageError, match="t4 has no bf16") as caught:
+        rules.compare([StudySpec(**SMALL, space="full")], gpus=["t4"])
+    first = caught.value.remedy
+    with pytest.raises(UsageError) as caught:
+        rules.compare([StudySpec(**SMALL, space="full"), spec], gpus=["t4"])
+    assert len(str(caught.value).splitlines()) == 2 and caught.value.remedy == first
+
+
+def test_cards_that_cannot_run_the_space_do_not_stand_for_others() -> None:
+    """Full training needs bf16, which a T4 does not have."""
+    spec = StudySpec(**SMALL, space="full")
+    needs = rules._least_by_bf16(spec, [compare_card(setup("a10", space="full"), 20.0)], lambda text: None)
+    assert list(needs) == [True] and needs[True].config.method == "full"
+    assert Comparison(groups=(group(too_large("t4")),)).unmet() == (
+        "nothing surely fits any of these cards\nm, lora: no card holds it"
+    )
+
+
+def test_of_cards_that_hold_it_the_one_of_known_and_least_memory_is_the_smallest() -> None:
+    large, small, unknown = entry("h100"), entry("a10"), entry("cpu")
+    assert unknown.device.memory_gib is None
+    for cards in ((large, small, unknown), (unknown, large, small), (small, unknown, large)):
+        assert group(*cards, too_large("t4")).smallest_compared == small.device
+    assert group(unknown).smallest_compared == unknown.device and group(too_large("t4")).smallest_compared is None

@@ -1,6 +1,7 @@
 """Which changes of a file are tried, how much each changes what is learned, and which of them go together."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from autotune.planning.fixes import (
     SHORTER,
     FixSearch,
     _subsets,
+    edited,
     fixes_of,
 )
 from autotune.planning.foreign_config import parse
@@ -213,3 +215,74 @@ def test_a_run_too_close_to_tell_is_the_last_resort(search: Callable[..., FixSea
     best = search(larger, "h100-sxm", memory_gib=(need + 0.001) + CONTEXT_GIB, headroom=0.0).best()
     assert best is not None and best.state == TIGHT and best.edits == {"cutoff_len": 256}
     assert search(text, "h100-sxm", memory_gib=(need + 0.001) + CONTEXT_GIB, headroom=0.0).best() is None
+
+
+def test_micro_batches_above_1024_are_not_tried(search: Callable[..., FixSearch]) -> None:
+    found = search(TRL_7B)
+    run = found.checked.run
+
+    def sizes(micro: int, accumulation: int) -> list[tuple[int, ...]]:
+        resized = replace(run, config=replace(run.config, micro_batch_size=micro), accumulation=accumulation)
+        return [tuple(size.values()) for size in found._smaller_batches(resized)]
+
+    assert sizes(4096, 1) == [(2**power, 2 ** (12 - power)) for power in range(10, -1, -1)]
+    assert sizes(1024, 2)[0] == (512, 4) and sizes(2, 3) == [(1, 6)] and sizes(1, 8) == []
+
+
+def test_a_run_is_resized_by_the_keys_of_its_tool(search: Callable[..., FixSearch]) -> None:
+    found = search(changed(TRL_7B, max_seq_length=900))
+    run = found.checked.run
+    assert found._resized(run, {}) == run
+    size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 5, "max_seq_length": 300}
+    other = found._resized(run, size)
+    assert (other.config.micro_batch_size, other.accumulation, other.config.seq_len) == (4, 5, 300)
+    assert replace(other, config=run.config, accumulation=run.accumulation) == run
+
+
+def test_edits_of_a_mapping_that_is_empty_stand_at_the_top() -> None:
+    assert edited({"model_init_kwargs": None, "a": 1}, {"a": 2, "b": 3}) == {"model_init_kwargs": None, "a": 2, "b": 3}
+    nested = {"model_init_kwargs": {"c": 1}, "bnb_config_kwargs": {"a": 1, "b": 2}}
+    assert edited(nested, {"a": 5, "c": 6}) == {"model_init_kwargs": {"c": 6}, "bnb_config_kwargs": {"a": 5, "b": 2}}
+
+
+def test_what_the_tool_would_refuse_is_not_advised(search: Callable[..., FixSearch]) -> None:
+    """Full training does not read lora_alpha, adapters would."""
+    found = search(changed(AXOLOTL_FULL, lora_alpha=-1), "t4")
+    alone = found.each_alone()
+    assert alone and not any("adapter" in one.edits for one in alone)
+    assert found._parse({"adapter": "lora", "lora_r": 16}) is None
+    assert found._parse({}) is found.checked.run and found.best() is None
+
+
+def test_the_fewest_changes_come_first_then_the_fastest(search: Callable[..., FixSearch]) -> None:
+    """A smaller micro batch is one more change; on a card that holds all, only speed decides between two."""
+    text = changed(FACTORY, disable_gradient_checkpointing=True, per_device_train_batch_size=6)
+    slow, fast = {"disable_gradient_checkpointing": False}, {"enable_liger_kernel": True}
+    both = [(SAME_RESULT, slow), (SAME_RESULT, fast)]
+    large = search(text, "h200-sxm", headroom=0.0)
+    needs, speeds = [], []
+    for edits in (slow, fast):
+        one = large._largest(edits, {}, (FITS,))
+        assert one is not None and one.edits == edits and one.estimate.tokens_per_s
+        needs.append(one.estimate.need_gib)
+        speeds.append(one.estimate.tokens_per_s)
+    assert needs[0] < needs[1] / 1.2 and speeds[0] < speeds[1]
+    for fixes in (both, both[::-1]):
+        best = large._best_subset(fixes, SAME_RESULT, {}, (FITS,))
+        assert best is not None and best.edits == fast
+        assert large._best_subset([], SAME_RESULT, {}, (FITS,)) is None, "it fits as it is: nothing to change"
+        small = search(text, "h200-sxm", headroom=0.0, memory_gib=needs[0] * 1.15 + CONTEXT_GIB)
+        best = small._best_subset(fixes, SAME_RESULT, {}, (FITS,))
+        assert best is not None and best.edits == slow
+        resized = small._largest(fast, {}, (FITS,))
+        assert resized is not None and set(resized.edits) > set(fast) and resized.state == FITS
+
+
+def test_dora_left_out_is_advised_although_it_saves_nothing_that_is_known(search: Callable[..., FixSearch]) -> None:
+    """The need with DoRA is known from below alone; without it the run fits."""
+    found = search(changed(AXOLOTL, peft_use_dora=True), "h100-sxm")
+    without = next(one for one in found.each_alone() if one.edits == {"peft_use_dora": False})
+    assert without.state == FITS and abs(found.saved_gib(without)) < 0.005
+    assert [size["sequence_len"] for size in found._lengths_for(SHORTER)] == [2048, 1024, 512, 256]
+    assert found._lengths_for(QUANTIZED) == found._lengths_for(SAME_RESULT) == [{}]
+    assert found._lengths_for(ADAPTERS) == [{}, *found._lengths_for(SHORTER)]

@@ -18,11 +18,11 @@ from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.fixes import edited
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import published_observations
-from autotune.planning.run_check import CheckReport, check, find_model
+from autotune.planning.run_check import CheckReport, check, find_model, report_data
 from autotune.planning.run_estimate import _cast_s, memory_bounds
 from autotune.prediction.memory_formula import Sizes
 from autotune.problem.length_distribution import Lengths
-from autotune.problem.run_cost import FITS, TIGHT
+from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
 from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL, TRL_7B, changed
 
@@ -469,3 +469,64 @@ def test_bf16_on_a_card_without_it_is_noted(
 ) -> None:
     found = answer(changed(TRL, bf16=bf16, fp16=not bf16), gpu)
     assert any(note.startswith("t4 has no bf16: it starts with bf16 off") for note in found.notes) is noted
+
+
+def test_examples_of_unknown_length_have_1024_tokens_or_as_many_as_fit_a_row(
+    answer: Callable[..., CheckReport],
+) -> None:
+    """Nothing of what is assumed is cut off; rows beyond the model's context are as long as the file says."""
+    for model, length, tokens in (("Qwen/Qwen2.5-0.5B", 512, 512), ("Qwen/Qwen2.5-0.5B", 4096, 1024),
+                                  ("demo-3m", 700, 700), ("demo-3m", 2048, 1024)):  # fmt: skip
+        found = answer(changed(TRL, model_name_or_path=model, max_length=length))
+        assert found.context.workload.lengths == Lengths.constant(tokens, "assumed")
+        assert not any("cut off" in note for note in found.notes)
+    given = answer(changed(TRL, max_length=512), tokens_per_example=1024)
+    assert given.context.workload.lengths == Lengths.constant(1024, "given")
+    assert [note for note in given.notes if "cut off" in note] == [
+        "100% of the examples are longer than every seq_len of the space (512): 50% of the tokens will be cut off."
+    ]
+
+
+def test_what_can_be_run_is_the_run_itself_unless_it_is_out_of_memory(answer: Callable[..., CheckReport]) -> None:
+    fits, dora = answer(TRL), answer(changed(AXOLOTL, peft_use_dora=True), "h100-sxm")
+    assert fits.runnable is fits.checked and (fits.fix, fits.fixes, fits.smallest_card) == (None, (), None)
+    assert dora.checked.state == TIGHT and dora.runnable is dora.checked and dora.fix is not None
+    large = answer(TRL_7B, "a10")
+    assert large.checked.state == OOM and large.runnable is large.fix is not None
+
+
+def test_an_answer_as_data(answer: Callable[..., CheckReport]) -> None:
+    """As `autotune check --json` prints it: of a run that fits, of one with a fix, and of one without."""
+    data = report_data(answer(changed(FACTORY, num_processes=2, max_steps=100), price=3.0))
+    assert {
+        name: data[name] for name in ("format", "model", "device", "own_card", "num_gpus", "epochs", "max_steps")
+    } == {
+        "format": "llamafactory",
+        "model": "Qwen/Qwen3-4B-Instruct-2507",
+        "device": "a10",
+        "own_card": None,
+        "num_gpus": 2,
+        "epochs": None,
+        "max_steps": 100,
+    }
+    workload = data["workload"]
+    assert set(workload) == {"examples", "examples_assumed", "tokens_per_example"}
+    assert (workload["examples"], workload["examples_assumed"]) == (2000, False)
+    assert data["verdict"] == "fits" and data["change"] is None and data["each_change"] == []
+    assert data["price"]["usd_per_hour"] == 3.0 and data["smallest_card"] is None
+    took = data["duration"]
+    assert took["num_steps"] == 100 and took["usd"] == pytest.approx(took["hours"] * 2 * 3.0)
+    assert took["interval_hours"][0] < took["hours"] < took["interval_hours"][1]
+    assert data["bounds_gib"] == [data["peak_reserved_gib"]] * 2 and data["accumulation"] == 8
+    assert data["config"]["lora_rank"] == 8 and data["faster"]["config"]["lora_rank"] == 8
+    assert set(data["faster"]) == {"config", "times", "command"} and data["faster"]["times"] >= 1.05
+    assert json.dumps(data) and isinstance(data["notes"], list)
+
+    data = report_data(answer(changed(TRL_7B, use_dora=True), "t4"))
+    assert data["verdict"] == "out of memory" and data["bounds_gib"][1] is None and data["duration"] is None
+    assert data["smallest_card"] is None  # of DoRA nothing says that it fits
+    assert all(next(iter(change)) == "edits" and change["saves_gib"] > 0.005 for change in data["each_change"])
+    assert data["change"]["verdict"] == "fits" and data["change"]["edits"]["use_dora"] is False
+    assert "saves_gib" not in data["change"]
+    none = report_data(answer(changed(AXOLOTL, base_model="meta-llama/Llama-3.1-70B"), "t4"))
+    assert none["change"] is none["faster"] is None and none["smallest_card"]
