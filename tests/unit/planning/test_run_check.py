@@ -530,3 +530,56 @@ def test_an_answer_as_data(answer: Callable[..., CheckReport]) -> None:
     assert "saves_gib" not in data["change"]
     none = report_data(answer(changed(AXOLOTL, base_model="meta-llama/Llama-3.1-70B"), "t4"))
     assert none["change"] is none["faster"] is None and none["smallest_card"]
+
+
+def test_the_faster_configuration_has_the_rows_of_a_step_of_the_run(answer: Callable[..., CheckReport]) -> None:
+    """One row, or 2 x 3 of them; each micro batch that is tried divides them. Nothing is faster without bf16."""
+    for micro, accumulation in ((1, 1), (2, 3)):
+        rows = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
+        faster = answer(changed(FACTORY, **rows)).faster
+        assert faster is not None and micro * accumulation % faster.config.micro_batch_size == 0
+        assert f"--global-batch {micro * accumulation} " in faster.command
+    small = {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "cutoff_len": 512}
+    old = {fp16: answer(changed(FACTORY, **small, fp16=fp16, bf16=not fp16), "t4") for fp16 in (True, False)}
+    assert {one.checked.state for one in old.values()} == {FITS}
+    assert old[True].faster is not None and old[False].faster is None
+    few = answer(TRL, examples=8, tokens_per_example=100)
+    assert few.context.workload.examples == 8 and not any("do not fill" in note for note in few.notes)
+
+
+def test_the_smallest_card_has_the_reserve_that_is_asked_for(answer: Callable[..., CheckReport]) -> None:
+    """With more of the memory left free a larger card is needed; a run in fp16 needs no card with bf16."""
+    found = [answer(TRL_7B, "t4", headroom=headroom).smallest_card for headroom in (0.0, 0.5)]
+    sizes = [card.memory_gib for card in found if card and card.memory_gib]
+    assert len(sizes) == 2 and sizes[0] < 0.6 * sizes[1]
+    for bf16, name in ((True, "rtx-a4000"), (False, "v100-pcie-16gb")):
+        half = {"dtype": "bfloat16" if bf16 else "float16", "bf16": bf16, "fp16": not bf16}
+        text = changed(TRL_7B, load_in_4bit=True, per_device_train_batch_size=16, **half)
+        card = answer(text, "t4", memory_gib=4).smallest_card  # 12.9 GiB and the reserve, of 15.8
+        assert card is not None and (card.name, card.supports_bf16) == (name, bf16)
+
+
+def test_the_command_has_what_was_given_of_the_examples(answer: Callable[..., CheckReport]) -> None:
+    """Without a count the examples of the file; those of a count of tokens are not said again."""
+    lengths = {"mean_tokens": 512.0, "p99_tokens": 2000.0}
+    given = [
+        answer(FACTORY, **lengths).faster,
+        answer(FACTORY, **lengths, tokens=10**7).faster,
+        answer(FACTORY, **lengths, examples=77).faster,
+        answer(changed(FACTORY, quantization_bit=4, use_rslora=True)).faster,
+    ]
+    commands = [one.command for one in given if one]
+    assert len(commands) == 4
+    assert [text.partition(" --rank")[0].partition("a10 ")[2] for text in commands] == [
+        "--mean-tokens 512.0 --p99-tokens 2000.0",
+        "--mean-tokens 512.0 --p99-tokens 2000.0 --tokens 10000000",
+        "--mean-tokens 512.0 --p99-tokens 2000.0 --examples 77",
+        "",
+    ]
+    assert [text.partition("--global-batch ")[2].partition(" --set")[0] for text in commands] == [
+        "8 --examples 2000",
+        "8",
+        "8",
+        "8 --tokens-per-example 2048 --examples 2000",
+    ]
+    assert "--set rslora=True --set quantization=nf4 --set double_quant=True --set precision=bf16_mixed" in commands[3]
