@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import optuna
 import pytest
@@ -225,3 +226,17 @@ def test_an_unreachable_server_is_a_storage_error(tmp_path_factory: pytest.TempP
     with pytest.raises(StorageError, match="connect"):
         search.tell(asked.number, Outcome.OK, 1.0, FITS)
     search.close()
+
+
+def test_a_closed_optimizer_holds_no_file(tmp_path: Path) -> None:
+    """Else each study that was opened to be read would keep its database open until the process ends."""
+    path = tmp_path / "study.db"
+
+    def num_open() -> int:
+        return sum(one.is_symlink() and one.readlink() == path for one in Path("/proc/self/fd").iterdir())
+
+    search = Optimizer.create(f"sqlite:///{path}", "one", SPACE, seed=0)
+    search.ask()
+    assert num_open() > 0
+    search.close()
+    assert num_open() == 0

@@ -692,3 +692,19 @@ def test_packing_that_is_asked_for_removes_what_it_does_not_go_with() -> None:
         packed(given, "bloom", packing=(True,))
     assert both(packed(given, "bloom"), "packing") == (False,)
     assert not packed(given, "bloom", packing=(False,)).removals
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left"),
+    [
+        *((name, (False, True)) for name in ("gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral")),
+        *((name, (False, True)) for name in ("phi3", "qwen2", "qwen3", "qwen3_moe")),
+        *((name, (False,)) for name in ("falcon", "gpt_oss", "qwen3_next", "qwen3_5")),
+    ],
+)
+def test_packing_is_searched_for_models_that_were_seen_to_keep_examples_apart(
+    model_type: str, left: tuple[bool, ...]
+) -> None:
+    """They are those of tests/probe/test_packing.py; two examples of 512 tokens fit into a row of 1,024."""
+    workload = Workload(examples=900, lengths=Lengths.constant(512), global_batch=32)
+    assert both(packed(workload, model_type, seq_len=(1024,), micro_batch_size=(1,)), "packing") == left

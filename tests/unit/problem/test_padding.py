@@ -12,6 +12,7 @@ from autotune.problem.length_distribution import Lengths
 from autotune.problem.padding import (
     Draw,
     Longest,
+    _binned,
     batch_maxima,
     bucket_shares,
     buckets,
@@ -241,6 +242,12 @@ def test_six_lengths_are_one_too_many_to_stand_for_themselves() -> None:
     assert stand_ins(draw(six, size=1)) == pytest.approx({12: 0.25, 28: 0.25, 50: 1 / 6, 60: 1 / 6, 70: 1 / 6})
 
 
+def test_a_length_that_is_the_mean_is_one_of_the_shorter_ones() -> None:
+    """Each drawn alone, 40 on average. 10 to 40 have the mean 25 and the deviation 11.18: 13.82 and 36.18."""
+    few = stand_ins(draw([10, 20, 30, 40, 50, 90], size=1))
+    assert few == pytest.approx({14: 1 / 3, 36: 1 / 3, 50: 1 / 6, 90: 1 / 6})
+
+
 def test_four_buckets_are_made_where_more_would_pay() -> None:
     """Five lengths, of which each is twice the one before: 5 buckets would save the most."""
     five = [100, 200, 400, 800, 1600]
@@ -252,3 +259,59 @@ def test_a_further_bucket_is_made_from_one_percent_on() -> None:
     """Half of the examples are shorter: by 1.8 % or 2.2 %, so that 0.9 or 1.1 % of all tokens are saved."""
     assert buckets(draw([491, 500] * 50, size=1)) == (500,)
     assert buckets(draw([489, 500] * 50, size=1)) == (489, 500)
+
+
+def test_sorted_examples_are_taken_from_the_middle_of_the_longest_of_a_micro_batch() -> None:
+    """Of eight examples four are sorted, in pairs: 1.5 and 3.5 of four are 3 and 7 of eight, shorter or as long."""
+    assert shares_of(draw([1, 2, 3, 4, 5, 6, 7, 8], size=2, together=4)) == [(3, 3, 0.5), (7, 7, 0.5)]
+
+
+def test_what_is_too_rare_for_a_number_has_no_micro_batch() -> None:
+    """All 64 examples of a micro batch are the one of a million: 1e-384 is 0."""
+    rare = Lengths(counts=((1, 1), (2, 1_000_000)), source="counted")
+    assert shares_of(Draw(lengths=rare, seq_len=4, size=64)) == [(2, 2, 1.0)]
+
+
+def test_a_bucket_that_saves_exactly_one_percent_is_not_made() -> None:
+    """Half of 980 and half of 1,000 are 990, which is 99 % of 1,000 to the last bit."""
+    assert buckets(draw([980, 1000] * 50, size=1)) == (1000,)
+
+
+def binned(*parts: tuple[float, float]) -> list[tuple[float, int, float]]:
+    found = _binned(tuple(Longest(tokens=tokens, up_to=int(tokens), share=share) for tokens, share in parts))
+    return [(one.tokens, one.up_to, one.share) for one in found]
+
+
+@pytest.mark.parametrize(("number", "together"), [(64, 1), (128, 2), (256, 4)])
+def test_the_distribution_is_cut_into_sixty_four_parts(number: int, together: int) -> None:
+    """Of equally many, equally far apart, each part has as many: 1; 1 and 2; or 1 to 4."""
+    share = together / number
+    ends = range(together, number + 1, together)
+    expected = [(end - (together - 1) / 2, end, share) for end in ends]
+    assert binned(*((1.0 + index, 1 / number) for index in range(number))) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "ends"),
+    [
+        # 32 times (half of the own share, those below, and the place between the shortest and the longest):
+        ([(1000, 0.01), (1010, 0.01), (2000, 0.98)], [1010, 2000]),  # 0.16, 0.80 | 48.6
+        ([(1000, 0.01), (1030, 0.01), (2000, 0.98)], [1000, 1030, 2000]),  # 0.16 | 1.44 | 48.6
+        ([(1000, 0.4), (1001, 0.4), (2000, 0.2)], [1000, 1001, 2000]),  # 6.4 | 19.2 | 60.8
+        ([(1000, 0.98), (1990, 0.01), (2000, 0.01)], [1000, 2000]),  # 15.7 | 63.2, 63.8
+        ([(1000, 0.98), (1960, 0.01), (2000, 0.01)], [1000, 1960, 2000]),  # 15.7 | 62.2 | 63.8
+        ([(1000, 1.0), (1990, 1e-18), (2000, 1e-18)], [1000, 2000]),  # 16 | 63.7, 64, which is beyond the last
+    ],
+)
+def test_a_part_is_finer_where_there_is_more_and_where_lengths_differ_more(
+    parts: list[tuple[float, float]], ends: list[int]
+) -> None:
+    assert [up_to for _, up_to, _ in binned(*parts)] == ends
+
+
+def test_parts_of_a_distribution_have_the_mean_of_what_they_hold() -> None:
+    assert binned((1000, 0.003), (1010, 0.001), (2000, 0.996)) == [
+        (pytest.approx(1002.5), 1010, pytest.approx(0.004)),
+        (pytest.approx(2000), 2000, 0.996),
+    ]
+    assert binned((500, 1.0)) == [(500, 500, 1.0)]
