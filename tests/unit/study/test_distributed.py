@@ -232,6 +232,18 @@ def test_a_result_whose_trial_was_given_back_is_no_trial(join: Join) -> None:
     assert first.study.trials.rows[-1].config == asked.config and first.study.trials.rows[-1].reused
 
 
+def test_a_trial_whose_result_is_stored_again_is_known_once(join: Join) -> None:
+    """The second answer takes no time, as it was known already, and is heard of instead of the first."""
+    first, second = join(), join()
+    row = second.study.trials.run_one(None)
+    assert row is not None
+    first.study.trials.sync()
+    assert [(one.number, one.seconds) for one in first.study.trials.rows] == [(row.number, 3.0)]
+    assert second.study.trials.evaluator.evaluate(row.config, row.number).reused
+    first.study.trials.sync()
+    assert [(one.number, one.seconds) for one in first.study.trials.rows] == [(row.number, 0.0)]
+
+
 def test_who_helps_ends_when_the_study_does(join: Join) -> None:
     leader, helper = join(), join()
     leader.study.trials.run_one(None)
