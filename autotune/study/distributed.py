@@ -73,6 +73,7 @@ class SharedTrials:
     _open: dict[int, str] = field(default_factory=dict)  # this worker's unfinished trials: number -> config digest
     _stored_by_others: dict[int, ProbeResult] = field(default_factory=dict)  # results by trial number
     _not_finished: set[int] = field(default_factory=set)  # of these, the trials that Optuna does not have as finished
+    _met_others: bool = False  # whether others had taken configurations when this worker asked for a trial
     _reap_at: float = 0.0
     _random: random.Random = field(default_factory=lambda: random.Random(0))  # noqa: S311 (no secret hangs on it)
 
@@ -119,11 +120,14 @@ class SharedTrials:
         None if another worker is trying it, or if it would take longer than there is time left for the search.
         """
         self.sync()
-        if self._is_full(lambda: len(self.coordinator.taken())):
+        taken = self.coordinator.taken()
+        self._met_others = self._met_others or not taken <= set(self._open.values())
+        if self._is_full(lambda: len(taken)):
             return None
         proposal = self.optimizer.ask(wanted, worker=self.coordinator.name)
         digest = proposal.config.digest
         if not self.coordinator.take(digest, proposal.number):
+            self._met_others = True
             self.optimizer.withdraw(proposal.number)
             other = self.untried() if wanted is None else None
             return None if other is None else self.ask(other)
@@ -205,8 +209,13 @@ class SharedTrials:
         return formula_speed(self.task, config, self.task.workload.run_shape(config))
 
     def await_others(self) -> bool:
-        """Wait a moment, and return whether others are running or beginning trials, or have given some back."""
-        if not self.coordinator.taken() and not self.optimizer.has_unfinished():
+        """Wait a moment, and return whether to ask again.
+
+        That is where others are running or beginning trials, or have given some back; and where some were in the way of
+        what was asked for, though they may have finished since.
+        """
+        met_others, self._met_others = self._met_others, False
+        if not met_others and not self.coordinator.taken() and not self.optimizer.has_unfinished():
             return False
         time.sleep(AWAIT_S)
         return True

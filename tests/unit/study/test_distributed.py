@@ -152,6 +152,19 @@ def test_the_trial_that_another_is_just_beginning_is_waited_for(join: Join) -> N
     assert first.coordinator.taken() == set() and first.study.trials.await_others()
 
 
+@pytest.mark.parametrize("limits", [{}, {"trials": 2}], ids=["its choice is taken", "all trials are taken"])
+def test_who_got_nothing_since_another_was_at_it_asks_again(join: Join, limits: dict[str, int]) -> None:
+    """By the time it looks who is still at work, the other may have finished: that does not mean that all is done."""
+    first, second = join(**limits), join(**limits)
+    first.study.trials.run_one(None)
+    wanted = WIDE.clip(replace(BASELINE, micro_batch_size=4))
+    asked = first.study.trials.ask(wanted)
+    assert asked is not None and second.study.trials.run_one(None, wanted) is None
+    first.study.trials.record(asked, first.study.trials.evaluator.evaluate(asked.config, asked.number))
+    assert second.study.trials.await_others()
+    assert not second.study.trials.await_others()  # it has not met anybody since
+
+
 def test_what_another_is_at_is_left_to_it(join: Join) -> None:
     first, second = join(), join()
     wanted = WIDE.clip(BASELINE)
