@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autotune.catalog import list_devices, resolve_model
+from autotune.catalog import list_devices, resolve_device, resolve_model
 from autotune.cli.check_text import edits_text, lines, verdict
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
@@ -19,11 +19,20 @@ from autotune.planning.fixes import edited
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import published_observations
 from autotune.planning.run_check import CheckReport, check, find_model, report_data
-from autotune.planning.run_estimate import _cast_s, memory_bounds
-from autotune.prediction.memory_formula import Sizes
+from autotune.planning.run_estimate import (
+    CheckContext,
+    _cast_s,
+    _step_time,
+    _with_fp32_base,
+    check_run,
+    memory_bounds,
+)
+from autotune.prediction.memory_formula import Sizes, memory_breakdown
+from autotune.prediction.step_time import DEVICE_ERROR, UNKNOWN_HOST, estimate_step_time
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
+from tests.helpers.factories import calibration
 from tests.unit.cli.test_check import AXOLOTL, AXOLOTL_FULL, FACTORY, FACTORY_FULL, TRL, TRL_7B, changed
 
 RUN = ForeignConfig(
@@ -434,6 +443,156 @@ def test_casts_of_a_base_in_fp32_take_the_time_to_read_and_write_them() -> None:
         assert _cast_s(resolve_model("mistral-7b"), replace(run, notes=())) == 0
     four = replace(RUN, config=TrainConfig(quantization="nf4"), notes=(FP32_BASE,))
     assert _cast_s(resolve_model("mistral-7b"), four) == pytest.approx(6 * head / 4.8e12)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "casts", "checkpoints", "frozen"),
+    [
+        ({"checkpointing": "none"}, 32, 0, 7248023552),
+        ({"checkpointing": "full"}, 1, 32, 7248023552),
+        ({"checkpointing": "every_2"}, 17, 16, 7248023552),
+        ({"checkpointing": "full", "quantization": "nf4"}, 0, 32, 7248023552 - 32 * 218103808),
+    ],
+    ids=str,
+)
+def test_what_a_base_in_fp32_adds_by_hand(knobs: dict[str, Any], casts: int, checkpoints: int, frozen: int) -> None:
+    """A layer of Mistral-7B has 218,103,808 parameters, its head 2^27; inputs of layers are 4,096 wide."""
+    sizes = Sizes.of(resolve_model("mistral-7b"))
+    config = TrainConfig(micro_batch_size=16, seq_len=512, **knobs)
+    before = memory_breakdown(resolve_model("mistral-7b"), config)
+    assert sizes is not None and before is not None
+    for memory, logits in ((replace(before, logits=3.0), 3.25), (replace(before, logits=0.0), 0.0)):
+        after = _with_fp32_base(sizes, config, memory)
+        assert after.logits == logits  # 2 bytes of the head's cast, while there are logits
+        assert (after.weights - memory.weights) * GIB == pytest.approx(2 * frozen)
+        more = 2 * (casts * 218103808 + 16 * 512 * checkpoints * 4096)
+        assert (after.activations - memory.activations) * GIB == pytest.approx(more)
+        assert replace(after, weights=memory.weights, activations=memory.activations, logits=memory.logits) == memory
+
+
+def test_recomputed_layers_are_rounded_up() -> None:
+    """Of 5 layers, every second: the first, third and fifth, so that the casts of 3 exist at once, not of 2.5 or 4."""
+    mistral = Sizes.of(resolve_model("mistral-7b"))
+    assert mistral is not None
+    sizes, config = replace(mistral, layers=5), TrainConfig(micro_batch_size=1, seq_len=1, checkpointing="every_2")
+    before = memory_breakdown(resolve_model("mistral-7b"), config)
+    assert before is not None
+    more = _with_fp32_base(sizes, config, before).activations - before.activations
+    assert more * GIB == pytest.approx(2 * (3 * 218103808 + 3 * 4096), abs=2)
+
+
+def test_bounds_are_those_of_the_nearest_configurations_with_a_formula() -> None:
+    """Gradients wait from the second micro batch of a step on: two are as many as any number."""
+    model = resolve_model("mistral-7b")
+    config = TrainConfig(method="full", micro_batch_size=2, seq_len=512)
+    lora = {"method": "lora", "lora_rank": 16}
+
+    def bounds(accumulation: int = 2, **knobs: Any) -> Any:
+        found = memory_bounds(model, replace(RUN, config=replace(config, **knobs), accumulation=accumulation))
+        assert found is not None
+        return found
+
+    def need(micro_steps: int = 2, **knobs: Any) -> Any:
+        return memory_breakdown(model, replace(config, **knobs), micro_steps)
+
+    one, two, three = (bounds(accumulation) for accumulation in (1, 2, 3))
+    assert (one.least, one.most) == (need(1), need(1)) and two == three
+    assert one.least.peak_gib < two.least.peak_gib and (two.least, two.most) == (need(), need())
+    eight = bounds(**lora, quantization="int8")
+    assert (eight.least, eight.most) == (need(**lora, quantization="nf4"), need(**lora))
+    dora = bounds(**lora, dora=True)
+    assert (dora.least, dora.most) == (need(**lora), None)
+    assert memory_bounds(model, replace(RUN, config=replace(config, precision="fp32"))) is None
+    off = bounds(**lora, checkpointing="offload")
+    whole = need(**lora, checkpointing="full")
+    inputs_gib = 2 * 512 * 32 * 4096 * 2 / GIB
+    assert off.most == whole and off.least == replace(whole, activations=off.least.activations)
+    assert off.least.activations == pytest.approx(whole.activations - inputs_gib)
+    # All of it: pure bf16 has 2 bytes a value, and 4 are counted.
+    full = bounds(checkpointing="offload", precision="bf16_pure", loss="chunked", optimizer="adamw_torch_fused")
+    assert full.least.activations == 0.0 < full.most.activations
+    larger = {"checkpointing": "offload", "micro_batch_size": 64, "optimizer": "adamw_8bit"}
+    kept = bounds(**larger)
+    bytes_ = 64 * 512 * 32 * 4096 * 4
+    assert (kept.most.activations - kept.least.activations) * GIB == pytest.approx(bytes_)
+
+
+def context(**changes: Any) -> CheckContext:
+    values: dict[str, Any] = {
+        "model": resolve_model("mistral-7b"),
+        "device": resolve_device("h200"),
+        "limit_gib": 130.0,
+        "workload": Workload(examples=960, lengths=Lengths.constant(1024, "given")),
+    }
+    return CheckContext(**values | changes)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
+def test_a_cast_base_and_offloaded_checkpoints_take_longer(checkpointing: str) -> None:
+    """Offloading makes all that the device does 1.06 times as long. Half of the time of the casts is uncertain."""
+    run = replace(RUN, config=TrainConfig(checkpointing=checkpointing, micro_batch_size=2), notes=(FP32_BASE,))
+    offloads = checkpointing == "offload"
+    plain = replace(run.config, checkpointing="full") if offloads else run.config
+    by_formula = estimate_step_time(resolve_model("mistral-7b"), plain, UNKNOWN_HOST)
+    found, without = _step_time(context(), run), _step_time(context(), replace(run, notes=()))
+    assert by_formula is not None and found is not None and without is not None
+    longer = 1.06 if offloads else 1.0
+    cast = _cast_s(resolve_model("mistral-7b"), run)
+    assert cast > 0
+    assert found.products_s == without.products_s == pytest.approx(longer * by_formula.products_s)
+    assert without.bytes_s == pytest.approx(longer * by_formula.bytes_s)
+    assert found.bytes_s == pytest.approx(longer * by_formula.bytes_s + cast)
+    share = cast / (found.products_s + found.bytes_s)
+    assert found.device_error == pytest.approx(math.sqrt(DEVICE_ERROR**2 + (share / 2) ** 2))
+    assert without.device_error == pytest.approx(DEVICE_ERROR)
+    assert (found.host_s, found.rest_s, found.side) == (by_formula.host_s, by_formula.rest_s, by_formula.side)
+    assert _step_time(context(), replace(run, config=replace(plain, precision="fp32"))) is None
+    slow = _step_time(context(calibration=calibration(layer_ms=20.4)), run)  # twice the 10.2 ms of the measured hosts
+    assert slow is not None and slow.host_s == pytest.approx(by_formula.host_s * 2 / UNKNOWN_HOST.scale)
+
+
+def test_memory_is_that_of_the_longest_rows_where_lengths_are_known_and_time_that_of_the_mean() -> None:
+    """Nine of ten rows have 100 tokens, one 1,000. With one row in a micro batch, the mean is 190."""
+    run = replace(RUN, config=TrainConfig(micro_batch_size=1, seq_len=2048))
+    counts = ((100, 9), (1000, 1))
+    given, assumed = (
+        context(workload=Workload(lengths=Lengths(counts=counts, source=source))) for source in ("given", "assumed")
+    )
+    assert (given.at_longest(run.config).seq_len, assumed.at_longest(run.config)) == (1000, run.config)
+    for one, length in ((given, 1000), (assumed, 2048)):
+        shorter = replace(run, config=replace(run.config, seq_len=length))
+        assert one.bounds(run) == memory_bounds(one.model, shorter)
+        mean = estimate_step_time(one.model, replace(run.config, seq_len=190), UNKNOWN_HOST)
+        assert _step_time(one, run) == mean
+
+
+def test_a_run_is_estimated_with_its_own_epochs_steps_and_gpus() -> None:
+    """960 examples in micro batches of 8, 3 of these in a step: 40 steps a pass on one device, 20 on two."""
+    here = context()
+    run = replace(RUN, accumulation=3, epochs=None)
+
+    def steps(**changes: Any) -> int:
+        found = check_run(here, replace(run, **changes))
+        assert found is not None and found.estimate.cost is not None
+        return found.estimate.cost.num_steps
+
+    assert (steps(), steps(epochs=2.0), steps(num_gpus=2), steps(max_steps=7)) == (40, 80, 20, 7)
+    found, edits = check_run(here, run), {"a": 1}
+    again = check_run(here, run, edits)
+    assert found is not None and again is not None
+    assert (found.edits, again.edits, found.state) == ({}, edits, FITS)
+    estimated, reported = found.estimate, found.bounds.reported
+    assert (estimated.device, estimated.config, estimated.limit_gib) == (here.device, run.config, 130.0)
+    assert (estimated.need_gib, estimated.memory) == (reported.peak_reserved_gib, reported)
+    none = check_run(replace(here, limit_gib=1.0), run)
+    assert none is not None and none.state == OOM and none.estimate.cost is None
+    slow = replace(here, calibration=calibration("h100-sxm"), device=resolve_device("h100"))
+    calibrated = check_run(slow, run)
+    assert calibrated is not None and calibrated.estimate.calibration == slow.calibration
+    assert check_run(replace(here, model=resolve_model("gpt2")), run) is None
+    two, twice = (check_run(replace(here, price=None), replace(run, num_gpus=number)) for number in (1, 2))
+    assert two is not None and twice is not None and two.estimate.price is None
+    assert twice.estimate.tokens_per_s == pytest.approx(two.estimate.tokens_per_s)
 
 
 def test_the_need_grows_with_the_micro_batch() -> None:
