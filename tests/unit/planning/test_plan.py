@@ -22,13 +22,15 @@ from autotune.planning.device_estimate import (
     observed_transfer,
     planned_device,
 )
-from autotune.planning.observations import Observation, published_observations
+from autotune.planning.observations import Observation, known_observations, published_observations
 from autotune.planning.plan import (
     Plan,
+    _distinguishable,
     estimate_named_configs,
     memory_tables,
     plan,
     plan_data,
+    plan_setup,
     plan_task,
     planned_setup,
     table_cells,
@@ -272,6 +274,112 @@ def test_tables_are_of_what_guides_write() -> None:
         assert all(cell.plain.config.checkpointing == "none" for cell in cells)
         assert all(cell.recomputed.config.checkpointing == "full" for cell in cells)
         assert all(cell.recomputed.need_gib <= cell.plain.need_gib for cell in cells)
+
+
+# What is planned, in detail
+
+
+SMALL = {"seq_len": 512, "lora_rank": 16, "optimizer": "adamw_torch_fused"}
+
+
+def test_a_plan_holds_the_observations_of_its_own_card() -> None:
+    case, seen = task(pins=SMALL), [observation(500.0), observation(600.0, device="l4"), observation(700.0)]
+    limit_gib = device_limit_gib(A10, 0.05)
+    made = plan_task(case, limit_gib, seen)
+    assert made.observations == (seen[0], seen[2]) and made.task is case and made.limit_gib == limit_gib
+    assert made.best and made.best.num_observations == made.baseline.num_observations == 2
+    data = plan_data(made)
+    assert data["seen"] == ["a test", "a test"] and data["best"]["measurements_on_this_card"] == 2
+    assert plan_task(case, limit_gib).observations == ()
+
+
+def test_a_plan_as_plain_data() -> None:
+    case = task(pins=SMALL)
+    made = planned(case)
+    data = plan_data(made)
+    assert (data["model"], data["device"], data["own_card"]) == (case.model.name, "a10", None)
+    assert data["configurations"] == {"looked_at": made.num_estimated, "of": made.space_size}
+    assert (data["limit_gib"], data["reason"], data["seen"]) == (made.limit_gib, made.reason, [])
+    best, table = made.best, memory_tables(made)
+    assert best is not None and best.cost is not None
+    for said, one in ((data["best"], best), (data["baseline"], made.baseline)):
+        assert (said["config"], said["label"]) == (one.config.as_dict(), one.config.label())
+        assert (said["fits"], said["limit_gib"]) == (one.state, one.limit_gib)
+        assert (said["tokens_per_s"], said["interval_tokens_per_s"]) == (one.tokens_per_s, one.interval)
+        assert (said["samples_per_s"], said["measurements_on_this_card"]) == (one.samples_per_s, 0)
+    assert data["best"]["cost"]["full_run_hours"] == best.cost.full_run_hours
+    for name, cells in table.items():
+        for said, cell in zip(data["what_fits"][name], cells, strict=True):
+            assert (said["micro_batch_size"], said["seq_len"]) == (cell.micro_batch_size, cell.seq_len)
+            assert (said["none_gib"], said["full_gib"]) == (cell.plain.need_gib, cell.recomputed.need_gib)
+            assert said["checkpointing"] == ("none" if cell.plain.state == FITS else "full")
+            assert said["fits"] == (FITS if cell.plain.state == FITS else cell.recomputed.state)
+    none = plan_data(replace(made, best=None, task=replace(case, price=None)))
+    assert none["best"] is None and none["price"] is None
+    bare = plan_data(replace(made, baseline=replace(made.baseline, memory=None, cost=None)))["baseline"]
+    assert bare["memory_gib"] is None and bare["cost"] is None
+
+
+def test_the_baseline_is_the_first_that_fits_else_the_first() -> None:
+    """The guides' own micro batch comes first, then smaller ones; 0.01 GiB hold none."""
+    case = task(pins={"seq_len": 1024, "lora_rank": 16})
+    needs = [estimate(case, config, 100.0) for config in case.baselines]
+    sizes = [one.need_gib for one in needs if one]
+    assert len(sizes) > 2 and sizes == sorted(sizes, reverse=True)
+    for index, need in enumerate(sizes):
+        assert plan_task(case, 1.05 * need).baseline.config == case.baselines[index]
+    assert plan_task(case, 0.01).baseline.config == case.baselines[0]
+    assert plan_task(case, 0.01).reason == "nothing fits beyond doubt"
+
+
+def test_knobs_without_a_formula_are_as_in_the_baseline_and_their_values_left_out() -> None:
+    case = task("h100", space="everything", allow_quantized=True, allow_any_optimizer=True)
+    baseline = case.baselines[0]
+    space = _distinguishable(case.space, baseline)
+    for name in ("attention", "dora", "rslora", "loader_workers"):
+        assert space.choices(name) == (getattr(baseline, name),), name
+    for name, value in (("quantization", "int8"), ("checkpointing", "offload")):
+        assert value in case.space.choices(name) and len(case.space.choices(name)) > 1
+        assert space.choices(name) == tuple(one for one in case.space.choices(name) if one != value)
+        alone = _distinguishable(case.space.pin(name, value), baseline)
+        assert alone.choices(name) == (value,)  # a space is not left empty
+
+
+def test_the_reserve_is_opened_only_where_nothing_else_fits() -> None:
+    spec = StudySpec(model="llama-2-13b", gpu="a10", pins=SMALL)
+    setup = planned_setup(spec, A10)
+    closed, opened = plan_task(setup.task, 20.0), plan_setup(setup, 20.0)
+    assert closed.best is None and not closed.from_reserve
+    assert opened.best and opened.from_reserve and opened.best.config.quantization == "nf4"
+    whole, too_small = plan_setup(setup, 70.0), plan_setup(setup, 2.0)
+    assert whole.best and not whole.from_reserve and whole.best.config.quantization == "none"
+    assert too_small.best is None and not too_small.from_reserve
+    assert too_small.leanest.quantization == "nf4" != closed.leanest.quantization
+
+
+def test_tables_are_as_long_as_the_context_and_of_the_precision_of_the_card() -> None:
+    made = planned(task("t4", model="smollm2-135m", pins={"seq_len": 512, "lora_rank": 16}))
+    tables = memory_tables(made)
+    assert list(tables)[:2] == [
+        "LoRA r16, fp16_mixed, adamw_torch_fused",
+        "LoRA r16 on nf4, fp16_mixed, adamw_torch_fused",
+    ]
+    cells = tables["LoRA r16 on nf4, fp16_mixed, adamw_torch_fused"]
+    assert {cell.seq_len for cell in cells} == {512, 1024, 2048, 4096, 8192}
+    assert all(cell.plain.config.double_quant and cell.plain.config.lora_rank == 16 for cell in cells)
+    for context, lengths in ((None, {512, 1024, 2048, 4096, 8192, 16384}), (300, {300}), (512, {512})):
+        model = replace(made.task.model, config=made.task.model.config | {"max_position_embeddings": context})
+        shorter = memory_tables(replace(made, task=replace(made.task, model=model)))
+        assert {cell.seq_len for cells in shorter.values() for cell in cells} == lengths
+
+
+def test_evidence_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert known_observations(tmp_path / "nowhere", said.append) == published_observations() and said == []
+    (tmp_path / "bad.json").write_text("{}")
+    assert known_observations(tmp_path, said.append) == published_observations()
+    assert len(said) == 1 and said[0].startswith(f"warning: {tmp_path}/bad.json: ")
+    assert len(said[0].splitlines()) == 5  # no more problems of a file are named
 
 
 # The command

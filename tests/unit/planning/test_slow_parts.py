@@ -9,6 +9,7 @@ from autotune.catalog import resolve_device
 from autotune.planning import slow_parts as module
 from autotune.planning.slow_parts import LIMITS, slow_parts
 from autotune.prediction.calibration import Calibration
+from autotune.prediction.transfer import products_tflops
 from tests.helpers.factories import calibration
 
 A10, CPU = resolve_device("a10"), resolve_device("cpu")
@@ -88,6 +89,32 @@ def test_a_part_at_its_limit_is_not_slow(host: Any) -> None:
     assert list(found(replace(good, rates=replace(good.rates, link_gb_s=9.9)))) == ["link to the GPU"]
     host(3.9, 15.9)
     assert list(found(good)) == ["cores", "host memory"]
+
+
+def test_each_value_by_hand(host: Any) -> None:
+    """Products reach 0.67 / 0.72 of what they reach alone, a copy 0.88 of the 600 GB/s; a layer took 10.2 ms before."""
+    host(3, 15)
+    expected = products_tflops(A10)
+    assert expected is not None
+    made = calibration(products={"bf16": {8192: 20.0}}, copy_gb_s=132.0, layer_ms=40.8, disk_mb_s=150.0)
+    made = replace(made, rates=replace(made.rates, link_gb_s=3.0))
+    values = {one.limit.part: one.value for one in slow_parts(made, A10)}
+    assert values == {
+        "cores": 3,
+        "host memory": 15,
+        "disk": 150.0,
+        "link to the GPU": 3.0,
+        "host": pytest.approx(0.25),
+        "products": pytest.approx(20 * 0.67 / 0.72 / expected),
+        "memory of the GPU": pytest.approx(132 / 0.88 / 600),
+    }
+    units = [one.limit.unit.split()[0] for one in slow_parts(made, A10)]
+    assert units == ["processors", "GiB", "MB/s", "GB/s", "times", "of", "of"]
+    assert {one.limit.part for one in slow_parts(None, A10)} == {"cores", "host memory"}
+    # A card without one of the two rates of its data sheet is judged by the other.
+    for unknown, part in (({"bf16_tflops": None, "fp16_tflops": None}, "products"), ({"bandwidth_gb_s": None}, None)):
+        parts = {one.limit.part for one in slow_parts(made, replace(A10, **unknown))}
+        assert set(values) - parts == {part or "memory of the GPU"}
 
 
 def test_without_a_data_sheet_only_the_host_is_judged(host: Any) -> None:
