@@ -6,27 +6,34 @@ from typing import Any
 
 import pytest
 
-from autotune.catalog import Price, list_devices, resolve_device
+from autotune.catalog import Price, list_devices, resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.planning.device_estimate import (
+    corrected_by_observations,
     device_limit_gib,
+    estimate,
     how_known,
+    limit_of,
     measured_ratios,
     memory_state,
+    observed_transfer,
     planned_device,
     smallest_card,
     with_speed,
 )
 from autotune.planning.observations import Observation
 from autotune.planning.run_estimate import MemoryBounds
-from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR
-from autotune.prediction.step_time import StepTimeEstimate
-from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, interval
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown
+from autotune.prediction.step_time import UNKNOWN_HOST, StepTimeEstimate, estimate_step_time
+from autotune.prediction.transfer import BETWEEN, REFERENCE, WITHIN, SpeedTransfer, interval, speed_transfer
+from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
-from autotune.problem.workload import RunShape
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.workload import RunShape, Workload
 from tests.helpers.factories import calibration
+from tests.helpers.sessions import subject_of
 from tests.unit.prediction.test_memory_formula import estimate as memory_of
 
 H200, A10 = resolve_device(REFERENCE), resolve_device("a10")
@@ -178,3 +185,96 @@ def test_what_an_estimate_rests_on_is_said() -> None:
     )
     known = how_known(calibration(), A10)
     assert known.startswith("Estimated, card and host calibrated on this machine, 2026-11-22: memory by a formula")
+
+
+def test_products_in_8_bits_are_expected_by_their_own_peak() -> None:
+    """An observation counts by the time of its device's parts and its rest, each on its card, over what it took."""
+    l4, model = resolve_device("l4"), resolve_model("mistral-7b")
+    for knobs, precision in ({"quantization": "fp8", "compile": "per_layer"}, "fp8"), ({}, "bf16"):
+        seen = replace(OBSERVED, device="l4", config=replace(OBSERVED.config, **knobs), accumulation=3)
+        transfer = speed_transfer(H200, l4, precision=precision)
+        step_time = estimate_step_time(model, seen.config, UNKNOWN_HOST)
+        assert transfer is not None and step_time is not None
+        device_s = step_time.products_s / transfer.products + step_time.bytes_s / transfer.bytes
+        took_s = 3 * 8 * 512 / 800
+        (ratio,) = measured_ratios([seen], l4, "lora", seen.config.quantization)
+        assert ratio == pytest.approx((3 * device_s + step_time.rest_s / transfer.bytes) / took_s)
+    eager = replace(OBSERVED, device="l4", config=replace(OBSERVED.config, quantization="fp8"))
+    assert measured_ratios([eager], l4, "lora", "fp8") == []  # the formula has no speed for it
+
+
+def test_a_step_of_less_than_twice_the_time_of_the_host_says_little_of_the_card() -> None:
+    """On an H100 the host's part of a micro batch of 8 rows of 256 tokens is close to that of the card."""
+    h100, config = resolve_device("h100"), replace(OBSERVED.config, seq_len=256)
+    step_time = estimate_step_time(resolve_model("mistral-7b"), config, UNKNOWN_HOST)
+    assert step_time is not None
+    for times, counts in ((1.99, 0), (2.01, 1)):
+        speed = 8 * 256 / (times * step_time.host_s)  # of each of the 4 micro batches
+        seen = replace(OBSERVED, device="h100-sxm", config=config, tokens_per_s=speed)
+        assert len(measured_ratios([seen], h100, "lora", "none")) == counts
+
+
+def test_a_calibrated_card_transfers_by_precision_size_and_training() -> None:
+    """Its training was LoRA on a base that is not quantised, and makes only such speeds more certain."""
+    made = calibration("h100-sxm", products={"bf16": {1024: 100.0, 8192: 700.0}})
+    h100, lora = resolve_device("h100"), TrainConfig()
+
+    def of(config: TrainConfig, calibration: Any = made, side: float | None = None) -> SpeedTransfer:
+        found = observed_transfer(H200, h100, config, [], calibration, side=side)
+        assert found is not None
+        return found
+
+    for config in (TrainConfig(quantization="nf4"), TrainConfig(method="full")):
+        assert of(lora).error < of(config).error and of(lora).products == of(config).products
+    assert of(lora, side=1024).products < 0.2 * of(lora, side=8192).products
+    assert of(lora, None) == speed_transfer(H200, h100)
+    for quantization in ("none", "fp8"):
+        config = TrainConfig(quantization=quantization, compile="per_layer")
+        precision = "fp8" if quantization == "fp8" else "bf16"
+        assert of(config, None) == speed_transfer(H200, h100, precision=precision)
+    small, large = (
+        with_speed(without_speed(device=h100), replace(STEP, side=side), SHAPE, calibration=made)
+        for side in (1024, 8192)
+    )
+    assert small.calibration is made and small.tokens_per_s and large.tokens_per_s
+    assert small.tokens_per_s < 0.7 * large.tokens_per_s
+
+
+def test_a_correction_keeps_the_ratio_of_the_hosts() -> None:
+    carried = speed_transfer(H200, A10)
+    assert carried is not None
+    model = resolve_model("mistral-7b")
+    for before, host in ((replace(carried, host=0.5), 0.5), (carried, None), (None, None)):
+        case = subject_of(model=model, device=A10, measured_on=H200, carried=before)
+        seen = observed_transfer(H200, A10, case.baselines[0], [OBSERVED])
+        assert seen is not None and seen.basis == 1
+        assert corrected_by_observations(case, [OBSERVED]).carried == replace(seen, host=host)
+    # The card's own calibration is worth more than what others measured.
+    calibrated = subject_of(model=model, device=A10, measured_on=H200, carried=carried, calibration=calibration())
+    assert corrected_by_observations(calibrated, [OBSERVED]) is calibrated
+
+
+def test_memory_is_of_the_longest_row_and_time_of_the_mean() -> None:
+    """Nine of ten rows have 100 tokens, one 1,000: a mean of 190 with one row in a micro batch; two of these a step."""
+    lengths, config = Lengths(counts=((100, 9), (1000, 1)), source="given"), TrainConfig(micro_batch_size=1)
+    model, price = resolve_model("mistral-7b"), PRICE
+    for global_batch, micro_steps in ((1, 1), (2, 2)):
+        workload = Workload(examples=960, lengths=lengths, global_batch=global_batch)
+        case = subject_of(model=model, workload=workload, price=price)
+        found = estimate(case, config, 100.0)
+        memory = memory_breakdown(model, replace(config, seq_len=1000), micro_steps)
+        assert found is not None and memory is not None and found.memory == memory
+        assert (found.need_gib, found.state, found.limit_gib) == (memory.peak_reserved_gib, FITS, 100.0)
+        assert (found.device, found.config, found.price) == (case.device, config, price)
+        step_time = estimate_step_time(model, replace(config, seq_len=190), UNKNOWN_HOST)
+        assert step_time is not None and found.samples_per_s is not None
+        step_s = micro_steps * step_time.micro_s + step_time.rest_s
+        assert found.samples_per_s == pytest.approx(global_batch / step_s)
+        assert found.tokens_per_s == pytest.approx(190 * global_batch / step_s)
+
+
+def test_the_limit_is_what_the_spec_asks_for() -> None:
+    for headroom, memory_gib in ((0.0, None), (0.2, None), (0.2, 12.0)):
+        spec = StudySpec(model="mistral-7b", headroom=headroom, memory_gib=memory_gib)
+        assert limit_of(spec, A10) == device_limit_gib(A10, headroom, memory_gib)
+    assert limit_of(StudySpec(model="mistral-7b", headroom=0.2, memory_gib=12.0), A10) < 12.0 * 0.8
