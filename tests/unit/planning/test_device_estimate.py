@@ -228,10 +228,12 @@ def test_a_calibrated_card_transfers_by_precision_size_and_training() -> None:
         assert of(lora).error < of(config).error and of(lora).products == of(config).products
     assert of(lora, side=1024).products < 0.2 * of(lora, side=8192).products
     assert of(lora, None) == speed_transfer(H200, h100)
-    for quantization in ("none", "fp8"):
+    l4 = resolve_device("l4")
+    by_precision = [speed_transfer(H200, l4, precision=precision) for precision in ("bf16", "fp8")]
+    assert by_precision[0] != by_precision[1]
+    for quantization, expected in zip(("none", "fp8"), by_precision, strict=True):
         config = TrainConfig(quantization=quantization, compile="per_layer")
-        precision = "fp8" if quantization == "fp8" else "bf16"
-        assert of(config, None) == speed_transfer(H200, h100, precision=precision)
+        assert observed_transfer(H200, l4, config, []) == expected
     small, large = (
         with_speed(without_speed(device=h100), replace(STEP, side=side), SHAPE, calibration=made)
         for side in (1024, 8192)
@@ -252,6 +254,11 @@ def test_a_correction_keeps_the_ratio_of_the_hosts() -> None:
     # The card's own calibration is worth more than what others measured.
     calibrated = subject_of(model=model, device=A10, measured_on=H200, carried=carried, calibration=calibration())
     assert corrected_by_observations(calibrated, [OBSERVED]) is calibrated
+    case = subject_of(model=model, device=A10)
+    slow = replace(case, calibration=calibration(products={"bf16": {8192: 7.0}}))
+    plain, limited = (estimate(one, OBSERVED.config, 100.0) for one in (case, slow))
+    assert plain and limited and plain.tokens_per_s and limited.tokens_per_s
+    assert limited.tokens_per_s < plain.tokens_per_s and limited.calibration == slow.calibration
 
 
 def test_memory_is_of_the_longest_row_and_time_of_the_mean() -> None:

@@ -442,7 +442,7 @@ def test_casts_of_a_base_in_fp32_take_the_time_to_read_and_write_them() -> None:
         assert _cast_s(resolve_model("mistral-7b"), run) == pytest.approx(seconds)
         assert _cast_s(resolve_model("mistral-7b"), replace(run, notes=())) == 0
     four = replace(RUN, config=TrainConfig(quantization="nf4"), notes=(FP32_BASE,))
-    assert _cast_s(resolve_model("mistral-7b"), four) == pytest.approx(6 * head / 4.8e12)
+    assert _cast_s(resolve_model("mistral-7b"), four) == pytest.approx(6 * head / 4.8e12, rel=1e-12)
 
 
 @pytest.mark.parametrize(
