@@ -1,13 +1,16 @@
 """A StorageCounter counts what is alive, and adds gradients in place where autograd does."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.profiler import profile
 
-from autotune.probe.storage_counter import StorageCounter
+from autotune.probe.storage_counter import StorageCounter, blocks
 
 pytestmark = pytest.mark.probe
 
@@ -110,3 +113,135 @@ def test_gradients_are_added_in_place_where_autograd_does(
         graph(leaf, weight).backward()
     begin = max(index for index, name in enumerate(seen) if name == "ones_like")
     assert [name for name in seen[begin:] if name in ("add", "add_")] == real
+
+
+def test_memory_is_given_in_blocks() -> None:
+    assert [blocks(size) for size in (0, 1, 511, 512, 513, 1025)] == [0, 512, 512, 512, 1024, 1536]
+
+
+def test_a_peak_begins_anew_and_falls_to_what_is_alive() -> None:
+    """By hand: three tensors of a block each, then a fourth beside the first alone."""
+    with StorageCounter(META) as counter:
+        first, second = torch.empty(4, 32, device=META), torch.empty(32, 4, device=META)
+        product = first @ second
+        assert (counter.live, counter.take_peak(), counter.live) == (1536, 1536, 1536)
+        del second, product
+        assert (counter.live, counter.take_peak(), counter.take_peak()) == (512, 1536, 512)
+        _ = first * 2
+        assert counter.flops == {"mm": 2 * 4 * 32 * 4} and counter.moved["other"] > 0
+        counter.begin()
+        assert not counter.flops and not counter.moved
+        assert counter.take_peak() == 1024
+        fleeting = torch.empty(1000, device=META)
+        del fleeting
+        counter.begin()
+        assert counter.take_peak() == 1024
+
+
+def test_what_was_made_before_is_held_once_and_on_the_device_alone() -> None:
+    tensor, elsewhere = torch.empty(200, device=META), torch.empty(200)
+    counter = StorageCounter(META)
+    counter.hold([tensor, tensor.view(2, 100), elsewhere])
+    counter.hold(iter([tensor]))
+    assert counter.live == 1024
+    with counter:
+        _ = elsewhere + 1
+        _ = torch.empty(300)
+    assert (counter.live, counter.take_peak()) == (1024, 1024)
+    del tensor
+    assert counter.live == 0
+
+
+def test_a_module_is_held_with_the_statistics_of_quantised_weights() -> None:
+    """By hand, in blocks: a weight of 2, a buffer of 3, scales of 4, their code of 5, an offset of 1, nested ones."""
+
+    def of_blocks(number: int) -> torch.Tensor:
+        return torch.empty(512 * number, dtype=torch.uint8, device=META)
+
+    nested = SimpleNamespace(absmax=of_blocks(7), code=of_blocks(11), offset=None)
+    state = SimpleNamespace(absmax=of_blocks(4), code=of_blocks(5), offset=of_blocks(1), state2=nested, other=META)
+    module = nn.Module()
+    module.weight = nn.Parameter(of_blocks(2), requires_grad=False)
+    module.plain = nn.Parameter(torch.empty(13 * 128, device=META))
+    module.register_buffer("table", of_blocks(3))
+    counter = StorageCounter(META)
+    counter.hold_module(module)
+    assert counter.live == 512 * (2 + 13 + 3)
+    module.weight.quant_state = state
+    counter.hold_module(module)
+    assert counter.live == 512 * (2 + 13 + 3 + 4 + 5 + 1 + 7 + 11)
+
+
+def test_what_a_kernel_computes_inside_others_takes_no_memory() -> None:
+    assert StorageCounter.fusing is False
+    with StorageCounter(META) as counter:
+        StorageCounter.fusing = True
+        try:
+            inside = torch.empty(1000, device=META)
+        finally:
+            StorageCounter.fusing = False
+        assert counter.live == 0
+        stored = inside + 1
+        assert counter.live == 4096
+        del inside
+        assert counter.live == 4096
+        del stored
+        assert counter.live == 0
+
+
+def test_a_view_moves_nothing_and_lists_are_read_whole() -> None:
+    """By hand: two tensors of 6 and 10 numbers are read, and 16 are written; of a product all three are moved."""
+    left, right = torch.ones(2, 3, device=META), torch.ones(2, 5, device=META)
+    with StorageCounter(META) as counter:
+        joined = torch.cat([left, right], dim=1)
+        assert counter.moved == {"other": 4 * (6 + 10 + 16)}
+        turned = joined.t()
+        assert counter.moved == {"other": 4 * (6 + 10 + 16)} and not counter.flops
+        _ = torch.mm(turned, joined)
+        assert counter.moved["product"] == 4 * (16 + 16 + 64)
+        _ = torch.addmm(torch.ones(8, device=META), turned, joined, beta=2.0)
+        assert counter.flops == {"mm": 2 * 8 * 2 * 8, "addmm": 2 * 8 * 2 * 8}
+        halves = counter.moved["other"]
+        _ = torch.ones(10, dtype=torch.bfloat16, device=META) * 2
+        assert counter.moved["other"] == halves + 2 * 10 + 2 * (10 + 10)
+
+
+def test_gradients_are_not_added_in_place_where_autograd_may_want_them_again() -> None:
+    """Where gradients are recorded, or something else refers to the first, a sum is a new tensor."""
+    with StorageCounter(META) as counter:
+        first, second = torch.empty(128, device=META), torch.empty(128, device=META)
+        total = first + second
+        assert total is not first and counter.live == 3 * 512
+        with torch.no_grad():
+            again = first + second
+        assert again is not first and counter.live == 4 * 512
+
+
+def test_random_numbers_are_repeated_without_a_state() -> None:
+    """A compiled graph saves the state of a generator and runs an operation with it again."""
+    tensor = torch.ones(300, device=META)
+    with StorageCounter(META) as counter:
+        state, out = run_and_save_rng_state(torch.ops.aten.mul.Tensor, tensor, 2.0)
+        assert state.dtype is torch.uint8 and state.numel() == 0 and state.device.type == "cpu"
+        assert out.shape == (300,) and counter.live == 1536 and counter.moved == {"other": 2 * 1200}
+        again = run_with_rng_state(state, torch.ops.aten.sum.dim_IntList, tensor, [0], keepdim=True)
+        assert again.shape == (1,) and counter.live == 2048
+        with pytest.raises(NotImplementedError, match="cond is not counted"):
+            torch.ops.higher_order.cond(True, torch.sin, torch.cos, (tensor,))
+    assert StorageCounter.is_infra_mode() and StorageCounter.supports_higher_order_operators
+
+
+@pytest.mark.parametrize(("rows", "heads", "key_heads", "length", "size"), [(2, 8, 2, 16, 4), (3, 4, 4, 8, 16)])
+def test_attention_with_a_bias_is_counted_for_all_heads(
+    rows: int, heads: int, key_heads: int, length: int, size: int
+) -> None:
+    """Scores and what is made of them: two products a head, of two operations for each number multiplied."""
+    query = torch.empty(rows, heads, length, size, device=META, dtype=torch.bfloat16)
+    key, value = (torch.empty(rows, key_heads, length, size, device=META, dtype=torch.bfloat16) for _ in range(2))
+    counter = StorageCounter(META)
+    with counter:
+        torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=0.5)
+    assert sum(counter.flops.values()) == 2 * 2 * rows * heads * length * length * size
+    # Queries, keys, values, the output, and the sums of rows in 32 bits; a few numbers of random state beside these.
+    moved = 2 * rows * length * size * (2 * heads + 2 * key_heads) + 4 * rows * heads * length
+    assert moved <= counter.moved["product"] <= moved + 64
