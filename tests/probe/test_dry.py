@@ -1,15 +1,33 @@
 """A dry probe counts what a step holds: to the byte what it holds on a CPU, and what an H200 was measured to hold."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import convert_to_fp32
+from torch import fx, nn
 
 from autotune.catalog import resolve_model
-from autotune.core.probe_types import DryCount, ProbeRequest
+from autotune.core.probe_types import DryCount, MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.probe.dry import META, CountedStep, dry_probe
+from autotune.probe import dry as module
+from autotune.probe import dry_compile
+from autotune.probe.dry import (
+    META,
+    CountedStep,
+    _moments,
+    cuda_workspace,
+    dry_probe,
+    make_optimizer,
+    quantized_linear,
+)
 from autotune.probe.meta_device import cuda_on_meta
+from autotune.probe.model_settings import model_settings
+from autotune.probe.storage_counter import StorageCounter
 from tests.helpers.factories import TINY
 
 pytestmark = [
@@ -224,3 +242,328 @@ def test_a_single_micro_batch_has_no_gradients_in_its_forward_pass() -> None:
 def test_what_cannot_be_counted_is_refused(quantization: str) -> None:
     with pytest.raises(ValueError, match="on a GPU alone"):
         dry_probe(request("llama", quantization=quantization))
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+SOFTMAX = torch.ops.aten._softmax_backward_data.default
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "workspace"),
+    [
+        (SOFTMAX, (tensor(2, 3, 100), tensor(2, 3, 100)), 1536),  # 600 numbers of 2 bytes
+        (SOFTMAX, (tensor(600), tensor(600, dtype=torch.float32), -1, torch.float32), 2560),
+        (SOFTMAX, (tensor(600, dtype=torch.float32), tensor(600)), 2560),
+        # 8 heads of 256 rows, padded from 130, and of 64 numbers, padded from 40; 83200 bytes of keys and values each
+        (FLASH, (tensor(2, 4, 130, 40),) * 2 + (tensor(2, 2, 130, 40), None), 8192 * 64 + 8192 + 2 * 83456),
+        (FLASH, (tensor(2, 4, 130, 40),) * 3, 8192 * 64 + 8192),
+        (FLASH, (tensor(1, 1, 128, 32),) * 3, 512 * 32 + 512),  # nothing to pad
+        (FLASH, (tensor(1, 1, 129, 33),) * 3, 1024 * 64 + 1024),
+        (EFFICIENT, (tensor(2, 3, 50, 20),) * 3, 24064 + 1536),  # 6000 numbers and 300 rows of 4 bytes
+        (SimpleNamespace(overloadpacket=SimpleNamespace(__name__="gemm_4bit")), (tensor(8), None, [100, 7], 0), 1536),
+        (torch.ops.aten.mm.default, (tensor(600, 600),) * 2, 0),
+        (SimpleNamespace(), (), 0),
+    ],
+    ids=str,
+)
+def test_what_kernels_allocate_for_themselves_by_hand(func: Any, args: tuple[Any, ...], workspace: int) -> None:
+    assert cuda_workspace(func, args) == workspace
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize(("shape", "sizes"), [((1000, 70, True), (35_000, 1094, 5)), ((3, 5, False), (8, 1, 1))])
+def test_a_quantised_layer_has_the_tensors_of_bitsandbytes(
+    shape: tuple[int, int, bool], sizes: tuple[int, int, int], double_quant: bool
+) -> None:
+    """By hand: half a byte a weight, a scale for 64 of them, and a scale for 256 of these."""
+    packed, scales, nested = sizes
+    config = TrainConfig(quantization="nf4", double_quant=double_quant, precision="bf16_pure")
+    layer: Any = quantized_linear(shape, model_settings(config))
+    state = layer.quant_state
+    assert state is layer.weight.quant_state and layer.weight.module is layer and layer.weight.bnb_quantized
+    assert (layer.in_features, layer.out_features) == shape[:2]
+    assert layer.weight.shape == (packed, 1) and layer.weight.dtype is torch.uint8 and layer.weight.is_meta
+    assert not layer.weight.requires_grad and layer.weight.compress_statistics is double_quant
+    assert (layer.weight.quant_type, state.quant_type, state.blocksize) == ("nf4", "nf4", 64)
+    assert layer.compute_dtype is state.dtype is torch.bfloat16 and state.shape == (shape[1], shape[0])
+    assert (state.absmax.numel(), state.code.numel(), state.code.dtype) == (scales, 16, torch.float32)
+    assert state.absmax.dtype is (torch.uint8 if double_quant else torch.float32)
+    assert state.nested is double_quant
+    held = [state.absmax, state.code]
+    if double_quant:
+        inner = state.state2
+        assert (inner.absmax.numel(), inner.code.numel(), inner.blocksize) == (nested, 256, 256)
+        assert inner.absmax.dtype is inner.code.dtype is inner.dtype is state.offset.dtype is torch.float32
+        assert state.offset.shape == ()
+        held += [inner.absmax, inner.code, state.offset]
+    if shape[2]:
+        assert layer.bias.shape == (70,) and layer.bias.dtype is torch.bfloat16 and not layer.bias.requires_grad
+        held.append(layer.bias)
+    else:
+        assert layer.bias is None
+    assert all(one.is_meta for one in held)
+
+
+# An embedding and a linear layer of 6400 numbers each, a norm of 64 and 64, and a linear layer of just 100,000.
+SMALL, LARGE, NORM = 25_600, 400_384, 512  # bytes in fp32, in blocks
+IN_8_BITS, OF_LARGE = 6656 + 512, 100_352 + 2048  # with a scale for each 256
+OPTIMIZERS = {
+    "adamw_torch": 2 * (2 * SMALL + 2 * NORM + LARGE),
+    "adamw_torch_fused": 2 * (2 * SMALL + 2 * NORM + LARGE) + 5 * 512,
+    "adamw_8bit": 2 * (SMALL + IN_8_BITS + 2 * NORM + OF_LARGE),
+    "lion_8bit": SMALL + IN_8_BITS + 2 * NORM + OF_LARGE,
+    "paged_adamw_8bit": 2 * (SMALL + IN_8_BITS + 2 * NORM + 2048),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_an_optimizer_by_hand(name: str) -> None:
+    """Embeddings and what has fewer than 4096 numbers are in 32 bits; a paged state of 100,000 is on the host."""
+    model = nn.ModuleList(
+        [nn.Embedding(100, 64), nn.Linear(64, 100, False), nn.LayerNorm(64), nn.Linear(250, 400, False)]
+    )
+    model = model.to_empty(device=META)
+    frozen = nn.Linear(64, 64, device=META).requires_grad_(False)
+    model.append(frozen)
+    with StorageCounter(META) as counter:
+        step = make_optimizer(TrainConfig(optimizer=name), model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = counter.live
+        assert gradients == 2 * SMALL + 2 * NORM + LARGE
+        step()
+        assert counter.live - gradients == OPTIMIZERS[name]
+        step()
+        assert counter.live - gradients == OPTIMIZERS[name]
+
+
+@pytest.mark.parametrize(
+    ("numel", "counts"),
+    [(4095, [(torch.float32, 4095)]), (4096, [(torch.uint8, 4096), (torch.float32, 16)]), (4097, None)],
+)
+def test_a_state_has_8_bits_from_4096_numbers_on(numel: int, counts: list[Any] | None) -> None:
+    made = list(_moments("lion_8bit", nn.Parameter(torch.empty(numel, device=META)), in_32_bits=False))
+    assert [(one.dtype, one.numel()) for one in made] == (counts or [(torch.uint8, 4097), (torch.float32, 17)])
+    assert all(one.is_meta for one in made)
+
+
+def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
+    """By hand: 400 and 250 numbers in blocks, as many as there are of a vector, and the size of each."""
+    model = nn.Linear(250, 400).to_empty(device=META)
+    with cuda_on_meta(packed=False), StorageCounter(META) as counter:
+        counter.hold_module(model)
+        step = make_optimizer(TrainConfig(optimizer="adafactor"), model)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        before = counter.live
+        step()
+        assert counter.live - before == (2048 + 1024) + 2048 + 2 * 512
+
+
+LAYER = 2 * 4096 + 2 * 2048 + 3 * 8192 + 2 * 512  # bytes in fp32: q and o, k and v, the three of the MLP, two norms
+ENDS = 2 * 16_384 + 512  # embedding, head, the last norm
+
+
+def test_a_full_fine_tuning_by_hand() -> None:
+    """Of 26,784 parameters; AdamW has two of each. `always` is held at any time."""
+    wanted = request("llama", method="full", precision="fp32", optimizer="adamw_torch", checkpointing="none")
+    with cuda_on_meta(packed=False):
+        plain, more = (CountedStep(wanted, META, lambda func, args: 0).count(*always) for always in ((), (2**29,)))
+    trained = 2 * LAYER + ENDS
+    assert 0 <= plain.model_gib * 2**30 - trained <= 1024  # frequencies of the positions
+    assert plain.gradients_gib * 2**30 == trained and plain.optimizer_gib * 2**30 == 2 * trained
+    assert plain.adapters_gib == 0 and plain.trainable_params == plain.total_params == 26_784
+    assert set(plain.segment_peak_gib) == {"forward", "backward", "backward_layers", "backward_inputs", "optimizer"}
+    assert plain.peak_allocated_gib == max(plain.segment_peak_gib.values())
+    assert all(peak - plain.segment_peak_gib[name] == 0.5 for name, peak in more.segment_peak_gib.items())
+    assert more.peak_allocated_gib == plain.peak_allocated_gib + 0.5
+    # 128 tokens pass the head and the matrices of two layers, once forward and twice backward, two operations each.
+    assert sum(count for name, count in plain.flops.items() if name == "mm") == 3 * 2 * 128 * (2 * 9216 + 4096)
+
+
+@pytest.mark.parametrize(("precision", "size"), [("bf16_pure", 2), ("bf16_mixed", 4), ("fp32", 4)])
+def test_adapters_by_hand(precision: str, size: int) -> None:
+    """Of rank 16 on each linear layer: 8192 numbers a layer, in the type of a base that is trained in 16 bits alone."""
+    dry = dry_probe(request("llama", lora_rank=16, precision=precision, optimizer="adamw_torch_fused"))
+    assert dry.trainable_params == 16_384 and dry.total_params == 16_384 + 26_784
+    assert dry.adapters_gib * 2**30 == dry.gradients_gib * 2**30 == 16_384 * size
+    assert dry.optimizer_gib * 2**30 == 2 * 16_384 * size + 28 * 512  # and the number of steps of each of 28
+    assert min(dry.segment_peak_gib.values()) * 2**30 > 64 * 2**20  # cuBLAS's
+
+
+def test_a_batch_has_positions_where_examples_share_rows() -> None:
+    kinds = (MicroBatch(rows=((8,),), length=8, share=1.0), MicroBatch(rows=((24,),), length=24, share=0.0))
+    for packing, names in ((False, ["input_ids", "labels"]), (True, ["input_ids", "labels", "position_ids"])):
+        wanted = replace(request("llama", micro_batch_size=3, packing=packing), micro_batches=kinds)
+        with cuda_on_meta(packed=packing):
+            batch = CountedStep(wanted, META, cuda_workspace)._batch()
+        assert list(batch) == names
+        assert {(one.shape, one.dtype, one.device) for one in batch.values()} == {((3, 24), torch.long, META)}
+
+
+def test_packed_rows_have_a_mask() -> None:
+    """512 x 512 of it for each of two rows, of a byte at least."""
+    plain, packed = (dry_probe(request("llama", seq_len=512, packing=packing)) for packing in (False, True))
+    difference = packed.segment_peak_gib["forward"] - plain.segment_peak_gib["forward"]
+    assert difference * 2**30 >= 2 * 512 * 512
+
+
+@pytest.mark.parametrize(("precision", "calls"), [("fp32", 0), ("bf16_pure", 0), ("bf16_mixed", 1), ("fp16_mixed", 1)])
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_outputs_of_autocast_are_in_32_bits_as_accelerate_makes_them(
+    monkeypatch: pytest.MonkeyPatch, precision: str, calls: int, loss: str
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(module, "convert_to_fp32", lambda outputs: seen.append(outputs) or convert_to_fp32(outputs))
+    wanted = request("llama", precision=precision, method="full", loss=loss)
+    with cuda_on_meta(packed=False):
+        step = CountedStep(wanted, META, cuda_workspace)
+        types: list[torch.dtype] = []
+        linear = next(one for one in step._base.modules() if isinstance(one, nn.Linear))
+        linear.register_forward_hook(lambda module, inputs, output: types.append(output.dtype))
+        assert step._forward(step._batch()).shape == ()
+    assert len(seen) == calls
+    expected = {"fp32": torch.float32, "fp16_mixed": torch.float16}.get(precision, torch.bfloat16)
+    assert types == [expected]
+
+
+def test_the_peak_of_a_part_that_is_entered_again_is_the_largest() -> None:
+    peaks = iter([9, 3, 7, 5, 1])
+    step: Any = object.__new__(CountedStep)
+    step._counter, step._segment, step._segments = SimpleNamespace(take_peak=lambda: next(peaks)), "", {}
+    for name in ("forward", "backward", "forward", "backward", ""):
+        step._enter(name)
+    assert step._segments == {"forward": 5, "backward": 7} and step._segment == ""
+
+
+def graph_of(build: Callable[[fx.Graph], None]) -> fx.GraphModule:
+    graph = fx.Graph()
+    build(graph)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def short(node: fx.Node) -> str:
+    """The name of its operation."""
+    return node.name.split("_")[0]
+
+
+aten = torch.ops.aten
+
+
+def test_a_compiled_graph_holds_what_its_kernels_store() -> None:
+    """By hand, of tensors of 16 KiB: the input and the argument of the first product, then that and the product.
+
+    The sine is computed inside the cosine, the exponential inside the sum; the input lives until the cosine is made.
+    """
+
+    def build(graph: fx.Graph) -> None:
+        x = graph.placeholder("x")
+        sine = graph.call_function(aten.sin.default, (x,))
+        cosine = graph.call_function(aten.cos.default, (sine,))
+        turned = graph.call_function(aten.t.default, (cosine,))
+        product = graph.call_function(aten.mm.default, (turned, cosine))
+        exponential = graph.call_function(aten.exp.default, (product,))
+        flat = graph.call_function(aten.view.default, (exponential, [4096]))
+        total = graph.call_function(aten.sum.dim_IntList, (flat, [0]))
+        graph.output((total,))
+
+    made = graph_of(build)
+    fused = dry_compile._Fused(made)
+    assert {short(node) for node in fused._inside} == {"sin", "exp"}
+    ends = {short(node): {short(one) for one in nodes} for node, nodes in fused.user_to_last_uses.items()}
+    assert ends == {"cos": {"sin", "x"}, "mm": {"cos", "t"}, "sum": {"view", "exp", "mm"}, "output": {"sum"}}
+    run: Any = dry_compile._compile_graph(made, None)
+    assert run._boxed_call is True
+    with StorageCounter(META) as counter:
+        for _ in range(2):
+            arguments = [torch.empty(64, 64, device=META)]
+            (total,) = run(arguments)
+            assert total.shape == () and counter.take_peak() == 2 * 16_384
+            assert counter.live == 512 and StorageCounter.fusing is False
+            del total
+            assert counter.live == 0 and counter.take_peak() == 512
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "elementwise", "view", "reduction"),
+    [
+        (aten.exp.default, (), True, False, False),
+        (aten._to_copy.default, (), True, False, False),
+        (torch.ops.prims.convert_element_type.default, (torch.float16,), True, False, False),
+        (aten.mm.default, (), False, False, False),
+        (aten.t.default, (), False, True, False),
+        (aten.sum.default, (), False, False, True),
+        (aten.amax.default, (), False, False, True),
+        (aten.var_mean.correction, (), False, False, True),
+        (torch.sin, (), False, False, False),
+    ],
+    ids=str,
+)
+def test_what_an_operation_of_a_graph_is(
+    target: Any, args: tuple[Any, ...], elementwise: bool, view: bool, reduction: bool
+) -> None:
+    """A value is stored unless element-wise operations and reductions alone use it, or views for these."""
+
+    def build(graph: fx.Graph) -> None:
+        x = graph.placeholder("x")
+        used = graph.call_function(target, (graph.call_function(aten.neg.default, (x,)), *args))
+        beside = graph.call_function(aten.neg.default, (x,))
+        graph.output((graph.call_function(aten.exp.default, (used,)), graph.call_function(aten.exp.default, (beside,))))
+
+    negated, used, *_ = [node for node in graph_of(build).graph.nodes if node.op != "placeholder"]
+    found = dry_compile._is_elementwise(used), dry_compile._is_view(used), dry_compile._is_reduction(used)
+    assert found == (elementwise, view, reduction)
+    assert dry_compile._is_stored(negated) is not (elementwise or view or reduction)
+    placeholder = next(iter(negated.graph.nodes))
+    assert not dry_compile._is_elementwise(placeholder) and not dry_compile._is_view(placeholder)
+    assert not dry_compile._is_reduction(placeholder)
+
+
+def test_a_failed_operation_leaves_what_is_counted_as_it_was() -> None:
+    def build(graph: fx.Graph) -> None:
+        x = graph.placeholder("x")
+        wrong = graph.call_function(aten.add.Tensor, (x, "no number"))
+        graph.output((graph.call_function(aten.exp.default, (wrong,)),))
+
+    made = dry_compile._compile_graph(graph_of(build), None)
+    with pytest.raises(RuntimeError):
+        made([torch.empty(4, device=META)])
+    assert StorageCounter.fusing is False
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.inner(hidden)) + hidden
+
+
+def test_layers_are_compiled_one_by_one_for_each_length() -> None:
+    """Another graph for another length, and none where a length comes again."""
+    from torch._dynamo.utils import counters
+
+    layers: list[nn.Module] = [_Layer().to_empty(device=META) for _ in range(2)]
+    dynamo: Any = torch._dynamo.config
+    with dynamo.patch(recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=False):
+        dry_compile.compile_for_count(layers)
+        assert dynamo.recompile_limit == dynamo.accumulated_recompile_limit == 64
+        assert dynamo.fail_on_recompile_limit_hit is True
+        graphs = []
+        for length in (4, 4, 6, 7, 4):
+            for layer in layers:
+                layer(torch.empty(length, 8, device=META, requires_grad=True)).sum().backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+        steps = [after - before for before, after in pairwise(graphs)]
+        assert steps[0] == steps[3] == 0 and steps[1] == steps[2] > 0
+        dry_compile.compile_for_count(layers)
+        layers[0](torch.empty(4, 8, device=META, requires_grad=True)).sum()
+        assert counters["stats"]["unique_graphs"] > 0
+    torch._dynamo.reset()

@@ -10,7 +10,7 @@ from torch import nn
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.profiler import profile
 
-from autotune.probe.storage_counter import StorageCounter, blocks
+from autotune.probe.storage_counter import StorageCounter, _with_all_heads, blocks
 
 pytestmark = pytest.mark.probe
 
@@ -245,3 +245,22 @@ def test_attention_with_a_bias_is_counted_for_all_heads(
     # Queries, keys, values, the output, and the sums of rows in 32 bits; a few numbers of random state beside these.
     moved = 2 * rows * length * size * (2 * heads + 2 * key_heads) + 4 * rows * heads * length
     assert moved <= counter.moved["product"] <= moved + 64
+
+
+def test_torchs_formula_gets_a_key_head_for_each_query_head() -> None:
+    """What has another number of dimensions, such as the sums of rows, and what is no tensor stay as they are."""
+    query, key = torch.empty(2, 8, 16, 4, device=META), torch.empty(3, 2, 6, 5, device=META)
+    rows = torch.empty(2, 8, 16, device=META)
+    first, second, third, fourth = _with_all_heads((query, key, rows, 0.5))
+    assert (first.shape, second.shape) == ((2, 8, 16, 4), (3, 8, 6, 5)) and third is rows and fourth == 0.5
+    assert first.is_meta and second.is_meta
+    assert _with_all_heads((key, torch.empty(9, 99, device=META), query))[0].shape[1] == 8
+
+
+def test_a_convolution_is_counted_by_its_output() -> None:
+    """By hand: 8 places of 4 channels, for each 3 numbers of 3 channels, two operations for each."""
+    counter = StorageCounter(META)
+    assert counter.take_peak() == 0
+    with counter:
+        torch.conv1d(torch.empty(1, 3, 10, device=META), torch.empty(4, 3, 3, device=META))
+    assert counter.flops == {"convolution": 2 * 8 * 4 * 3 * 3}
