@@ -1,13 +1,22 @@
 """A DryProber answers for whole models by two depths, keeps its answers, and refuses in a sentence."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from autotune.core.probe_types import ProbeRequest
+from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
+from autotune.core.serialization import from_data, to_data
 from autotune.core.train_config import TrainConfig
-from autotune.probe.dry_prober import DryProber
+from autotune.probe import dry_prober as module
+from autotune.probe import dry_worker
+from autotune.probe.dry_prober import DryAnswer, DryProber
 from tests.helpers.factories import TINY
 
 pytestmark = pytest.mark.probe
@@ -47,3 +56,178 @@ def test_what_no_model_can_be_built_of_is_refused_in_a_sentence(folder: Path) ->
         assert "GPU alone" in (
             prober.count(replace(REQUEST, config=replace(CONFIG, quantization="int8"))).refused or ""
         )
+
+
+def counted(gib: float) -> DryCount:
+    """A count in which everything is as large."""
+    whole = {"trainable_params": int(gib), "total_params": int(gib), "flops": {"mm": int(gib)}}
+    sizes = ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib", "peak_allocated_gib")
+    return DryCount(**dict.fromkeys(sizes, gib), segment_peak_gib={"forward": gib}, **whole)  # type: ignore[arg-type]
+
+
+class Scripted(DryProber):
+    """Answers in place of the process: `shape` for any model, and a GiB for each layer of a count."""
+
+    def __init__(self, directory: Path, shape: ModelShape | str, refusing: tuple[int | None, ...] = ()) -> None:
+        super().__init__(directory)
+        self.shape, self.refusing = shape, refusing
+        self.asked: list[Any] = []
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        if "describe" in message:
+            self.asked.append("describe")
+            return {"refused": self.shape} if isinstance(self.shape, str) else {"shape": to_data(self.shape)}
+        depth = from_data(ProbeRequest, message["count"]).depth
+        self.asked.append(depth)
+        if depth in self.refusing:
+            return {"refused": f"not {depth}"}
+        return {"count": to_data(counted(float(depth or 99)))}
+
+
+REPEATED = ModelShape(num_layers=12, prefix=0, period=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted", "refusing", "asked", "gib", "refused"),
+    [
+        (REPEATED, {}, (), ["describe", 2, 3], 12.0, None),
+        (REPEATED, {"depth": 7}, (), [7], 7.0, None),
+        (replace(REPEATED, period=None), {}, (), ["describe", None], 99.0, None),
+        (REPEATED, {}, (2,), ["describe", 2, 3], None, "not 2"),
+        (REPEATED, {}, (3,), ["describe", 2, 3], None, "not 3"),
+        ("it has no layers", {}, (), ["describe"], None, "it has no layers"),
+        (replace(REPEATED, no_adapters="no adapters"), {}, (), ["describe"], None, "no adapters"),
+        (
+            replace(REPEATED, no_adapters="no adapters"),
+            {"config": replace(CONFIG, method="full", lora_rank=None)},
+            (),
+            ["describe", 2, 3],
+            12.0,
+            None,
+        ),
+        (REPEATED, {"config": replace(CONFIG, checkpointing="every_2")}, (), ["describe", 2, 4], 12.0, None),
+    ],
+    ids=str,
+)
+def test_a_whole_model_is_the_line_through_two_depths(
+    tmp_path: Path,
+    shape: Any,
+    wanted: dict[str, Any],
+    refusing: tuple[int, ...],
+    asked: list[Any],
+    gib: float | None,
+    refused: str | None,
+) -> None:
+    """A model is described once, and an answer is kept in folders that are made for it."""
+    folder = tmp_path / "a" / "b"
+    prober = Scripted(folder, shape, refusing)
+    answer = prober.count(replace(REQUEST, **wanted))
+    assert prober.asked == asked and answer.refused == refused
+    assert (answer.count and answer.count.segment_peak_gib["forward"]) == (None if gib is None else pytest.approx(gib))
+    (kept,) = folder.iterdir()
+    assert kept.suffix == ".json" and kept.read_text().endswith("}\n")
+    assert from_data(DryAnswer, json.loads(kept.read_text())) == answer
+    assert prober.count(replace(REQUEST, **wanted)) == answer and prober.asked == asked
+    prober.count(replace(REQUEST, micro_steps=5, **wanted))
+    assert prober.asked == asked + [one for one in asked if one != "describe"]
+    kept.write_text("nothing")
+    assert prober.count(replace(REQUEST, **wanted)) == answer and json.loads(kept.read_text())
+
+
+def test_an_answer_that_cannot_be_kept_is_given_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert Scripted(tmp_path / "file" / "dry", REPEATED).count(REQUEST).count is not None
+
+
+def test_by_default_answers_are_in_this_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert DryProber()._directory == tmp_path / "autotune" / "dry"
+
+
+def test_a_kept_answer_holds_for_all_that_changes_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the versions of libraries too, but not for the processes that load data."""
+    changes: list[dict[str, Any]] = [
+        {"config": replace(CONFIG, seq_len=32)},
+        {"model": MODEL | {"vocab_size": 65}},
+        {"micro_steps": 1},
+        {"depth": 3},
+    ]
+    keys = {module._key(one) for one in (REQUEST, *(replace(REQUEST, **change) for change in changes))}
+    assert len(keys) == 5
+    assert module._key(replace(REQUEST, config=replace(CONFIG, loader_workers=4), seed=3)) == module._key(REQUEST)
+    monkeypatch.setattr(module, "DRY_VERSION", 99)
+    assert module._key(REQUEST) not in keys
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "PACKAGES", ("pytest", "no-such-package"))
+    module._versions.cache_clear()
+    try:
+        assert module._versions() == (f"pytest {pytest.__version__}", "no no-such-package")
+        assert module._key(REQUEST) not in keys
+    finally:
+        module._versions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("program", "longest_s", "refused"),
+    [
+        ("import time; time.sleep(600)", 0.25, "it took longer than 0 s to count"),
+        ("pass", 60.0, "the process that counts it ended"),
+        ("input()", 60.0, "the process that counts it ended"),
+    ],
+)
+def test_a_process_that_does_not_answer_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, longest_s: float, refused: str
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if program == "pass":
+            process.wait()
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(module, "_start", start)
+    monkeypatch.setattr(module, "LONGEST_S", longest_s)
+    with DryProber(tmp_path) as prober:
+        for number in (1, 2):
+            assert prober.count(replace(REQUEST, depth=number)).refused == refused
+            assert prober._process is None and len(started) == number
+    assert all(process.poll() is not None for process in started)
+    prober.__exit__()
+
+
+def test_the_worker_is_limited_and_ends_with_the_prober(tmp_path: Path) -> None:
+    """It has a CPU worker's environment, one thread, and 8 GiB beside what it starts with. It prints nothing."""
+    with DryProber(tmp_path) as prober:
+        assert prober._ask({"describe": {"model_type": "t5"}})["refused"].endswith("of type t5")
+        assert prober._process is not None
+        worker = psutil.Process(prober._process.pid)
+        assert worker.cmdline()[-2:] == ["autotune.probe.dry_worker", str(os.getpid())]
+        assert worker.environ()["OMP_NUM_THREADS"] == "1" and worker.environ()["MALLOC_ARENA_MAX"] == "1"
+        limit, _ = worker.rlimit(psutil.RLIMIT_DATA)
+        assert 8 * 2**30 < limit < 10 * 2**30
+        files = [os.readlink(f"/proc/{worker.pid}/fd/{number}") for number in (1, 2)]
+        assert files == ["/dev/null", "/dev/null"]
+    assert not worker.is_running() and prober._process is None
+
+
+@pytest.mark.filterwarnings("ignore")  # as the worker does
+def test_what_goes_wrong_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of at most 300 characters and one line, or the name of what was raised."""
+    model = MODEL | {"num_hidden_layers": 2}
+    assert dry_worker._answer({"describe": model})["shape"]["num_layers"] == 2
+    refused = dry_worker._answer({"count": to_data(replace(REQUEST, config=replace(CONFIG, quantization="fp8")))})
+    assert refused == {"refused": "the kernels of fp8 bases exist on a GPU alone"}
+    for error, sentence in (
+        (MemoryError("4 TiB"), "without weights it takes more than 8 GiB"),
+        (ValueError("a\n  b " + "c" * 400), "a b " + "c" * 296),
+        (KeyError(), "KeyError"),
+    ):
+
+        def fail(model: Any, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("autotune.probe.model_shape.describe", fail)
+        assert dry_worker._answer({"describe": model}) == {"refused": sentence}
