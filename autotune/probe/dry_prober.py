@@ -62,7 +62,6 @@ class DryProber:
             return from_data(DryAnswer, json.loads(path.read_text(encoding="utf-8")))
         answer = self._counted(request)
         with suppress(OSError, StorageError):  # it is only counted again
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps(to_data(answer)) + "\n")
         return answer
 
