@@ -503,7 +503,7 @@ def test_a_compiled_graph_holds_what_its_kernels_store() -> None:
         (aten.var_mean.correction, (), False, False, True),
         (torch.sin, (), False, False, False),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_an_operation_of_a_graph_is(
     target: Any, args: tuple[Any, ...], elementwise: bool, view: bool, reduction: bool

@@ -1,5 +1,6 @@
 """What holds memory, by the sizes of tensors, and what is said of it where it ran out."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from autotune.core.probe_types import Phase
 from autotune.core.units import GIB
 from autotune.probe.accounting import (
+    free_paged_state,
     is_out_of_memory,
     logical_params,
     oom_detail,
@@ -82,6 +84,22 @@ def test_the_state_of_larger_parameters_alone_is_paged(elements: int, paged: int
     model.small = nn.Parameter(torch.empty(50, device="meta"))
     model.frozen = nn.Parameter(torch.empty(10**6, device="meta"), requires_grad=False)
     assert paged_state_gib(model) == paged / GIB
+
+
+def test_each_page_of_a_paged_optimizer_is_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages are those that bitsandbytes keeps; only the call into CUDA is not made here."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    kept, freed = [torch.ones(4), torch.ones(8)], list[int | None]()
+    addresses = {tensor.data_ptr() for tensor in kept}
+    pages = functional.GlobalPageManager.get_instance().paged_tensors
+    monkeypatch.setattr(functional, "lib", SimpleNamespace(cudaFree=lambda pointer: freed.append(pointer.value)))
+    pages += kept
+    free_paged_state()
+    assert set(freed) == addresses and len(freed) == 2 and not pages
+    free_paged_state()
+    assert len(freed) == 2
+    monkeypatch.delitem(sys.modules, "bitsandbytes.functional")
+    free_paged_state()  # nothing was paged
 
 
 @pytest.mark.parametrize(

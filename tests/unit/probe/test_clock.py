@@ -49,6 +49,18 @@ def test_steps_are_timed_without_the_first() -> None:
     clock.exit_if_stopped()
 
 
+@pytest.mark.parametrize(("steps", "seconds"), [(1, None), (2, 2.0), (3, 3.0), (4, 4.0), (6, 5.0)])
+def test_more_first_steps_may_warm_up_but_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, steps: int, seconds: float | None
+) -> None:
+    """Steps of 1, 2, 3, 4, 5 and 6 s, three of which warm up."""
+    count(monkeypatch, time, "perf_counter", [0, 1, 3, 6, 10, 15, 21])
+    clock = Clock(saves=False, warm_up=3)
+    for _ in range(steps + 1):
+        clock.mark()
+    assert clock.measured()["seconds_per_step"] == seconds
+
+
 def test_a_single_step_has_no_time() -> None:
     clock = Clock(saves=False)
     train(clock, 1)

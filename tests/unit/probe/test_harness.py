@@ -736,7 +736,7 @@ def test_a_probe_trains_measures_and_leaves_the_model_as_it_was(tmp_path: Path) 
     for _ in range(2):
         phases: list[Phase] = []
         meter: Any = Still()
-        probe = Probe(request, resident, meter, phases.append, 0.0, str(tmp_path))
+        probe = Probe(request, resident, meter, phases.append, str(tmp_path))
         assert (probe.managed_gib, probe.limit_gib, probe.trainer, probe.model) == (0.0, 0.0, None, resident.base)
         found = probe.run()
         model: Any = probe.model

@@ -93,7 +93,7 @@ def test_trls_own_script_runs_with_a_clock_and_says_what_it_measured(
     monkeypatch.setattr(runpy, "run_module", lambda name, **how: ran.append((name, how, [*callbacks])))
     monkeypatch.setattr(sys, "argv", ["entry"])
     trl_entry.main()
-    assert made[0].asked == {"saves": False, "progress": "steps.jsonl"}
+    assert made[0].asked == {"saves": False, "progress": "steps.jsonl", "warm_up": 3}
     assert ran == ["die", ("trl.scripts.sft", {"run_name": "__main__", "alter_sys": True}, made)]
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed == {

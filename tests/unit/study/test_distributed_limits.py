@@ -118,6 +118,22 @@ def test_time_is_kept_for_confirmation(
         assert made.is_done() is is_spent
 
 
+@pytest.mark.parametrize(("judged", "refused", "is_spent"), [(11, 9, False), (12, 0, True)])
+def test_no_time_is_kept_before_a_few_layers_judged_twelve(
+    trials: Make, monkeypatch: pytest.MonkeyPatch, judged: int, refused: int, is_spent: bool
+) -> None:
+    """240 s are kept for the best, of which 200 s are left, and another candidate takes 5 s."""
+    monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 200.0)
+    made = trials(800.0)
+    add_measured(made.selection, OTHER, measurement(0.5))
+    made.evaluator.truncated_s = {OTHER: 5.0}
+    made.rows = [row(number, 1.0) for number in range(judged)]
+    made.rows += [row(judged + number, None, Outcome.REFUSED) for number in range(refused)]
+    assert made.is_spent() is is_spent
+    made.evaluator.truncated_s, made.evaluator.whole_s = {}, {OTHER: 5.0}
+    assert made.is_spent()
+
+
 def test_time_is_kept_for_each_finalist_once(trials: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The winner twice and three others, of which one is the baseline: 10 s each, and a fifth more."""
     monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 10.0)
