@@ -11,7 +11,6 @@ from autotune.planning.device_estimate import how_known
 from autotune.planning.foreign_config import FP32_BASE
 from autotune.planning.run_check import VERDICTS, CheckReport, Faster
 from autotune.planning.run_estimate import CheckedRun, Edits
-from autotune.prediction.memory_formula import ERROR
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 
 
@@ -32,7 +31,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         estimated = fixed.estimate
         text = f"saves {fmt_gib(saved)}, needs {fmt_gib(estimated.need_gib)}: {VERDICTS[estimated.state]}"
         yield "alone", f"{edits_text(fixed.edits)}: {text}{_truncation(report, fixed)}"
-    if checked.state != FITS:
+    if checked.state != FITS and checked.bounds.most is not None:
         card = report.smallest_card.name if report.smallest_card else "none of the catalogue"
         yield "card", f"the smallest on which it fits as it is: {card}"
     yield from _duration_lines(report)
@@ -40,7 +39,7 @@ def lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "faster", _faster_text(report, report.faster)
     for note in report.notes:
         yield "note", note
-    yield "how", how_known(report.context.calibration, report.context.device)
+    yield "how", how_known(report.context.calibration, report.context.device, counted=checked.bounds.reported.counted)
 
 
 def verdict(report: CheckReport) -> str:
@@ -57,7 +56,7 @@ def verdict(report: CheckReport) -> str:
     if lower and checked.state == TIGHT:
         return needs
     difference = f"{abs(peak - limit):.1f} GiB ({100 * abs(peak / limit - 1):.0f} %)"
-    errs = f", and the formula errs by up to {100 * ERROR:.0f} %" if checked.state == TIGHT else ""
+    errs = f", and the estimate errs by up to {100 * bounds.reported.error:.2g} %" if checked.state == TIGHT else ""
     return f"{needs}, {difference} {'too much' if peak > limit else 'to spare'}{errs}"
 
 

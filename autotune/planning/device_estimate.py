@@ -88,11 +88,11 @@ def smallest_card(fits: Callable[[DeviceSpec], bool]) -> DeviceSpec | None:
     return next(filter(fits, cards), None)
 
 
-def memory_state(need_gib: float, limit_gib: float) -> str:
-    """FITS, OOM, or TIGHT: the need is below the limit by less than the error of the memory formula."""
-    if need_gib > limit_gib:
+def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str:
+    """FITS, OOM, or TIGHT: the need is nearer to the limit than its relative error, by default the formula's."""
+    if need_gib * (1 - error) > limit_gib:
         return OOM
-    return TIGHT if need_gib * (1 + ERROR) > limit_gib else FITS
+    return TIGHT if need_gib * (1 + error) > limit_gib else FITS
 
 
 def estimate(
@@ -116,7 +116,7 @@ def estimate(
     without_speed = DeviceEstimate(
         device=task.device,
         config=config,
-        state=memory_state(need, limit_gib),
+        state=memory_state(need, limit_gib, memory.error),
         need_gib=need,
         limit_gib=limit_gib,
         price=task.price,

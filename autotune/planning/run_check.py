@@ -16,7 +16,15 @@ from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.planning.device_estimate import ACCURACY, device_limit_gib, limit_of, planned_device, smallest_card
+from autotune.planning.counted_memory import no_count
+from autotune.planning.device_estimate import (
+    ACCURACY,
+    COUNTED,
+    device_limit_gib,
+    limit_of,
+    planned_device,
+    smallest_card,
+)
 from autotune.planning.fixes import FixSearch
 from autotune.planning.foreign_config import ForeignConfig, read_file, with_supported_attention
 from autotune.planning.observations import Observation, Say, silent
@@ -72,7 +80,7 @@ def check(
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
     `options` are fields of StudySpec about the card, the model, the examples, the memory and the price; None is absent.
-    Raises UsageError if file, model or card cannot be read or are unknown, or no formula covers the model.
+    Raises UsageError if file, model or card cannot be read or are unknown, or what it needs is.
     """
     options = dict(options or {})
     run = read_file(file)
@@ -91,18 +99,23 @@ def check(
         observations=tuple(observations),
         calibration=task.calibration,
     )
+    if without := unsupported(model, TrainConfig(precision=run.config.precision)):
+        say(f"counting what it needs, since there is no formula for {without}")
     checked = check_run(context, run)
     if checked is None:
         raise UsageError(
-            f"there is no formula for {unsupported(model, run.config)}",
+            f"there is no formula for {without}, and what it needs cannot be counted: {_why(context, run)}",
             remedy="measure it: `autotune run`, with --shallow-only where the GPU is too small",
         )
     fix = smallest = None
     fixes: list[tuple[CheckedRun, float]] = []
     if checked.state != FITS:
         search = FixSearch(context=context, checked=checked)
-        fix = search.best()
         fixes = [(fixed, search.saved_gib(fixed)) for fixed in search.each_alone()]
+        if checked.bounds.reported.counted:  # to count all combinations of changes would take minutes
+            fix = next((fixed for fixed, _ in fixes if fixed.state == FITS), None)
+        else:
+            fix = search.best()
         smallest = _smallest_card(checked, spec.headroom)
     runnable = fix if checked.state == OOM else checked
     return CheckReport(
@@ -116,6 +129,11 @@ def check(
         faster=_faster(task, spec, context, runnable.run) if runnable else None,
         notes=(*_notes(context, checked, assumption), *warnings, *run.notes),
     )
+
+
+def _why(context: CheckContext, run: ForeignConfig) -> str:
+    """Why what a run needs cannot be counted."""
+    return no_count(context.model, context.at_longest(run.config), min(run.accumulation, 2))
 
 
 def find_model(name: str) -> tuple[ModelSpec, str | None]:
@@ -233,7 +251,9 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     max_seq_len = context.model.max_seq_len
     if max_seq_len and config.seq_len > max_seq_len and not assumption:
         yield f"Sequences of {config.seq_len:,} tokens are longer than the model's context of {max_seq_len:,}."
-    if checked.bounds.most is None:
+    if checked.bounds.most is None and not config.dora:
+        yield "What the casts of a base in float32 take is not known: the run needs more than the estimate."
+    elif checked.bounds.most is None:
         yield "How much memory DoRA takes besides its adapters is not known: the run needs more than the estimate."
     elif checked.bounds.least != checked.bounds.most:
         what = "A base in 8 bits" if config.quantization == "int8" else "What is offloaded"
@@ -281,7 +301,7 @@ def report_data(report: CheckReport) -> dict[str, Any]:
         "smallest_card": report.smallest_card.name if report.smallest_card else None,
         "faster": faster and asdict(faster) | {"config": faster.config.as_dict()},
         "notes": list(report.notes),
-        "how_sure": ACCURACY,
+        "how_sure": COUNTED if report.checked.bounds.reported.counted else ACCURACY,
         "calibrated": calibrated_parts(context.calibration, context.device),
         "evidence": Evidence.ESTIMATED,
     }

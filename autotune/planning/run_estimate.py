@@ -1,6 +1,7 @@
 """Estimate a run that another tool's file describes, on one card: what it needs, and how long it takes.
 
-Where no formula covers the configuration, its memory is bounded by two configurations that are covered, or from below.
+Where no formula covers the model, a dry probe counts its memory. Where neither does the configuration, it is bounded by
+two that are covered, or from below.
 """
 
 import math
@@ -10,11 +11,12 @@ from typing import Any
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
+from autotune.planning.counted_memory import memory_of
 from autotune.planning.device_estimate import with_speed
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import Observation
 from autotune.prediction.calibration import Calibration
-from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, memory_breakdown
+from autotune.prediction.memory_formula import MemoryBreakdown, Sizes
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
@@ -28,7 +30,8 @@ OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py`, Mistral-7
 class MemoryBounds:
     """The least and the most that a run may need at the peak of a step.
 
-    They are equal where a formula covers the configuration; `most` is None where nothing bounds it.
+    They are equal where a formula covers the configuration, or a dry probe counts it; `most` is None where nothing
+    bounds it.
     """
 
     least: MemoryBreakdown
@@ -40,10 +43,10 @@ class MemoryBounds:
         return self.most or self.least
 
     def state(self, limit_gib: float) -> str:
-        """FITS beyond the error of the formula, OOM, or TIGHT where neither is certain."""
-        if self.least.peak_reserved_gib > limit_gib:
+        """FITS or OOM beyond the error of what is known, or TIGHT where neither is certain."""
+        if self.least.peak_reserved_gib * (1 - self.least.error) > limit_gib:
             return OOM
-        certain = self.most is not None and self.most.peak_reserved_gib * (1 + ERROR) <= limit_gib
+        certain = self.most is not None and self.most.peak_reserved_gib * (1 + self.most.error) <= limit_gib
         return FITS if certain else TIGHT
 
 
@@ -60,7 +63,7 @@ class CheckContext:
     calibration: Calibration | None = None
 
     def bounds(self, run: ForeignConfig) -> MemoryBounds | None:
-        """What a run needs with these examples; None for a model that no formula covers."""
+        """What a run needs with these examples; None where that is not known."""
         return memory_bounds(self.model, replace(run, config=self.at_longest(run.config)))
 
     def at_longest(self, config: TrainConfig) -> TrainConfig:
@@ -87,7 +90,7 @@ class CheckedRun:
 
 
 def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = None) -> CheckedRun | None:
-    """Estimate a run; None for a model that no formula covers."""
+    """Estimate a run; None where it is not known what it needs."""
     bounds = context.bounds(run)
     if bounds is None:
         return None
@@ -115,21 +118,33 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
 
 
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
-    """What a run needs at least and at most; None for a model that no formula covers."""
+    """What a run needs at least and at most; None where no formula covers the model and it cannot be counted."""
     config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
     least = most = replace(config, dora=False)  # DoRA takes more; how much was not measured
     if config.quantization == "int8":
         least, most = replace(least, quantization="nf4"), replace(most, quantization="none")
-    low = memory_breakdown(model, _checkpoints_on_gpu(least), steps)
-    high = memory_breakdown(model, _checkpoints_on_gpu(most), steps)
-    if sizes is None or low is None or high is None:
+    low = memory_of(model, _checkpoints_on_gpu(least), steps)
+    high = memory_of(model, _checkpoints_on_gpu(most), steps)
+    if low is None or high is None:
         return None
+    if sizes is None:
+        return _bounded_count(run, low, high)
     if FP32_BASE in run.notes:
         low, high = (_with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high))
     if config.offloads:
         in_host_memory = gib(config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4))
         low = replace(low, activations=max(low.activations - in_host_memory, 0.0))
     return MemoryBounds(least=low, most=None if config.dora else high)
+
+
+def _bounded_count(run: ForeignConfig, low: MemoryBreakdown, high: MemoryBreakdown) -> MemoryBounds:
+    """What a run needs of whose model there are counts alone, which know no offloading and no float32 base."""
+    in_fp32 = FP32_BASE in run.notes
+    if in_fp32 and run.config.quantization == "none":
+        low = replace(low, weights=2 * low.weights)  # 4 bytes a value instead of 2, and casts of them besides
+    if run.config.offloads:
+        low = replace(low, activations=0.0)
+    return MemoryBounds(least=low, most=None if run.config.dora or in_fp32 else high)
 
 
 def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:

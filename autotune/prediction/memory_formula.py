@@ -22,6 +22,7 @@ CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with
 WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan_memory.py`).
 ERROR = 0.04
+COUNT_ERROR = 0.015  # of a counted peak: the largest of `benchmarks/dry_probe.py`
 _BLOCK = 256  # values of 8-bit optimizer state to a scale of 4 bytes
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}  # bytes a weight, by double_quant: a scale for each 64
 
@@ -119,6 +120,7 @@ class MemoryBreakdown:
 
     `activations` are what layers keep for the backward pass, the inputs of recomputed layers, and temporary tensors.
     `logits` are those of the head with their gradients. `reserved` is what the allocator holds beyond allocated memory.
+    `counted` is whether a dry probe counted it.
     """
 
     weights: float
@@ -130,6 +132,12 @@ class MemoryBreakdown:
     workspace: float
     reserved: float
     phase: Phase
+    counted: bool = False
+
+    @property
+    def error(self) -> float:
+        """The fraction by which the peak may be off, either way."""
+        return COUNT_ERROR if self.counted else ERROR
 
     @property
     def peak_gib(self) -> float:
@@ -144,7 +152,7 @@ class MemoryBreakdown:
 
     def terms(self) -> dict[str, float]:
         """The terms above zero, by name. They sum to `peak_reserved_gib`."""
-        named = {name: getattr(self, name) for name in self.__slots__ if name != "phase"}
+        named = {name: getattr(self, name) for name in self.__slots__ if name not in ("phase", "counted")}
         return {name: value for name, value in named.items() if value}
 
 
@@ -214,6 +222,7 @@ def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) ->
         workspace=workspace,
         reserved=_beyond(config, _logits(config, model.vocab_size), activations),
         phase=Phase(segment.partition("_")[0]),
+        counted=True,
     )
 
 

@@ -132,7 +132,7 @@ class SharedTrials:
             other = self.untried() if wanted is None else None
             return None if other is None else self.ask(other)
         self._open[proposal.number] = digest
-        if self.rows and self.lasting()(proposal.config) > self.search_s():
+        if self.rows and self.lasting()(proposal.config) > self.candidate_s():
             self.optimizer.withdraw(proposal.number)
             self.coordinator.drop(self._open.pop(proposal.number))
             other = self.untried() if wanted is None else None
@@ -191,7 +191,7 @@ class SharedTrials:
         which the space must have.
         """
         best = self.best()
-        space, lasts_s, most_s = self.task.space, self.lasting(), self.search_s() - keep_s
+        space, lasts_s, most_s = self.task.space, self.lasting(), self.candidate_s() - keep_s
         seen = self.coordinator.taken() | self.digests() | set(self._open.values())
         for name, value in pinned.items():
             space = space.pin(name, value)
@@ -284,10 +284,8 @@ class SharedTrials:
 
     def is_spent(self) -> bool:
         """Whether the rest of the budget is needed for confirmation, or too short for one more candidate."""
-        truncated = self.evaluator.truncated_s.values()
-        took = truncated or self.evaluator.whole_s.values()
-        left_s = self.left_s() if truncated and self.num_missing(ENOUGH) else self.search_s()
-        return left_s <= (statistics.median(took) if took else 0.0)
+        took = self.evaluator.truncated_s.values() or self.evaluator.whole_s.values()
+        return self.candidate_s() <= (statistics.median(took) if took else 0.0)
 
     def is_over(self) -> bool:
         """Whether no further trial may begin: stopped, spent, or as many trials as are allowed."""
@@ -323,6 +321,10 @@ class SharedTrials:
     def search_s(self) -> float:
         """Seconds that are left for the search."""
         return self.left_s() - self._confirmation_s()
+
+    def candidate_s(self) -> float:
+        """Seconds that are left for judging candidates, which come before the confirmation until there are enough."""
+        return self.left_s() if self.evaluator.truncated_s and self.num_missing(ENOUGH) else self.search_s()
 
     def is_hurried(self) -> bool:
         """Whether the time left might not suffice for judging MANY candidates, if those to come compile."""

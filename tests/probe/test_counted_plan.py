@@ -1,4 +1,4 @@
-"""`autotune plan` answers for families without a formula: their memory is counted by a dry probe."""
+"""`autotune plan` and `check` answer for families without a formula: their memory is counted by a dry probe."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from autotune.cli.plan_text import print_plan
 from autotune.core.errors import UsageError
 from autotune.planning import counted_memory
 from autotune.planning.plan import NO_SPEED, plan
+from autotune.planning.run_check import check
 from autotune.probe.dry_prober import DryProber
 from autotune.problem.run_cost import FITS
 from autotune.problem.study_spec import make_spec
@@ -36,3 +37,20 @@ def test_a_family_without_a_formula_has_a_counted_baseline(capsys: pytest.Captur
     assert f"     why  {NO_SPEED}" in printed
     with pytest.raises(UsageError, match=r"there is no formula for gpt2 models$"):
         plan(spec, device=resolve_device("a10"))
+
+
+def test_a_run_of_another_tool_is_judged_by_a_count(tmp_path: Path) -> None:
+    """124 million parameters in bf16, and 2.4 million of adapters in fp32; float32 takes twice as much at least."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model_name_or_path: gpt2\ndataset_name: d\nmax_length: 512\nper_device_train_batch_size: 2\n"
+        "use_peft: true\nlora_r: 16\ndtype: bfloat16\nbf16: true\n"
+    )
+    found = check(file, {"gpu": "a10"}).checked
+    assert found.state == FITS and found.bounds.least == found.bounds.most
+    assert found.bounds.reported.counted and found.estimate.tokens_per_s is None
+    assert found.bounds.reported.weights == pytest.approx(124.4e6 * 2 / 2**30, rel=0.02)
+    assert 0.4 < found.estimate.need_gib < 2.0
+    file.write_text(file.read_text().replace("dtype: bfloat16\n", ""))
+    in_fp32 = check(file, {"gpu": "a10"}).checked.bounds
+    assert in_fp32.most is None and in_fp32.least.weights == 2 * found.bounds.reported.weights

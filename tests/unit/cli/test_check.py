@@ -16,11 +16,13 @@ from autotune.catalog import list_models, resolve_device, resolve_model
 from autotune.cli.check_text import verdict
 from autotune.cli.commands.check import check_command
 from autotune.core.errors import NothingFits, UsageError
+from autotune.planning import counted_memory
 from autotune.planning.device_estimate import device_limit_gib
 from autotune.planning.foreign_config import read_file
 from autotune.planning.observations import published_observations
 from autotune.planning.run_check import CheckReport, check, find_model
 from autotune.prediction.memory_formula import ERROR
+from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 
 # What the projects publish, reduced to the keys that matter (`test_foreign.py` names the files).
@@ -154,7 +156,7 @@ def test_too_close_to_tell(
     memory = peak * (1 + ERROR / 2) + context
     found = answer(FACTORY, memory_gib=memory, headroom=0.0)
     assert found.checked.state == TIGHT and found.fix is not None and found.fix.state == FITS
-    assert verdict(found).endswith(f"%) to spare, and the formula errs by up to {100 * ERROR:.0f} %")
+    assert verdict(found).endswith(f"%) to spare, and the estimate errs by up to {100 * ERROR:.0f} %")
     path = Path(found.file)
     check_command(path, "a10", evidence=path.parent, memory_gib=memory, headroom=0.0)
     shown = capsys.readouterr()
@@ -204,7 +206,8 @@ def test_unknown_models(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., C
         assert caught.value.exit_code == 2 and caught.value.remedy is not None
         assert caught.value.remedy.startswith("give --model: ")
     assert answer(changed(TRL, model_name_or_path="nobody/Nothing-7B"), model="qwen2.5-0.5b").checked.state == FITS
-    with pytest.raises(UsageError, match="there is no formula for gpt2 models"):
+    monkeypatch.setattr(counted_memory, "_answer", lambda *asked: DryAnswer(refused="It has no layers."))
+    with pytest.raises(UsageError, match=r"no formula for gpt2 models, and .* cannot be counted: It has no layers$"):
         answer(changed(TRL, model_name_or_path="gpt2"))
 
 

@@ -94,9 +94,11 @@ def test_only_what_fits_has_a_speed() -> None:
     assert slower.tokens_per_s is not None and slower.tokens_per_s < 10.0
 
 
-def test_a_need_just_below_the_limit_is_tight() -> None:
-    assert [memory_state(need, 10.0) for need in (10.01, 10.0, 10.0 / (1 + ERROR) + 0.01)] == [OOM, TIGHT, TIGHT]
+def test_a_need_near_the_limit_is_tight_on_both_sides() -> None:
+    needs = (10.0 / (1 - ERROR) + 0.01, 10.0 / (1 - ERROR) - 0.01, 10.0, 10.0 / (1 + ERROR) + 0.01)
+    assert [memory_state(need, 10.0) for need in needs] == [OOM, TIGHT, TIGHT, TIGHT]
     assert memory_state(10.0, 10.0 * (1 + ERROR)) == memory_state(9.0, 10.0) == FITS
+    assert [memory_state(need, 10.0, 0.01) for need in (10.2, 10.05, 9.95, 9.8)] == [OOM, TIGHT, TIGHT, FITS]
 
 
 def test_bounds_of_memory_fit_where_the_upper_one_certainly_does() -> None:
@@ -104,11 +106,12 @@ def test_bounds_of_memory_fit_where_the_upper_one_certainly_does() -> None:
     least, most = less.peak_reserved_gib, more.peak_reserved_gib
     bounds = MemoryBounds(least=less, most=more)
     assert bounds.reported is more and least < most
-    assert bounds.state(least - 0.01) == OOM and bounds.state(least) == TIGHT
+    least *= 1 - ERROR
+    assert bounds.state(least - 0.01) == OOM and bounds.state(least + 0.01) == TIGHT
     assert bounds.state(most * (1 + ERROR) - 0.01) == TIGHT and bounds.state(most * (1 + ERROR)) == FITS
     unbounded = replace(bounds, most=None)
     assert unbounded.reported is less
-    assert [unbounded.state(limit) for limit in (least - 0.01, least, 10 * most)] == [OOM, TIGHT, TIGHT]
+    assert [unbounded.state(limit) for limit in (least - 0.01, least + 0.01, 10 * most)] == [OOM, TIGHT, TIGHT]
 
 
 def test_the_limit_of_a_device_is_what_its_reserve_and_a_context_leave() -> None:

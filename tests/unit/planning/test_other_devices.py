@@ -148,7 +148,7 @@ def test_every_card_of_the_vendor_is_estimated_once_with_its_own_limit_and_price
 
 def test_a_card_that_the_need_fills_to_the_error_of_the_formula_has_no_speed() -> None:
     limit = device_limit_gib(resolve_device("h100"), 0.05)
-    for share, state in ((1 + ERROR / 2, TIGHT), (1 + 1.01 * ERROR, FITS), (0.99, OOM)):
+    for share, state in ((1 + ERROR / 2, TIGHT), (1 + 1.01 * ERROR, FITS), (0.99, TIGHT), (1 - 1.01 * ERROR, OOM)):
         one = found(task(), measurement=replace(MEASURED, peak_reserved_gib=limit / share))["h100-sxm"]
         assert one.state == state and (one.cost is not None) is (state == FITS)
 

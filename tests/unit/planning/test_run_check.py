@@ -12,10 +12,12 @@ import yaml
 
 from autotune.catalog import list_devices, resolve_device, resolve_model
 from autotune.cli.check_text import edits_text, lines, verdict
+from autotune.core.probe_types import DryCount
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
-from autotune.planning.device_estimate import device_limit_gib
-from autotune.planning.fixes import edited
+from autotune.planning import counted_memory
+from autotune.planning.device_estimate import COUNTED, device_limit_gib
+from autotune.planning.fixes import FixSearch, edited
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import published_observations
 from autotune.planning.run_check import CheckReport, check, find_model, report_data
@@ -27,8 +29,16 @@ from autotune.planning.run_estimate import (
     check_run,
     memory_bounds,
 )
-from autotune.prediction.memory_formula import Sizes, memory_breakdown
+from autotune.prediction.memory_formula import (
+    COUNT_ERROR,
+    ERROR,
+    MemoryBreakdown,
+    Sizes,
+    counted_breakdown,
+    memory_breakdown,
+)
 from autotune.prediction.step_time import DEVICE_ERROR, UNKNOWN_HOST, estimate_step_time
+from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 from autotune.problem.workload import Workload
@@ -502,7 +512,6 @@ def test_bounds_are_those_of_the_nearest_configurations_with_a_formula() -> None
     assert (eight.least, eight.most) == (need(**lora, quantization="nf4"), need(**lora))
     dora = bounds(**lora, dora=True)
     assert (dora.least, dora.most) == (need(**lora), None)
-    assert memory_bounds(model, replace(RUN, config=replace(config, precision="fp32"))) is None
     off = bounds(**lora, checkpointing="offload")
     whole = need(**lora, checkpointing="full")
     inputs_gib = 2 * 512 * 32 * 4096 * 2 / GIB
@@ -589,7 +598,6 @@ def test_a_run_is_estimated_with_its_own_epochs_steps_and_gpus() -> None:
     slow = replace(here, calibration=calibration("h100-sxm"), device=resolve_device("h100"))
     calibrated = check_run(slow, run)
     assert calibrated is not None and calibrated.estimate.calibration == slow.calibration
-    assert check_run(replace(here, model=resolve_model("gpt2")), run) is None
     two, twice = (check_run(replace(here, price=None), replace(run, num_gpus=number)) for number in (1, 2))
     assert two is not None and twice is not None and two.estimate.price is None
     assert twice.estimate.tokens_per_s == pytest.approx(two.estimate.tokens_per_s)
@@ -605,7 +613,70 @@ def test_the_need_grows_with_the_micro_batch() -> None:
 
     for size in (1, 2, 4, 8, 16):  # what the search for the largest micro batch rests on
         assert peak(micro_batch_size=size) < peak(micro_batch_size=2 * size)
-    assert memory_bounds(resolve_model("gpt2"), RUN) is None
+
+
+COUNT = DryCount(
+    model_gib=6.0,
+    adapters_gib=1.0,
+    gradients_gib=1.0,
+    optimizer_gib=2.0,
+    segment_peak_gib={"backward_layer": 20.0, "step": 10.0},
+    peak_allocated_gib=20.0,
+    trainable_params=10,
+    total_params=100,
+)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> MemoryBreakdown:
+    """A dry probe that gives one count for every configuration; the real one is tested with the real probe."""
+    monkeypatch.setattr(counted_memory, "_answer", lambda *asked: DryAnswer(count=COUNT))
+    return counted_breakdown(resolve_model("gpt2"), RUN.config, COUNT)
+
+
+def test_a_model_without_a_formula_is_counted_and_bounded_where_the_count_leaves_something_out(
+    counted: MemoryBreakdown,
+) -> None:
+    """6 GiB of weights take 12 in float32. A base of 4 bits has few values that are not quantised."""
+    gpt2 = resolve_model("gpt2")
+
+    def bounds(*notes: str, **knobs: Any) -> tuple[MemoryBreakdown, MemoryBreakdown | None]:
+        found = memory_bounds(gpt2, replace(RUN, config=replace(RUN.config, **knobs), notes=notes))
+        assert found is not None
+        return found.least, found.most
+
+    assert bounds() == (counted, counted) and counted.counted and counted.error == COUNT_ERROR < ERROR
+    assert bounds(dora=True) == (counted, None)
+    assert bounds(FP32_BASE) == (replace(counted, weights=12.0), None)
+    assert bounds(FP32_BASE, quantization="nf4", double_quant=True) == (counted, None)
+    assert bounds(checkpointing="offload") == (replace(counted, activations=0.0), counted)
+    assert not memory_bounds(resolve_model("mistral-7b"), RUN).reported.counted  # type: ignore[union-attr]
+
+
+def test_what_cannot_be_counted_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(counted_memory, "_answer", lambda *what: asked.append(what) or DryAnswer(refused="no"))
+    gpt2 = resolve_model("gpt2")
+    assert memory_bounds(gpt2, replace(RUN, accumulation=1)) is None
+    assert asked[0] == (gpt2, RUN.config, 1)
+    assert check_run(context(model=gpt2), RUN) is None
+
+
+def test_a_check_by_counts_says_so_and_tries_each_change_alone(
+    counted: MemoryBreakdown, answer: Callable[..., CheckReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FixSearch, "best", lambda search: pytest.fail("all combinations were counted"))
+    text = changed(TRL, model_name_or_path="gpt2", dtype="bfloat16")
+    fits, small = answer(text, "h100"), answer(text, "t4")
+    assert (fits.checked.state, small.checked.state, small.fix) == (FITS, OOM, None)
+    assert report_data(fits)["how_sure"] == COUNTED
+    assert dict(lines(fits))["how"].endswith(COUNTED)
+    assert not any("float32 take is not known" in text for _, text in lines(fits))
+    in_fp32 = answer(changed(TRL, model_name_or_path="gpt2"), "h100")
+    assert in_fp32.checked.state == TIGHT and verdict(in_fp32).startswith("too close to tell: needs at least ")
+    printed = list(lines(in_fp32))
+    assert "card" not in dict(printed)
+    assert any("float32 take is not known" in text for label, text in printed if label == "note")
 
 
 @pytest.mark.parametrize("text", [TRL_7B, AXOLOTL, AXOLOTL_FULL, FACTORY_FULL])
