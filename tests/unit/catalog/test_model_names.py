@@ -80,6 +80,14 @@ def test_a_name_that_shares_a_shape(name, row, published):
     assert found is not None and found.name == row
 
 
+@pytest.mark.parametrize("name", ["somebody/Qwen2.5-7B-Instruct", "/models/Qwen2.5-7B-Instruct/", "a\\Qwen2.5-7B"])
+def test_a_copy_of_any_organisation_or_in_any_folder_has_the_shape(name):
+    """Another tool's file says what is trained: the shape of a copy is not asked of the Hub."""
+    assert _names().find(name) is None
+    found = shaped_like(name)
+    assert found is not None and found.name == "Qwen/Qwen2.5-7B"
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -660,6 +660,10 @@ def test_what_cannot_be_counted_has_no_bounds(monkeypatch: pytest.MonkeyPatch) -
     assert memory_bounds(gpt2, replace(RUN, accumulation=1)) is None
     assert asked[0] == (gpt2, RUN.config, 1)
     assert check_run(context(model=gpt2), RUN) is None
+    monkeypatch.setattr(counted_memory, "_answer", lambda *what: DryAnswer(refused="It has \x1bno layers."))
+    assert counted_memory.no_count(gpt2, RUN.config, 2) == "It has ?no layers"
+    monkeypatch.setattr(counted_memory, "_answer", lambda *what: DryAnswer(count=COUNT))
+    assert counted_memory.no_count(gpt2, RUN.config, 2) == "it can be counted"
 
 
 def test_a_check_by_counts_says_so_and_tries_each_change_alone(
