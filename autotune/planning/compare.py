@@ -67,11 +67,16 @@ class ComparedCard:
         return self.best is not None and self.best.is_guess
 
     @property
+    def holds_it(self) -> bool:
+        """Whether something surely fits, though its speed may not be known."""
+        return self.best is not None or (self.least is not None and self.least.state == FITS)
+
+    @property
     def state(self) -> str:
         """FITS, TIGHT or OOM; else what is not known."""
         if self.plan is None or self.least is None:
             return self.problem or "unknown"
-        if self.best is None and self.least.state == FITS:
+        if self.best is None and self.holds_it:
             return "fits, at a speed that is not known"
         return FITS if self.best else self.least.state
 
@@ -115,7 +120,7 @@ class Group:
     @property
     def smallest_compared(self) -> DeviceSpec | None:
         """The card with the least memory of those compared that hold it."""
-        fitting = [card.device for card in self.cards if card.state == FITS]
+        fitting = [card.device for card in self.cards if card.holds_it]
         return min(fitting, key=lambda device: device.memory_gib or math.inf, default=None)
 
     def relative_speed(self, card: ComparedCard) -> float | None:
@@ -292,13 +297,15 @@ class Comparison:
         """What is missing where the run fits no card, or no card within the budget; None where it fits one."""
         planned = [group for group in self.groups if group.plan]
         advised = [(group, advice) for group in planned if (advice := self.advice(group))]
-        if not any(group.fastest for group in planned):
+        if not any(card.holds_it for group in planned for card in group.cards):
             lines = ["nothing surely fits any of these cards"]
             for group in planned:
                 card = f"the smallest card that holds it is {group.smallest.name}" if group.smallest else None
                 lines.append(f"{group.model}, {group.method}: {card or 'no card holds it'}")
         elif not advised or any(advice.chosen for _, advice in advised):
             return None
+        elif not any(group.fastest for group in planned):
+            lines = [f"whether anything is within {self.budget} is not known: no formula knows the speed"]
         else:
             lines = [f"nothing is within {self.budget}"]
             for group, advice in advised:
@@ -394,20 +401,25 @@ def _studies(specs: Sequence[StudySpec], methods: Sequence[str]) -> list[StudySp
 
 def compare_card(setup: Setup, limit_gib: float, observations: Sequence[Observation] = ()) -> ComparedCard:
     """The plan for the card of this study, and what needs the least memory there. Raises UsageError."""
-    made = plan_setup(setup, limit_gib, observations)
+    made = plan_setup(setup, limit_gib, observations, counted=True)
     least = least_memory(open_reserve(setup).task, limit_gib) or made.baseline
     return ComparedCard(device=setup.task.device, plan=made, least=least)
 
 
 def least_memory(task: Task, limit_gib: float) -> DeviceEstimate | None:
-    """The configuration of the space that needs the least memory; None where no formula covers any."""
+    """The configuration of the space that needs the least memory; None where that is not known.
+
+    Where no formula covers any, the leanest is counted.
+    """
     space = task.space
     for name, value in space.leanest().items():
         if name in KNOBS and name not in DEPENDENT:
             space = space.pin(name, value)
     configs = dict.fromkeys(map(space.config, space.enumerate()))
     estimates = [one for config in configs if (one := estimate(task, config, limit_gib)) is not None]
-    return min(estimates, key=lambda one: one.need_gib, default=None)
+    if not estimates:
+        return estimate(task, space.config(space.leanest()), limit_gib, counted=True)
+    return min(estimates, key=lambda one: one.need_gib)
 
 
 def _least_by_bf16(spec: StudySpec, compared: Sequence[ComparedCard], say: Say) -> dict[bool, DeviceEstimate]:

@@ -20,7 +20,7 @@ from autotune.catalog import NO_PRICE, describe_price
 from autotune.core.pages import environment
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, usd_interval
-from autotune.planning.device_estimate import ACCURACY, NOT_MEASURED
+from autotune.planning.device_estimate import ACCURACY, COUNTED, NOT_MEASURED
 from autotune.problem.run_cost import FITS
 
 Data = dict[str, Any]
@@ -145,7 +145,15 @@ def how_estimated(comparison: Comparison) -> str:
     plans = [card.plan for group in comparison.groups for card in group.cards if card.plan]
     calibrated = any(plan.task.calibration for plan in plans)
     how = "Estimated, calibrated as each card's evidence says" if calibrated else NOT_MEASURED
-    return f"{how}: {ACCURACY}"
+    return f"{how}: {_how_sure(comparison)}"
+
+
+def _how_sure(comparison: Comparison) -> str:
+    """What memory and speed come from."""
+    needs = [card.least for group in comparison.groups for card in group.cards if card.least]
+    counted = {need.memory is not None and need.memory.counted for need in needs}
+    how = [ACCURACY] * (counted != {True}) + [COUNTED] * (True in counted)
+    return "; where no formula covers a model, ".join(how)
 
 
 def heading(group: Group) -> str:
@@ -168,7 +176,9 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         return list(dict.fromkeys(card.state for card in group.cards))
     cheapest, fastest = group.cheapest, group.fastest
     if cheapest is None:
-        sentences = [f"cheapest: {DASH} ({NO_PRICE if fastest else 'none surely fits'})"]
+        held = any(card.holds_it for card in group.cards)
+        why = NO_PRICE if fastest else "no formula knows the speed" if held else "none surely fits"
+        sentences = [f"cheapest: {DASH} ({why})"]
     else:
         rivals = _rivals(group.rivals(cheapest, usd_interval))
         sentences = [f"cheapest: {cheapest.device.name}, {fmt_usd(cheapest.usd)}{rivals}"]
@@ -225,7 +235,7 @@ def comparison_data(comparison: Comparison) -> Data:
     """The comparison as plain data."""
     owned = comparison.owned
     return {
-        "how_sure": ACCURACY,
+        "how_sure": _how_sure(comparison),
         "budget": asdict(comparison.budget),
         "owned": owned and asdict(owned) | {"device": owned.device.name},
         "groups": [_group_data(comparison, group) for group in comparison.groups],

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 from autotune.catalog import Price, list_devices, resolve_device
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
+from autotune.core.probe_types import DryCount
 from autotune.core.units import DASH
 from autotune.planning import compare as rules
+from autotune.planning import counted_memory
 from autotune.planning.compare import (
     Advice,
     Budget,
@@ -32,8 +34,9 @@ from autotune.planning.compare import (
     least_memory,
     smallest_holding,
 )
-from autotune.planning.device_estimate import device_limit_gib, estimate, memory_state
+from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib, estimate, memory_state
 from autotune.planning.plan import Plan, plan_task, planned_setup
+from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
 from autotune.problem.study_spec import NamedConfig, StudySpec
@@ -373,18 +376,58 @@ def test_cards_that_the_user_describes_are_compared_and_marked(tmp_path: Path) -
     assert data[1]["tokens_per_s"] > 0 and data[1]["is_guess"] is True
 
 
-def test_a_family_without_a_formula_leaves_the_others(tmp_path: Path) -> None:
+NOT_COUNTED = "there is no formula for mixtral models, and what it needs cannot be counted: It has no layers"
+COUNT = DryCount(
+    model_gib=10.0,
+    adapters_gib=0.0,
+    gradients_gib=1.0,
+    optimizer_gib=1.0,
+    segment_peak_gib={"backward_layer": 15.0},
+    peak_allocated_gib=15.0,
+    trainable_params=10,
+    total_params=100,
+)
+
+
+@pytest.fixture
+def not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry probe that refuses; the real one is tested with the real probe."""
+    monkeypatch.setattr(counted_memory, "_answer", lambda *asked: DryAnswer(refused="It has no layers."))
+
+
+def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """15 GiB are in use at the peak of whatever is counted: too much for a T4. No speed is known of it."""
+    monkeypatch.setattr(counted_memory, "_answer", lambda *asked: DryAnswer(count=COUNT))
+    result = run("--gpus", "t4,a10,h100", "--methods", "lora", model="mixtral-8x7b")
+    assert result.exit_code == 0, result.output
+    assert f": {COUNTED}." in result.stdout and ACCURACY not in result.stdout
+    assert f"cheapest: {DASH} (no formula knows the speed)" in result.stdout
+    assert "of all known, a10 of these" in result.stdout
+    made = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["t4,a10"])
+    small, large = made.groups[0].cards
+    assert (small.holds_it, small.state) == (False, OOM)
+    assert (large.holds_it, large.state, large.best) == (True, "fits, at a speed that is not known", None)
+    assert small.least is not None and small.least.memory is not None and small.least.memory.counted
+    limited = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10"], budget=Budget(max_usd=1.0))
+    assert limited.unmet() == "whether anything is within $1.00 is not known: no formula knows the speed"
+    mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
+    assert json.loads(mixed.stdout)["how_sure"] == f"{ACCURACY}; where no formula covers a model, {COUNTED}"
+
+
+@pytest.mark.usefixtures("not_counted")
+def test_a_family_that_cannot_be_counted_leaves_the_others(tmp_path: Path) -> None:
     out = tmp_path / "cards.csv"
     result = run("--model", "mixtral-8x7b", "--gpus", "l4,h100", "--methods", "lora", "--out", str(out))
     rows = list(csv.DictReader(io.StringIO(out.read_text())))
-    assert [one["state"] for one in rows] == [FITS, FITS, *["there is no formula for mixtral models"] * 2]
+    assert [one["state"] for one in rows] == [FITS, FITS, *[NOT_COUNTED] * 2]
     assert result.exit_code == 0 and result.stdout == ""
 
 
-def test_without_any_formula_the_comparison_is_an_error() -> None:
+@pytest.mark.usefixtures("not_counted")
+def test_where_nothing_is_known_the_comparison_is_an_error() -> None:
     result = run("--gpus", "a10,cpu", model="mixtral-8x7b")
     assert isinstance(result.exception, UsageError) and result.exception.remedy
-    assert str(result.exception).splitlines()[0] == "there is no formula for mixtral models"
+    assert str(result.exception).splitlines()[0] == NOT_COUNTED
 
 
 def test_methods_that_a_card_cannot_run_are_reported_in_their_rows() -> None:
@@ -646,11 +689,12 @@ def test_the_slowest_card_that_was_measured_comes_before_a_guess() -> None:
     assert group(guess, slow).fastest is group(slow, guess).fastest is slow
 
 
+@pytest.mark.usefixtures("not_counted")
 def test_a_model_without_a_formula_is_one_error_with_its_remedy() -> None:
     """Said once for one card or more; a card that cannot be planned for has its own sentence."""
     spec = StudySpec(**SMALL | {"model": "mixtral-8x7b"})
     for gpus in (["a10"], ["a10,l4"]):
-        with pytest.raises(UsageError, match=r"^there is no formula for mixtral models$") as caught:
+        with pytest.raises(UsageError, match=rf"^{NOT_COUNTED}$") as caught:
             rules.compare([spec], gpus=gpus)
         assert caught.value.remedy.startswith("`autotune run` on a GPU probes it")
     with pytest.raises(UsageError, match="t4 has no bf16") as caught:
