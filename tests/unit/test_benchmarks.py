@@ -91,6 +91,8 @@ SAID = [
     ("chat_training", "The two ended {trl_difference:.5f} apart."),
     ("long_tails", "were enough to judge {large_judged} configurations of a 70B"),
     ("long_tails", "with a winner at {large_mfu:.0%} MFU"),
+    ("mutation", "Of {mutants} single changes of meaning"),
+    ("mutation", "the tests noticed {killed_share:.1%}; they were asked in {minutes:.0f} minutes"),
     ("long_tails", "enough for {small_judged} configurations of a 1.5B"),
     ("real_data", "| padded to one of four lengths | 120 s | 129 s | -{error_max:.1%} | {speedup_bucketed:.2f} |"),
     ("real_data", "| padded to the longest | 112 s | 116 s | -3.1% | {speedup_padded:.2f} |"),
