@@ -19,6 +19,7 @@ from autotune.core.units import fmt_hours, fmt_usd
 from autotune.planning.device_estimate import device_limit_gib, estimate, limit_of, memory_state, smallest_card
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import Plan, plan_setup, planned_setup
+from autotune.prediction.memory_formula import ERROR
 from autotune.problem.run_cost import FITS, CostProjection, DeviceEstimate
 from autotune.problem.search_space import SearchSpace, ways_to_fit
 from autotune.problem.setup import Setup, open_reserve
@@ -442,6 +443,9 @@ def smallest_holding(needs: Mapping[bool, DeviceEstimate], headroom: float) -> D
 
     def fits(card: DeviceSpec) -> bool:
         need = needs.get(card.supports_bf16)
-        return need is not None and memory_state(need.need_gib, device_limit_gib(card, headroom)) == FITS
+        if need is None:
+            return False
+        limit_gib = device_limit_gib(card, headroom)
+        return memory_state(need.need_gib, limit_gib, need.memory.error if need.memory else ERROR) == FITS
 
     return smallest_card(fits)

@@ -80,7 +80,7 @@ def check(
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
     `options` are fields of StudySpec about the card, the model, the examples, the memory and the price; None is absent.
-    Raises UsageError if file, model or card cannot be read or are unknown, or what it needs is.
+    Raises UsageError if file, model or card cannot be read or are unknown, or if it is not known what the run needs.
     """
     options = dict(options or {})
     run = read_file(file)

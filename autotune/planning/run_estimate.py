@@ -138,7 +138,7 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
 
 
 def _bounded_count(run: ForeignConfig, low: MemoryBreakdown, high: MemoryBreakdown) -> MemoryBounds:
-    """What a run needs of whose model there are counts alone, which know no offloading and no float32 base."""
+    """What a run needs where the model is only counted: counts know no offloading and no base in float32."""
     in_fp32 = FP32_BASE in run.notes
     if in_fp32 and run.config.quantization == "none":
         low = replace(low, weights=2 * low.weights)  # 4 bytes a value instead of 2, and casts of them besides

@@ -22,7 +22,7 @@ CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with
 WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan_memory.py`).
 ERROR = 0.04
-COUNT_ERROR = 0.015  # of a counted peak: the largest of `benchmarks/dry_probe.py`
+COUNT_ERROR = 0.015  # of a counted peak: the largest of `benchmarks/dry_probe.py` is 1.4 %
 _BLOCK = 256  # values of 8-bit optimizer state to a scale of 4 bytes
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}  # bytes a weight, by double_quant: a scale for each 64
 

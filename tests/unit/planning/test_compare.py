@@ -323,6 +323,12 @@ def test_the_smallest_card_holds_it_and_none_below_does() -> None:
     assert not any(memory_state(need.need_gib, device_limit_gib(card, 0.05)) == FITS for card in smaller)
     with_bf16 = smallest_holding({True: need}, 0.05)
     assert with_bf16 is not None and with_bf16.supports_bf16
+    # 3 % below the limit of a card is within the error of the formula, and beyond that of a count.
+    assert need.memory is not None
+    near = replace(need, need_gib=0.97 * device_limit_gib(found, 0.05))
+    assert smallest_holding({True: near, False: near}, 0.05) is not found
+    counted = replace(near, memory=replace(need.memory, counted=True))
+    assert smallest_holding({True: counted, False: counted}, 0.05) is found
     large = {True: replace(need, need_gib=1e6)}
     assert smallest_holding(large, 0.05) is smallest_holding({}, 0.05) is None
 
