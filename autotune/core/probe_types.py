@@ -128,7 +128,8 @@ class ProbeRequest:
     `headroom` the share of it that must stay free. `depth` is None for the whole model. `micro_batches` are the kinds
     of micro batch that stand for those of the run, in an order in which neighbours differ much; without them all rows
     are full. `trained_share` of the tokens are trained on, those at the end of each example. With `profile` the kernels
-    of one micro batch are timed once everything else was; not of a whole model, whose micro batches take long.
+    of one micro batch are timed once everything else was; not of a whole model, whose micro batches take long. With
+    `new_lengths` a few micro batches of new lengths are timed, where attention plans for each.
     """
 
     config: TrainConfig
@@ -150,6 +151,7 @@ class ProbeRequest:
     micro_batches: tuple[MicroBatch, ...] = ()
     trained_share: float = 1.0
     profile: bool = False
+    new_lengths: bool = True
 
     @property
     def kinds(self) -> tuple[MicroBatch, ...]:

@@ -207,6 +207,7 @@ def _times(low: Measurement, high: Measurement, reach: float, host: float | None
             host_micro_s=host,
             host_share=None if host is None else share,
             kernels=_kernels(low.kernels, high.kernels, reach, host),
+            new_length_s=low.new_length_s if high.new_length_s is None else high.new_length_s,
             time_error=math.hypot(unseen, noise),
         ),
         shortest=middle is min,

@@ -50,8 +50,8 @@ RECORDED_LOSSES = 8
 LARGEST_CHECKPOINT_GIB = 4.0  # of a larger one only the weights are saved in a probe
 RECOMPILE_LIMIT = 8  # graphs a probe may compile of one function: torch's own default in a fresh process
 DIFFERENT_ROWS = 64  # about as many; a longer probe repeats them
-# Micro batches, as rows and tokens of a row, that this process has trained on where libraries plan for each length.
-_SEEN_LENGTHS: set[tuple[int, int]] = set()
+# Micro batches, as precision, rows and tokens of a row, that this process has trained on where libraries plan for each.
+_SEEN_LENGTHS: set[tuple[str, int, int]] = set()
 
 Tensors = dict[str, torch.Tensor]  # a row: its token ids, labels and, if packed, positions
 
@@ -84,6 +84,11 @@ def random_rows(
     examples = [[example(length) for length in lengths] for lengths in kind.rows]
     batch = rows.collate(examples, [kind.length], packing, masked=masked)
     return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def _lengths(request: ProbeRequest) -> set[tuple[str, int, int]]:
+    config = request.config
+    return {(config.precision, config.micro_batch_size, kind.length) for kind in request.kinds}
 
 
 class _StepEnds(TrainerCallback):
@@ -164,7 +169,8 @@ class Probe:
         self.meter = meter
         self.scratch = scratch
         self.base = resident.base
-        self.recorder = Recorder(meter, request, emit, self._state_gib)
+        planned = _lengths(request) <= _SEEN_LENGTHS
+        self.recorder = Recorder(meter, request, emit, self._state_gib, planned=planned)
         self.model: nn.Module = resident.base
         self.trainer: Any = None
         self.managed_gib = 0.0
@@ -192,7 +198,7 @@ class Probe:
             losses = [float(loss) for loss in self.recorder.losses]
             if not all(math.isfinite(loss) and loss != 0.0 for loss in losses):
                 raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
-            if self.request.plans_by_length:
+            if self.request.plans_by_length and self.request.new_lengths:
                 self._new_length_s = self._time_new_lengths()
             if self.request.evaluate:
                 self._evaluate_and_save()
@@ -364,22 +370,24 @@ class Probe:
         )
 
     def _time_new_lengths(self) -> float:
-        """How much longer a micro batch takes whose length is new to this process, the least of a few.
+        """How much longer a micro batch takes whose length is new to this process, the median of a few.
 
-        They are a little shorter than those of the most frequent kind, whose time is known. Several of the first plans
-        of a process also load libraries, for seconds; nearly all of those of a run do not.
+        They are a little shorter than those of the most frequent kind, whose time is known. They are odd, since the
+        first plan of each alignment (`runtime.patches`) also builds kernels, for seconds.
         """
         request, meter = self.request, self.meter
-        size, timed = request.config.micro_batch_size, [kind for kind in request.kinds if kind.share]
+        timed = [kind for kind in request.kinds if kind.share]
         frequent = max(timed, key=lambda kind: kind.share)
         _, known_s = self.recorder.times().kinds[timed.index(frequent)]
-        _SEEN_LENGTHS.update((size, kind.length) for kind in request.kinds)
-        new = (length for length in range(frequent.length - 1, 1, -1) if (size, length) not in _SEEN_LENGTHS)
+        _SEEN_LENGTHS.update(_lengths(request))
+        precision, size = request.config.precision, request.config.micro_batch_size
+        odd = (length for length in range(frequent.length - 1, 1, -1) if length % 2)
+        new = (length for length in odd if (precision, size, length) not in _SEEN_LENGTHS)
         generator = torch.Generator().manual_seed(request.seed)
         more: list[float] = []
         begin = meter.mark()
         for length in itertools.islice(new, NEW_LENGTHS):
-            _SEEN_LENGTHS.add((size, length))
+            _SEEN_LENGTHS.add((precision, size, length))
             kind = replace(frequent, rows=tuple((min(row[0], length),) for row in frequent.rows), length=length)
             made = self._random_rows(kind, generator)
             if request.trainer == "trl":
@@ -393,7 +401,7 @@ class Probe:
             more.append(meter.seconds(before, after) - known_s * length / frequent.length)
             if meter.seconds(begin, after) > NEW_LENGTHS_S:
                 break
-        return max(min(more, default=0.0), 0.0)
+        return max(statistics.median(more), 0.0) if more else 0.0
 
     def _train_on(self, batch: Tensors) -> None:
         self.trainer.train_unrecorded(self.model, batch)

@@ -52,12 +52,21 @@ class Recorder:
     """
 
     def __init__(
-        self, meter: Meter, request: ProbeRequest, emit: Callable[[Phase], None], state_gib: Callable[[], float]
+        self,
+        meter: Meter,
+        request: ProbeRequest,
+        emit: Callable[[Phase], None],
+        state_gib: Callable[[], float],
+        *,
+        planned: bool = False,
     ) -> None:
-        """`emit` reports a phase to the parent; `state_gib` is the size of what is alive between two steps."""
+        """`emit` reports a phase to the parent; `state_gib` is the size of what is alive between two steps.
+
+        `planned` is as in `Schedule.of`.
+        """
         self.meter = meter
         self.request = request
-        self.schedule = Schedule.of(request)
+        self.schedule = Schedule.of(request, planned=planned)
         self.emit = emit
         self._state_gib = state_gib
         self.phase = Phase.LOAD

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autotune.core.probe_types import ProbeRequest, Rung
 
 # Where attention plans for each new length, a few such lengths show for how long: so many, fewer after these seconds.
-NEW_LENGTHS, NEW_LENGTHS_S = 6, 6.0
+NEW_LENGTHS, NEW_LENGTHS_S = 5, 6.0
 
 Step = tuple[int, ...]  # for each micro batch of an optimizer step the index of its kind
 
@@ -33,8 +33,8 @@ class Schedule:
     the mean over the run. They sum to 1. `uneven` is whether the kinds of a round have different lengths. By its
     tokens, the lead is as long as `lead_micros` average micro batches, and a round as `round_micros`. A first round
     whose micro batches take over `long_s` on average counts, although they may be the first of their length; it never
-    does where attention plans for each length. An evaluation passes over `evaluated`: the longest, which warms up, and
-    each timed kind, or two of equal length.
+    does where attention has still to plan for each length. An evaluation passes over `evaluated`: the longest, which
+    warms up, and each timed kind, or two of equal length.
     """
 
     lead: tuple[Step, ...]
@@ -48,8 +48,11 @@ class Schedule:
     long_s: float
 
     @classmethod
-    def of(cls, request: ProbeRequest) -> "Schedule":
-        """The schedule of a request, whose steps have `micro_steps` micro batches."""
+    def of(cls, request: ProbeRequest, *, planned: bool = False) -> "Schedule":
+        """The schedule of a request, whose steps have `micro_steps` micro batches.
+
+        `planned` says that attention which plans for each length has done so, in an earlier probe of the process.
+        """
         kinds, each = request.kinds, request.micro_steps
         timed = [index for index, kind in enumerate(kinds) if kind.share > 0]
         num_steps = math.ceil(len(timed) / each)
@@ -83,7 +86,7 @@ class Schedule:
             evaluated_micros=sum(kinds[index].length for index in evaluated) / mean,
             uneven=len(lengths) > 1,
             long_s=math.inf
-            if request.plans_by_length
+            if request.plans_by_length and not planned
             else FIRST_S / (WHOLE_ERROR if request.depth is None else TRUNCATED_ERROR),
         )
 

@@ -17,10 +17,9 @@ def main() -> None:
     # torch loads only now: until then nothing else would end this process with its launcher
     from transformers import trainer
 
-    from autotune.probe.runtime.settings import PLANNING_STEPS
     from autotune.probe.trl_trainer import TrlClock
 
-    clock = TrlClock(saves=False, progress=STEPS, warm_up=PLANNING_STEPS)
+    clock = TrlClock(saves=False, progress=STEPS)
     trainer.DEFAULT_CALLBACKS.append(clock)
     runpy.run_module("trl.scripts.sft", run_name="__main__", alter_sys=True)
     measured = clock.measured()

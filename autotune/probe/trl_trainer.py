@@ -8,6 +8,7 @@ from torch import nn
 from trl import SFTConfig, SFTTrainer
 
 from autotune.probe.runtime.clock import Clock
+from autotune.probe.runtime.patches import load_attention
 from autotune.probe.runtime.rows import IGNORED
 from autotune.probe.synthetic_model import tokenizer
 
@@ -55,7 +56,8 @@ class TrlClock(Clock):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, train_dataloader: Any = None, **_: Any
     ) -> None:
-        """Count the tokens of a mean step, padding not included."""
+        """Load attention's kernels, and count the tokens of a mean step, padding not included."""
+        load_attention(model, args.device)
         super().on_train_begin(args, state, control, model)
         rows = train_dataloader.dataset
         mean_tokens = sum(map(len, rows["input_ids"])) / len(rows)

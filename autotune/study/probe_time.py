@@ -58,8 +58,8 @@ class ProbeTimes:
             return None
         micros = {depth: one.micro_s for depth, one in probed.items()}
         micro_s = micros[WHOLE] if WHOLE in micros else self._line(micros)
-        schedule = Schedule.of(request)
-        then = Schedule.of(replace(request, micro_steps=known.micro_steps))
+        schedule = Schedule.of(request, planned=True)  # by the probes that are known
+        then = Schedule.of(replace(request, micro_steps=known.micro_steps), planned=True)
         ratio = (schedule.lead_micros + schedule.round_micros) / (then.lead_micros + then.round_micros)
         first_s = known.first_s * micro_s / known.micro_s * ratio
         round_s = schedule.round_micros * micro_s
@@ -68,8 +68,9 @@ class ProbeTimes:
         load_s = self._loads_s[WHOLE] if WHOLE in self._loads_s else self._line(self._loads_s)
         evaluated_s = schedule.evaluated_micros * micro_s * EVALUATED if request.evaluate else 0.0
         new_lengths_s = 0.0
-        if known.new_length_s is not None:
-            each_s = micro_s + known.new_length_s
+        plans_s = [one.new_length_s for one in probed.values() if one.new_length_s is not None]
+        if plans_s:
+            each_s = micro_s + plans_s[-1]
             new_lengths_s = min(NEW_LENGTHS * each_s, NEW_LENGTHS_S + each_s)
         return load_s + first_s + timed_s + new_lengths_s + evaluated_s
 

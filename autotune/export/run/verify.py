@@ -18,7 +18,6 @@ from autotune.core.units import fmt_gib, fmt_seconds, gib
 from autotune.export import script, tool_file
 from autotune.export.header import on_cpu
 from autotune.export.run.process import AddedLines, run_exported, scratch_folder, time_limit_s, write_files
-from autotune.probe.runtime.settings import PLANNING_STEPS
 from autotune.probe.trl_entry import STEPS
 from autotune.problem.run_options import RunOptions
 from autotune.study.summary import Recipe, Verification
@@ -58,11 +57,10 @@ def verify(
     winner = recipe.winner
     step_s = winner.performance.step_time_s
     form = form or probed_format(recipe)
-    warm_up = PLANNING_STEPS if form == "trl" or winner.config.padding == "masked" else 1
-    steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + warm_up
+    steps = max(math.ceil(micro_steps / recipe.accumulation), 4 if soak else 2) + 1  # the first warms up
     prediction = Verification(
         config=winner.config,
-        micro_steps=(steps - warm_up) * recipe.accumulation,
+        micro_steps=(steps - 1) * recipe.accumulation,
         tolerance=tolerance,
         promised_tokens_per_s=winner.performance.tokens_per_second,
         promised_step_s=step_s,
@@ -88,7 +86,7 @@ def verify(
         result = run_format(recipe, folder, steps, lengths, run)
     if isinstance(result, dict):
         promised_s = _step_s_of(recipe, result.get("padded_tokens_per_step"))
-        promised_s += _plans_s(recipe, warm_up * recipe.accumulation, steps * recipe.accumulation)
+        promised_s += _plans_s(recipe, prediction.micro_steps + recipe.accumulation)
         prediction = replace(prediction, promised_step_s=promised_s)
     return with_result(prediction, result, steps)
 
@@ -113,14 +111,12 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     return step_s + slope * (padded_tokens - shape.tokens_per_step)
 
 
-def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
-    """How much longer a step of so short a run takes, since more of its micro batches are of a length that is new.
-
-    Those from `begin` to `end`, counted from the start of the run, are timed.
-    """
-    share = partial(recipe.workload.new_length_share, recipe.config)
-    timed = (end * share(end) - begin * share(begin)) / (end - begin)
-    return recipe.accumulation * (timed - share()) * (recipe.winner.measurement.new_length_s or 0.0)
+def _plans_s(recipe: Recipe, micro_batches: int) -> float:
+    """How much longer a step of so short a run takes, since more of its micro batches are of a length that is new."""
+    more = recipe.workload.new_length_share(recipe.config, micro_batches) - recipe.workload.new_length_share(
+        recipe.config
+    )
+    return recipe.accumulation * more * (recipe.winner.measurement.new_length_s or 0.0)
 
 
 class _StepReporter:

@@ -18,24 +18,27 @@ GIB = 2**30
 
 
 class Clock(TrainerCallback):
-    """Measures each optimizer step. SIGINT and SIGTERM stop the run after the current step, a second one at once."""
+    """Measures each optimizer step, on a GPU by events, so that the host does not wait for it.
 
-    def __init__(self, saves: bool, progress: str | None = None, warm_up: int = 1) -> None:
+    SIGINT and SIGTERM stop the run after the current step, a second one at once.
+    """
+
+    def __init__(self, saves: bool, progress: str | None = None) -> None:
         """Handle signals from now on.
 
         Args:
             saves: whether a run that is stopped saves a checkpoint.
             progress: a file to which a line of JSON is appended after each step.
-            warm_up: how many first steps do not count as time, at least 1; of a shorter run all but the last.
         """
         self._saves = saves
-        self._warm_up = warm_up
         self._progress = open(progress, "a", encoding="utf-8", buffering=1) if progress else None  # noqa: SIM115
         self._began = time.time()
         self._starts: list[float] = []
+        self._events: list[Any] = []  # the same moments in the device's time; on a CPU there is no other
         self._tokens = [0]  # of the micro batches between two starts, padding included
         self._graphs: list[int] = []  # that were compiled until each start
         self._paused: list[float] = []  # seconds of evaluations and saves since each start, which are not the step's
+        self._ends: list[Any] = []  # by start the moment where evaluations or saves began, None where none did
         self._step_ended: float | None = None  # where an evaluation or a save follows
         self._peaks_allocated: list[float] = []  # GiB, of what ended at each start
         self._peaks_reserved: list[float] = []
@@ -68,8 +71,7 @@ class Clock(TrainerCallback):
         self.mark()
 
     def mark(self) -> None:
-        """Note the time and the peaks since the last mark, once the device has done all its work."""
-        self._synchronize()
+        """Note the time and the peaks since the last mark."""
         if torch.cuda.is_available():
             self._peaks_allocated.append(torch.cuda.max_memory_allocated() / GIB)
             self._peaks_reserved.append(torch.cuda.max_memory_reserved() / GIB)
@@ -80,8 +82,18 @@ class Clock(TrainerCallback):
         utils = sys.modules.get("torch._dynamo.utils")
         self._graphs.append(int(utils.counters["stats"]["unique_graphs"]) if utils else 0)
         self._starts.append(time.perf_counter())
+        self._events.append(self._event(self._starts[-1]))
         self._tokens.append(0)
         self._paused.append(0.0)
+        self._ends.append(None)
+
+    def _event(self, now: float) -> Any:
+        """The moment when the device has done all work issued until `now`."""
+        if not torch.cuda.is_available():
+            return now
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _synchronize(self) -> None:
         if torch.cuda.is_available():
@@ -100,6 +112,7 @@ class Clock(TrainerCallback):
         if control.should_evaluate or control.should_save:
             self._synchronize()
             self._step_ended = time.perf_counter()
+            self._ends[-1] = self._event(self._step_ended)
 
     def _report(self, state: Any) -> None:
         if self._progress:
@@ -137,15 +150,15 @@ class Clock(TrainerCallback):
     def measured(self) -> dict[str, Any]:
         """Mean seconds of a step, and its tokens with padding; the reserved peak, and the allocated one by quarter.
 
-        The first steps and those that compile something do not count as time, nor do evaluations and saves between two
+        The first step and those that compile something do not count as time, nor do evaluations and saves between two
         steps, but their peaks do. Peaks are in GiB. A value is None where nothing was measured, as reserved memory on a
         CPU.
         """
-        marks = list(zip(self._starts, self._paused, self._tokens[1:], self._graphs, strict=False))
-        first = max(min(self._warm_up, len(marks) - 2), 1)
+        self._synchronize()
+        marks = list(zip(self._events, self._ends, self._tokens[1:], self._graphs, strict=False))[1:]
         timed = [
-            (end - start - paused, tokens)
-            for (start, paused, tokens, before), (end, *_, after) in pairwise(marks[first:])
+            (_seconds(start, next_start if end is None else end), tokens)
+            for (start, end, tokens, before), (next_start, *_, after) in pairwise(marks)
             if before == after
         ]
         peaks = self._peaks_allocated[1:]
@@ -157,3 +170,8 @@ class Clock(TrainerCallback):
             "peak_reserved_gib": max(self._peaks_reserved[1:], default=None),
             "peaks_gib": [max(quarter) for quarter in quarters] if all(quarters) else None,
         }
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """Seconds between two moments of the device, or of a CPU."""
+    return float(end - start) if isinstance(start, float | int) else float(start.elapsed_time(end)) / 1000

@@ -10,9 +10,6 @@ from typing import Any
 # torch 2.9 renamed the variable to PYTORCH_ALLOC_CONF and still reads this name, the only one that older ones know.
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 ALLOCATOR = "expandable_segments:True"
-# Where attention plans for each length, the first lengths of a process also load kernels: on an H100 a first step of 16
-# micro batches took 13 s, the second 6 s and all others 3 s. So many steps do not count as the time of one.
-PLANNING_STEPS = 3
 # Liger's losses stay off: how the loss is computed is a setting of its own.
 LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 

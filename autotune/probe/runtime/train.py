@@ -16,9 +16,9 @@ from . import model_builder, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
 from .lean_trainer import LeanTrainer, compile_layers, run_layers_eagerly, training_arguments
-from .patches import choose_attention
+from .patches import choose_attention, load_attention
 from .reading import BadDataset
-from .settings import PLANNING_STEPS, Options, RunSettings
+from .settings import Options, RunSettings
 from .token_cache import CannotKeep, tokenise
 
 SEED = 0
@@ -44,11 +44,13 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
         sys.exit(f"train.py: error: {len(train_rows)} rows do not fill a micro batch of {size}: give more examples")
 
     choose_attention(any_length=settings.padding == "longest")
+    if settings.padding == "masked":
+        load_attention(base, device)
     model_builder.set_checkpointing(base, settings.model_settings)
     # Before adapters are added, the loss takes the place of the base model's own head.
     loss = chunked_loss(base) if settings.loss == "chunked" else None
     model = add_adapters(base, settings, device)
-    clock = Clock(options.saves, options.progress, PLANNING_STEPS if settings.padding == "masked" else 1)
+    clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)
 
     losses = [trainer.evaluate()["eval_loss"]] if held_out else []

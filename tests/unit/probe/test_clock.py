@@ -49,18 +49,6 @@ def test_steps_are_timed_without_the_first() -> None:
     clock.exit_if_stopped()
 
 
-@pytest.mark.parametrize(("steps", "seconds"), [(1, None), (2, 2.0), (3, 3.0), (4, 4.0), (6, 5.0)])
-def test_more_first_steps_may_warm_up_but_not_the_last(
-    monkeypatch: pytest.MonkeyPatch, steps: int, seconds: float | None
-) -> None:
-    """Steps of 1, 2, 3, 4, 5 and 6 s, three of which warm up."""
-    count(monkeypatch, time, "perf_counter", [0, 1, 3, 6, 10, 15, 21])
-    clock = Clock(saves=False, warm_up=3)
-    for _ in range(steps + 1):
-        clock.mark()
-    assert clock.measured()["seconds_per_step"] == seconds
-
-
 def test_a_single_step_has_no_time() -> None:
     clock = Clock(saves=False)
     train(clock, 1)
@@ -79,13 +67,48 @@ def count(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, values: list[
     monkeypatch.setattr(module, name, lambda: next(left))
 
 
-def test_the_mean_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps that end at 10, 11, 13, 16, 20 and 25 s: 10 s of warm-up, then 1, 2, 3, 4 and 5 s."""
-    count(monkeypatch, time, "perf_counter", [0, 10, 11, 13, 16, 20, 25])
+def on_gpu(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[str]:
+    """Have events on a GPU at these seconds, one after another. What is called of torch.cuda is in the list."""
+    called, left = list[str](), iter(seconds)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(left)
+
+        def elapsed_time(self, later: "Event") -> float:
+            assert called[-1] == "synchronize"
+            return (later.at - self.at) * 1000
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    called: list[str] = []
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: called.append(name))
+    return called
+
+
+def test_on_a_gpu_evaluations_and_saves_are_no_part_of_a_step_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 9, 2 and 4 s; an evaluation of 30 s follows the second. The host waits for the device before it."""
+    called = on_gpu(monkeypatch, [0, 9, 11, 41, 45])
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    clock = Clock(saves=False)
+    for step in (1, 2, 3):
+        clock.on_step_begin(None, None, None)
+        control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=step == 2)
+        clock.on_step_end(None, SimpleNamespace(global_step=step, max_steps=3), control)
+        if step == 2:
+            assert called.count("synchronize") == 1
+            clock.on_evaluate(None, None, control)
+    clock.mark()
+    assert clock.measured()["seconds_per_step"] == 3
+
+
+def test_the_mean_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps that end at 10, 11, 13, 16, 20 and 25 s: 10 s of warm-up, then 1, 2, 3, 4 and 5 s."""
+    called = on_gpu(monkeypatch, [0, 10, 11, 13, 16, 20, 25])
     count(monkeypatch, torch.cuda, "max_memory_allocated", [gib * 2**30 for gib in (1, 90, 3, 2, 5, 6, 4)])
     count(monkeypatch, torch.cuda, "max_memory_reserved", [gib * 2**30 for gib in (99, 8, 3, 9, 5, 6, 7)])
     clock = Clock(saves=False)
@@ -97,7 +120,7 @@ def test_the_mean_step_and_the_peaks_by_quarter(monkeypatch: pytest.MonkeyPatch)
         "peak_reserved_gib": 9,
         "peaks_gib": [90, 3, 5, 6],
     }
-    assert called == ["synchronize", "reset_peak_memory_stats"] * 7
+    assert called == ["reset_peak_memory_stats"] * 7 + ["synchronize"]  # no step waits for the device
     clock._peaks_reserved = [99, 9, 3]
     assert clock.measured()["peak_reserved_gib"] == 9  # that of the first step counts
 
@@ -221,17 +244,20 @@ def test_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert codes == [143]
 
 
-def test_the_clock_of_trl_counts_tokens_with_and_without_padding() -> None:
+def test_the_clock_of_trl_counts_tokens_with_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 10 and 30 tokens: 4 of them are 80 tokens in the mean; each micro batch has 2 x 30 with its padding."""
     trl_trainer = pytest.importorskip("autotune.probe.trl_trainer")
     clock = trl_trainer.TrlClock(saves=False)
     model = torch.nn.Identity()
-    arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2, device="a device")
     rows = {"input_ids": [[1] * 10, [1] * 30]}
     loader = SimpleNamespace(
         dataset=type("Rows", (), {"__getitem__": lambda _, key: rows[key], "__len__": lambda _: 2})()
     )
+    loaded: list[Any] = []
+    monkeypatch.setattr(trl_trainer, "load_attention", lambda *asked: loaded.append(asked))
     clock.on_train_begin(arguments, None, None, model, train_dataloader=loader)
+    assert loaded == [(model, "a device")]
     control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
     for step in (1, 2, 3):
         clock.on_step_begin(None, None, control)
@@ -254,11 +280,11 @@ def test_only_what_follows_the_last_step_is_reported_after_it(monkeypatch: pytes
         SimpleNamespace(should_training_stop=False, should_save=saves, should_evaluate=False) for saves in (True, False)
     )
     clock.on_step_end(None, SimpleNamespace(global_step=1, max_steps=2), saving)
-    assert waited == ["wait"] * 2  # where a step begins, and where a checkpoint follows it
+    assert waited == ["wait"]  # a checkpoint follows the step
     clock.on_save(None, None, saving)
     clock.on_step_begin(None, None, None)
     clock.on_step_end(None, SimpleNamespace(global_step=2, max_steps=2), idle)
-    assert waited == ["wait"] * 3
+    assert waited == ["wait"]
     clock.on_train_end(None, SimpleNamespace(global_step=2, max_steps=2), None)
     lines = [json.loads(line) for line in (tmp_path / "p").read_text().splitlines()]
     assert [(line["step"], line["seconds"], line["paused"]) for line in lines] == [(1, 2, 0), (2, 34, 30)]

@@ -200,27 +200,28 @@ LONG, SHORT = (MicroBatch(rows=((length,), (4,)), length=length, share=0.5) for 
 
 
 def test_a_new_length_takes_longer_by_what_a_plan_takes_without_loading_libraries() -> None:
-    """A micro batch of 9 tokens takes 0.9 s. Each new length plans for 0.25 s, the first two load libraries for 4 s."""
+    """A micro batch of 19 tokens takes 1.9 s. New lengths plan for 0.25 s, the first also loads libraries for 4 s."""
     clock, trained = [0.0], list[int]()
 
     def train_on(batch: list[dict[str, torch.Tensor]]) -> None:
         length = len(batch[0]["input_ids"])
-        clock[0] += length / 10 + 0.25 + (4.0 if len(trained) < 2 else 0.0)
+        clock[0] += length / 10 + 0.25 + (4.0 if not trained else 0.0)
         trained.append(length)
 
     config = TrainConfig(micro_batch_size=2, padding="masked", seq_len=77)
-    kinds = (replace(LONG, share=0.3), replace(SHORT, length=7, share=0.0), replace(SHORT, share=0.7))
+    frequent = replace(SHORT, rows=((19,), (4,)), length=19, share=0.7)
+    kinds = (replace(LONG, share=0.3), replace(SHORT, length=15, share=0.0), frequent)
     probe = probe_of(
         request_of(*kinds, config=config),
         base=SimpleNamespace(config=SimpleNamespace(vocab_size=50)),
         meter=SimpleNamespace(mark=lambda: clock[0], synchronize=lambda: None, seconds=lambda begin, end: end - begin),
-        recorder=SimpleNamespace(times=lambda: SimpleNamespace(kinds=((0.3, 4.0), (0.7, 0.9)))),
+        recorder=SimpleNamespace(times=lambda: SimpleNamespace(kinds=((0.3, 4.0), (0.7, 1.9)))),
         trainer=SimpleNamespace(data_collator=lambda rows: rows),
         _train_on=train_on,
     )
-    # The next below the most frequent, 9, but for 7, which is a kind; after six seconds no other begins.
-    assert probe._time_new_lengths() == pytest.approx(4.25) and trained == [8, 6]
-    assert probe._time_new_lengths() == pytest.approx(0.25) and trained == [8, 6, 5, 4, 3, 2]
+    # The next odd ones below the most frequent, 19, but for 15, which is a kind; after six seconds no other begins.
+    assert probe._time_new_lengths() == pytest.approx((4.25 + 0.25) / 2) and trained == [17, 13]
+    assert probe._time_new_lengths() == pytest.approx(0.25) and trained == [17, 13, 11, 9, 7, 5, 3]
     assert probe._time_new_lengths() == 0.0  # none is left
 
 
@@ -536,7 +537,10 @@ def test_tokens_are_of_the_whole_vocabulary_and_trained_as_asked() -> None:
         assert ("position_ids" in row) is packing
 
 
-def test_what_a_probe_does_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("padding", "new_lengths", "timed"), [("longest", True, False), ("masked", True, True), ("masked", False, False)]
+)
+def test_what_a_probe_does_in_order(tmp_path: Path, padding: str, new_lengths: bool, timed: bool) -> None:
     """The folder of the Trainer is in the worker's scratch directory, and gone afterwards."""
     done: list[Any] = []
 
@@ -548,7 +552,7 @@ def test_what_a_probe_does_in_order(tmp_path: Path) -> None:
         return SimpleNamespace(train=note("train"))
 
     probe = probe_of(
-        request_of(evaluate=True),
+        request_of(*KINDS, config=TrainConfig(padding=padding), evaluate=True, new_lengths=new_lengths),
         scratch=str(tmp_path),
         meter=SimpleNamespace(
             reset_peak=note("reset"), synchronize=note("wait"), return_freed=note("return"), uncap=note("uncap")
@@ -559,13 +563,26 @@ def test_what_a_probe_does_in_order(tmp_path: Path) -> None:
         _prepare=note("prepare"),
         _make_trainer=trainer,
         _state_gib=lambda: 0.75,
+        _time_new_lengths=lambda: done.append("new") or 0.25,  # type: ignore[func-returns-value]
         _evaluate_and_save=lambda: done.append(("evaluate", len(list(tmp_path.iterdir())))),
         _measurement=lambda losses: losses,
     )
     assert probe.run() == [2.5]
     begun = ("begin", Phase.FIRST_STEP)
     assert done[:5] == ["prepare", "reset", begun, "train", "wait"]
-    assert done[5:] == [("return", 0.75), "weigh", "steady", ("evaluate", 1)] and not list(tmp_path.iterdir())
+    assert done[5:] == [("return", 0.75), "weigh", "steady", *["new"] * timed, ("evaluate", 1)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_round_may_count_where_attention_has_planned_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_of(*KINDS, config=TrainConfig(padding="masked", micro_batch_size=1))
+    planned = {("bf16_mixed", 1, length) for length in (3, 5, 4, 9)}
+    base = nn.Linear(2, 2)
+    for seen, counts in ((planned, True), (planned - {("bf16_mixed", 1, 9)}, False)):
+        monkeypatch.setattr(module, "_SEEN_LENGTHS", seen)
+        meter: Any = SimpleNamespace(peaks_are_free=True)
+        probe = module.Probe(request, SimpleNamespace(base=base), meter, lambda phase: None)  # type: ignore[arg-type]
+        assert probe.recorder.schedule.first_counts(9.0) is counts
 
 
 @pytest.mark.parametrize("knobs", [{}, {"compile": "per_layer"}], ids=str)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,28 @@ def test_cudnn_is_left_out_where_rows_may_have_any_length() -> None:
     for any_length in (True, False, True):
         patches.choose_attention(any_length=any_length)
         assert torch.backends.cuda.cudnn_sdp_enabled() is not any_length
+
+
+@pytest.mark.parametrize(
+    ("head", "size"), [({"head_dim": 24}, 24), ({"hidden_size": 64, "num_attention_heads": 4}, 16)]
+)
+def test_masked_rows_of_each_alignment_are_attended_to_once(
+    monkeypatch: pytest.MonkeyPatch, head: dict[str, int], size: int
+) -> None:
+    """Forward and backward, in the precision of training."""
+    seen: list[tuple[int, int, torch.dtype]] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def attended(query: torch.Tensor, *others: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+        assert attn_mask.shape[-2:] == (query.shape[-2],) * 2 and not attn_mask[0, 0, 0, 1] and attn_mask[0, 0, 1, 0]
+        query.register_hook(lambda gradient: seen.append((query.shape[-2], query.shape[-1], gradient.dtype)))
+        return attend(query, *others, attn_mask=attn_mask)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attended)
+    config = SimpleNamespace(**head)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+    patches.load_attention(model, torch.device("cpu"))
+    assert seen == [(length, size, torch.bfloat16) for length in (129, 130, 132, 136, 192, 256)]
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

@@ -1,5 +1,6 @@
 """What a probe trains on, step by step."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,6 +109,12 @@ def test_the_longest_is_in_the_lead_if_more_than_a_share_of_micro_batches_are_as
     monkeypatch.setattr(module, "OFTEN", 0.0625)
     assert schedule((10, 1 - share), (100, share)).lead == (first,)
     assert schedule((10, (1 - share) / 2), (100, share / 2)).lead == (first,)
+
+
+def test_a_first_round_counts_once_attention_has_planned_for_its_lengths() -> None:
+    asked = replace(request((10, 0.5), (20, 0.5)), config=TrainConfig(micro_batch_size=1, padding="masked"))
+    assert not Schedule.of(asked).first_counts(1e9)
+    assert Schedule.of(asked, planned=True).first_counts(1.1) and not Schedule.of(asked, planned=True).first_counts(0.9)
 
 
 def test_weights_are_shares_of_what_is_timed() -> None:

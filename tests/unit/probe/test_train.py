@@ -363,9 +363,9 @@ def test_many_lengths_are_no_reason_for_more_examples() -> None:
     assert len(examples) == 250 and len({id(example) for example in examples}) == 100
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize(("method", "padding"), [("lora", "max_length"), ("full", "max_length"), ("lora", "masked")])
 def test_a_compiled_run_compiles_for_training_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, method: str, padding: str
 ) -> None:
     """All shapes that were measured are compiled; the first layer is like the others; the loss is computed eagerly."""
     done: list[Any] = []
@@ -392,6 +392,7 @@ def test_a_compiled_run_compiles_for_training_alone(
     for name, value in {
         "set_seed": lambda seed: done.append(("seed", seed)),
         "choose_attention": lambda any_length: done.append(("any length", any_length)),
+        "load_attention": lambda model, device: done.append(("load", model is base, device.type)),
         "chunked_loss": lambda base: done.append("chunked") or "loss",
         "add_adapters": lambda *_: made_model,
         "make_trainer": lambda settings, options, model, loss, *_: done.append(loss) or trainer,
@@ -400,14 +401,16 @@ def test_a_compiled_run_compiles_for_training_alone(
     }.items():
         monkeypatch.setattr(train, name, value)
     (tmp_path / "shape.json").write_text(json.dumps(SHAPE))
-    made = settings({"examples": 64}, compile="per_layer", loss="chunked", method=method)
+    made = replace(settings({"examples": 64}, compile="per_layer", loss="chunked", method=method), padding=padding)
     options = replace(OPTIONS, held_out=4, held_out_tokens=16, checkpoint="c", saves=True, output_dir="o")
     assert train.main(made, options, tmp_path / "shape.json") is made_model
     assert done == [
-        *[("seed", 0), "cpu", ("any length", False), "checkpointing", "chunked", "loss", "evaluate"],
+        *[("seed", 0), "cpu", ("any length", False), *[("load", True, "cpu")] * (padding == "masked")],
+        *["checkpointing", "chunked", "loss", "evaluate"],
         *["require"] * (method == "lora"),
         *[("compile", "layer"), "empty", "c", ("eager", "layer"), ("save", "o"), "evaluate"],
     ]
     assert dynamo.recompile_limit == 64
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert printed["steps"] == 5 and printed["held_out_loss"] == [7.0, 3.5, float(len(done))]
+    before = done.index("evaluate") + 1
+    assert printed["steps"] == 5 and printed["held_out_loss"] == [float(before), 3.5, float(len(done))]

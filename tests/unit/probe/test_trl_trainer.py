@@ -59,15 +59,17 @@ def test_the_clock_of_trl_is_the_scripts_but_for_the_end(monkeypatch: pytest.Mon
     assert (clock.num_steps, clock.tokens_per_step) == (0, 0.0)
     rows = {"input_ids": [[1] * 4, [1] * 8]}
     dataset = type("Rows", (), {"__getitem__": lambda _, key: rows[key], "__len__": lambda _: 2})()
-    args = SimpleNamespace(per_device_train_batch_size=3, gradient_accumulation_steps=5)
+    args = SimpleNamespace(per_device_train_batch_size=3, gradient_accumulation_steps=5, device="cuda:0")
     loader = SimpleNamespace(dataset=dataset)
+    monkeypatch.setattr(module, "load_attention", lambda *asked: done.append(("load", *asked)))
     clock.on_train_begin(args, "state", "control", "model", train_dataloader=loader)
     assert clock.tokens_per_step == 90.0
     for step in (1, 2):
         clock.on_step_end(args, SimpleNamespace(global_step=step, max_steps=2), "control")
         assert clock.num_steps == step
     clock.on_train_end(args, None, None)
-    assert done == [("begin", args, "state", "control", "model"), "step", "step", "mark"]
+    load = ("load", "model", "cuda:0")
+    assert done == [load, ("begin", args, "state", "control", "model"), "step", "step", "mark"]
 
 
 @pytest.mark.parametrize(("seconds", "speed"), [(2.0, 45.0), (None, None)])
@@ -93,7 +95,7 @@ def test_trls_own_script_runs_with_a_clock_and_says_what_it_measured(
     monkeypatch.setattr(runpy, "run_module", lambda name, **how: ran.append((name, how, [*callbacks])))
     monkeypatch.setattr(sys, "argv", ["entry"])
     trl_entry.main()
-    assert made[0].asked == {"saves": False, "progress": "steps.jsonl", "warm_up": 3}
+    assert made[0].asked == {"saves": False, "progress": "steps.jsonl"}
     assert ran == ["die", ("trl.scripts.sft", {"run_name": "__main__", "alter_sys": True}, made)]
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed == {

@@ -98,14 +98,27 @@ def test_what_another_study_answered_has_no_times() -> None:
     assert times.whole_s(REQUEST) is None
 
 
-@pytest.mark.parametrize(("micro_s", "tried_s"), [(0.1, 6 * 0.25), (2.0, 6.0 + 2.15)])
+@pytest.mark.parametrize(("micro_s", "tried_s"), [(0.1, 5 * 0.25), (2.0, 6.0 + 2.15)])
 def test_new_lengths_are_tried_after_the_timed_rounds(micro_s: float, tried_s: float) -> None:
-    """Six, or as many as begin in six seconds, each with a plan of 0.15 s."""
+    """Five, or as many as begin in six seconds, each with a plan of 0.15 s."""
     measured = measurement(micro_s, micro_step_s=(micro_s,), new_length_s=0.15)
     without = learned((None, micro_s, {"load": 1.0, "first_step": 4.0})).whole_s(REQUEST)
     times = ProbeTimes(ModelShape(num_layers=32, prefix=0, period=1))
     times.learn(result(CONFIG, measurement=measured, seconds={"total": 9.0, "load": 1.0, "first_step": 4.0}), measured)
     assert without is not None and times.whole_s(REQUEST) == pytest.approx(without + tried_s)
+
+
+def test_the_narrower_model_says_how_long_new_lengths_take() -> None:
+    times = ProbeTimes(ModelShape(num_layers=32, prefix=0, period=1))
+    for depth, new_length_s in ((2, 0.15), (8, None)):
+        measured = measurement(0.1, micro_step_s=(0.1,), new_length_s=new_length_s)
+        found = result(
+            CONFIG, depth=depth, measurement=measured, seconds={"total": 9.0, "load": 1.0, "first_step": 4.0}
+        )
+        times.learn(found, measured)
+    without = learned((2, 0.1, {"load": 1.0, "first_step": 4.0}), (8, 0.1, {"load": 1.0, "first_step": 4.0}))
+    (known_s, with_s) = (one.whole_s(REQUEST) for one in (without, times))
+    assert known_s is not None and with_s == pytest.approx(known_s + 5 * 0.25)
 
 
 def test_a_single_depth_is_taken_in_proportion() -> None:
