@@ -46,7 +46,7 @@ def needs_at_least(config: TrainConfig, other: TrainConfig) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class Known:
     """The memory of one configuration at full depth, measured or extrapolated."""
 
     config: TrainConfig
@@ -54,6 +54,7 @@ class _Known:
 
     @property
     def signature(self) -> tuple[object, ...]:
+        """What must be equal for temporary memory to be linear in the tokens."""
         return _compute_signature(self.config, self.measurement.micro_steps)
 
 
@@ -85,13 +86,13 @@ class MemoryPredictor:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], _Known] = {}
+        self._known: dict[tuple[str, int], Known] = {}
 
     def learn(self, config: TrainConfig, measurement: Measurement) -> None:
         """Add a measurement of the whole model. An extrapolated one never replaces one that was measured."""
         key = (config.digest, measurement.micro_steps)
         if key not in self._known or not measurement.time_error:
-            self._known[key] = _Known(config=config, measurement=measurement)
+            self._known[key] = Known(config=config, measurement=measurement)
 
     def predict(self, config: TrainConfig, micro_steps: int, available_gib: float) -> MemoryEstimate | None:
         """The estimate for a configuration; None where no measurement allows one.
@@ -134,14 +135,22 @@ class MemoryPredictor:
             and (bool(same_state) or not config.optimizer.startswith("paged_")),
         )
 
-    def _similar(self, config: TrainConfig, micro_steps: int) -> list[_Known]:
+    def nearest(self, config: TrainConfig, micro_steps: int) -> Known | None:
+        """Of the configurations with the same compute signature, the one with the most similar micro batch."""
+
+        def distance(known: Known) -> float:
+            return abs(math.log(known.config.tokens / config.tokens))
+
+        return min(self._similar(config, micro_steps), key=distance, default=None)
+
+    def _similar(self, config: TrainConfig, micro_steps: int) -> list[Known]:
         """The known configurations with the same compute signature.
 
         Without one, a single micro batch in a step has those with two as a lower bound. They differ by the gradients
         that exist from the start or appear during the backward pass: with adapters, little.
         """
 
-        def with_steps(steps: int) -> list[_Known]:
+        def with_steps(steps: int) -> list[Known]:
             signature = _compute_signature(config, steps)
             return [known for known in self._known.values() if known.signature == signature]
 

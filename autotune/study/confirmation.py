@@ -94,11 +94,12 @@ def _confirm_leader(trials: SharedTrials, round_: int) -> None:
 def _confirm(trials: SharedTrials, config: TrainConfig, why: str, round_: int, *, whole: bool = False) -> bool | None:
     """Whether the configuration succeeded again; None if the user or the budget stopped this."""
     selection = trials.selection
-    if selection.record(config).confirmed and not trials.affords(config):
+    confirmed = selection.record(config).confirmed
+    if not (trials.affords(config) if confirmed else trials.can_end(config)):
         trials.cut(AGAIN)
         return None
     try:
-        if not (trials.has_ended() or selection.record(config).confirmed or _is_sound(trials, config)):
+        if not (trials.has_ended() or confirmed or _is_sound(trials, config)):
             return False
         if not trials.has_ended():
             trials.say(f"confirming, {why}: {config.label()}")

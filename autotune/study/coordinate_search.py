@@ -75,6 +75,8 @@ class CoordinateSearch:
         if best is None:
             return
         self._pass_over_knobs(best, leave_out="compile")
+        self._end_waiting(whole=False)
+        best = trials.best() or best
         kept = {
             knob.name: getattr(best.config, knob.name) for knob in trials.task.space.knobs if knob.kind == "learning"
         }
@@ -83,7 +85,7 @@ class CoordinateSearch:
             if chosen is None:
                 break
             self._try(chosen)
-        self._end_waiting(whole=False)
+            self._end_waiting(whole=False)
 
     def _try_seeds(self, **changes: Any) -> None:
         """Try what the formulas find best, with these changes; what is changed is not measured as a whole."""

@@ -378,10 +378,17 @@ class SharedTrials:
         took_s = self._short_confirmation_s(config)
         return took_s is None or LATE * took_s <= left_s
 
+    def can_end(self, config: TrainConfig) -> bool:
+        """Whether its shortest confirmation should end before the budget does, as far as anything is known."""
+        return (self._short_confirmation_s(config) or 0.0) <= self.left_s()
+
     def _confirmation_s(self) -> float:
-        """Seconds to reserve for confirmation: each finalist and the baseline once, the winner in every round."""
+        """Seconds to reserve for confirmation: each finalist and the baseline once, the winner in every round.
+
+        None where the likely winner's would not end before the budget does: the search takes the time instead.
+        """
         finalists = self.selection.finalists(self.limits.finalists)
-        if not finalists:
+        if not finalists or not self.can_end(finalists[0]):
             return 0.0
         likely, baseline = finalists[0], self.selection.baseline()
         others = dict.fromkeys([*finalists[1:], baseline or likely])

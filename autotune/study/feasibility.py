@@ -1,6 +1,7 @@
 """The initial feasible configuration: before the search, find the baseline or at least something that fits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from autotune.core.errors import NothingFits
 from autotune.core.probe_types import Outcome, ProbeResult
@@ -28,15 +29,25 @@ def find_feasible(
         Cancelled: the user asked to stop, or the budget is over.
     """
     tried: list[TrainConfig] = []
-    for config in task.baselines:
-        say(f"baseline: {config.label()}")
-        tried.append(config)
-        outcome = evaluator.evaluate(config, None, spare_s=0.0).result.outcome
-        if outcome in FAILED:  # the winner is compared with it: worth a second try
+
+    def one_fits(baselines: Iterable[TrainConfig]) -> bool:
+        """Try one after another until one fits."""
+        for config in baselines:
+            say(f"baseline: {config.label()}")
+            tried.append(config)
             outcome = evaluator.evaluate(config, None, spare_s=0.0).result.outcome
-            evaluator.failures_in_a_row = 0
-        if outcome not in (Outcome.OOM, Outcome.REFUSED):
-            return False, tried
+            if outcome in FAILED:  # the winner is compared with it: worth a second try
+                outcome = evaluator.evaluate(config, None, spare_s=0.0).result.outcome
+                evaluator.failures_in_a_row = 0
+            if outcome not in (Outcome.OOM, Outcome.REFUSED):
+                return True
+        return False
+
+    # A probe of what hardly fits may take a fifth of the budget. What a smaller one needed refuses most of these.
+    doubtful = list(takewhile(lambda config: not evaluator.should_fit(config), task.baselines))
+    fits = one_fits(task.baselines[len(doubtful) :])
+    if one_fits(doubtful) or fits:
+        return False, tried
     for space in (task.space, reserve):
         config = space.config(space.leanest())
         say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")

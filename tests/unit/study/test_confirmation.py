@@ -214,6 +214,19 @@ def test_a_probe_that_is_cancelled_ends_it(start: Start) -> None:
     assert session.study.trials.too_short_for == ["measuring the finalists again"]
 
 
+@pytest.mark.parametrize(("second", "begins"), [(10.0, True), (11.0, False)])
+def test_what_would_not_end_is_not_begun(
+    start: Start, monkeypatch: pytest.MonkeyPatch, second: float, begins: bool
+) -> None:
+    """90 s of a budget of 100 s: the search had the time instead."""
+    monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 90.0)
+    session, now = searched(start, {A: 1000.0}, budget_s=100.0)
+    now[0] = second
+    session.study.confirm()
+    assert bool(session.prober.requests) is begins
+    assert session.study.trials.too_short_for == ["measuring the finalists again"]
+
+
 @pytest.mark.parametrize(("loss", "order"), [(3.09, "B1 C1 C2+"), (3.0, "A1+ B1 A2")])
 def test_a_finalist_with_other_losses_than_its_reference_is_not_confirmed(
     start: Start, loss: float, order: str
@@ -283,7 +296,7 @@ def test_close_calls_leave_the_time_of_confirmation(
     start: Start, monkeypatch: pytest.MonkeyPatch, second: float, num_probes: int
 ) -> None:
     """A third of a budget of 100 s is kept for the first confirmation, as it takes so long; each of these takes 4 s."""
-    monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 90.0)
+    monkeypatch.setattr(Evaluator, "confirmation_s", lambda *_: 30.0)
     _, probed, now = with_close_calls(start, budget_s=100.0)
     now[0] = second
     assert len(probed()) == num_probes
@@ -295,7 +308,7 @@ def test_close_calls_leave_the_time_of_confirmation(
         (100.0, 10.0, "A1+ B1 C1 A2", []),
         (100.0, 90.0, "A1+ C1 A2", ["measuring the baseline as a whole"]),  # more than a fifth of 400 s
         (13.5, 10.0, "A1+ B1", ["measuring the finalists again"]),  # each takes 10 s, and may take 12
-        (5.0, 10.0, "A1+", ["measuring the baseline as a whole", "measuring the finalists again"]),
+        (5.0, 10.0, "", ["measuring the finalists again"]),
     ],
 )
 def test_what_does_not_fit_into_the_time_left_is_not_begun(

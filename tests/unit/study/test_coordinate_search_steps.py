@@ -227,3 +227,20 @@ def test_in_a_hurry_nothing_is_compiled_and_no_whole_model_measured_at_first(see
     nothing = Trials({}, hurried=True)
     nothing.rows.clear()
     assert ran(nothing) == [] and nothing.wanted == []
+
+
+def test_in_a_hurry_each_neighbour_is_judged_before_the_next_is_chosen() -> None:
+    """So is what the pass over the knobs found: neighbours are those of the best by then."""
+    trials = Trials({CHUNKED: 1100.0, EIGHT: 1300.0}, hurried=True)
+    offers = iter([trials.task.space.clip(config) for config in (EIGHT, replace(START, micro_batch_size=2))])
+    best: list[TrainConfig] = []
+
+    def untried(**_: Any) -> dict[str, Any] | None:
+        found = trials.best()
+        assert found is not None
+        best.append(found.config)
+        return next(offers, None)
+
+    trials.untried = untried  # type: ignore[method-assign]
+    ran(trials)
+    assert best == [CHUNKED, EIGHT, EIGHT]

@@ -94,7 +94,8 @@ def test_steps_that_scatter_need_a_larger_gain(trials: Make) -> None:
         (90.0, 90.0, {}, 150.0),  # a share of the budget
         (200.0, 10.0, {}, 240.0),  # or what the first of them takes
         (200.0, 10.0, {"rounds": 1}, 240.0),
-        (400.0, 10.0, {}, 1000.0 / 3),  # but no more than a third
+        (300.0, 10.0, {}, 1000.0 / 3),  # but no more than a third
+        (400.0, 10.0, {}, 0.0),  # where that is too little to end it, the search takes the time
     ],
 )
 def test_time_is_kept_for_confirmation(

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from autotune.core.errors import NothingFits, TooManyFailures
-from autotune.core.probe_types import MicroBatch, Outcome, ProbeRequest, ProbeResult
+from autotune.core.probe_types import MicroBatch, Outcome, Phase, ProbeRequest, ProbeResult
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.memory_formula import CONTEXT_GIB, MemoryBreakdown
 from autotune.study.evaluator import Evaluator
 from autotune.study.feasibility import find_feasible, nothing_fits
 from autotune.study.selection import Selection
 from autotune.study.storage.probe_store import ProbeStore
 from tests.helpers.factories import FINGERPRINT, add_measured, measurement, oom_detail, result
 from tests.helpers.layered import SHAPE, layered
-from tests.helpers.replay import ReplayProber, machine
+from tests.helpers.replay import ReplayProber, machine, need_gib
 from tests.helpers.sessions import BASELINE, SPACE, Start, by_tokens, subject_of
 
 BASE = TrainConfig(seq_len=256, checkpointing="none")
@@ -138,6 +139,31 @@ def test_a_baseline_that_fails_is_tried_once_more(start: Start) -> None:
     session = start(flaky(1))
     assert find_feasible(subject_of(), SPACE, session.evaluator, session.said.append) == (False, [BASELINE])
     assert session.prober.configs == [BASELINE, BASELINE]
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "too_high", "tried", "probed"),
+    [(1.1, 0.8, [2, 8, 4], [2, 4]), (2.4, 1.8, [2, 8], [2, 8]), (2.4, 1.0, [8], [8])],
+    ids=["8 is refused", "8 fits after all", "8 should fit"],
+)
+def test_a_baseline_that_should_not_fit_is_tried_after_one_that_does(
+    start: Start, limit_gib: float, too_high: float, tried: list[int], probed: list[int]
+) -> None:
+    """Micro batches of 8, 4 and 2 rows need 2, 1.5 and 1.25 GiB; the formula says so many times as much.
+
+    There is more than the limit says, since no context takes it: in the first case 4 surely fits, as 2 shows.
+    """
+    session, parts = start(layered()), ("adapters", "gradients", "optimizer", "activations", "logits")
+    none = dict.fromkeys((*parts, "workspace", "reserved"), 0.0)
+    session.evaluator.formula = lambda config, micro_steps: MemoryBreakdown(
+        weights=too_high * need_gib(config), phase=Phase.BACKWARD, **none
+    )
+    asked = session.evaluator.request
+    memory_gib = (limit_gib + CONTEXT_GIB) / 0.95
+    session.evaluator.request = lambda config: replace(asked(config), memory_gib=memory_gib, headroom=0.05)
+    opened, found = find_feasible(subject_of(), SPACE, session.evaluator, session.said.append)
+    assert not opened and [config.micro_batch_size for config in found] == tried
+    assert [config.micro_batch_size for config in session.prober.configs] == probed
 
 
 def test_a_baseline_that_always_fails_does_not_end_the_study(start: Start) -> None:

@@ -562,6 +562,43 @@ def test_what_needs_all_that_the_formula_is_trusted_with_is_tried(session: Start
         assert (evaluator._gate_by_formula(request) is not None) is refused
 
 
+def breakdown(gib: float) -> MemoryBreakdown:
+    parts = dict.fromkeys(("adapters", "gradients", "optimizer", "activations", "logits", "workspace", "reserved"), 0.0)
+    return MemoryBreakdown(weights=gib, phase=Phase.BACKWARD, **parts)
+
+
+@pytest.mark.parametrize(("over", "refused"), [(1.029, False), (1.031, True)])
+def test_a_smaller_micro_batch_corrects_the_formula(session: Start, over: float, refused: bool) -> None:
+    """The formula is 20 times too high for the smaller one, which needs 2 GiB: 100 are 5."""
+    by_formula = {HALF: 40.0, MIDDLE: 100.0}
+    evaluator, _ = session(formula=lambda config, micro_steps: breakdown(by_formula[config]))
+    evaluator.evaluate(HALF, 0)
+    memory_gib = (5.0 / over + CONTEXT_GIB) / 0.95
+    found = evaluator._gate_by_formula(replace(evaluator.request(MIDDLE), memory_gib=memory_gib, headroom=0.05))
+    assert (found is not None) is refused
+    if found:
+        assert found.reason == ("needs 5.00 GiB of 4.85 GiB by formula and by what a similar configuration needed")
+        assert found.oom is not None and found.oom.allocated_gib == pytest.approx(5.0)
+
+
+def test_by_formula_all_that_is_below_the_limit_should_fit(session: Start) -> None:
+    limit_gib = memory_limit_gib(100.0 / 0.95, 0.05, taken_gib=CONTEXT_GIB)
+    for need_gib, fits in ((limit_gib * 0.999, True), (limit_gib * 1.001, False)):
+        evaluator, _ = session(formula=lambda config, micro_steps, need_gib=need_gib: breakdown(need_gib))
+        assert evaluator.should_fit(MIDDLE) is fits
+    assert session()[0].should_fit(MIDDLE)  # nothing says that it does not
+
+
+def test_only_the_narrower_model_is_asked_for_new_lengths(session: Start) -> None:
+    evaluator, prober = session()
+    evaluator.evaluate(MIDDLE, 0)
+    assert [(request.depth, request.new_lengths) for request in prober.requests] == [
+        (2, True),
+        (8, False),
+        (None, True),
+    ]
+
+
 @pytest.mark.parametrize(("high_gib", "bounded", "asked_for"), [(3.0, True, 0), (3.01, True, 1), (2.0, False, 1)])
 def test_what_certainly_needs_no_more_than_there_is_is_not_left_to_the_formula(
     session: Start, monkeypatch: pytest.MonkeyPatch, high_gib: float, bounded: bool, asked_for: int
