@@ -152,7 +152,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     by_way = {row["way"]: row for row in rows if row["error"] is not None}
     base = by_way.get("baseline", {})
     measured, trl = base.get("measured_tokens_per_s"), by_way.get("trl", {})
-    by_sft = trl.get("measured_tokens_per_s") or base.get("trl_tokens_per_s")  # of an earlier form of the rows
+    # An earlier form of the rows has the baseline by both trainers, on one host.
+    by_sft = base.get("trl_tokens_per_s") or trl.get("measured_tokens_per_s")
 
     def speedup(way: str) -> float | None:
         own = by_way.get(way, {}).get("measured_tokens_per_s")
