@@ -370,7 +370,8 @@ class DryCount:
     """What a training step on the meta device was counted to hold, at one depth, without the CUDA context.
 
     The peaks have the keys of `Measurement`. `flops` is the arithmetic of products of matrices in one micro batch, by
-    operation; `moved_bytes` what its operations read and write, by kind: products of matrices, and all others.
+    operation; `moved_bytes` what its operations read and write, by kind: products of matrices, thin ones whose time
+    is that of their bytes, and all others; `operations` is their number, of which each is a kernel.
     """
 
     model_gib: float
@@ -383,6 +384,7 @@ class DryCount:
     total_params: int
     flops: dict[str, int] = field(default_factory=dict)
     moved_bytes: dict[str, int] = field(default_factory=dict)
+    operations: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,16 +11,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autotune.catalog import DeviceSpec, list_devices, resolve_device, resolve_model
+from autotune.catalog import DeviceSpec, ModelSpec, list_devices, resolve_device, resolve_model
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.counted_memory import memory_of, no_count
+from autotune.planning.counted_memory import memory_of, no_count, step_time_of
 from autotune.planning.observations import Observation
 from autotune.prediction.calibration import Calibration
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown, unsupported
-from autotune.prediction.step_time import UNKNOWN_HOST, StepTimeEstimate, estimate_step_time, host_of
+from autotune.prediction.step_time import UNKNOWN_HOST, Host, StepTimeEstimate, estimate_step_time, host_of
 from autotune.prediction.transfer import (
     BETWEEN,
     REFERENCE,
@@ -42,10 +42,11 @@ ACCURACY = (
     "others (LoRA, nf4, full fine-tuning); speed by another, 12 % off in the median of these"
 )
 NOT_MEASURED = "Nothing was measured here. Estimated"
-# What `benchmarks/dry_probe.py` found.
+# What `benchmarks/dry_probe.py` and `benchmarks/counted_speed.py` found.
 COUNTED = (
     "memory by counting a training step without a GPU, 0.2 % off in the median and 1.4 % at worst for 36 kinds of "
-    "model on an H100"
+    "model on an H100; speed by its arithmetic and the bytes it moves, 1.8 % off in the median of dense models on an "
+    "H200 where the device sets the pace (others were not timed)"
 )
 CALIBRATED_METHOD = ("lora", "none")  # method and quantisation of the training in a calibration
 MAX_DEVIATIONS = 6.0  # an observation further from the expected speed than so many standard deviations is ignored
@@ -105,7 +106,7 @@ def estimate(
 ) -> DeviceEstimate | None:
     """Estimate one configuration of a task on the task's device; None where no formula covers it.
 
-    With `counted`, a dry probe counts the memory of what no formula covers, in seconds. It has no speed then.
+    With `counted`, a dry probe counts what no formula covers, in seconds.
     """
     shape = task.workload.run_shape(config)
     memory_by = memory_of if counted else memory_breakdown
@@ -122,8 +123,15 @@ def estimate(
         price=task.price,
         memory=memory,
     )
-    step_time = estimate_step_time(task.model, task.workload.at_mean(config), host_of(task.calibration))
+    time_by = step_time_of if counted else _step_time_by_formula
+    step_time = time_by(task.model, task.workload.at_mean(config), shape.probe_micro_steps, host_of(task.calibration))
     return with_speed(without_speed, step_time, shape, observations, calibration=task.calibration)
+
+
+def _step_time_by_formula(
+    model: ModelSpec, config: TrainConfig, micro_steps: int, host: Host
+) -> StepTimeEstimate | None:
+    return estimate_step_time(model, config, host)
 
 
 def no_estimate(task: Task, config: TrainConfig, *, counted: bool) -> str:

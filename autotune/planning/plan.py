@@ -34,6 +34,7 @@ MAX_CONFIGS = 10_000  # estimated in about two seconds
 MAX_STRIDE = 300  # between two configurations of a large space: a longer walk takes longer than the estimates
 BATCHES = (1, 2, 4, 8, 16, 32)
 NO_SPEED = "no formula knows the speed of such models: `autotune run` measures it"
+ONLY_BASELINE = "only the baseline was counted, since each count takes seconds: `autotune run` looks for the best"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -134,6 +135,8 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
     best, reason = None, "nothing fits beyond doubt"
     if baseline.state != OOM and unsupported(task.model, baseline.config):
         reason = NO_SPEED
+        if baseline.state == FITS and baseline.tokens_per_s:
+            best, reason = baseline, ONLY_BASELINE
     if estimates:
         scored = [
             Scored(config=config, score=one.tokens_per_s or 0.0, free_fraction=-one.margin)

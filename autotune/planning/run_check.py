@@ -190,13 +190,16 @@ def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
 
 
 def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig) -> Faster | None:
-    """The fastest configuration that fits and learns the same; with full rows where the lengths are not known."""
+    """The fastest configuration that fits and learns the same; with full rows where the lengths are not known.
+
+    None where the run is counted: to count a whole space would take minutes.
+    """
     config, workload = run.config, context.workload
     lengths_known = workload.lengths.source != "assumed"
     if not lengths_known:
         workload = replace(workload, lengths=Lengths.constant(config.seq_len, "assumed"))
     checked = check_run(replace(context, workload=workload), run)
-    tokens_per_s = checked.estimate.tokens_per_s if checked else None
+    tokens_per_s = checked.estimate.tokens_per_s if checked and not checked.bounds.reported.counted else None
     no_bf16 = config.precision.startswith("bf16") and not context.device.supports_bf16
     if tokens_per_s is None or no_bf16 or config.seq_len > (context.model.max_seq_len or config.seq_len):
         return None

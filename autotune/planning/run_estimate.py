@@ -11,13 +11,13 @@ from typing import Any
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
-from autotune.planning.counted_memory import memory_of
+from autotune.planning.counted_memory import memory_of, step_time_of
 from autotune.planning.device_estimate import with_speed
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
 from autotune.planning.observations import Observation
 from autotune.prediction.calibration import Calibration
 from autotune.prediction.memory_formula import MemoryBreakdown, Sizes
-from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
+from autotune.prediction.step_time import StepTimeEstimate, host_of
 from autotune.prediction.transfer import REFERENCE
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.workload import Workload
@@ -175,7 +175,8 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
     """The times of a step on the reference card; None where no formula covers the model or the configuration."""
     config = context.workload.at_mean(run.config)
-    step_time = estimate_step_time(context.model, _checkpoints_on_gpu(config), host_of(context.calibration))
+    steps, host = min(run.accumulation, 2), host_of(context.calibration)
+    step_time = step_time_of(context.model, _checkpoints_on_gpu(config), steps, host)
     if step_time is None:
         return None
     cast = _cast_s(context.model, run)

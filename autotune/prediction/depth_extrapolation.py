@@ -171,6 +171,7 @@ def count_at_depth(low: tuple[int, DryCount], high: tuple[int, DryCount], num_la
         total_params=round(line("total_params")),
         flops=whole_numbers("flops"),
         moved_bytes=whole_numbers("moved_bytes"),
+        operations=round(line("operations")),
     )
 
 

@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_device
-from autotune.core.probe_types import Measurement
+from autotune.core.probe_types import DryCount, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.prediction.calibration import Calibration
@@ -25,6 +25,12 @@ HOST_MS = {"eager": 6.0, "compiled": 3.5}  # the host's time for a layer and mic
 NF4_MS, FULL_MS = 2.0, 2.5
 AGAIN = 0.7  # share of that time that recomputing the layer adds
 DEVICE_ERROR = 0.08  # relative standard deviation of the device's time
+# What a dry probe counts, held against the kernels of profiled micro batches of three models on an H200
+# (`benchmarks/counted_speed.py`): products that are not thin are faster than all products together; kernels that move
+# bytes reach a share of the memory's bandwidth, eager or compiled; attention by positions is slower than products; and
+# the host takes so long for an operation.
+THICK, MOVED_SHARE, BY_POSITION, OPERATION_US = 1.09, 0.72, 2.2, 23.0
+COUNTED_ERROR = 0.15  # as DEVICE_ERROR; dense models are nearer, and no others were timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +114,31 @@ class StepTimeEstimate:
             device_error=math.hypot(self.device_error, transfer.error if error is None else error),
             host_error=self.host_error if transfer.host is None else MEASURED_HOST.error,
         )
+
+
+def counted_step_time(config: TrainConfig, count: DryCount, host: Host = MEASURED_HOST) -> StepTimeEstimate | None:
+    """The time of a step on the reference card from the work of the whole model, None where only memory was counted."""
+    if not count.flops:
+        return None
+    card = resolve_device(REFERENCE)
+    rate, bandwidth = 1e12 * (products_tflops(card) or math.nan), 1e9 * (card.bandwidth_gb_s or math.nan)
+    attention = sum(
+        flops * (BY_POSITION if "efficient" in name else 1.0)
+        for name, flops in count.flops.items()
+        if "attention" in name
+    )
+    products = sum(flops for name, flops in count.flops.items() if "attention" not in name)
+    moved = sum(size for kind, size in count.moved_bytes.items() if kind != "product")
+    weights = count.model_gib if config.method == "full" else count.adapters_gib
+    stepped = (3 * count.gradients_gib + 2 * weights + 2 * count.optimizer_gib) * GIB  # as of the formula
+    return StepTimeEstimate(
+        products_s=(products / THICK + attention) / rate,
+        bytes_s=moved / (MOVED_SHARE * bandwidth),
+        host_s=count.operations * OPERATION_US * 1e-6 * host.scale,
+        rest_s=stepped / bandwidth,
+        device_error=COUNTED_ERROR,
+        host_error=host.error,
+    )
 
 
 def divide_step_time(measurement: Measurement, by_formula: StepTimeEstimate | None) -> StepTimeEstimate:

@@ -103,6 +103,7 @@ class CountedStep:
             self._enter("backward")
             loss.backward()
             del loss
+            work = dict(counter.flops), dict(counter.moved), counter.operations  # of a micro batch, not of the rest
             self._enter("optimizer")
             nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer_step()
@@ -118,8 +119,9 @@ class CountedStep:
             peak_allocated_gib=max(segments.values()),
             trainable_params=sum(parameter.numel() for parameter in trained),
             total_params=logical_params(self._model),
-            flops=dict(counter.flops),
-            moved_bytes=dict(counter.moved),
+            flops=work[0],
+            moved_bytes=work[1],
+            operations=work[2],
         )
 
     def _forget_gradients(self) -> None:

@@ -13,8 +13,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import flop_registry
 
-from autotune.probe.storage_counter import StorageCounter
+from autotune.probe.storage_counter import StorageCounter, num_bytes
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod"}
 CASTS = {"convert_element_type", "_to_copy"}
@@ -36,7 +38,11 @@ def _compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[[list[Any]], 
     interpreter = _Fused(graph)
 
     def run(arguments: list[Any]) -> Any:
-        outputs = interpreter.boxed_run(arguments)  # it frees each argument after its last use
+        StorageCounter.fused = True
+        try:
+            outputs = interpreter.boxed_run(arguments)  # it frees each argument after its last use
+        finally:
+            StorageCounter.fused = False
         interpreter.env.clear()
         return outputs
 
@@ -53,12 +59,23 @@ _backend = aot_autograd(
 
 
 class _Fused(fx.Interpreter):
-    """Runs a graph. Values that Inductor never stores are not counted, and what they are computed from lives longer."""
+    """Runs a graph. Values that Inductor never stores are not counted, and what they are computed from lives longer.
+
+    A kernel of Inductor reads what is stored once for all that it computes from it, and writes what others need.
+    """
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
         nodes = list(graph.graph.nodes)
         self._inside = {node for node in nodes if _is_elementwise(node) and not _is_stored(node)}
+        self._generated = {node for node in nodes if _is_generated(node)}
+        self._first_read: dict[fx.Node, list[fx.Node]] = {node: [] for node in self._generated}
+        read = set[fx.Node]()
+        for node in nodes:
+            if node in self._generated:
+                new = [_viewed(one) for one in node.all_input_nodes]
+                self._first_read[node] = [one for one in dict.fromkeys(new) if one not in self._inside | read]
+                read.update(new)
         place = {node: index for index, node in enumerate(nodes)}
         last: dict[fx.Node, int] = {}
         for node in reversed(nodes):
@@ -73,9 +90,16 @@ class _Fused(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         before, StorageCounter.fusing = StorageCounter.fusing, n in self._inside
         try:
-            return super().run_node(n)
+            made = super().run_node(n)
         finally:
             StorageCounter.fusing = before
+        if n in self._generated:
+            stored = n not in self._inside
+            read = sum(num_bytes(self.env[node]) for node in self._first_read[n] if node in self.env)
+            for mode in _get_current_dispatch_mode_stack():  # AOTAutograd has one of its own at first
+                if isinstance(mode, StorageCounter):
+                    mode.add_fused(read + (num_bytes(made) if stored else 0), int(stored))
+        return made
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -83,6 +107,20 @@ def _is_elementwise(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
     return torch.Tag.pointwise in target.tags or target.overloadpacket.__name__ in CASTS
+
+
+def _is_generated(node: fx.Node) -> bool:
+    """Whether Inductor generates the kernel: not of products, which libraries have, nor of views."""
+    target: Any = node.target
+    is_operation = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
+    return is_operation and not target.is_view and target.overloadpacket not in flop_registry
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of, or the node itself."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_stored(node: fx.Node) -> bool:

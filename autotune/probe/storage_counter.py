@@ -3,7 +3,7 @@
 Each operation passes through a TorchDispatchMode. A storage counts from the operation that makes it until nothing
 refers to it any more, rounded up to the allocator's blocks. What a CUDA kernel allocates for itself is added by
 `workspace`, an argument: the meta device cannot see it. The arithmetic of products of matrices, by torch's own
-formulas, and the bytes that operations read and write are counted in the same pass.
+formulas, the bytes that operations read and write, and the operations themselves are counted in the same pass.
 """
 
 import functools
@@ -18,6 +18,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+# Kinds of work. A thin product, such as that with an adapter, has so little arithmetic for a byte that bytes decide.
+PRODUCT, THIN, OTHER = "product", "thin product", "other"
+THIN_BELOW = 100
+# Products of which torch knows no arithmetic: bitsandbytes' of inputs and a 4-bit weight, and that of each expert.
+UNPACKED_PRODUCT, GROUPED_PRODUCT = "gemm_4bit", "_grouped_mm"
 BLOCK = 512  # bytes: the CUDA allocator rounds each request up to a multiple
 
 
@@ -30,11 +35,13 @@ class StorageCounter(TorchDispatchMode):
     """Counts the bytes of live storages, and their peak since the last `take_peak`.
 
     `workspace` says what a kernel allocates for itself, in bytes, from the operation and its arguments. `flops` counts
-    the arithmetic of products of matrices by operation, `moved` the bytes that all operations read and write.
-    While `fusing` is set, new storages take no memory.
+    the arithmetic of products of matrices by operation, `moved` the bytes that all operations read and write, by
+    PRODUCT and OTHER, and `operations` how many there were. While `fusing` is set, new storages take no memory. While
+    a graph's work is `fused`, it adds what its other operations move itself, and those count as none.
     """
 
     fusing: ClassVar[bool] = False
+    fused: ClassVar[bool] = False
     supports_higher_order_operators = True
 
     @classmethod
@@ -51,6 +58,7 @@ class StorageCounter(TorchDispatchMode):
         self.live = 0
         self.flops = Counter[str]()
         self.moved = Counter[str]()
+        self.operations = 0
         self._peak = 0
         self._workspace = workspace
         self._sizes: dict[int, int] = {}  # by storage
@@ -76,6 +84,7 @@ class StorageCounter(TorchDispatchMode):
         self._peak = self.live
         self.flops.clear()
         self.moved.clear()
+        self.operations = 0
 
     def take_peak(self) -> int:
         """The peak since the last call."""
@@ -126,13 +135,38 @@ class StorageCounter(TorchDispatchMode):
 
     def _count_work(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         packet = func.overloadpacket
-        kind = "product" if packet in flop_registry else "other"
-        if kind == "product":
+        moved = num_bytes((args, out))
+        if packet in flop_registry:
             with_all_heads = _with_all_heads(args) if "attention" in packet.__name__ else args
-            self.flops[packet.__name__] += flop_registry[packet](*with_all_heads, **kwargs, out_val=out)
-        elif func.is_view:
+            flops = flop_registry[packet](*with_all_heads, **kwargs, out_val=out)
+            self._count_product(packet.__name__, flops, moved)
+        elif packet.__name__ == UNPACKED_PRODUCT:
+            # The weight is unpacked first: it is read in 4 bits, and written as the product reads it.
+            inputs, packed, (fan_out, fan_in) = args[:3]
+            unpacked = inputs.element_size() * fan_out * fan_in
+            self._count_product(UNPACKED_PRODUCT, 2 * inputs.numel() * fan_out, num_bytes((inputs, out)) + unpacked)
+            self.moved[OTHER] += num_bytes(packed) + unpacked
+        elif packet.__name__ == GROUPED_PRODUCT:
+            self._count_product(GROUPED_PRODUCT, 2 * args[0].numel() * args[1].shape[-1], moved)
+        elif func.is_view or StorageCounter.fused:
             return
-        self.moved[kind] += sum(tensor.numel() * tensor.element_size() for tensor in _tensors((args, out)))
+        else:
+            self.moved[OTHER] += moved
+        self.operations += 1
+
+    def _count_product(self, name: str, flops: int, moved: int) -> None:
+        self.flops[name] += flops
+        self.moved[THIN if flops < THIN_BELOW * moved else PRODUCT] += moved
+
+    def add_fused(self, moved_bytes: int, operations: int) -> None:
+        """Count what a compiled graph does beside its products."""
+        self.moved[OTHER] += moved_bytes
+        self.operations += operations
+
+
+def num_bytes(values: Any) -> int:
+    """The bytes of all tensors among values."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(values))
 
 
 def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:

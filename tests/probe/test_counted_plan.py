@@ -1,4 +1,4 @@
-"""`autotune plan` and `check` answer for families without a formula: their memory is counted by a dry probe."""
+"""`autotune plan` and `check` answer for families without a formula: a dry probe counts their memory and work."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from autotune.catalog import resolve_device
 from autotune.cli.plan_text import print_plan
 from autotune.core.errors import UsageError
 from autotune.planning import counted_memory
-from autotune.planning.plan import NO_SPEED, plan
+from autotune.planning.plan import ONLY_BASELINE, plan
 from autotune.planning.run_check import check
 from autotune.probe.dry_prober import DryProber
 from autotune.problem.run_cost import FITS
@@ -27,14 +27,16 @@ def prober(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_family_without_a_formula_has_a_counted_baseline(capsys: pytest.CaptureFixture[str]) -> None:
     spec = make_spec(None, {"model": "gpt2", "gpu": "a10"})
     made = plan(spec, device=resolve_device("a10"), counted=True)
-    assert made.best is None and made.reason == NO_SPEED
+    assert made.best is made.baseline and made.reason == ONLY_BASELINE and made.baseline.interval is not None
+    low, high = made.baseline.interval
+    assert 0 < low < (made.baseline.tokens_per_s or 0.0) < high
     assert made.baseline.state == FITS and made.baseline.memory is not None
     assert sum(made.baseline.memory.terms().values()) == pytest.approx(made.baseline.need_gib)
     assert made.baseline.memory.weights == pytest.approx(124.4e6 * 2 / 2**30, rel=0.02)
     print_plan(made)
     printed = capsys.readouterr().out
     assert "memory by counting a training step without a GPU" in printed and "by a formula" not in printed
-    assert f"     why  {NO_SPEED}" in printed
+    assert f"     why  {ONLY_BASELINE}" in printed and "    best  " not in printed and "useful tokens/s" in printed
     with pytest.raises(UsageError, match=r"there is no formula for gpt2 models$"):
         plan(spec, device=resolve_device("a10"))
 
@@ -48,7 +50,7 @@ def test_a_run_of_another_tool_is_judged_by_a_count(tmp_path: Path) -> None:
     )
     found = check(file, {"gpu": "a10"}).checked
     assert found.state == FITS and found.bounds.least == found.bounds.most
-    assert found.bounds.reported.counted and found.estimate.tokens_per_s is None
+    assert found.bounds.reported.counted and (found.estimate.tokens_per_s or 0.0) > 0
     assert found.bounds.reported.weights == pytest.approx(124.4e6 * 2 / 2**30, rel=0.02)
     assert 0.4 < found.estimate.need_gib < 2.0
     file.write_text(file.read_text().replace("dtype: bfloat16\n", ""))

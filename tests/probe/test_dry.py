@@ -210,7 +210,7 @@ def test_every_kind_of_model_is_counted(family: str, knobs: dict[str, Any]) -> N
     held = dry.model_gib + dry.adapters_gib + dry.optimizer_gib
     assert 0 < held < dry.peak_allocated_gib < held + 0.2
     assert sum(dry.flops.values()) > 0
-    assert dry.moved_bytes["product"] > 0
+    assert dry.moved_bytes["thin product"] > 0 and dry.operations > 0
 
 
 def test_what_a_compiled_layer_keeps_is_what_an_h200_was_measured_to_hold() -> None:
@@ -567,3 +567,26 @@ def test_layers_are_compiled_one_by_one_for_each_length() -> None:
         layers[0](torch.empty(4, 8, device=META, requires_grad=True)).sum()
         assert counters["stats"]["unique_graphs"] > 0
     torch._dynamo.reset()
+
+
+def test_a_compiled_kernel_reads_what_is_stored_once_and_writes_what_others_need() -> None:
+    """Three operations on 8 x 16 numbers become one kernel before the product, and one on 8 x 4 after it."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16, 4, device=META))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return ((rows * 2).sin() + rows) @ self.weight * 3
+
+    layer, rows = Layer(), torch.ones(8, 16, device=META)
+    counter = StorageCounter(META)
+    with torch.no_grad(), counter:
+        layer(rows)
+        assert (counter.moved["other"], counter.operations) == (4 * (2 + 2 + 3) * 8 * 16 + 4 * 2 * 8 * 4, 5)
+        counter.begin()
+        dry_compile.compile_for_count([layer])
+        layer(rows)
+    assert (counter.moved["other"], counter.operations) == (4 * 2 * 8 * 16 + 4 * 2 * 8 * 4, 3)
+    assert counter.flops == {"mm": 2 * 8 * 16 * 4}

@@ -10,7 +10,16 @@ from torch import nn
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.profiler import profile
 
-from autotune.probe.storage_counter import StorageCounter, _with_all_heads, blocks
+from autotune.probe.storage_counter import (
+    GROUPED_PRODUCT,
+    OTHER,
+    PRODUCT,
+    THIN,
+    UNPACKED_PRODUCT,
+    StorageCounter,
+    _with_all_heads,
+    blocks,
+)
 
 pytestmark = pytest.mark.probe
 
@@ -51,7 +60,37 @@ def test_the_work_of_products_and_the_bytes_that_move() -> None:
     with StorageCounter(META) as counter:
         _ = left @ right + 1
     assert counter.flops == {"mm": 2 * 8 * 16 * 32}
-    assert counter.moved == {"product": 4 * (8 * 16 + 16 * 32 + 8 * 32), "other": 4 * 2 * 8 * 32}
+    assert counter.moved == {THIN: 4 * (8 * 16 + 16 * 32 + 8 * 32), OTHER: 4 * 2 * 8 * 32}
+    assert counter.operations == 2
+
+
+@pytest.mark.parametrize(("inner", "kind"), [(299, THIN), (300, PRODUCT)])
+def test_a_product_with_little_arithmetic_for_a_byte_is_thin(inner: int, kind: str) -> None:
+    """Of 300 x 300 in 16 bits there are 100 operations for each byte."""
+    left, right = (torch.ones(*shape, device=META, dtype=torch.bfloat16) for shape in ((300, inner), (inner, 300)))
+    with StorageCounter(META) as counter:
+        _ = left @ right
+    assert dict(counter.moved) == {kind: 2 * (2 * 300 * inner + 300 * 300)}
+
+
+def test_products_that_torch_knows_no_arithmetic_of() -> None:
+    """Each expert multiplies its rows, all of them once; a 4-bit weight is unpacked before it is multiplied."""
+    rows, experts = (torch.ones(*shape, device=META, dtype=torch.bfloat16) for shape in ((64, 32), (4, 32, 48)))
+    counter = StorageCounter(META)
+
+    def operation(name: str) -> Any:
+        return SimpleNamespace(overloadpacket=type("Packet", (), {"__name__": name})(), is_view=False)
+
+    out = torch.empty(64, 48, device=META, dtype=torch.bfloat16)
+    counter._count_work(operation(GROUPED_PRODUCT), (rows, experts), {}, out)
+    assert counter.flops == {GROUPED_PRODUCT: 2 * 64 * 32 * 48}
+    assert counter.moved == {THIN: 2 * (64 * 32 + 4 * 32 * 48 + 64 * 48)} and counter.operations == 1
+    counter.begin()
+    packed = torch.empty(48 * 32 // 2, 1, dtype=torch.uint8, device=META)
+    counter._count_work(operation(UNPACKED_PRODUCT), (rows, packed, (48, 32)), {}, out)
+    assert counter.flops == {UNPACKED_PRODUCT: 2 * 64 * 32 * 48} and counter.operations == 1
+    assert counter.moved[OTHER] == 48 * 32 // 2 + 2 * 48 * 32
+    assert counter.moved[THIN] == 2 * (64 * 32 + 48 * 32 + 64 * 48)
 
 
 def test_a_kernels_own_memory_counts_while_it_runs() -> None:
@@ -130,7 +169,7 @@ def test_a_peak_begins_anew_and_falls_to_what_is_alive() -> None:
         _ = first * 2
         assert counter.flops == {"mm": 2 * 4 * 32 * 4} and counter.moved["other"] > 0
         counter.begin()
-        assert not counter.flops and not counter.moved
+        assert not counter.flops and not counter.moved and not counter.operations
         assert counter.take_peak() == 1024
         fleeting = torch.empty(1000, device=META)
         del fleeting
@@ -198,7 +237,7 @@ def test_a_view_moves_nothing_and_lists_are_read_whole() -> None:
         turned = joined.t()
         assert counter.moved == {"other": 4 * (6 + 10 + 16)} and not counter.flops
         _ = torch.mm(turned, joined)
-        assert counter.moved["product"] == 4 * (16 + 16 + 64)
+        assert counter.moved[THIN] == 4 * (16 + 16 + 64)
         _ = torch.addmm(torch.ones(8, device=META), turned, joined, beta=2.0)
         assert counter.flops == {"mm": 2 * 8 * 2 * 8, "addmm": 2 * 8 * 2 * 8}
         halves = counter.moved["other"]
@@ -244,7 +283,7 @@ def test_attention_with_a_bias_is_counted_for_all_heads(
     assert sum(counter.flops.values()) == 2 * 2 * rows * heads * length * length * size
     # Queries, keys, values, the output, and the sums of rows in 32 bits; a few numbers of random state beside these.
     moved = 2 * rows * length * size * (2 * heads + 2 * key_heads) + 4 * rows * heads * length
-    assert moved <= counter.moved["product"] <= moved + 64
+    assert moved <= counter.moved[THIN] <= moved + 64
 
 
 def test_torchs_formula_gets_a_key_head_for_each_query_head() -> None:

@@ -94,6 +94,11 @@ SAID = [
     ("mutation", "Of {mutants} single changes of meaning"),
     ("mutation", "the tests noticed {killed_share:.1%}; they were asked in {minutes:.0f} minutes"),
     ("long_tails", "enough for {small_judged} configurations of a 1.5B"),
+    (
+        "counted_speed",
+        "{device_bound_counted_error_median:.1%} off in the median and {device_bound_counted_error_max:.1%}",
+    ),
+    ("counted_speed", "Of {host_bound_configs} whose pace the host sets"),
     ("real_data", "| padded to one of four lengths | 120 s | 129 s | -{error_max:.1%} | {speedup_bucketed:.2f} |"),
     ("real_data", "| padded to the longest | 112 s | 116 s | -3.1% | {speedup_padded:.2f} |"),
     ("real_data", "| packed, compiled | 36.6 s | 35.5 s | 3.2% | {speedup_packed:.2f} |"),

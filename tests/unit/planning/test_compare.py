@@ -35,7 +35,7 @@ from autotune.planning.compare import (
     smallest_holding,
 )
 from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib, estimate, memory_state
-from autotune.planning.plan import Plan, plan_task, planned_setup
+from autotune.planning.plan import ONLY_BASELINE, Plan, plan_task, planned_setup
 from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
@@ -418,6 +418,18 @@ def test_a_family_without_a_formula_is_counted(monkeypatch: pytest.MonkeyPatch) 
     assert limited.unmet() == "whether anything is within $1.00 is not known: no formula knows the speed"
     mixed = run("--model", "mixtral-8x7b", "--gpus", "a10", "--methods", "lora", "--format", "json")
     assert json.loads(mixed.stdout)["how_sure"] == f"{ACCURACY}; where no formula covers a model, {COUNTED}"
+
+
+def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_was_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worked = replace(COUNT, flops={"mm": 10**14}, moved_bytes={"other": 10**11}, operations=2000)
+    monkeypatch.setattr(counted_memory, "_answer", lambda *asked: DryAnswer(count=worked))
+    made = rules.compare([StudySpec(model="mixtral-8x7b", space="lora")], gpus=["a10,h100"])
+    group = made.groups[0]
+    assert group.fastest is not None and group.fastest.device.name == "h100-sxm"
+    assert group.cheapest is not None and group.plan is not None and group.plan.reason == ONLY_BASELINE
+    assert all(card.best is not None and card.best == card.plan.baseline for card in group.cards if card.plan)
 
 
 @pytest.mark.usefixtures("not_counted")

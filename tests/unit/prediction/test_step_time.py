@@ -7,15 +7,22 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_model
-from autotune.core.probe_types import KernelTimes
+from autotune.core.probe_types import DryCount, KernelTimes
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import GIB
 from autotune.prediction.memory_formula import Sizes, kept_bytes
 from autotune.prediction.step_time import (
+    BY_POSITION,
+    COUNTED_ERROR,
     DEVICE_ERROR,
     MEASURED_HOST,
+    MOVED_SHARE,
+    OPERATION_US,
+    THICK,
     UNKNOWN_HOST,
     Host,
     StepTimeEstimate,
+    counted_step_time,
     divide_step_time,
     estimate_step_time,
 )
@@ -267,3 +274,29 @@ def test_without_times_between_micro_batches_nothing_is_left_of_a_step() -> None
     assert divided.rest_s == 0.0 and divided.device_error == 0.0 and divided.host_error == UNKNOWN_HOST.error
     assert divide_step_time(measurement(0.5, rest_s=(0.1, 0.2, 0.9)), None).rest_s == 0.2
     assert divide_step_time(measurement(0.5, micro_step_s=(0.1, 0.2, 0.9)), None).micro_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("method", "weights_gib"), [("lora", 1.0), ("full", 8.0)])
+def test_counted_work_by_hand(method: str, weights_gib: float) -> None:
+    """An H200: all products together run at 662.9 TFLOP/s, and its memory at 4.8 TB/s."""
+    count = DryCount(
+        model_gib=8.0,
+        adapters_gib=1.0,
+        gradients_gib=2.0,
+        optimizer_gib=4.0,
+        segment_peak_gib={"forward": 9.0},
+        peak_allocated_gib=9.0,
+        trainable_params=1,
+        total_params=2,
+        flops={"mm": 6 * 10**14, "_flash_attention": 2 * 10**14, "_efficient_attention": 10**14},
+        moved_bytes={"product": 10**15, "thin product": 3 * 10**11, "other": 7 * 10**11},
+        operations=10_000,
+    )
+    found = counted_step_time(TrainConfig(method=method), count, Host(scale=0.5, error=0.4))
+    assert found is not None
+    assert found.products_s == pytest.approx((600 / THICK + 200 + BY_POSITION * 100) / 662.9, rel=1e-4)
+    assert found.bytes_s == pytest.approx(1e12 / (MOVED_SHARE * 4.8e12))
+    assert found.host_s == pytest.approx(10_000 * OPERATION_US * 1e-6 * 0.5)
+    assert found.rest_s == pytest.approx((3 * 2 + 2 * weights_gib + 2 * 4) * GIB / 4.8e12)
+    assert (found.device_error, found.host_error) == (COUNTED_ERROR, 0.4)
+    assert counted_step_time(TrainConfig(), replace(count, flops={})) is None  # its memory alone was counted
