@@ -148,3 +148,25 @@ def test_a_model_without_layers_of_its_own_has_no_plain_head() -> None:
     model.base_model = None
     object.__setattr__(model, "base_model", model)
     assert not chunked_loss.has_plain_head(model)
+
+
+def test_in_fp16_gradients_are_as_near_as_those_of_the_usual_loss_where_it_is_scaled() -> None:
+    """Those of a chunk are of sums, and scaled later. Unscaled, the usual loss loses a part of its own."""
+
+    def gradients(dtype: torch.dtype | None, scale: float, *, chunked: bool) -> torch.Tensor:
+        model = built(TINY | {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 4096})
+        loss = chunked_loss.chunked_loss(model) if chunked else None
+        tokens, number = torch.randint(0, 4096, (2, 1024)), torch.tensor(2048)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            outputs = model(input_ids=tokens, labels=None if chunked else tokens, num_items_in_batch=number)
+        of_loss = outputs.loss if loss is None else loss(outputs, tokens, num_items_in_batch=number)
+        (of_loss * scale).backward()
+        return torch.cat([parameter.grad.flatten() / scale for parameter in model.parameters()])
+
+    exact = gradients(None, 1.0, chunked=False)
+
+    def error(scale: float, *, chunked: bool) -> float:
+        return float((gradients(torch.float16, scale, chunked=chunked) - exact).norm() / exact.norm())
+
+    assert error(2.0**16, chunked=True) == pytest.approx(error(2.0**16, chunked=False), rel=0.05)
+    assert error(2.0**16, chunked=True) < 0.001 < error(1.0, chunked=False)
