@@ -6,7 +6,7 @@ from autotune.catalog import NO_PRICE, describe_price
 from autotune.cli.terminal import print_table
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.device_estimate import how_known
-from autotune.planning.plan import BATCHES, NO_SPEED, ONLY_BASELINE, Cell, Plan, memory_tables
+from autotune.planning.plan import BATCHES, LITTLE_KNOWN, Cell, Plan, memory_tables
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
 from autotune.problem.task import Task
 
@@ -16,18 +16,17 @@ def print_plan(made: Plan) -> None:
     task = made.task
     memory = fmt_gib(task.device.memory_gib)
     print(f"{task.model.name} on {task.device.label}: {memory}, {fmt_gib(made.limit_gib)} of it for tensors")
-    counted = made.baseline.memory is not None and made.baseline.memory.counted
-    print(f"{how_known(task.calibration, task.device, counted=counted)}.\n")
-    best = None if made.reason == ONLY_BASELINE else made.best
+    print(f"{how_known(task.calibration, task.device, counted=made.counted)}.\n")
+    best = None if made.best is made.baseline else made.best
     for name, estimated in (("best", best), ("guides", made.baseline)):
         if estimated is not None:
             print(f"{name:>8}  {estimated.config.label()}")
             for label, text in _lines(estimated, task).items():
                 print(f"{label:>8}  {text}")
             print()
-    if made.reason == NO_SPEED:
+    if made.reason in LITTLE_KNOWN:
         print(f"{'why':>8}  {made.reason}\n")
-    if made.best is not None:
+    elif made.best is not None:
         part = ""
         if made.num_estimated < made.space_size:
             part = f" (of the first {made.num_estimated:,} of {made.space_size:,} configurations)"

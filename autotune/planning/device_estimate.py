@@ -54,10 +54,8 @@ MAX_DEVIATIONS = 6.0  # an observation further from the expected speed than so m
 
 def how_known(calibration: Calibration | None, device: DeviceSpec, *, counted: bool = False) -> str:
     """What estimates for a card rest on, in a sentence without its stop; `counted` are those of a dry probe."""
-    if counted:
-        return f"{NOT_MEASURED}: {COUNTED}"
     parts = calibrated_parts(calibration, device)
-    return f"{f'Estimated, {parts}' if parts else NOT_MEASURED}: {ACCURACY}"
+    return f"{f'Estimated, {parts}' if parts else NOT_MEASURED}: {COUNTED if counted else ACCURACY}"
 
 
 def planned_device(name: str) -> DeviceSpec:
@@ -123,6 +121,8 @@ def estimate(
         price=task.price,
         memory=memory,
     )
+    if without_speed.state not in (FITS, TIGHT):
+        return without_speed
     time_by = step_time_of if counted else _step_time_by_formula
     step_time = time_by(task.model, task.workload.at_mean(config), shape.probe_micro_steps, host_of(task.calibration))
     return with_speed(without_speed, step_time, shape, observations, calibration=task.calibration)

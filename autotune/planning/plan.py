@@ -15,7 +15,7 @@ from autotune.catalog import DeviceSpec
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import ACCURACY, estimate, limit_of, no_estimate, planned_device
+from autotune.planning.device_estimate import ACCURACY, COUNTED, estimate, limit_of, no_estimate, planned_device
 from autotune.planning.observations import Observation, Say, silent
 from autotune.prediction.memory_formula import CONTEXT_GIB, unsupported
 from autotune.prediction.transfer import calibrated_parts
@@ -35,6 +35,8 @@ MAX_STRIDE = 300  # between two configurations of a large space: a longer walk t
 BATCHES = (1, 2, 4, 8, 16, 32)
 NO_SPEED = "no formula knows the speed of such models: `autotune run` measures it"
 ONLY_BASELINE = "only the baseline was counted, since each count takes seconds: `autotune run` looks for the best"
+# Reasons why there may be no best though something may fit.
+LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -57,6 +59,11 @@ class Plan:
     leanest: TrainConfig
     observations: tuple[Observation, ...] = ()
     from_reserve: bool = False
+
+    @property
+    def counted(self) -> bool:
+        """Whether a dry probe counted the baseline, which is then all that is known."""
+        return self.baseline.memory is not None and self.baseline.memory.counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +115,10 @@ def plan_setup(
 ) -> Plan:
     """The plan of a study that is set up, or of its reserve where nothing else fits. Raises UsageError."""
     made = plan_task(setup.task, limit_gib, observations, counted=counted)
-    if made.best is not None or made.reason == NO_SPEED or setup.reserve == setup.task.space:
+    if made.best is not None or made.reason in LITTLE_KNOWN or setup.reserve == setup.task.space:
         return made
     reserve = plan_task(open_reserve(setup).task, limit_gib, observations, counted=counted)
-    if reserve.best is None and reserve.reason != NO_SPEED:
+    if reserve.best is None and reserve.reason not in LITTLE_KNOWN:
         return replace(made, leanest=reserve.leanest)
     reason = f"nothing fits without one of these: {setup.reserved}; {reserve.reason}"
     return replace(reserve, from_reserve=True, reason=reason)
@@ -134,9 +141,8 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
             estimates[config] = estimated
     best, reason = None, "nothing fits beyond doubt"
     if baseline.state != OOM and unsupported(task.model, baseline.config):
-        reason = NO_SPEED
-        if baseline.state == FITS and baseline.tokens_per_s:
-            best, reason = baseline, ONLY_BASELINE
+        reason = ONLY_BASELINE if baseline.tokens_per_s else NO_SPEED
+        best = baseline if baseline.tokens_per_s and baseline.state == FITS else None
     if estimates:
         scored = [
             Scored(config=config, score=one.tokens_per_s or 0.0, free_fraction=-one.margin)
@@ -293,7 +299,7 @@ def plan_data(made: Plan) -> dict[str, Any]:
         "reason": made.reason,
         "configurations": {"looked_at": made.num_estimated, "of": made.space_size},
         "seen": [observed.source for observed in made.observations],
-        "how_sure": ACCURACY,
+        "how_sure": COUNTED if made.counted else ACCURACY,
         "calibrated": calibrated_parts(task.calibration, task.device),
         "what_fits": {name: [_cell_data(cell) for cell in cells] for name, cells in memory_tables(made).items()},
     }

@@ -198,8 +198,10 @@ def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConf
     lengths_known = workload.lengths.source != "assumed"
     if not lengths_known:
         workload = replace(workload, lengths=Lengths.constant(config.seq_len, "assumed"))
+    if unsupported(context.model, TrainConfig(precision=config.precision)):
+        return None
     checked = check_run(replace(context, workload=workload), run)
-    tokens_per_s = checked.estimate.tokens_per_s if checked and not checked.bounds.reported.counted else None
+    tokens_per_s = checked.estimate.tokens_per_s if checked else None
     no_bf16 = config.precision.startswith("bf16") and not context.device.supports_bf16
     if tokens_per_s is None or no_bf16 or config.seq_len > (context.model.max_seq_len or config.seq_len):
         return None

@@ -105,7 +105,7 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
     )
     shape = context.workload.run_shape(run.config, accumulation=run.accumulation, world_size=run.num_gpus or 1)
     shape = replace(shape, epochs=run.epochs or 1)
-    step_time = _step_time(context, run)
+    step_time = _step_time(context, run) if without_speed.state in (FITS, TIGHT) else None
     estimated = with_speed(
         without_speed,
         step_time,
@@ -175,6 +175,8 @@ def _with_fp32_base(sizes: Sizes, config: TrainConfig, memory: MemoryBreakdown) 
 def _step_time(context: CheckContext, run: ForeignConfig) -> StepTimeEstimate | None:
     """The times of a step on the reference card; None where no formula covers the model or the configuration."""
     config = context.workload.at_mean(run.config)
+    if FP32_BASE in run.notes and Sizes.of(context.model) is None:
+        return None  # what its casts take is not counted
     steps, host = min(run.accumulation, 2), host_of(context.calibration)
     step_time = step_time_of(context.model, _checkpoints_on_gpu(config), steps, host)
     if step_time is None:

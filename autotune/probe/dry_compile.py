@@ -16,7 +16,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
-from autotune.probe.storage_counter import StorageCounter, num_bytes
+from autotune.probe.storage_counter import (
+    FALLBACKS,
+    GROUPED_PRODUCT,
+    UNPACKED_PRODUCT,
+    StorageCounter,
+    num_bytes,
+)
 
 REDUCTIONS = {"sum", "mean", "amax", "amin", "var", "var_mean", "prod"}
 CASTS = {"convert_element_type", "_to_copy"}
@@ -113,7 +119,9 @@ def _is_generated(node: fx.Node) -> bool:
     """Whether Inductor generates the kernel: not of products, which libraries have, nor of views."""
     target: Any = node.target
     is_operation = node.op == "call_function" and isinstance(target, torch._ops.OpOverload)
-    return is_operation and not target.is_view and target.overloadpacket not in flop_registry
+    if not is_operation or target.is_view or target.overloadpacket in flop_registry:
+        return False
+    return target.overloadpacket.__name__ not in (UNPACKED_PRODUCT, GROUPED_PRODUCT, *FALLBACKS)
 
 
 def _viewed(node: fx.Node) -> fx.Node:

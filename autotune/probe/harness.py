@@ -369,8 +369,8 @@ class Probe:
             trained_share=self.request.trained_share,
         )
 
-    def _time_new_lengths(self) -> float:
-        """How much longer a micro batch takes whose length is new to this process, the median of a few.
+    def _time_new_lengths(self) -> float | None:
+        """How much longer a micro batch takes whose length is new to this process: the median of a few, None of none.
 
         They are a little shorter than those of the most frequent kind, whose time is known. They are odd, since the
         first plan of each alignment (`runtime.patches`) also builds kernels, for seconds.
@@ -401,7 +401,7 @@ class Probe:
             more.append(meter.seconds(before, after) - known_s * length / frequent.length)
             if meter.seconds(begin, after) > NEW_LENGTHS_S:
                 break
-        return max(statistics.median(more), 0.0) if more else 0.0
+        return max(statistics.median(more), 0.0) if more else None
 
     def _train_on(self, batch: Tensors) -> None:
         self.trainer.train_unrecorded(self.model, batch)

@@ -23,6 +23,8 @@ PRODUCT, THIN, OTHER = "product", "thin product", "other"
 THIN_BELOW = 100
 # Products of which torch knows no arithmetic: bitsandbytes' of inputs and a 4-bit weight, and that of each expert.
 UNPACKED_PRODUCT, GROUPED_PRODUCT = "gemm_4bit", "_grouped_mm"
+# The latter where experts are not in bf16, with the number of products: backward makes both gradients.
+FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 BLOCK = 512  # bytes: the CUDA allocator rounds each request up to a multiple
 
 
@@ -146,8 +148,10 @@ class StorageCounter(TorchDispatchMode):
             unpacked = inputs.element_size() * fan_out * fan_in
             self._count_product(UNPACKED_PRODUCT, 2 * inputs.numel() * fan_out, num_bytes((inputs, out)) + unpacked)
             self.moved[OTHER] += num_bytes(packed) + unpacked
-        elif packet.__name__ == GROUPED_PRODUCT:
-            self._count_product(GROUPED_PRODUCT, 2 * args[0].numel() * args[1].shape[-1], moved)
+        elif packet.__name__ == GROUPED_PRODUCT or packet.__name__ in FALLBACKS:
+            factors = [tensor for tensor in _tensors(args) if tensor.dim() > 1][-2:]
+            flops = 2 * factors[0].numel() * factors[1].shape[-1] * FALLBACKS.get(packet.__name__, 1)
+            self._count_product(packet.__name__, flops, moved)
         elif func.is_view or StorageCounter.fused:
             return
         else:

@@ -21,6 +21,7 @@ from autotune.core.pages import environment
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, usd_interval
 from autotune.planning.device_estimate import ACCURACY, COUNTED, NOT_MEASURED
+from autotune.planning.plan import ONLY_BASELINE
 from autotune.problem.run_cost import FITS
 
 Data = dict[str, Any]
@@ -188,6 +189,8 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         sentences.append(f"fastest: {fastest.device.name}, {speed} tokens/s{rivals}")
     of_all, of_these = (card.name if card else "none" for card in (group.smallest, group.smallest_compared))
     sentences.append(f"smallest card that holds it: {of_all} of all known, {of_these} of these")
+    if any(card.best is not None and card.plan is not None and card.plan.counted for card in group.cards):
+        sentences.append(ONLY_BASELINE)
     if reserve := [card.device.name for card in group.cards if card.plan and card.plan.from_reserve]:
         sentences.append(f"nothing fits on {' and '.join(reserve)} but what learns differently")
     for difference, names in group.training_differences().items():

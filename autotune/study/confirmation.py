@@ -34,7 +34,7 @@ def _run_round(trials: SharedTrials, round_: int, entries: list[TrainConfig], li
     waiting = [config for config in entries if round_ == 1 or trials.selection.may_win(config)]
     while waiting:
         config = waiting.pop(0)
-        if config not in likely and not trials.affords(config):
+        if not (trials.can_end(config) if config in likely else trials.affords(config)):
             trials.cut("measuring the baseline as a whole" if config == trials.selection.baseline() else AGAIN)
             continue
         whole = round_ == rounds or config in likely

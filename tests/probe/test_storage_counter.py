@@ -86,6 +86,12 @@ def test_products_that_torch_knows_no_arithmetic_of() -> None:
     assert counter.flops == {GROUPED_PRODUCT: 2 * 64 * 32 * 48}
     assert counter.moved == {THIN: 2 * (64 * 32 + 4 * 32 * 48 + 64 * 48)} and counter.operations == 1
     counter.begin()
+    offsets = torch.zeros(4, dtype=torch.int32, device=META)
+    counter._count_work(operation("grouped_mm_fallback"), (rows, experts, offsets), {}, out)
+    counter._count_work(operation("grouped_mm_fallback_backward"), (out, rows, experts, offsets), {}, (rows, experts))
+    once = 2 * 64 * 32 * 48
+    assert counter.flops == {"grouped_mm_fallback": once, "grouped_mm_fallback_backward": 2 * once}
+    counter.begin()
     packed = torch.empty(48 * 32 // 2, 1, dtype=torch.uint8, device=META)
     counter._count_work(operation(UNPACKED_PRODUCT), (rows, packed, (48, 32)), {}, out)
     assert counter.flops == {UNPACKED_PRODUCT: 2 * 64 * 32 * 48} and counter.operations == 1

@@ -26,7 +26,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
     """
     from autotune.planning.device_estimate import how_known, planned_device
     from autotune.planning.observations import known_observations
-    from autotune.planning.plan import NO_SPEED, estimate_named_configs, plan_data
+    from autotune.planning.plan import LITTLE_KNOWN, estimate_named_configs, plan_data
     from autotune.planning.plan import plan as make_plan
     from autotune.problem.search_space import ways_to_fit
     from autotune.problem.setup import calibration_of
@@ -48,7 +48,7 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         from autotune.cli.plan_text import print_plan
 
         print_plan(made)
-    if made.best is None and made.reason != NO_SPEED:
+    if made.best is None and made.reason not in LITTLE_KNOWN:
         raise NothingFits(
             f"nothing in the search space surely fits {device.name}",
             remedy=f"{ways_to_fit(made.leanest)}; `autotune compare` says which card holds it",

@@ -86,7 +86,7 @@ def verify(
         result = run_format(recipe, folder, steps, lengths, run)
     if isinstance(result, dict):
         promised_s = _step_s_of(recipe, result.get("padded_tokens_per_step"))
-        promised_s += _plans_s(recipe, prediction.micro_steps + recipe.accumulation)
+        promised_s += _plans_s(recipe, recipe.accumulation, steps * recipe.accumulation)
         prediction = replace(prediction, promised_step_s=promised_s)
     return with_result(prediction, result, steps)
 
@@ -111,12 +111,14 @@ def _step_s_of(recipe: Recipe, padded_tokens: float | None) -> float:
     return step_s + slope * (padded_tokens - shape.tokens_per_step)
 
 
-def _plans_s(recipe: Recipe, micro_batches: int) -> float:
-    """How much longer a step of so short a run takes, since more of its micro batches are of a length that is new."""
-    more = recipe.workload.new_length_share(recipe.config, micro_batches) - recipe.workload.new_length_share(
-        recipe.config
-    )
-    return recipe.accumulation * more * (recipe.winner.measurement.new_length_s or 0.0)
+def _plans_s(recipe: Recipe, begin: int, end: int) -> float:
+    """How much longer a step of so short a run takes, since more of its micro batches are of a length that is new.
+
+    Those from `begin` to `end`, counted from the start of the run, are timed.
+    """
+    share = partial(recipe.workload.new_length_share, recipe.config)
+    timed = (end * share(end) - begin * share(begin)) / (end - begin)
+    return recipe.accumulation * (timed - share()) * (recipe.winner.measurement.new_length_s or 0.0)
 
 
 class _StepReporter:

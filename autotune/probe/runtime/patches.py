@@ -55,10 +55,13 @@ def choose_attention(*, any_length: bool) -> None:
 def load_attention(model: Any, device: torch.device) -> None:
     """Attend once to masked rows of each alignment: cuDNN builds the kernels for one when it first needs them.
 
-    On an H100 that takes up to 4 s, which would fall into one of the steps.
+    On an H100 that takes up to 4 s, which would fall into one of the steps. A model without heads has no attention.
     """
     config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or not heads:
+        return
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = torch.bfloat16 if has_bf16 else torch.float16
     for length in (ALIGNMENTS[-1] + alignment for alignment in ALIGNMENTS):

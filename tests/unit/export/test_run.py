@@ -394,8 +394,9 @@ def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have(
     planned = replace(made, winner=replace(made.winner, config=replace(made.config, padding="masked")))
     planned = replace(planned, winner=replace(planned.winner, measurement=replace(known, new_length_s=0.5)))
     share = made.workload.new_length_share
-    assert verify._plans_s(planned, 2) == pytest.approx(4 * 0.5 * (share(planned.config, 2) - share(planned.config)))
-    assert verify._plans_s(planned, 2) > 0.5 and verify._plans_s(timed, 2) == 0.0
+    timed_share = (10 * share(planned.config, 10) - 2 * share(planned.config, 2)) / 8  # of the third to the tenth
+    assert verify._plans_s(planned, 2, 10) == pytest.approx(4 * 0.5 * (timed_share - share(planned.config)))
+    assert verify._plans_s(planned, 0, 2) > 0.5 and verify._plans_s(timed, 0, 2) == 0.0
     assert verify._step_s_of(timed, None) == verify._step_s_of(made, 2400.0) == step_s  # what is not known
 
     def ran(recipe: Recipe, folder: Path, steps: int, lengths: Any, run: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from autotune.planning.compare import (
     smallest_holding,
 )
 from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib, estimate, memory_state
-from autotune.planning.plan import ONLY_BASELINE, Plan, plan_task, planned_setup
+from autotune.planning.plan import ONLY_BASELINE, Plan, plan_data, plan_task, planned_setup
 from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
@@ -430,6 +430,9 @@ def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_w
     assert group.fastest is not None and group.fastest.device.name == "h100-sxm"
     assert group.cheapest is not None and group.plan is not None and group.plan.reason == ONLY_BASELINE
     assert all(card.best is not None and card.best == card.plan.baseline for card in group.cards if card.plan)
+    assert ONLY_BASELINE in verdicts(made, group)
+
+    assert plan_data(group.plan)["how_sure"] == COUNTED and plan_data(plan())["how_sure"] == ACCURACY
 
 
 @pytest.mark.usefixtures("not_counted")

@@ -183,11 +183,11 @@ def test_a_device_is_planned_for_by_name_or_is_the_one_that_is_here(monkeypatch:
 
 def test_what_an_estimate_rests_on_is_said() -> None:
     assert how_known(None, A10).startswith("Nothing was measured here. Estimated: memory by a formula")
-    assert how_known(calibration(), A10, counted=True).startswith(
-        "Nothing was measured here. Estimated: memory by counting a training step"
-    )
-    known = how_known(calibration(), A10)
-    assert known.startswith("Estimated, card and host calibrated on this machine, 2026-11-22: memory by a formula")
+    counted = how_known(None, A10, counted=True)
+    assert counted.startswith("Nothing was measured here. Estimated: memory by counting a training step")
+    for is_counted, by in ((False, "a formula"), (True, "counting a training step")):
+        known = how_known(calibration(), A10, counted=is_counted)
+        assert known.startswith(f"Estimated, card and host calibrated on this machine, 2026-11-22: memory by {by}")
 
 
 def test_products_in_8_bits_are_expected_by_their_own_peak() -> None:

@@ -222,7 +222,7 @@ def test_a_new_length_takes_longer_by_what_a_plan_takes_without_loading_librarie
     # The next odd ones below the most frequent, 19, but for 15, which is a kind; after six seconds no other begins.
     assert probe._time_new_lengths() == pytest.approx((4.25 + 0.25) / 2) and trained == [17, 13]
     assert probe._time_new_lengths() == pytest.approx(0.25) and trained == [17, 13, 11, 9, 7, 5, 3]
-    assert probe._time_new_lengths() == 0.0  # none is left
+    assert probe._time_new_lengths() is None  # none is left
 
 
 def test_positions_of_a_packed_row_restart_at_each_example() -> None:
