@@ -2,8 +2,9 @@
 
 The rows of `data/heldout_h200.jsonl` are whole models that no constant was made with: what the constants of counted
 times rest on are the profiled kernels of `data/transfer_h200.jsonl`, of three others. A dry probe counts each
-configuration here, without a GPU. Where the host sets the pace, its speed is the uncertain part: the hosts of the rows
-issued work at paces of their own. An error is the predicted time divided by the measured one, minus 1.
+configuration here, without a GPU. These rows were seen once before thin products got their own time. Where the host
+sets the pace, its speed is the uncertain part: the hosts of the rows issued work at paces of their own. An error is the
+predicted time divided by the measured one, minus 1.
 """
 
 import argparse
