@@ -91,7 +91,8 @@ class Evaluator:
     the memory of a configuration with so many micro batches in a step, None where it does not know. `shape` says how
     its layers repeat; without it there is no low fidelity. With `shallow_only` low fidelity is the last stage. `saved`
     has the configurations that did, in this session, what a full run does between steps: an evaluation and a save.
-    `truncated_s` and `whole_s` are the seconds that probes of each configuration took in this session.
+    `truncated_s` and `whole_s` are the seconds that probes of each configuration took in this session, without what a
+    new worker loads once.
     """
 
     prober: Prober
@@ -359,10 +360,17 @@ class Evaluator:
         return result
 
     def _spend(self, result: ProbeResult) -> float:
-        """Count the seconds of a probe, which are returned."""
+        """Count the seconds of a probe, which are returned.
+
+        A new worker loads libraries and kernels in its first step, up to half a minute where files are cold. No later
+        candidate does: without compilation that step counts as long as the others took.
+        """
         seconds = result.seconds.get("total", 0.0)
         spent = self.whole_s if result.depth is None else self.truncated_s
-        spent[result.config] = spent.get(result.config, 0.0) + seconds
+        once_s = 0.0
+        if not result.warm and result.config.compile == "none":
+            once_s = max(result.seconds.get("first_step", 0.0) - result.seconds.get("steady", 0.0), 0.0)
+        spent[result.config] = spent.get(result.config, 0.0) + seconds - once_s
         return seconds
 
     def _with_parts(self, result: ProbeResult) -> ProbeResult:
