@@ -23,14 +23,12 @@ from autotune.core.memory_budget import memory_limit_gib
 from autotune.core.nvml import Nvml
 from autotune.core.probe_types import PROBE_VERSION, Fingerprint
 from autotune.core.units import GIB, gib
+from autotune.probe.runtime.malloc import KEPT_BYTES, return_from
 from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
 
 MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
 WORKSPACE_GIB = 8 / 1024  # of libraries on a GPU: some keep 2 MiB from their first use of a large matrix on
-# malloc, on a CPU: from which size on blocks are returned to the kernel while peaks are read, and below which size they
-# are kept while steps are timed. The latter is glibc's own upper bound, which it comes to as it sees blocks freed.
-RETURNED_BYTES, KEPT_BYTES = 2**16, 2**25
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of glibc's
+RETURNED_BYTES = 2**16  # on a CPU blocks of this size go back to the kernel while peaks are read
 IS_MAPPED = 2  # in the word before a block: it came straight from the kernel
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger-kernel", "trl")
 
@@ -214,10 +212,10 @@ class CpuMeter:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
     def keep_freed(self) -> None:
-        """Let malloc keep freed blocks up to the size that it comes to by itself. Nothing is capped meanwhile."""
+        """Let malloc keep freed blocks, as the exported run does. Nothing is capped meanwhile."""
         while self._held:
             self._libc.free(self._held.pop())
-        self._set_malloc(KEPT_BYTES)
+        return_from(KEPT_BYTES)
         self._capped_at, _ = resource.getrlimit(resource.RLIMIT_DATA)
         self.uncap()
 
@@ -236,7 +234,7 @@ class CpuMeter:
 
     def _hold_free_blocks(self) -> None:
         """Return the pages of all free blocks, and allocate these, untouched: a tensor there would not be returned."""
-        self._set_malloc(RETURNED_BYTES)
+        return_from(RETURNED_BYTES)
         self._libc.malloc_trim(0)
         size = KEPT_BYTES
         while size >= RETURNED_BYTES:
@@ -246,11 +244,6 @@ class CpuMeter:
                 size //= 2
             else:
                 self._held.append(block)
-
-    def _set_malloc(self, threshold: int) -> None:
-        """Take larger blocks straight from the kernel, and return the free end of the heap beyond twice that."""
-        self._libc.mallopt(M_MMAP_THRESHOLD, threshold)
-        self._libc.mallopt(M_TRIM_THRESHOLD, 2 * threshold)
 
     def mark(self) -> float:
         return time.perf_counter()

@@ -284,6 +284,7 @@ class Selection:
             examples=examples,
             options=task.run_options if task.measured_on is None else None,
             measurements=self.record(config).best_known,
+            on_cpu=task.device.kind == "cpu",
         )
 
     def _power_w(self, measurement: Measurement) -> float | None:
