@@ -11,7 +11,7 @@ from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
-PROBE_VERSION = 8  # raised when probes measure something else than before; stored results are then measured again
+PROBE_VERSION = 9  # raised when probes measure something else than before; stored results are then measured again
 SHARDINGS = ("none",)
 
 
@@ -300,8 +300,8 @@ class Measurement:
     logging. Where the run has several kinds of micro batch, `micro_step_s` are means over all kinds by their shares,
     `step_s` what steps of such micro batches take, and `kind_s` pairs of each kind's share and its own seconds, in the
     order of the request.
-    `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is finer: it divides the backward pass where
-    its peak may move as depth grows. `host_micro_s` is what the host takes to issue a micro batch; with many layers the
+    `phase_s` and `phase_peak_gib` are keyed by Phase; `segment_peak_gib` is finer: it divides both passes where their
+    peaks may move as depth grows. `host_micro_s` is what the host takes to issue a micro batch; with many layers the
     device's queue fills, and it includes waiting.
     So `host_share`, the share of a micro batch's time that the host needs itself, comes from truncated models, as do
     `kernels`; None where there are none. `time_error` is the relative error that extrapolated times may have, 0 where

@@ -72,8 +72,8 @@ class TrainConfig:
 
     @property
     def has_mask(self) -> bool:
-        """Whether attention gets a mask: it keeps packed examples apart, or hides padding."""
-        return self.packing or self.padding == "masked"
+        """Whether attention gets a mask: it keeps packed examples apart, or hides padding, which a single row lacks."""
+        return self.packing or (self.padding == "masked" and self.micro_batch_size > 1)
 
     @property
     def has_any_length(self) -> bool:

@@ -258,9 +258,10 @@ def _with_memory(timed: Measurement, low: Measurement, high: Measurement, reach:
 
     segments = _lines(low.segment_peak_gib, high.segment_peak_gib, reach)
     phases = _lines(low.phase_peak_gib, high.phase_peak_gib, reach)
-    backward = [peak for name, peak in segments.items() if name.startswith(Phase.BACKWARD)]
-    if backward:
-        phases[Phase.BACKWARD] = max(backward)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        parts = [peak for name, peak in segments.items() if name.startswith(phase)]
+        if parts:
+            phases[phase] = max(parts)
     peak = max([*segments.values(), *phases.values()]) + max(_excess(low), _excess(high))
     beyond = _line(
         low.peak_reserved_gib - low.peak_allocated_gib, high.peak_reserved_gib - high.peak_allocated_gib, reach

@@ -256,8 +256,11 @@ def _moments(
     every = config.checkpoint_every
     recomputed = 0 if every is None else math.ceil(sizes.layers / every)
     body = tokens * ((sizes.layers - recomputed) * keep + recomputed * base_bytes * sizes.hidden)
-    # Autocast keeps its casts for a whole forward pass, and those that the backward pass needs for longer.
-    casts = 0.0 if config.precision == "bf16_pure" else 2.0 * trained
+    # Autocast keeps its casts for a whole forward pass, and those that the backward pass needs for longer. An embedding
+    # is never cast; the cast of a head in chunks exists after those of the layers.
+    embeddings = sizes.embedding * (1 if sizes.tied else 2)
+    cast = trained - (embeddings if full and config.loss == "chunked" else 0)
+    casts = 0.0 if config.precision == "bf16_pure" else 2.0 * cast
     kept_casts = casts * (1 - recomputed / sizes.layers)
     if config.compile != "none":
         casts = kept_casts
@@ -265,18 +268,34 @@ def _moments(
     norm = tokens * sizes.hidden * (6 if base_bytes == 2 else 20)
     waiting = trained_bytes if accumulates else 0.0
     embedding = float(base_bytes * sizes.embedding) if full else 0.0
+    shared = embedding if sizes.tied else 0.0  # the head's part of its gradient waits for that of the embedding
+    in_forward, in_head = logits * (10.0 + capped), logits * (12.0 + capped)
+    if full and config.loss == "chunked":
+        in_forward, in_head = 0.0, _trained_head_in_chunks(sizes, base_bytes, logits) + 4 * tokens * sizes.hidden
     layer = tokens * ((keep if recomputed else 0) + moving)
     return {
-        "forward": (waiting, body + norm + casts, logits * (10 + capped)),
-        "head": (waiting, body + norm - 2 * tokens * sizes.hidden + kept_casts, logits * (12 + capped)),
-        "layers": (waiting, body + layer + kept_casts, 0.0),
+        "forward": (waiting, body + norm + casts, in_forward),
+        "head": (waiting, body + norm - 2 * tokens * sizes.hidden + kept_casts, in_head),
+        "layers": (waiting, body + layer + kept_casts + shared, 0.0),
         # The backward pass ends with the first layer, when the gradients of all others exist.
         "first": (trained_bytes - embedding, layer, 0.0),
         # The gradient of the embedding is made as a whole, and added to the one that waits.
-        "inputs": (trained_bytes, embedding, 0.0),
+        "inputs": (trained_bytes, embedding + shared, 0.0),
         # torch's own AdamW, if it is not fused, makes a root of the second moment.
         "optimizer": (trained_bytes, trained_bytes if config.optimizer == "adamw_torch" else 0.0, 0.0),
     }
+
+
+def _trained_head_in_chunks(sizes: Sizes, base_bytes: int, logits: int) -> float:
+    """Bytes of a head that is trained in chunks: the sum of its gradients, and a chunk's logits or its own gradient.
+
+    Under autocast also its cast, and the chunk's gradient in 16 bits.
+    """
+    summed, own = base_bytes * sizes.embedding, base_bytes * sizes.embedding
+    if base_bytes == 2:
+        return float(summed + max(own + 2 * logits, 12 * logits))
+    cast = 2 * sizes.embedding
+    return float(summed + cast + max(own + cast, 12 * logits))
 
 
 def _weights(sizes: Sizes, config: TrainConfig, base_bytes: int) -> float:

@@ -129,7 +129,7 @@ class MemoryPredictor:
             gib=(statics + gib) * statistics.median(reserved),
             high_gib=(statics + high) * max(reserved),
             limit_gib=available_gib - min(contexts, default=0.0) - paged,
-            phase=Phase.BACKWARD if largest.startswith(Phase.BACKWARD) else Phase(largest),
+            phase=Phase(largest.partition("_")[0]),
             basis=len(similar),
             bounded=similar[0].signature == _compute_signature(config, micro_steps)
             and (bool(same_state) or not config.optimizer.startswith("paged_")),

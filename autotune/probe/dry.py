@@ -45,7 +45,7 @@ def dry_probe(request: ProbeRequest) -> DryCount:
     config = request.config
     if config.quantization in ("int8", "fp8"):
         raise ValueError(f"the kernels of {config.quantization} bases exist on a GPU alone")
-    with cuda_on_meta(packed=config.packing):
+    with cuda_on_meta(packed=config.packing, padded=config.has_mask and not config.packing):
         return CountedStep(request, META, cuda_workspace).count(WORKSPACE)
 
 
@@ -95,7 +95,7 @@ class CountedStep:
             state = counter.live - built - gradients
             if self._request.micro_steps == 1:
                 self._forget_gradients()
-            self._divide_backward()
+            self._divide_step()
             counter.begin()
             batches = [self._batch() for _ in range(self._request.micro_steps)]  # Trainer fetches those of a step
             self._enter("forward")
@@ -134,8 +134,8 @@ class CountedStep:
             self._segments[self._segment] = max(self._segments.get(self._segment, 0), peak)
         self._segment = segment
 
-    def _divide_backward(self) -> None:
-        """Divide the backward pass into head, layers and inputs, as the real probe does."""
+    def _divide_step(self) -> None:
+        """Divide the forward pass into layers and head, the backward pass into head, layers and inputs."""
 
         def begin_at(tensor: torch.Tensor, name: str) -> None:
             if tensor.requires_grad:
@@ -143,11 +143,14 @@ class CountedStep:
 
         embedding, head = self._base.get_input_embeddings(), self._base.get_output_embeddings()
         embedding.register_forward_hook(lambda module, inputs, outputs: begin_at(outputs, "backward_inputs"))
+        head.register_forward_pre_hook(lambda module, inputs: self._enter("forward_head"))
         head.register_forward_pre_hook(lambda module, inputs: begin_at(inputs[0], "backward_layers"))
 
     def _batch(self) -> dict[str, torch.Tensor]:
         rows, length = self._config.micro_batch_size, self._request.longest.length
-        names = ["input_ids", "labels"] + (["position_ids"] if self._config.packing else [])
+        names, config = ["input_ids", "labels"], self._config
+        if config.has_mask:
+            names.append("position_ids" if config.packing else "attention_mask")
         return {name: torch.zeros(rows, length, dtype=torch.long, device=self._device) for name in names}
 
     def _forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:

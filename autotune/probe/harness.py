@@ -242,19 +242,26 @@ class Probe:
         compile_layers(decoder_layers(self.model))
 
     def _add_hooks(self) -> None:
-        """Hooks at both ends of the layers check autocast, and divide the backward pass into head, layers, inputs."""
+        """Hooks at both ends of the layers check autocast, and divide a step.
+
+        The forward pass has layers and head, the backward pass head, layers and inputs.
+        """
         embedding, head = self.base.get_input_embeddings(), self.base.get_output_embeddings()
 
         def begin_at(tensor: torch.Tensor, name: str) -> None:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self.recorder.enter_segment(name))
 
+        def end_layers(hidden: torch.Tensor) -> None:
+            self.recorder.enter_segment("forward_head")
+            begin_at(hidden, "backward_layers")
+
         if self.request.trainer == "trl":  # it takes the head's weights, and never calls it
             layers_end = self.base.base_model.register_forward_hook(
-                lambda module, inputs, outputs: begin_at(outputs.last_hidden_state, "backward_layers")
+                lambda module, inputs, outputs: end_layers(outputs.last_hidden_state)
             )
         else:
-            layers_end = head.register_forward_pre_hook(lambda module, inputs: begin_at(inputs[0], "backward_layers"))
+            layers_end = head.register_forward_pre_hook(lambda module, inputs: end_layers(inputs[0]))
         self._hooks = [
             embedding.register_forward_pre_hook(self._check_autocast),
             embedding.register_forward_hook(lambda module, inputs, outputs: begin_at(outputs, "backward_inputs")),

@@ -16,6 +16,7 @@ import transformers.utils.generic
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental import _config as data_dependence
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
@@ -47,8 +48,11 @@ _libraries: list[Any] = []  # registrations end with the object that made them
 
 
 @contextmanager
-def cuda_on_meta(*, packed: bool) -> Iterator[None]:
-    """Inside, code that runs on the meta device does what it does on CUDA. `packed` rows hold several examples."""
+def cuda_on_meta(*, packed: bool, padded: bool) -> Iterator[None]:
+    """Inside, code that runs on the meta device does what it does on CUDA.
+
+    `packed` rows hold several examples; a mask hides the end of some `padded` rows.
+    """
     _register()
     clear = torch.clear_autocast_cache
 
@@ -81,6 +85,8 @@ def cuda_on_meta(*, packed: bool) -> Iterator[None]:
             stack.enter_context(_replaced(owner, name, value))
         stack.enter_context(torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastPrivateUse1))
         stack.callback(_casts.clear)
+        if padded:
+            stack.enter_context(_SeesPadding())
         yield
 
 
@@ -125,6 +131,17 @@ def _has_grouped_product(inputs: torch.Tensor, weight: torch.Tensor, ends: torch
     For other types CUDA multiplies expert by expert, as the operator that transformers falls back to does.
     """
     return weight.dtype is torch.bfloat16
+
+
+class _SeesPadding(TorchDispatchMode):
+    """Says no where a model asks whether a mask is true everywhere, which it could do without then."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype is torch.bool:
+            return False
+        return func(*args, **(kwargs or {}))
 
 
 class _SaveOnHost(saved_tensors_hooks):

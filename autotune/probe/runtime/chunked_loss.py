@@ -101,8 +101,8 @@ class _Chunks(torch.autograd.Function):
             if needs_gradients:
                 of_hidden, *of_weights = torch.autograd.grad(loss, [chunk, *weights])
                 gradients[0][chunk_of] = of_hidden
-                for gradient, addition in zip(gradients[1:], of_weights, strict=True):
-                    gradient += addition
+                for gradient in gradients[1:]:
+                    gradient += of_weights.pop(0)  # no name keeps it: the next chunk's would be a third copy
             total += loss.detach()
         ctx.save_for_backward(*gradients)
         return total

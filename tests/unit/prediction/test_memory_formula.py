@@ -248,7 +248,7 @@ def test_the_peak_in_a_layer_by_hand(compile: str, reserved: float, checkpointin
     assert found.reserved * GIB == pytest.approx(2.4 * logits + reserved * activations + 42 * 2**20)
 
 
-SHORT = {"method": "full", "micro_batch_size": 1, "seq_len": 128, "checkpointing": "full", "loss": "chunked"}
+SHORT = {"method": "full", "micro_batch_size": 1, "seq_len": 128, "checkpointing": "full", "loss": "full"}
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,48 @@ def test_autocast_keeps_the_casts_of_all_weights_beside_the_gradients_that_wait(
     activations = 128 * 4096 * (32 * 4 + 20) + 2 * params
     assert in_bytes(found) == pytest.approx((4 * params, activations, 10 * 128 * 32_768))
     assert found.phase is Phase.FORWARD
+
+
+@pytest.mark.parametrize(
+    ("precision", "seq_len", "of_embedding", "of_logits"),
+    [
+        # The sum of the head's gradients, and those of a chunk; under autocast also its cast, and these in 16 bits.
+        ("bf16_pure", 128, 2 + 2, 2),
+        ("bf16_pure", 1024, 2, 12),
+        ("bf16_mixed", 1024, 4 + 2 + 2 + 4, 0),
+    ],
+)
+def test_a_head_that_is_trained_in_chunks_by_hand(
+    precision: str, seq_len: int, of_embedding: int, of_logits: int
+) -> None:
+    """After the layers, where only casts are left that the backward pass needs, and none of the embeddings."""
+    params = resolve_model("mistral-7b").params
+    assert params is not None
+    knobs = SHORT | {"seq_len": seq_len, "checkpointing": "none", "loss": "chunked", "precision": precision}
+    size, casts = (2, 0) if precision == "bf16_pure" else (4, 2 * (params - 2 * EMBEDDING))
+    keep = kept_bytes(MISTRAL, TrainConfig(**knobs))
+    activations = seq_len * (32 * keep + 4096 * ((6 if size == 2 else 20) - 2)) + casts
+    in_head = of_embedding * EMBEDDING + of_logits * seq_len * 32_768 + 4 * seq_len * 4096
+    assert in_bytes(estimate(**knobs)) == pytest.approx((size * params, activations, in_head))
+
+
+def test_casts_end_with_the_layers_where_the_head_is_in_chunks() -> None:
+    """With all layers recomputed: the casts of their weights are the peak, and no logits exist yet."""
+    params = resolve_model("mistral-7b").params
+    assert params is not None
+    found = estimate(precision="bf16_mixed", **(SHORT | {"loss": "chunked"}))
+    activations = 128 * 4096 * (32 * 4 + 20) + 2 * (params - 2 * EMBEDDING)
+    assert in_bytes(found) == pytest.approx((4 * params, activations, 0)) and found.phase is Phase.FORWARD
+
+
+def test_a_tied_head_leaves_its_gradient_until_that_of_the_embedding_is_made() -> None:
+    model = resolve_model("llama-3.2-1b")
+    sizes = Sizes.of(model)
+    assert sizes is not None and sizes.tied and model.params is not None
+    for size, precision in ((2, "bf16_pure"), (4, "bf16_mixed")):
+        found = memory_breakdown(model, TrainConfig(**(SHORT | {"precision": precision, "seq_len": 16})), 1)
+        assert found is not None and found.phase is Phase.BACKWARD
+        assert in_bytes(found) == pytest.approx((size * model.params, 2 * size * sizes.embedding, 0))
 
 
 @pytest.mark.parametrize(

@@ -606,7 +606,7 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("trainer", ["transformers", "trl"])
-def test_the_backward_pass_is_divided_where_gradients_pass_the_ends_of_the_layers(trainer: str, trained: bool) -> None:
+def test_a_step_is_divided_where_it_passes_the_ends_of_the_layers(trainer: str, trained: bool) -> None:
     """TRL takes the head's weights and never calls it. Autocast is checked as the embedding runs."""
     embedding, layers, head = nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 4)
     embedding.requires_grad_(trained)
@@ -625,9 +625,9 @@ def test_the_backward_pass_is_divided_where_gradients_pass_the_ends_of_the_layer
     assert len(probe._hooks) == 3
     hidden = wrapped(embedding(torch.tensor([1, 2]))).last_hidden_state
     logits = hidden @ head.weight.T if trainer == "trl" else head(hidden)
-    assert entered == []
+    assert entered == ["forward_head"]
     logits.sum().backward()
-    assert entered == ["backward_layers", *["backward_inputs"] * trained]
+    assert entered == ["forward_head", "backward_layers", *["backward_inputs"] * trained]
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(WrongPrecision):
         embedding(torch.tensor([1]))
 
@@ -760,7 +760,7 @@ def test_a_probe_trains_measures_and_leaves_the_model_as_it_was(tmp_path: Path) 
         assert phases == [Phase.FIRST_STEP, Phase.STEADY, Phase.EVALUATE, Phase.SAVE]
         assert (found.limit_gib, found.context_gib, found.peak_reserved_gib) == (3.0, 0.5, 2.0)
         assert found.evaluation_s and found.checkpoint_s and found.warm_s and len(found.losses) >= 4
-        parts = {"forward", "backward", "backward_layers", "backward_inputs", "optimizer"}
+        parts = {"forward", "forward_head", "backward", "backward_layers", "backward_inputs", "optimizer"}
         assert set(found.segment_peak_gib) == parts
         assert meter.freed_gib == [pytest.approx(resident.model_gib + found.adapters_gib + found.optimizer_gib)]
         assert found.optimizer_gib > 0 and not list(tmp_path.iterdir())
