@@ -205,14 +205,15 @@ def compared(row: dict[str, Any], prober: DryProber) -> dict[str, Any]:
 
 def errors(row: dict[str, Any], count: DryCount) -> dict[str, Any]:
     """Relative errors of the peak and of each segment."""
+    segments = dict(count.segment_peak_gib)
+    if "forward_head" not in row["segments_gib"]:  # measured while the forward pass was one segment
+        segments["forward"] = max(segments["forward"], segments.pop("forward_head"))
     return {
         "held_out": row["family"] not in DEVELOPED,
         "counted_gib": count.peak_allocated_gib,
         "error": count.peak_allocated_gib / row["peak_gib"] - 1,
         "segment_errors": {
-            name: count.segment_peak_gib[name] / peak - 1
-            for name, peak in row["segments_gib"].items()
-            if name in count.segment_peak_gib
+            name: segments[name] / peak - 1 for name, peak in row["segments_gib"].items() if name in segments
         },
     }
 

@@ -308,7 +308,11 @@ class Comparison:
         elif not any(group.fastest for group in planned):
             lines = [f"whether anything is within {self.budget} is not known: no formula knows the speed"]
         else:
-            lines = [f"nothing is within {self.budget}"]
+            held = [card for group in planned for card in group.cards if card.holds_it]
+            unknown = dict.fromkeys(card.device.name for card in held if card.cost is None)
+            lines = [f"nothing {'of known speed ' if unknown else ''}is within {self.budget}"]
+            if unknown:
+                lines.append(f"no formula knows the speed of {', '.join(unknown)}")
             for group, advice in advised:
                 named = (("cheapest", advice.cheapest), ("fastest", advice.fastest))
                 wanted = [f"{kind} is {option}" for kind, option in named if option]

@@ -238,6 +238,13 @@ def test_if_nothing_is_within_the_budget_the_needed_amounts_are_reported() -> No
         "m, lora: cheapest is a10 ($2.00, 4 h), fastest is h100-sxm ($3.00, 1 h)",
     ]
     assert held.remedy() == "allow more than $1.00 and 30 min, or compare other cards"
+    slow, silent = entry("a10", 4, 0.5), entry("l4", plan=replace(plan(), best=None))
+    assert silent.holds_it and silent.cost is None
+    text = comparison(slow, silent, budget=Budget(max_usd=1)).unmet()
+    assert text is not None and text.splitlines()[:2] == [
+        "nothing of known speed is within $1.00",
+        "no formula knows the speed of l4",
+    ]
     assert replace(held, budget=Budget(max_usd=3)).unmet() is replace(held, budget=Budget()).unmet() is None
 
 
