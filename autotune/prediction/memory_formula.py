@@ -268,7 +268,9 @@ def _moments(
     norm = tokens * sizes.hidden * (6 if base_bytes == 2 else 20)
     waiting = trained_bytes if accumulates else 0.0
     embedding = float(base_bytes * sizes.embedding) if full else 0.0
-    shared = embedding if sizes.tied else 0.0  # the head's part of its gradient waits for that of the embedding
+    # The head's part of a shared gradient waits for that of the embedding; both are added to what waits from before.
+    shared = embedding if sizes.tied else 0.0
+    ending = shared * ((config.loss != "chunked") + accumulates)
     in_forward, in_head = logits * (10.0 + capped), logits * (12.0 + capped)
     if full and config.loss == "chunked":
         in_forward, in_head = 0.0, _trained_head_in_chunks(sizes, base_bytes, logits) + 4 * tokens * sizes.hidden
@@ -280,7 +282,7 @@ def _moments(
         # The backward pass ends with the first layer, when the gradients of all others exist.
         "first": (trained_bytes - embedding, layer, 0.0),
         # The gradient of the embedding is made as a whole, and added to the one that waits.
-        "inputs": (trained_bytes, embedding + shared, 0.0),
+        "inputs": (trained_bytes, embedding + ending, 0.0),
         # torch's own AdamW, if it is not fused, makes a root of the second moment.
         "optimizer": (trained_bytes, trained_bytes if config.optimizer == "adamw_torch" else 0.0, 0.0),
     }

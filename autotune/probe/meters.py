@@ -239,6 +239,9 @@ class CpuMeter:
         size = KEPT_BYTES
         while size >= RETURNED_BYTES:
             block = self._libc.malloc(size)
+            if block is None:  # more than the process may have
+                size //= 2
+                continue
             if ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & IS_MAPPED:
                 self._libc.free(block)  # no free block is as large
                 size //= 2

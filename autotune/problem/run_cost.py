@@ -178,7 +178,7 @@ def project(
     pauses = None
     if options is not None and measurements:
         pauses = _pauses(shape, held_out, options, performance.step_time_s, measurements)
-    drift = CPU_DRIFT if on_cpu else HOST_DRIFT * (_median([one.host_share for one in measurements]) or 0.0)
+    drift = CPU_DRIFT if on_cpu else HOST_DRIFT * min(_median([one.host_share for one in measurements]) or 0.0, 1.0)
     low, high = performance.spread
     performance = replace(performance, spread=(min(low, -drift), max(high, drift)))
     return replace(run_cost(shape, performance, price, power_w, pauses=pauses), examples=examples)

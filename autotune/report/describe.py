@@ -110,7 +110,8 @@ def factors(decomposition: Decomposition | None) -> str:
 def intervals(candidate: Candidate) -> str:
     """What the intervals of its time and cost are."""
     known = {
-        Evidence.MEASURED: "are the spread of the measured steps, and at least what two probes differ by",
+        Evidence.MEASURED: "are the spread of the measured steps, at least what two probes differ by, and of the full "
+        "run what its host or CPU may drift by",
         Evidence.EXTRAPOLATED: "hold the possible error of the extrapolation from a few layers",
         Evidence.PROJECTED: "hold 80% of the cases of the projection from another card, and the spread of the steps",
     }

@@ -363,13 +363,14 @@ class Evaluator:
         """Count the seconds of a probe, which are returned.
 
         A new worker loads libraries and kernels in its first step, up to half a minute where files are cold. No later
-        candidate does: without compilation that step counts as long as the others took.
+        candidate does: without compilation those steps count with what they take at their later pace.
         """
         seconds = result.seconds.get("total", 0.0)
         spent = self.whole_s if result.depth is None else self.truncated_s
         once_s = 0.0
-        if not result.warm and result.config.compile == "none":
-            once_s = max(result.seconds.get("first_step", 0.0) - result.seconds.get("steady", 0.0), 0.0)
+        warm_s = result.measurement.warm_s if result.measurement else None
+        if not result.warm and result.config.compile == "none" and warm_s is not None:
+            once_s = max(result.seconds.get("first_step", 0.0) - warm_s, 0.0)
         spent[result.config] = spent.get(result.config, 0.0) + seconds - once_s
         return seconds
 

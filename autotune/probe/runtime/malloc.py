@@ -7,6 +7,7 @@ import ctypes
 KEPT_BYTES = 2**30
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of glibc's
 LARGEST = 2**31 - 1
+LARGEST_THRESHOLD = 2**25  # of older releases of glibc, which refuse more
 
 
 def return_from(threshold: int) -> None:
@@ -16,5 +17,7 @@ def return_from(threshold: int) -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, threshold)
+        if not mallopt(M_MMAP_THRESHOLD, threshold):
+            threshold = min(threshold, LARGEST_THRESHOLD)
+            mallopt(M_MMAP_THRESHOLD, threshold)
         mallopt(M_TRIM_THRESHOLD, min(2 * threshold, LARGEST))

@@ -485,18 +485,21 @@ def test_a_whole_model_is_measured_if_it_fits_into_the_time_to_spare(session: St
 
 def test_what_a_new_worker_loads_in_its_first_step_is_no_candidates_time(session: Start) -> None:
     """A cold machine took 15.2 s for its first probe, 13.4 s of them in the first step, and 1.9 s for the second."""
-    cold = {"first_step": 13.4, "steady": 1.6, "total": 15.2}
+    cold = {"first_step": 13.4, "steady": 0.2, "total": 15.2}
     warm = {"first_step": 1.0, "steady": 0.7, "total": 1.9}
     linear = layered()
     compiled = replace(MIDDLE, compile="per_layer")
     for config, spent_s in ((MIDDLE, 15.2 - 13.4 + 1.6 + 1.9), (compiled, 15.2 + 1.9)):
-        evaluator, prober = session(
-            lambda request: replace(
-                linear(request),
-                warm=len(prober.requests) > 1,  # noqa: B023 (called in this turn of the loop)
-                seconds=warm if len(prober.requests) > 1 else cold,  # noqa: B023
-            )
-        )
+        asked_for: list[ProbeRequest] = []
+
+        def answer(request: ProbeRequest, before: list[ProbeRequest] = asked_for) -> ProbeResult:
+            before.append(request)
+            found, is_warm = linear(request), len(before) > 1
+            assert found.measurement is not None
+            measured = replace(found.measurement, warm_s=1.6)
+            return replace(found, measurement=measured, warm=is_warm, seconds=warm if is_warm else cold)
+
+        evaluator, prober = session(answer)
         evaluated = evaluator.evaluate(config, 0, spare_s=0.0)
         assert asked(prober) == [2, 8] and evaluated.seconds == pytest.approx(15.2 + 1.9)
         assert evaluator.truncated_s == {config: pytest.approx(spent_s)}
