@@ -17,6 +17,7 @@ from autotune.core.probe_types import PROBE_VERSION
 from autotune.core.units import GIB
 from autotune.probe import meters
 from autotune.probe.meters import CpuMeter, CudaMeter
+from autotune.probe.runtime import malloc
 from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
 from autotune.probe.worker_process import child_environment
 
@@ -351,6 +352,7 @@ class Heap:
 
     def __init__(self, *free: int) -> None:
         self.blocks = [*free]
+        self.largest = 2**40  # what the process may have
         self.said: list[Any] = []
         self.memory: dict[int, Any] = {}  # by the address of a block: the word before it, and a little of it
 
@@ -360,8 +362,10 @@ class Heap:
     def malloc_trim(self, left: int) -> None:
         self.said.append(("trim", left))
 
-    def malloc(self, size: int) -> int:
+    def malloc(self, size: int) -> int | None:
         assert isinstance(size, int)
+        if size > self.largest:
+            return None
         is_free = size in self.blocks
         if is_free:
             self.blocks.remove(size)
@@ -412,6 +416,40 @@ def test_freed_memory_is_kept_without_a_cap_and_then_returned_under_it(
     assert len(limits) == 3
     made.keep_freed()
     assert not heap.memory and not made._held
+
+
+def test_free_blocks_are_held_where_a_larger_one_is_refused(host: tuple[Any, Heap, list[Any]]) -> None:
+    made, heap, _ = host
+    heap.largest = 2**26
+    made.keep_freed()
+    made.return_freed(0.5)
+    assert len(made._held) == 4 and heap.blocks == [2**15]
+
+
+@pytest.mark.parametrize(
+    ("largest", "said"),
+    [
+        (2**40, [(-3, 2**30), (-1, 2**31 - 1), (-3, 2**16), (-1, 2**17)]),
+        # An older glibc refuses. What was set before must not stay, which the second setting would fix.
+        (2**25, [(-3, 2**30), (-3, 2**25), (-1, 2**26), (-3, 2**16), (-1, 2**17)]),
+    ],
+)
+def test_malloc_is_told_in_its_own_words(
+    monkeypatch: pytest.MonkeyPatch, largest: int, said: list[tuple[int, int]]
+) -> None:
+    told: list[tuple[int, int]] = []
+
+    def mallopt(name: int, value: int) -> int:
+        told.append((name, value))
+        return int(name != -3 or value <= largest)
+
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    malloc.return_from(malloc.KEPT_BYTES)
+    malloc.return_from(2**16)
+    assert told == said
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: SimpleNamespace())  # musl, macOS
+    malloc.return_from(2**16)
+    assert told == said
 
 
 def test_what_was_not_capped_is_not_capped_afterwards(host: tuple[Any, Heap, list[Any]]) -> None:
