@@ -151,7 +151,7 @@ def test_after_one_step_the_prediction_is_shown() -> None:
 def test_a_slower_device_is_reported_after_some_steps() -> None:
     steps = [line(step, 3.0 * step) for step in range(1, 22)]
     assert progress_after(steps).slowdown == pytest.approx(0.5)
-    assert progress_after(steps, device=resolve_device("cpu")).slowdown is None  # probes on a CPU are upper bounds
+    assert progress_after(steps, device=resolve_device("cpu")).slowdown is None  # a CPU's pace falls as it works
 
 
 def test_evaluations_and_checkpoints_are_projected_and_slow_down_no_step() -> None:
