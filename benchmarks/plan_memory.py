@@ -201,7 +201,7 @@ def as_they_ran(model: ModelSpec, config: TrainConfig) -> float:
     """
     sizes, memory = Sizes.of(model), memory_breakdown(model, config)
     assert sizes is not None and memory is not None
-    casts = 4 * sum(map(sum, sizes.linears)) if config.method == "lora" else 0
+    casts = 4 * sum(map(sum, sizes.matrices.values())) if config.method == "lora" else 0
     body = 2 * sizes.layers * sizes.hidden
     capped = 2 if sizes.family == "gemma2" else 0
     head = body + 4 * sizes.hidden + (8 + capped) * sizes.vocab

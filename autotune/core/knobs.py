@@ -13,10 +13,12 @@ from typing import Any, Literal
 from autotune.core.files import load_data
 
 Kind = Literal["system", "learning"]
-Form = Literal["choice", "boolean", "integer", "checkpointing"]
+Form = Literal["choice", "boolean", "integer", "checkpointing", "modules"]
 Effect = Literal["memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"]
 
 MAX_INTEGER = 2**24
+# Names of modules with commas between them. A single one has a "_" or a ".", or an error in a choice would be one.
+_MODULES = re.compile(r"(?=.{1,400}$)(?:\w[\w.]*[_.][\w.]*|\w[\w.]*(?:,\w[\w.]*)+)")
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 
 
@@ -28,7 +30,8 @@ class KnobSpec:
         name: The field of `TrainConfig`.
         label: A few plain words for tables and headings; those of the name if left out.
         description: One sentence on what the knob does.
-        form: How values are checked. A choice has `choices`, an integer is 1 to `MAX_INTEGER`.
+        form: How values are checked. A choice has `choices`, an integer is 1 to `MAX_INTEGER`; modules have `choices`,
+            or names of modules with commas between them.
         default: The value of a configuration that does not name the knob; the first choice, or false, if left out.
         affects: What the knob changes. `weights` are the bytes of the base model or its adapters beyond their rank,
             `micro_time` the seconds of a micro batch, `rest_of_step` those of the optimizer step after them,
@@ -106,8 +109,9 @@ class KnobSpec:
         elif self.form == "boolean":
             if not isinstance(value, bool):
                 raise ValueError(f"{self.name} is true or false, not {value!r}")
-        elif value not in self.choices or isinstance(value, bool):
-            raise ValueError(f"{self.name} is one of {', '.join(map(str, self.choices))}, not {value!r}")
+        elif isinstance(value, bool) or not (value in self.choices or (self.form == "modules" and _are_names(value))):
+            or_names = " or names of modules with commas between them" if self.form == "modules" else ""
+            raise ValueError(f"{self.name} is one of {', '.join(map(str, self.choices))}{or_names}, not {value!r}")
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
         """Whether the knob has an effect with these values of all knobs."""
@@ -116,7 +120,9 @@ class KnobSpec:
         return all(values[name] == wanted for name, wanted in self.active_when.items())
 
     def possible(self, value: Any, values: Mapping[str, Any]) -> Any:
-        """The value itself, or the next choice that is possible with these values of all knobs."""
+        """The value itself, or the next choice that is possible with these values of all knobs; names are sorted."""
+        if self.form == "modules":
+            return ",".join(sorted(set(value.split(","))))
         while any(values[name] == excluded for name, excluded in self.impossible_with.get(value, {}).items()):
             value = self.choices[self.choices.index(value) + 1]
         return value
@@ -125,12 +131,14 @@ class KnobSpec:
         """A key by which the fastest value sorts first. Equal for all values where no order is known."""
         if self.form == "checkpointing":
             return -(checkpoint_every(value) or math.inf), value == "offload"
-        return self.fastest_first.index(value) if self.fastest_first else 0
+        return self.fastest_first.index(value) if value in self.fastest_first else 0
 
     def memory_rank(self, value: Any) -> Any:
         """A key by which the value that needs the least memory sorts first."""
         if self.form == "checkpointing":
             return checkpoint_every(value) or math.inf, value != "offload"
+        if self.form == "modules":  # of names nothing is known
+            return self.leanest_first.index(value) if value in self.leanest_first else 0
         return self.leanest_first.index(value) if self.leanest_first else value
 
     def capability_rank(self, value: Any) -> float:
@@ -162,6 +170,10 @@ def checkpoint_every(checkpointing: str) -> int | None:
     if match is None:
         raise ValueError(f"checkpointing is none, full, offload or every_K with K of 2 or more, not {checkpointing!r}")
     return int(match.group(1))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, str) and bool(_MODULES.fullmatch(value)) and value != "all_linear"
 
 
 def check_value(knob: str, value: Any) -> None:

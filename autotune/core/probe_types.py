@@ -71,7 +71,8 @@ class ModelShape:
     of it that adapters on every linear layer leave out; PEFT reaches the rest through `parametrized` weights, which
     cannot be compiled. `plain_head` says that the logits are neither capped nor scaled after the head, `liger` that
     Liger has kernels for the model, `sdpa` that transformers has SDPA attention for it. `no_adapters` is why PEFT
-    refuses adapters on every linear layer.
+    refuses adapters on every linear layer. `linear_layers` are the paths of linear modules inside a layer, sorted;
+    empty where they are not known.
     """
 
     num_layers: int
@@ -84,6 +85,7 @@ class ModelShape:
     liger: bool = False
     sdpa: bool = True
     no_adapters: str | None = None
+    linear_layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

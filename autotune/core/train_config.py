@@ -25,6 +25,7 @@ class TrainConfig:
     micro_batch_size: int = KNOBS["micro_batch_size"].default
     seq_len: int = KNOBS["seq_len"].default
     lora_rank: int | None = KNOBS["lora_rank"].default
+    lora_targets: str = KNOBS["lora_targets"].default
     optimizer: str = KNOBS["optimizer"].default
     precision: str = KNOBS["precision"].default
     quantization: str = KNOBS["quantization"].default

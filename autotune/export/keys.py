@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.core.files import load_data
+from autotune.core.knobs import KNOBS
+from autotune.core.lora_targets import target_modules
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.export.header import eval_steps, model_source, on_cpu, save_steps, warmup_steps
 from autotune.problem.run_options import KEPT_CHECKPOINTS
@@ -71,10 +73,13 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     config, report_to, evaluates = recipe.config, recipe.run_options.report_to, recipe.workload.held_out() > 0
     attention, rank, alpha = attention_of(tool, config), config.lora_rank or 1, config.lora_alpha
     scale = None if alpha is None else alpha / (rank**0.5 if config.rslora else rank)
+    modules = target_modules(recipe.model.config["model_type"], config.lora_targets)
     return config.as_dict() | {
         "model": model_source(recipe),
         "on_cpu": on_cpu(recipe),
         "base_dtype": config.base_dtype,
+        "target_modules": ", ".join(modules) if modules and tool == "llamafactory" else modules,
+        "names_targets": config.lora_targets not in KNOBS["lora_targets"].choices,
         "lora_alpha": alpha,
         "lora_alpha_of_rank": None if scale is None else scale * rank,  # for torchtune, which divides by the rank
         "accumulation": recipe.accumulation,

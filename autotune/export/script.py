@@ -80,7 +80,7 @@ def settings(recipe: Recipe) -> RunSettings:
         model=model_source(recipe),
         has_published_weights=has_published_weights(recipe),
         use_cpu=on_cpu(recipe),
-        model_settings=model_settings(config),
+        model_settings=model_settings(config, recipe.model.config["model_type"]),
         method=config.method,
         precision=config.precision,
         micro_batch_size=config.micro_batch_size,

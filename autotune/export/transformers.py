@@ -22,7 +22,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     """The arguments, the notes and train_config.json; with LoRA the adapter's file, of a quantized base its file."""
     config = recipe.config
     values: dict[str, Any] = {"training_args.json": _arguments(recipe)}
-    built = model_settings(config)
+    built = model_settings(config, recipe.model.config["model_type"])
     if lora := built.lora_arguments():
         base = {"peft_type": "LORA", "base_model_name_or_path": model_source(recipe), "inference_mode": False}
         values["adapter_config.json"] = base | lora

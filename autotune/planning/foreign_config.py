@@ -14,7 +14,8 @@ from typing import Any
 from autotune.catalog import ModelSpec
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data, read_user_text, read_user_yaml
-from autotune.core.knobs import KNOBS
+from autotune.core.knobs import KNOBS, check_value
+from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
 from autotune.problem.constraints import NO_SDPA
@@ -302,9 +303,29 @@ def _adapters(file: _File, tool: str) -> dict[str, Any]:
         file.names("lora_target") or ("all",) if tool == "llamafactory" else file.names("lora_target_modules")
     )
     all_linear = file.flag("lora_target_linear") or any(map(targets.issuperset, _table("all_linear")))
-    where = _shown(", ".join(sorted(targets))) if targets else "what PEFT chooses, mostly q_proj and v_proj"
-    file.note(not all_linear, "targets", targets=where)
-    return {"lora_rank": rank, "dora": file.flag(key_of(tool, "dora")), "rslora": rslora}
+    return {
+        "lora_rank": rank,
+        "lora_targets": ALL_LINEAR if all_linear else _targets(file, targets),
+        "dora": file.flag(key_of(tool, "dora")),
+        "rslora": rslora,
+    }
+
+
+def _targets(file: _File, names: set[str]) -> str:
+    """Where the adapters are, as the knob `lora_targets` says it."""
+    if not names:
+        file.note(True, "default_targets")
+        return "q_v"
+    for choice in KNOBS["lora_targets"].choices:
+        if names == set(target_modules("llama", choice) or ()):
+            return str(choice)
+    joined = ",".join(sorted(names))
+    try:
+        check_value("lora_targets", joined)
+    except ValueError:
+        file.note(True, "targets", targets=_shown(joined))
+        return ALL_LINEAR
+    return joined
 
 
 def _precision(pure: bool, bf16: bool, fp16: bool, otherwise: str = "fp32") -> str:

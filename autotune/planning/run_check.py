@@ -13,6 +13,7 @@ from typing import Any
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
 from autotune.catalog.models import shaped_like
 from autotune.core.errors import UsageError
+from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
@@ -42,7 +43,17 @@ from autotune.problem.workload import Workload
 VERDICTS = {FITS: "fits", TIGHT: "too close to tell", OOM: "out of memory"}
 MIN_SPEEDUP = 1.05  # from which on a faster configuration is reported
 # Knobs that the faster configuration shares with the run, since they change what is learned.
-SHARED = ("method", "lora_rank", "rslora", "seq_len", "quantization", "double_quant", "precision", "optimizer")
+SHARED = (
+    "method",
+    "lora_rank",
+    "lora_targets",
+    "rslora",
+    "seq_len",
+    "quantization",
+    "double_quant",
+    "precision",
+    "optimizer",
+)
 _EXAMPLE_OPTIONS = ("dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example")
 
 
@@ -239,7 +250,7 @@ def _run_command(spec: StudySpec, config: TrainConfig, workload: Workload, globa
         words += [f"--{name.replace('_', '-')}", str(value)]
     for knob in SHARED:
         value = getattr(config, knob)
-        if knob not in ("method", "lora_rank", "seq_len") and value not in (False, "none"):
+        if knob not in ("method", "lora_rank", "seq_len") and value not in (False, "none", ALL_LINEAR):
             words += ["--set", f"{knob}={value}"]
     return shlex.join(words)
 

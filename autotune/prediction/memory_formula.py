@@ -12,6 +12,7 @@ from typing import Any
 
 from autotune.catalog import ModelSpec
 from autotune.core.files import load_data
+from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.probe_types import DryCount, Phase
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
@@ -31,6 +32,13 @@ SCORES = {"gemma2": 8}
 SCORES_DEFAULT, SCORES_COMPILED = 6, 4
 QWEN3_EAGER = {"lora": (12, 4), "full": (14, 6)}
 _NORMS = {"gemma2": 4}  # norms in a layer; 2 in all other families
+# Matrices that share an input
+_SHARED_INPUTS = (
+    ("q_proj", "k_proj", "v_proj", "qkv_proj"),
+    ("o_proj",),
+    ("gate_proj", "up_proj", "gate_up_proj"),
+    ("down_proj",),
+)
 
 
 def kept_factors(kernels: str) -> dict[str, dict[str, tuple[int, int, int, int]]]:
@@ -96,22 +104,31 @@ class Sizes:
         return self.vocab * self.hidden
 
     @property
-    def linears(self) -> tuple[tuple[int, int], ...]:
-        """The (in, out) of each matrix of a layer."""
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The (in, out) of each matrix of a layer, by its name."""
         hidden, inner, queries, keys = self.hidden, self.intermediate, self.queries, self.keys
+        out, down = {"o_proj": (queries, hidden)}, {"down_proj": (inner, hidden)}
         if self.family == "phi3":  # queries, keys and values in one matrix, both halves of the MLP in another
-            return ((hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * inner), (inner, hidden))
-        attention = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
-        return (*attention, (hidden, inner), (hidden, inner), (inner, hidden))
+            return {"qkv_proj": (hidden, queries + 2 * keys)} | out | {"gate_up_proj": (hidden, 2 * inner)} | down
+        attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)} | out
+        return attention | {"gate_proj": (hidden, inner), "up_proj": (hidden, inner)} | down
 
     @property
     def linear_params(self) -> int:
         """Parameters of the matrices of all layers."""
-        return self.layers * sum(fan_in * fan_out for fan_in, fan_out in self.linears)
+        return self.layers * sum(fan_in * fan_out for fan_in, fan_out in self.matrices.values())
 
-    def adapter_params(self, rank: int) -> int:
-        """Parameters of adapters of this rank on every matrix of every layer."""
-        return self.layers * rank * sum(map(sum, self.linears))
+    def adapted(self, config: TrainConfig) -> set[str]:
+        """The names of the matrices that get adapters, and other names that `lora_targets` has."""
+        if config.method == "full":
+            return set()
+        names = target_modules(self.family, config.lora_targets)
+        return set(self.matrices) if names is None else set(names)
+
+    def adapter_params(self, config: TrainConfig) -> int:
+        """Parameters of the adapters in all layers."""
+        sides = sum(sum(self.matrices[name]) for name in self.adapted(config))
+        return self.layers * (config.lora_rank or 0) * sides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +175,12 @@ class MemoryBreakdown:
 
 def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
     """What of the model or the configuration the formulas of memory and step time do not cover; None if they do."""
+    sizes = Sizes.of(model)
+    some = config.method == "lora" and config.lora_targets != ALL_LINEAR
     uncovered = {
-        f"{printable(model.config['model_type'])} models": Sizes.of(model) is None,
+        f"{printable(model.config['model_type'])} models": sizes is None,
+        "compiled layers with adapters in parts": some and config.compile != "none",
+        "adapters on other modules": sizes is not None and not sizes.adapted(config) <= set(sizes.matrices),
         "fp32 precision": config.precision == "fp32",
         "int8 bases": config.quantization == "int8",
         "DoRA": config.dora,
@@ -183,7 +204,7 @@ def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2
         return None
     full, pure = config.method == "full", config.precision == "bf16_pure"
     base_bytes = 4 if full and not pure else 2  # of a value that is not quantised
-    trained = sizes.params if full else sizes.adapter_params(config.lora_rank or 1)
+    trained = sizes.params if full else sizes.adapter_params(config)
     trained_bytes = trained * (base_bytes if full else 2 if pure else 4)
     logits = _logits(config, sizes.vocab)
     moments = _moments(sizes, config, trained, trained_bytes, base_bytes, logits, accumulates=micro_steps > 1)
@@ -335,7 +356,7 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     if config.attention == "eager":  # it repeats keys and values, and keeps the scores
         other = {"gemma2": (of_queries, of_keys), "phi3": (of_queries, 0), "qwen3": QWEN3_EAGER[config.method]}
         of_queries, of_keys = other.get(sizes.family, (8, 0))
-    keep = of_hidden * sizes.hidden + of_inner * sizes.intermediate
+    keep: float = of_hidden * sizes.hidden + of_inner * sizes.intermediate
     keep += of_queries * sizes.queries + of_keys * sizes.keys + 4 * _NORMS.get(sizes.family, 2)
     if config.attention == "eager":
         scores = SCORES_COMPILED if compiled else SCORES.get(sizes.family, SCORES_DEFAULT)
@@ -349,8 +370,24 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
     if sizes.family == "qwen3":  # which normalises queries and keys of each head
         keep += 4 * (sizes.heads + sizes.key_heads)
     if config.method == "lora":
-        keep += 2 * (config.lora_rank or 1) * len(sizes.linears)
+        keep -= _kept_by_missing_adapters(sizes, config, pure=pure)
+        keep += 2 * (config.lora_rank or 1) * len(sizes.adapted(config))
     return keep
+
+
+def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
+    """Bytes for each token that a layer keeps with adapters on every matrix, and does not with those that it has.
+
+    An adapter keeps its input: its own cast of it under autocast, else what all matrices with this input share.
+    """
+    adapted = sizes.adapted(config)
+    if not pure:
+        return sum(2.0 * fan_in for name, (fan_in, _) in sizes.matrices.items() if name not in adapted)
+    unused = [names for names in _SHARED_INPUTS if not adapted & set(names)]
+    if config.attention != "eager" and sizes.family != "phi3":  # fused attention keeps its output, which o_proj reads
+        unused = [names for names in unused if "o_proj" not in names]
+    inputs = {name: fan_in for name, (fan_in, _) in sizes.matrices.items()}
+    return sum(2.0 * next(inputs[name] for name in names if name in inputs) for names in unused)
 
 
 def moving_bytes(sizes: Sizes, config: TrainConfig) -> float:

@@ -197,16 +197,18 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASU
     # A multiply-add is two operations; forward, the gradient of the input, and in full fine-tuning that of the weight.
     products = (6 if full else 4) * (sizes.linear_params + sizes.embedding) + 2 * again * sizes.linear_params
     if not full:
-        products += (6 + 2 * again) * sizes.adapter_params(config.lora_rank or 1)
+        products += (6 + 2 * again) * sizes.adapter_params(config)
     attention = 6 * config.seq_len * sizes.queries * sizes.layers * (1 + again / 3)
     of_kept, of_logits, of_base = COMPILED if compiled else EAGER
-    moved = tokens * (of_kept * (FULL if full else 1.0) * sizes.layers * kept_bytes(sizes, config) * (2 + again))
+    adapted = len(sizes.adapted(config)) / len(sizes.matrices)
+    of_kept *= FULL + adapted * (1 - FULL)
+    moved = tokens * (of_kept * sizes.layers * kept_bytes(sizes, config) * (2 + again))
     moved += tokens * of_logits * sizes.vocab
     if config.quantization == "nf4":  # unpacked for every product
         moved += of_base * sizes.linear_params * (2 + again)
     rate = 1e12 * (products_tflops(card) or math.nan) * (FP8 if config.quantization == "fp8" else 1.0)
     bandwidth = 1e9 * (card.bandwidth_gb_s or math.nan)
-    issue_ms = FULL_MS if full else HOST_MS["compiled" if compiled else "eager"]
+    issue_ms = FULL_MS + adapted * (HOST_MS["compiled" if compiled else "eager"] - FULL_MS)
     issue_ms += NF4_MS if config.quantization == "nf4" else 0.0
     # Clipping reads the gradients; the optimizer reads and writes weights and state.
     trained = memory_breakdown(model, config)
@@ -219,5 +221,5 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASU
         host_s=sizes.layers * issue_ms / 1000 * (1 + AGAIN * again) * host.scale,
         rest_s=stepped / bandwidth,
         host_error=host.error,
-        side=math.cbrt(tokens * sizes.linear_params / (sizes.layers * len(sizes.linears))),
+        side=math.cbrt(tokens * sizes.linear_params / (sizes.layers * len(sizes.matrices))),
     )

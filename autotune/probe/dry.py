@@ -57,7 +57,7 @@ class CountedStep:
     ) -> None:
         """Build the model. `workspace` says what the kernel of an operation allocates for itself."""
         self._request, self._config, self._device = request, request.config, device
-        settings = model_settings(request.config)
+        settings = model_settings(request.config, request.model["model_type"])
         shape = config_of(request.model)
         if request.depth is not None:
             truncate(shape, request.depth)

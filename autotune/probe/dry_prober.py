@@ -17,6 +17,7 @@ from typing import Any
 
 from autotune.core.errors import StorageError
 from autotune.core.files import cache_directory, write_atomic
+from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.probe_types import DryCount, ModelShape, ProbeRequest
 from autotune.core.process import module_command
 from autotune.core.serialization import from_data, to_data
@@ -71,7 +72,8 @@ class DryProber:
         shape = self._shape(request.model)
         if isinstance(shape, str):
             return DryAnswer(refused=shape)
-        if shape.no_adapters is not None and request.config.method == "lora":
+        config = request.config
+        if shape.no_adapters is not None and config.method == "lora" and config.lora_targets == ALL_LINEAR:
             return DryAnswer(refused=shape.no_adapters)
         pair = counted_depths(shape, request.config.checkpoint_every)
         if pair is None:

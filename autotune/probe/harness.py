@@ -214,7 +214,7 @@ class Probe:
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
         # TRL and its users leave the choice to torch.
         choose_attention(any_length=config.padding == "longest" and request.trainer == "transformers")
-        set_checkpointing(self.base, model_settings(config))
+        set_checkpointing(self.base, model_settings(config, request.model["model_type"]))
         self.model = attach(self.resident, config, meter.torch_device, request.seed)
         if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":
             self.managed_gib = paged_state_gib(self.model)

@@ -1,11 +1,12 @@
 """What a configuration means to the model builder: the same for a probe and for the exported script."""
 
+from autotune.core.lora_targets import target_modules
 from autotune.core.train_config import TrainConfig
 from autotune.probe.runtime.settings import ModelSettings
 
 
-def model_settings(config: TrainConfig) -> ModelSettings:
-    """The values that `runtime.model_builder` builds a model from."""
+def model_settings(config: TrainConfig, model_type: str) -> ModelSettings:
+    """The values that `runtime.model_builder` builds a model of this transformers type from."""
     return ModelSettings(
         base_dtype=config.base_dtype,
         attention=config.attention,
@@ -13,6 +14,7 @@ def model_settings(config: TrainConfig) -> ModelSettings:
         double_quant=config.double_quant,
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
+        lora_targets=target_modules(model_type, config.lora_targets),
         dora=config.dora,
         rslora=config.rslora,
         adapters_in_fp32=config.precision != "bf16_pure",

@@ -33,6 +33,8 @@ def describe(model: dict[str, Any]) -> ModelShape:
         built = from_config(config, torch.bfloat16, "eager")
     layers = decoder_layers(built)
     prefix, period = repetition(_kinds(layers, config))
+    named = (item for layer in layers for item in layer.named_modules())
+    linear_layers = {path: module for path, module in named if isinstance(module, nn.Linear | Conv1D)}
     linear = {id(module.weight) for module in built.modules() if isinstance(module, nn.Linear | Conv1D)}
     matrices = [parameter for layer in layers for parameter in layer.parameters() if parameter.ndim > 1]
     num_parameters = sum(parameter.numel() for parameter in built.parameters())
@@ -60,6 +62,7 @@ def describe(model: dict[str, Any]) -> ModelShape:
         liger=_liger_supports(config.model_type),
         sdpa=built._supports_sdpa,
         no_adapters=no_adapters,
+        linear_layers=tuple(sorted(linear_layers)),
     )
 
 
@@ -92,7 +95,7 @@ def _wrapped_parameters(built: nn.Module) -> set[int]:
 
     Raises ValueError where PEFT refuses adapters on every linear layer.
     """
-    adapted = to_train(built, model_settings(TrainConfig()), torch.device("meta"))
+    adapted = to_train(built, model_settings(TrainConfig(), built.config.model_type), torch.device("meta"))
     wrappers = [module for module in adapted.modules() if isinstance(module, ParamWrapper)]
     return {id(getattr(wrapper.get_base_layer(), wrapper.parameter_name)) for wrapper in wrappers}
 

@@ -67,7 +67,7 @@ def build_resident(request: ProbeRequest, device: torch.device) -> ResidentModel
 
     Real weights are loaded for a whole model only: some of its layers are as fast with random ones.
     """
-    settings = model_settings(request.config)
+    settings = model_settings(request.config, request.model["model_type"])
     torch.manual_seed(request.seed)  # the same weights whatever this process did before
     config = config_of(request.model)
     if request.depth is not None:
@@ -84,13 +84,15 @@ def attach(resident: ResidentModel, config: TrainConfig, device: torch.device, s
 
     Adapters of an earlier probe are reused where they fit, with new values: that saves a third of a second on a 7B.
     """
+    settings = model_settings(config, resident.base.config.model_type)
     if config.method == "full":
-        return to_train(resident.base, model_settings(config), device)
-    wanted = (config.lora_rank, config.lora_alpha, config.rslora, config.dora, config.precision == "bf16_pure")
+        return to_train(resident.base, settings, device)
+    scale, pure = (config.lora_alpha, config.rslora), config.precision == "bf16_pure"
+    wanted = (config.lora_rank, config.lora_targets, *scale, config.dora, pure)
     if resident.adapted is None or resident.adapted_for != wanted:
         if resident.adapted is not None:
             resident.adapted.unload()
-        resident.adapted = to_train(resident.base, model_settings(config), device)
+        resident.adapted = to_train(resident.base, settings, device)
         # DoRA's magnitudes are computed from the weights: adapters that were trained cannot be reused.
         resident.adapted_for = () if config.dora else wanted
     torch.manual_seed(seed)  # the same adapters whether they are new or not

@@ -33,7 +33,7 @@ def main() -> None:
     """Write the model and the data. The weights are bf16, as published ones are."""
     wanted = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.manual_seed(0)
-    settings = model_settings(TrainConfig(precision="bf16_pure", attention="eager"))
+    settings = model_settings(TrainConfig(precision="bf16_pure", attention="eager"), wanted["model"]["model_type"])
     model = build(config_of(wanted["model"]), settings, torch.device(wanted["device"]))
     model.save_pretrained("model")
     tokenizer().save_pretrained("model")

@@ -6,11 +6,13 @@ Every rule narrows the space before the study begins, so that nothing impossible
 import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import EnvironmentProblem, UsageError
-from autotune.core.knobs import ADAMW
+from autotune.core.knobs import ADAMW, KNOBS
+from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.problem.search_space import Removal, SearchSpace
@@ -100,9 +102,11 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     context = model.max_seq_len
     if context:
         narrowing.keep("seq_len", lambda length: length <= context, f"longer than the model's context of {context}")
-    if model.config["model_type"] in NO_FLASH_2:
+    kind = model.config["model_type"]
+    narrowing.keep("lora_targets", lambda targets: target_modules(kind, targets) != [], "the model has no attention")
+    if kind in NO_FLASH_2:
         narrowing.remove("attention", {"flash_attention_2"}, "transformers has no FlashAttention 2 for this model")
-    if model.config["model_type"] in NO_SDPA:
+    if kind in NO_SDPA:
         _narrow_to_other_attention(narrowing)
     checkpoints = narrowing.space.choices("checkpointing")
     if checkpoints == ("offload",):
@@ -216,9 +220,9 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
 def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | None) -> None:
     """Remove what the layers of the model cannot do; None where its shape is not known. Raises UsageError."""
     if shape is not None and shape.no_adapters:
-        if narrowing.space.knob("method") is None:
-            narrowing.pin("method", "lora")
-        narrowing.remove("method", {"lora"}, f"PEFT refuses adapters on its layers: {shape.no_adapters}")
+        _narrow_to_other_adapters(narrowing, shape)
+    if shape is not None and shape.linear_layers:
+        narrowing.keep("lora_targets", partial(_are_there, shape.linear_layers), _absent(shape.linear_layers))
     if shape is not None and not shape.sdpa:
         _narrow_to_other_attention(narrowing)
     if trainer == "transformers" and (shape is None or not shape.plain_head):
@@ -228,9 +232,37 @@ def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | Non
         narrowing.remove("loss", {"chunked"}, reason)
     if shape is None or not shape.liger:
         narrowing.remove("kernels", {"liger"}, "Liger has no kernels for this model")
-    if shape is not None and shape.parametrized and narrowing.space.choices("method") != ("full",):
+    on_attention = set(narrowing.space.choices("lora_targets")) <= {"attention", "q_v"}
+    if shape is not None and shape.parametrized and not on_attention and "lora" in narrowing.space.choices("method"):
         reason = "adapters on fused experts replace whole weights in each forward pass, which does not compile"
         narrowing.remove("compile", {"per_layer"}, reason)
+
+
+def _are_there(layers: tuple[str, ...], targets: str) -> bool:
+    """Whether all modules that `lora_targets` names are linear layers of the model."""
+    names = [] if targets in KNOBS["lora_targets"].choices else targets.split(",")
+    return all(any(f".{path}".endswith(f".{name}") for path in layers) for name in names)
+
+
+def _absent(layers: tuple[str, ...]) -> str:
+    return f"the model has linear layers of these names alone: {', '.join(dict.fromkeys(map(_last, layers)))}"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _narrow_to_other_adapters(narrowing: Narrowing, shape: ModelShape) -> None:
+    """Remove adapters on every linear layer, which PEFT refuses; all adapters where the space has no others."""
+    if set(narrowing.space.choices("lora_targets")) - {ALL_LINEAR}:
+        reason = f"PEFT refuses adapters on some of its layers: {shape.no_adapters}"
+        narrowing.remove("lora_targets", {ALL_LINEAR}, reason)
+        return
+    if narrowing.space.knob("method") is None:
+        narrowing.pin("method", "lora")
+    has_attention = any("attn." in path or "attention." in path for path in shape.linear_layers)
+    other = "; --set lora_targets=attention may be possible" if has_attention else ""
+    narrowing.remove("method", {"lora"}, f"PEFT refuses adapters on its layers: {shape.no_adapters}{other}")
 
 
 def refusal(config: TrainConfig, trainer: str, shape: ModelShape | None, device: DeviceSpec) -> str | None:

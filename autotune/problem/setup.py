@@ -135,8 +135,18 @@ def known_shape(model: ModelSpec) -> ModelShape | None:
         return None
     sdpa = sizes.family not in constraints.NO_SDPA
     return ModelShape(
-        num_layers=sizes.layers, prefix=0, period=None, plain_head=not sizes.capped, liger=True, sdpa=sdpa
+        num_layers=sizes.layers,
+        prefix=0,
+        period=None,
+        plain_head=not sizes.capped,
+        liger=True,
+        sdpa=sdpa,
+        linear_layers=tuple(sorted(map(_path, sizes.matrices))),
     )
+
+
+def _path(matrix: str) -> str:
+    return f"{'self_attn' if matrix in ('q_proj', 'k_proj', 'v_proj', 'qkv_proj', 'o_proj') else 'mlp'}.{matrix}"
 
 
 def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:

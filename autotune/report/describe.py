@@ -202,6 +202,7 @@ def configuration(recipe: Recipe) -> tuple[str, ...]:
         recomputed[1] += ", with its inputs in host memory"
     return (
         "full fine-tuning" if config.method == "full" else f"{quantized}{kind} of rank {config.lora_rank}{base}",
+        *([f"adapters on {config.lora_targets}"] if config.lora_targets not in KNOBS["lora_targets"].choices else []),
         _batch(recipe),
         recomputed.get(every, f"activation checkpointing in one layer of {every}"),
         *(knob.phrases[value] for name, knob in KNOBS.items() if (value := getattr(config, name)) in knob.phrases),

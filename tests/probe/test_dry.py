@@ -353,7 +353,7 @@ def test_a_quantised_layer_has_the_tensors_of_bitsandbytes(
     """By hand: half a byte a weight, a scale for 64 of them, and a scale for 256 of these."""
     packed, scales, nested = sizes
     config = TrainConfig(quantization="nf4", double_quant=double_quant, precision="bf16_pure")
-    layer: Any = quantized_linear(shape, model_settings(config))
+    layer: Any = quantized_linear(shape, model_settings(config, "llama"))
     state = layer.quant_state
     assert state is layer.weight.quant_state and layer.weight.module is layer and layer.weight.bnb_quantized
     assert (layer.in_features, layer.out_features) == shape[:2]

@@ -97,13 +97,9 @@ REPEATED = ModelShape(num_layers=12, prefix=0, period=1)
         (REPEATED, {}, (3,), ["describe", 2, 3], None, "not 3"),
         ("it has no layers", {}, (), ["describe"], None, "it has no layers"),
         (replace(REPEATED, no_adapters="no adapters"), {}, (), ["describe"], None, "no adapters"),
-        (
-            replace(REPEATED, no_adapters="no adapters"),
-            {"config": replace(CONFIG, method="full", lora_rank=None)},
-            (),
-            ["describe", 2, 3],
-            12.0,
-            None,
+        *(
+            (replace(REPEATED, no_adapters="no adapters"), {"config": config}, (), ["describe", 2, 3], 12.0, None)
+            for config in (replace(CONFIG, method="full", lora_rank=None), replace(CONFIG, lora_targets="attention"))
         ),
         (REPEATED, {"config": replace(CONFIG, checkpointing="every_2")}, (), ["describe", 2, 4], 12.0, None),
     ],

@@ -82,6 +82,12 @@ CASES += [  # how attention computes, by method; Gemma 2 has no sdpa
     for how in (EAGER_SCORES, PACKED)
     if family != "gemma2"
 ]
+CASES += [
+    (family, way, (EAGER_SCORES if family == "gemma2" else USUAL) | {"lora_targets": targets})
+    for family in sorted(kept_factors("eager"))
+    for way in WAYS[:2]
+    for targets in ("attention", "q_v", "down_proj" if family == "phi3" else "gate_proj,o_proj")
+]
 
 
 def name_of(value: Any) -> str:

@@ -111,8 +111,8 @@ def test_offloaded_checkpoints_learn_the_same_and_stay_on_the_host() -> None:
 
     model = built(TINY_LLAMA).train()
     tokens = torch.randint(0, 128, (2, 16))
-    on_device = model_settings(TrainConfig(checkpointing="full"))
-    on_host = model_settings(TrainConfig(checkpointing="offload"))
+    on_device = model_settings(TrainConfig(checkpointing="full"), "llama")
+    on_host = model_settings(TrainConfig(checkpointing="offload"), "llama")
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()

@@ -121,7 +121,7 @@ def test_train_py_trains_the_model_that_is_probed(knobs: dict[str, Any], trained
     device = torch.device("cpu")
     request = ProbeRequest(config=config, model=made.model.config, device="cpu", memory_gib=1.0)
     resident = build_resident(request, device)
-    set_checkpointing(resident.base, model_settings(config))
+    set_checkpointing(resident.base, model_settings(config, resident.base.config.model_type))
     expected = [
         [
             type(module).__name__,

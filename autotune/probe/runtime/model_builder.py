@@ -100,7 +100,7 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
 
 
 def to_train(base: PreTrainedModel, settings: ModelSettings, device: torch.device) -> nn.Module:
-    """The model to train: the base with new adapters on every linear layer but the head, or the base itself."""
+    """The model to train: the base with new adapters on the linear layers that `settings` name, or the base itself."""
     arguments = settings.lora_arguments()
     if arguments is None:
         return base.requires_grad_(True)

@@ -19,7 +19,8 @@ class ModelSettings:
     """How the model is built.
 
     `base_dtype` is torch's name of the base weights' dtype. `quantization` is none, fp8, int8 or nf4. `lora_rank` is
-    None in full fine-tuning. `adapters_in_fp32` keeps adapters in fp32 on a base of fewer bits. Every
+    None in full fine-tuning. `lora_targets` are the names of the modules with adapters, None for every linear layer but
+    the head. `adapters_in_fp32` keeps adapters in fp32 on a base of fewer bits. Every
     `checkpoint_every`-th layer is recomputed in the backward pass, none where it is None; `offload` moves what layers
     are recomputed from to the host's memory.
     """
@@ -30,6 +31,7 @@ class ModelSettings:
     double_quant: bool
     lora_rank: int | None
     lora_alpha: int | None
+    lora_targets: list[str] | None
     dora: bool
     rslora: bool
     adapters_in_fp32: bool
@@ -44,7 +46,7 @@ class ModelSettings:
             "r": self.lora_rank,
             "lora_alpha": self.lora_alpha,
             "lora_dropout": 0.0,
-            "target_modules": "all-linear",
+            "target_modules": "all-linear" if self.lora_targets is None else self.lora_targets,
             "task_type": "CAUSAL_LM",
             "use_dora": self.dora,
             "use_rslora": self.rslora,

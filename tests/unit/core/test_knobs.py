@@ -44,13 +44,13 @@ def test_a_knob_stands_after_those_that_decide_whether_it_is_active():
 
 def test_learning_knobs_are_those_that_change_what_is_learned():
     assert {name for name, knob in KNOBS.items() if knob.kind == "learning"} == {
-        *("method", "seq_len", "lora_rank", "optimizer", "precision", "quantization", "double_quant", "dora", "rslora"),
-        "group_by_length",
+        *("method", "seq_len", "lora_rank", "lora_targets", "optimizer", "precision", "quantization", "double_quant"),
+        *("dora", "rslora", "group_by_length"),
     }
 
 
 def test_effects_select_knobs():
-    assert affecting("weights") == ("method", "precision", "quantization", "double_quant", "dora")
+    assert affecting("weights") == ("method", "lora_targets", "precision", "quantization", "double_quant", "dora")
     assert set(affecting("rest_of_step")) - set(affecting("micro_time")) == {"optimizer"}
 
 
@@ -226,3 +226,25 @@ def test_a_knob_has_an_effect_where_all_others_allow_it():
 def test_lists_of_a_file_become_tuples_at_every_depth():
     assert _tuples([["a", [1]], "bc", {"d": [2]}]) == (("a", (1,)), "bc", {"d": [2]})
     assert _tuples("bc") == "bc"
+
+
+@pytest.mark.parametrize("names", ["q_proj", "k_proj,q_proj", "attn.c_proj", "dense,fc1"])
+def test_modules_are_named(names: str) -> None:
+    knob = KNOBS["lora_targets"]
+    knob.check(names)
+    assert knob.possible(",".join(reversed(names.split(","))), {}) == names
+    # Nothing is known of them: they stand with the smallest choice.
+    assert (knob.speed_rank(names), knob.memory_rank(names), knob.capability_rank(names)) == (0, 0, 0)
+    assert not knob.surely_needs_at_least("all-linear", names) and knob.surely_needs_at_least(names, names)
+
+
+@pytest.mark.parametrize("wrong", ["all_linear", "all", "atention", "q_proj,", "q_proj;v_proj", ".*", "", 3, True])
+def test_what_is_no_name_of_a_module(wrong: object) -> None:
+    with pytest.raises(ValueError, match="lora_targets is one of all-linear, attention, q_v or names of modules"):
+        KNOBS["lora_targets"].check(wrong)
+
+
+def test_the_choices_of_targets_are_in_order() -> None:
+    knob = KNOBS["lora_targets"]
+    for rank in (knob.speed_rank, knob.memory_rank, knob.capability_rank):
+        assert [rank(value) for value in ("q_v", "attention", "all-linear")] == [0, 1, 2]

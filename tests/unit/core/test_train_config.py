@@ -24,7 +24,7 @@ def test_knobs_without_effect_are_dropped():
 def test_only_what_has_an_effect_is_in_the_digest():
     assert set(KNOBS) - set(TrainConfig().as_dict()) == {"double_quant"}
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
-        *("lora_rank", "quantization", "double_quant", "dora", "rslora")
+        *("lora_rank", "lora_targets", "quantization", "double_quant", "dora", "rslora")
     }
     assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS)
     assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
@@ -37,6 +37,7 @@ def test_every_knob_changes_the_digest():
         "micro_batch_size": 9,
         "seq_len": 1025,
         "lora_rank": 17,
+        "lora_targets": "q_v",
         "optimizer": "adafactor",
         "precision": "fp32",
         "quantization": "int8",
@@ -63,11 +64,11 @@ def test_the_digest_is_stable():
     # Stored probes are found again by it: a changed digest forgets every measurement.
     assert TrainConfig().digest == digest_of(dict(reversed(TrainConfig().as_dict().items())))
     assert digest_of({"b": 1, "a": [1, "ä"]}) == "bc83937abf39"
-    assert TrainConfig().digest == "b62df2eb0c6e"
+    assert TrainConfig().digest == "c58d67a2d57b"
     assert TrainConfig(method="full", compile="per_layer").digest == "3604ecc2d40e"
     assert (
         TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload", packing=True).digest
-        == "da84981a23b1"
+        == "3cd8f92bd29c"
     )
 
 

@@ -37,7 +37,16 @@ CONFIGS = [
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload"),
     TrainConfig(padding="max_length", group_by_length=True),
     TrainConfig(padding="masked"),
+    TrainConfig(lora_targets="attention"),
+    TrainConfig(lora_targets="q_v"),
+    TrainConfig(lora_targets="k_proj,up_proj"),
 ]
+TARGETS = {  # of a Llama
+    "all-linear": ["all-linear"],
+    "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "q_v": ["q_proj", "v_proj"],
+    "k_proj,up_proj": ["k_proj", "up_proj"],
+}
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 
 HOSTILE = NAMES[0]
@@ -107,6 +116,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "micro_batch_size": data["per_device_train_batch_size"] == config.micro_batch_size,
         "seq_len": data["max_length"] == config.seq_len,
         "lora_rank": data.get("lora_r") == config.lora_rank and data.get("lora_alpha") == config.lora_alpha,
+        "lora_targets": config.method == "full" or data["lora_target_modules"] == TARGETS[config.lora_targets],
         "optimizer": data["optim"] == config.optimizer,
         "precision": data["dtype"] == config.base_dtype
         and data["bf16"] is (config.precision == "bf16_mixed")
@@ -158,7 +168,9 @@ def test_trl_accepts_the_yaml(config: TrainConfig, tmp_path: Path) -> None:
     assert training.max_length == config.seq_len
     assert training.gradient_checkpointing is (config.checkpointing != "none")
     assert model.use_peft is (config.method == "lora")
-    assert trl.get_peft_config(model) is None or trl.get_peft_config(model).target_modules == "all-linear"
+    if (adapters := trl.get_peft_config(model)) is not None:
+        names = TARGETS[config.lora_targets]
+        assert adapters.target_modules == ("all-linear" if "all-linear" in names else set(names))
     assert (trl.get_quantization_config(model) is None) is (config.quantization in ("none", "fp8"))
 
 
@@ -199,7 +211,10 @@ def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> N
     assert settings == script.settings(made)
     assert files["train_config.json"].isascii()
     knobs = asdict(settings) | asdict(settings.model_settings) | {"checkpointing": config.checkpointing}
+    knobs["lora_targets"] = config.lora_targets
     assert config.as_dict().items() <= knobs.items()
+    names = TARGETS[config.lora_targets]
+    assert settings.model_settings.lora_targets == (None if names == ["all-linear"] else names)
     assert settings.model_settings.checkpoint_every == config.checkpoint_every
     assert settings.model_settings.offload is config.offloads
     assert settings.accumulation * config.micro_batch_size == 32

@@ -42,6 +42,9 @@ CONFIGS = [
     TrainConfig(padding="max_length", seq_len=1000),
     TrainConfig(group_by_length=True),
     TrainConfig(padding="masked"),
+    TrainConfig(lora_targets="attention"),
+    TrainConfig(lora_targets="q_v"),
+    TrainConfig(lora_targets="k_proj,up_proj"),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 HOSTILE = [

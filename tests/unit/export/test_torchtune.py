@@ -36,6 +36,10 @@ def check_keys(data: dict[str, Any], method: str) -> None:
             assert set(part) - {"_component_"} <= known[part["_component_"]], part["_component_"]
 
 
+OF_ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
+TARGETS = {"all-linear": (OF_ATTENTION, True), "attention": (OF_ATTENTION, False), "q_v": (["q_proj", "v_proj"], False)}
+
+
 @each_config
 def test_every_component_and_argument_is_known_to_torchtune(config: TrainConfig) -> None:
     assert KEYS["torchtune"]["source"].startswith(
@@ -60,6 +64,8 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "micro_batch_size": data["batch_size"] == config.micro_batch_size,
         "seq_len": data["tokenizer"]["max_seq_len"] == model["max_seq_len"] == config.seq_len,
         "lora_rank": model.get("lora_rank") == config.lora_rank,
+        "lora_targets": TARGETS.get(config.lora_targets)
+        == (model.get("lora_attn_modules"), model.get("apply_lora_to_mlp")),
         "optimizer": data["optimizer"].items() >= OPTIMIZERS[config.optimizer].items(),
         "precision": data["dtype"] == base.get(config.precision),
         "quantization": model.get("quantize_base", False) is (config.quantization == "nf4")

@@ -18,7 +18,7 @@ from autotune.export import header
 from autotune.export import transformers as exporter
 from autotune.probe.runtime import rows
 from tests.probe.test_train_script import _save_demo
-from tests.unit.export.test_script import HOSTILE, demo, each_config, recipe, write
+from tests.unit.export.test_script import HOSTILE, TARGETS, demo, each_config, recipe, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the names before transformers 5.23, that 5.3 needs
 
@@ -52,6 +52,8 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "method": True,
         "micro_batch_size": said["per_device_train_batch_size"] == config.micro_batch_size,
         "lora_rank": (adapter.get("r"), adapter.get("lora_alpha")) == (config.lora_rank, config.lora_alpha),
+        "lora_targets": adapter.get("target_modules", "all-linear")
+        == ("all-linear" if config.lora_targets == "all-linear" else TARGETS[config.lora_targets]),
         "optimizer": said["optim"] == config.optimizer,
         "precision": said["bf16"] is (config.precision == "bf16_mixed")
         and said["fp16"] is (config.precision == "fp16_mixed")
@@ -105,7 +107,8 @@ def test_the_libraries_load_the_files(config: TrainConfig, tmp_path: Path) -> No
         for kind in (LoraConfig, PeftConfig):
             adapter = kind.from_pretrained(str(tmp_path))
             assert isinstance(adapter, LoraConfig)
-            assert (adapter.r, adapter.target_modules) == (config.lora_rank, "all-linear")
+            targets, names = adapter.target_modules, TARGETS[config.lora_targets]
+            assert adapter.r == config.lora_rank and targets == ("all-linear" if "all-linear" in names else set(names))
             assert (adapter.use_dora, adapter.use_rslora) == (config.dora, config.rslora)
             assert adapter.base_model_name_or_path == header.model_source(made)
             assert adapter.inference_mode is False

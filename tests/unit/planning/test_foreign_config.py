@@ -26,7 +26,7 @@ CHUNKS = "The loss is counted in chunks, as TRL computes it since 1.7; older one
 KERNELS = "Axolotl's fused LoRA kernels, its default, are not counted: they take less time and memory."
 BF16 = "With bf16 Axolotl loads the weights themselves in bf16: counted as bf16_pure."
 ELSEWHERE = "Adapters are counted on every linear layer; the file has them on "
-PEFT = f"{ELSEWHERE}what PEFT chooses, mostly q_proj and v_proj."
+PEFT = "Without target modules PEFT chooses them: counted on queries and values, as it mostly does."
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_trl_example(read):
         "num_train_epochs: 1\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 2\n"
         "output_dir: ./sft_output\nuse_peft: true\nlora_r: 16\nlora_alpha: 16\nreport_to: trackio\n"
     )
-    assert run.config == TrainConfig(lora_rank=16, micro_batch_size=8, seq_len=1024, loss="chunked")
+    assert run.config == TrainConfig(lora_targets="q_v", micro_batch_size=8, seq_len=1024, loss="chunked")
     assert (run.format, run.model, run.dataset) == ("trl", "Qwen/Qwen2.5-0.5B", "trl-lib/Capybara")
     assert (run.accumulation, run.epochs, run.num_gpus, run.max_steps, run.max_examples) == (2, 1.0, None, None, None)
     assert run.notes == (FP32_BASE, CHUNKS, PEFT)
@@ -110,9 +110,10 @@ def test_axolotl_offload_example(read):
         "sequence_len: 2048\nload_in_4bit: true\nadapter: qlora\nlora_r: 16\nlora_target_modules:\n  - q_proj\n"
         "  - down_proj\nmicro_batch_size: 1\noptimizer: adamw_torch_4bit\ngradient_checkpointing: offload\n"
     )
-    assert run.config.label() == "lora r16 nf4-double 1x2048 bf16_mixed ckpt-offload lion_8bit chunked-loss"
+    label = "lora r16 nf4-double 1x2048 bf16_mixed ckpt-offload lion_8bit on-down_proj,q_proj chunked-loss"
+    assert run.config.label() == label
     assert run.notes[0] == "What is offloaded is counted as checkpoints that wait in the host's memory."
-    assert run.notes[1:4] == (KERNELS, FUSED, f"{ELSEWHERE}'down_proj, q_proj'.")
+    assert run.notes[1:3] == (KERNELS, FUSED)
 
 
 def test_factory_lora_example(read):
@@ -183,10 +184,10 @@ def test_defaults(read):
     [
         ("trl", "{load_in_4bit: 1, use_bnb_nested_quant: true, lora_r: '6.4e1', use_dora: true, use_rslora: yes, "
          "max_seq_length: 1e3, packing: true, torch_compile: true, dataloader_num_workers: 3, optim: adamw_bnb_8bit}",
-         "rsdora r64 nf4-double 8x1000 bf16_mixed ckpt-full adamw_8bit compiled chunked-loss packed loader-4"),
+         "rsdora r64 nf4-double 8x1000 bf16_mixed ckpt-full adamw_8bit on-q_v compiled chunked-loss packed loader-4"),
         ("axolotl", "{load_in_8bit: 'True', lora_r: 8, peft_use_dora: 1, peft_use_rslora: on, flash_attention: true, "
          "torch_compile: auto, optimizer: ao_adamw_fp8, micro_batch_size: '4', gradient_checkpointing: 'true'}",
-         "rsdora r8 int8 4x512 bf16_mixed ckpt-full adamw_8bit compiled flash_attention_2"),
+         "rsdora r8 int8 4x512 bf16_mixed ckpt-full adamw_8bit on-q_v compiled flash_attention_2"),
         ("llamafactory", "{quantization_bit: 8, pure_bf16: true, use_unsloth_gc: true, flash_attn: fa2, "
          "enable_liger_kernel: true, neat_packing: true, use_dora: true, optim: adafactor}",
          "dora r8 int8 8x2048 bf16_pure ckpt-offload adafactor flash_attention_2 liger chunked-loss packed"),
@@ -296,7 +297,7 @@ ONE_NOTE = {
     ("llamafactory", "enable_liger_kernel: true"): FUSED,
     ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base, quantised by 'hqq', is counted as",
     ("llamafactory", "bf16: false"): "Without bf16, fp16 or pure_bf16 there is no autocast: it may be slower.",
-    ("llamafactory", 'lora_target: "q_proj,v_proj"'): f"{ELSEWHERE}'q_proj, v_proj'.",
+    ("llamafactory", 'lora_target: "q_proj,.*mlp.*"'): f"{ELSEWHERE}'.*mlp.*,q_proj'.",
 }  # fmt: skip
 
 
@@ -304,6 +305,20 @@ ONE_NOTE = {
 def test_one_note(tool, lines, read):
     for text, noted in ((f"{LORA[tool]}bf16: true\n", False), (with_lines(LORA[tool], lines), True)):
         assert any(note.startswith(ONE_NOTE[tool, lines]) for note in read(text).notes) is noted
+
+
+@pytest.mark.parametrize(
+    ("line", "targets"),
+    [
+        ("lora_target_modules: all-linear", "all-linear"),
+        ("lora_target_modules: [v_proj, q_proj]", "q_v"),
+        ("lora_target_modules: [q_proj, k_proj, v_proj, o_proj]", "attention"),
+        ("lora_target_modules: [up_proj, down_proj, q_proj]", "down_proj,q_proj,up_proj"),
+        ("lora_target_modules: dense", "all-linear"),  # a single word is not known to be a name
+    ],
+)
+def test_where_the_adapters_are(line, targets, read):
+    assert read(with_lines(LORA["trl"], line)).config.lora_targets == targets
 
 
 def test_what_needs_no_note(read):

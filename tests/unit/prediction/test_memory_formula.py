@@ -185,10 +185,12 @@ def test_the_sizes_of_a_model_by_hand() -> None:
     assert (MISTRAL.heads, MISTRAL.key_heads, MISTRAL.head_dim) == (32, 8, 128)
     assert (MISTRAL.queries, MISTRAL.keys, MISTRAL.embedding) == (4096, 1024, EMBEDDING)
     assert (MISTRAL.tied, MISTRAL.capped) == (False, False)
-    assert MISTRAL.linear_params == 32 * LAYER and MISTRAL.adapter_params(16) == ADAPTERS == 41_943_040
+    assert MISTRAL.linear_params == 32 * LAYER and MISTRAL.adapter_params(TrainConfig()) == ADAPTERS == 41_943_040
     phi = replace(MISTRAL, family="phi3")
-    assert phi.linears == ((4096, 6144), (4096, 4096), (4096, 2 * 14336), (14336, 4096))
-    assert phi.linear_params == MISTRAL.linear_params and phi.adapter_params(1) < MISTRAL.adapter_params(1)
+    assert tuple(phi.matrices.values()) == ((4096, 6144), (4096, 4096), (4096, 2 * 14336), (14336, 4096))
+    assert phi.linear_params == MISTRAL.linear_params and phi.adapter_params(TrainConfig()) < MISTRAL.adapter_params(
+        TrainConfig()
+    )
 
 
 def test_what_a_config_leaves_out_has_its_default() -> None:

@@ -47,7 +47,7 @@ def test_logits_are_there_from_the_end_of_the_forward_pass_on(
 ) -> None:
     config = TrainConfig(**{"micro_batch_size": 4, "seq_len": 1024} | knobs)
     probe: Any = SimpleNamespace(
-        request=ProbeRequest(config=config, model={}, memory_gib=80.0),
+        request=ProbeRequest(config=config, model={"model_type": "llama"}, memory_gib=80.0),
         recorder=SimpleNamespace(phase=phase),
         base=SimpleNamespace(config=SimpleNamespace(vocab_size=32_000)),
         meter=SimpleNamespace(allocated_gib=lambda: allocated_gib),
@@ -173,7 +173,8 @@ def probe_of(request: ProbeRequest, **parts: Any) -> Any:
 
 
 def request_of(*kinds: MicroBatch, **wanted: Any) -> ProbeRequest:
-    values: dict[str, Any] = {"config": TrainConfig(), "model": {}, "memory_gib": 80.0, "micro_batches": kinds}
+    values: dict[str, Any] = {"config": TrainConfig(), "memory_gib": 80.0, "micro_batches": kinds}
+    values["model"] = {"model_type": "llama"}
     return ProbeRequest(**values | wanted)
 
 
@@ -600,7 +601,7 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
     probe = probe_of(request_of(config=config, seed=3), **parts)
     probe._compile, probe._add_hooks = (lambda: done.append("compile")), (lambda: done.append("hooks"))
     probe._prepare()
-    expected = [("checkpointing", "base", model_settings(config)), ("attach", "resident", config, CPU, 3)]
+    expected = [("checkpointing", "base", model_settings(config, "llama")), ("attach", "resident", config, CPU, 3)]
     assert done == [*expected, *["compile"] * bool(knobs), "hooks"] and probe.model == "model"
 
 

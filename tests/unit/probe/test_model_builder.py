@@ -24,7 +24,7 @@ CANARY = "open({path!r}, 'w')\n"
 
 
 def settings(**knobs: Any) -> ModelSettings:
-    return model_settings(TrainConfig(**({"precision": "fp32"} | knobs)))
+    return model_settings(TrainConfig(**({"precision": "fp32"} | knobs)), "llama")
 
 
 def built(shape: dict[str, Any], **knobs: Any) -> Any:

@@ -23,6 +23,8 @@ from autotune.probe.runtime.settings import ModelSettings
         ({"quantization": "nf4", "double_quant": True}, {"quantization": "nf4", "double_quant": True}),
         ({"dora": True}, {"dora": True}),
         ({"rslora": True, "lora_rank": 4}, {"rslora": True, "lora_rank": 4, "lora_alpha": 8}),
+        ({"lora_targets": "q_v"}, {"lora_targets": ["q_proj", "v_proj"]}),
+        ({"lora_targets": "k_proj,up_proj"}, {"lora_targets": ["k_proj", "up_proj"]}),
         ({"method": "full"}, {"base_dtype": "float32", "lora_rank": None, "lora_alpha": None}),
     ],
     ids=str,
@@ -35,10 +37,11 @@ def test_each_knob_reaches_the_builder(knobs: dict[str, Any], changes: dict[str,
         "double_quant": False,
         "lora_rank": 16,
         "lora_alpha": 32,
+        "lora_targets": None,
         "dora": False,
         "rslora": False,
         "adapters_in_fp32": True,
         "checkpoint_every": 1,
         "offload": False,
     }
-    assert model_settings(TrainConfig(**knobs)) == ModelSettings(**plain | changes)
+    assert model_settings(TrainConfig(**knobs), "llama") == ModelSettings(**plain | changes)

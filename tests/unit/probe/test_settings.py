@@ -37,7 +37,7 @@ def test_an_allocator_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_arguments_of_the_libraries() -> None:
-    plain = model_settings(TrainConfig(lora_rank=8, quantization="nf4", double_quant=True))
+    plain = model_settings(TrainConfig(lora_rank=8, quantization="nf4", double_quant=True), "llama")
     assert plain.lora_arguments() == {
         "r": 8,
         "lora_alpha": 16,
@@ -53,8 +53,8 @@ def test_the_arguments_of_the_libraries() -> None:
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": "bfloat16",
     }
-    assert model_settings(TrainConfig(quantization="int8")).bitsandbytes_arguments() == {"load_in_8bit": True}
-    full = model_settings(TrainConfig(method="full"))
+    assert model_settings(TrainConfig(quantization="int8"), "llama").bitsandbytes_arguments() == {"load_in_8bit": True}
+    full = model_settings(TrainConfig(method="full"), "llama")
     assert full.lora_arguments() is None and full.bitsandbytes_arguments() is None
 
 

@@ -481,6 +481,42 @@ def test_layers_without_adapters_are_trained_as_a_whole_or_not_at_all() -> None:
     assert both(layered({"no_adapters": ""}, method=("lora", "full")), "method") == ("lora", "full")
 
 
+def test_other_layers_may_have_adapters_where_peft_refuses_some() -> None:
+    refused = {"no_adapters": "a reason"}
+    some = layered(refused, lora_targets=("all-linear", "q_v"), method=("lora", "full"))
+    assert (both(some, "lora_targets"), both(some, "method")) == (("q_v",), ("lora", "full"))
+    assert "lora_targets all-linear: PEFT refuses adapters on some of its layers: a reason" in map(str, some.removals)
+    assert both(layered(refused, lora_targets=("attention",)), "lora_targets") == ("attention",)
+    with pytest.raises(UsageError, match="a reason; --set lora_targets=attention may be possible"):
+        layered(refused | {"linear_layers": ("self_attn.q_proj",)})
+
+
+def test_adapters_are_on_layers_that_the_model_has() -> None:
+    layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.q_proj", "mlp.up_proj", "dense")
+    asked = ("q_v", "attn.q_proj", "q_proj,up_proj", "self_attn.o_proj", "q_proj,dense", "k_proj", "proj,up_proj")
+    narrowing = layered({"linear_layers": layers}, lora_targets=asked)
+    assert both(narrowing, "lora_targets") == ("q_v", "q_proj,up_proj", "self_attn.o_proj", "q_proj,dense")
+    reason = "the model has linear layers of these names alone: q_proj, o_proj, up_proj, dense"
+    assert f"lora_targets attn.q_proj, k_proj, proj,up_proj: {reason}" in map(str, narrowing.removals)
+    assert both(layered({}, lora_targets=("k_proj",)), "lora_targets") == ("k_proj",)  # nothing is known
+    with pytest.raises(UsageError, match="these names alone: q_proj"):
+        layered({"linear_layers": layers}, lora_targets=("v_proj",))
+
+
+def test_a_model_without_attention_has_no_adapters_on_it() -> None:
+    narrowing = unnarrowed(lora_targets=("all-linear", "attention", "q_v", "in_proj"))
+    narrow_to_model(narrowing, resolve_model("mistralai/Mamba-Codestral-7B-v0.1"), WORKLOAD)
+    assert both(narrowing, "lora_targets") == ("all-linear", "in_proj")
+    assert "lora_targets attention, q_v: the model has no attention" in map(str, narrowing.removals)
+
+
+def test_adapters_on_attention_compile_beside_fused_experts() -> None:
+    compiled = ("none", "per_layer")
+    for targets, left in ((("attention", "q_v"), compiled), (("all-linear", "q_v"), ("none",)), (("w_1",), ("none",))):
+        narrowing = layered({"parametrized": True}, compile=compiled, lora_targets=targets)
+        assert both(narrowing, "compile") == left
+
+
 def test_adapters_on_fused_experts_are_compiled_nowhere() -> None:
     compiled = ("none", "per_layer")
     shape = {"parametrized": True}

@@ -381,7 +381,9 @@ def test_two_percent_of_the_parameters_may_be_out_of_reach(installed, shares, re
 
 
 def test_what_is_known_of_layers_without_a_worker():
-    known = ModelShape(num_layers=32, prefix=0, period=None, plain_head=True, liger=True, sdpa=True)
+    linear = [*(f"mlp.{name}_proj" for name in ("down", "gate", "up")), *(f"self_attn.{name}_proj" for name in "koqv")]
+    shape = {"num_layers": 32, "prefix": 0, "period": None, "linear_layers": tuple(linear)}
+    known = ModelShape(**shape, plain_head=True, liger=True, sdpa=True)
     assert known_shape(resolve_model("mistral-7b")) == known
     capped = known_shape(resolve_model("gemma-2-9b"))
     assert capped is not None and (capped.plain_head, capped.sdpa, capped.liger) == (False, False, True)

@@ -1,0 +1,19 @@
+"""Which modules of a model get adapters, by their names."""
+
+from autotune.core.files import load_data
+from autotune.core.knobs import KNOBS
+
+ALL_LINEAR: str = KNOBS["lora_targets"].default
+
+
+def target_modules(model_type: str, targets: str) -> list[str] | None:
+    """The ends of the modules' paths for a value of the knob `lora_targets`; None for all linear layers but the head.
+
+    Empty where a model of this `model_type`, transformers' name of the family, has no such layers.
+    """
+    if targets == ALL_LINEAR:
+        return None
+    if targets not in KNOBS["lora_targets"].choices:
+        return targets.split(",")
+    table = load_data("autotune.core", "lora_targets")
+    return list(table.get(model_type, table["usual"])[targets])

@@ -1,0 +1,63 @@
+"""What `lora_targets` names are the linear layers of attention of real models, and get the adapters."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
+
+from autotune.catalog import list_models
+from autotune.core.lora_targets import target_modules
+from autotune.core.train_config import TrainConfig
+from autotune.probe.model_settings import model_settings
+from autotune.probe.model_shape import truncate
+from autotune.probe.runtime.model_builder import config_of, decoder_layers, from_config, to_train
+
+pytestmark = [
+    pytest.mark.probe,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 asks it
+]
+
+MODELS = {model.config["model_type"]: model.config for model in list_models()}  # one of each type
+ATTENTION = re.compile(r"(^|\.)(self_attn|attn|attention|self_attention)\.")
+DEPTH = 8  # of hybrids one layer in four or more has attention
+
+
+def linear_layers(model: dict[str, Any]) -> set[str]:
+    """Where the linear layers of a model's first layers are, inside a layer."""
+    config = config_of(model)
+    truncate(config, min(DEPTH, config.num_hidden_layers))
+    with torch.device("meta"), no_init_weights():
+        layers = decoder_layers(from_config(config, torch.bfloat16, "eager"))
+    modules = (named for layer in layers for named in layer.named_modules())
+    return {path for path, module in modules if isinstance(module, nn.Linear | Conv1D)}
+
+
+def matched(names: list[str], paths: set[str]) -> set[str]:
+    """The paths that PEFT would match."""
+    return {path for path in paths for name in names if path == name or path.endswith(f".{name}")}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_names_are_those_of_all_linear_layers_of_attention(model_type: str) -> None:
+    linear = linear_layers(MODELS[model_type])
+    of_attention = {path for path in linear if ATTENTION.search(path)}
+    attention, q_v = (target_modules(model_type, targets) or [] for targets in ("attention", "q_v"))
+    assert matched(attention, linear) == of_attention and bool(attention) is bool(of_attention)
+    chosen = matched(q_v, linear)
+    assert chosen <= of_attention and bool(chosen) is bool(of_attention)
+    assert not any(path.endswith(("o_proj", "k_proj", "dense")) for path in chosen)
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT, for Conv1D
+def test_adapters_are_where_the_configuration_has_them() -> None:
+    config = config_of(MODELS["gpt2"])
+    for targets, paths in (("q_v", {"c_attn"}), ("attention", {"c_attn", "c_proj"}), ("mlp.c_fc", {"c_fc"})):
+        with torch.device("meta"), no_init_weights():
+            built = from_config(config, torch.bfloat16, "eager")
+        model = to_train(built, model_settings(TrainConfig(lora_targets=targets), "gpt2"), torch.device("meta"))
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert {re.search(r"(\w+)\.lora_[AB]", name)[1] for name in trained} == paths  # type: ignore[index]
