@@ -235,12 +235,19 @@ class Workload:
         return () if full else kinds
 
     def _padded_micro_batches(self, config: TrainConfig) -> tuple[MicroBatch, ...]:
-        """The kinds that are timed, short ones between long ones, and the longest, which sets the peak."""
+        """The kinds that are timed, short ones between long ones, and the longest, which sets the peak.
+
+        Where rows may have any length, the lengths are odd, as half of all are: cuDNN builds kernels for each alignment
+        of a length, for seconds each (`runtime.patches`), and a probe needs one time alone.
+        """
         draw = self._draw(config)
         if config.padding == "max_length":
             rows = tuple((max(2, tokens),) for tokens in self.lengths.sample(draw.size, draw.seq_len))
             return (MicroBatch(rows=rows, length=config.seq_len, share=1.0),)
-        shares = bucket_shares(draw) if config.padding == "bucket" else stand_ins(draw)
+        if config.has_any_length:
+            shares = {length if length == draw.longest else length | 1: one for length, one in stand_ins(draw).items()}
+        else:
+            shares = bucket_shares(draw)
         kinds = [_kind(draw, length, share) for length, share in shares.items()]
         half = math.ceil(len(kinds) / 2)
         pairs = itertools.zip_longest(kinds[:half], reversed(kinds[half:]))

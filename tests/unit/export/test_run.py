@@ -381,15 +381,15 @@ def study(rows: int = 700, batch: int = 32) -> tuple[Recipe, Quality]:
 def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Micro batches of two rows of 100 tokens take 3 s, of 300 tokens 5 s: 0.005 s a token. A step has four."""
-    halves = Workload(examples=1000, lengths=Lengths.of([100, 300], "counted"), global_batch=8)
+    """Micro batches of two rows of 101 tokens take 3 s, of 301 tokens 5 s: 0.005 s a token. A step has four."""
+    halves = Workload(examples=1000, lengths=Lengths.of([101, 301], "counted"), global_batch=8)
     made = recipe(TrainConfig(micro_batch_size=2, seq_len=512), workload=halves)
     step_s = made.winner.performance.step_time_s
     known = replace(made.winner.measurement, kind_s=((0.25, 3.0), (0.75, 5.0)))
     timed = replace(made, winner=replace(made.winner, measurement=known))
-    assert made.shape.tokens_per_step == 4 * 2 * 250
-    assert verify._step_s_of(timed, 2000.0) == step_s
-    assert verify._step_s_of(timed, 2400.0) == pytest.approx(step_s + 400 * 0.005)
+    assert made.shape.tokens_per_step == 4 * 2 * 251
+    assert verify._step_s_of(timed, 2008.0) == step_s
+    assert verify._step_s_of(timed, 2408.0) == pytest.approx(step_s + 400 * 0.005)
     # Most micro batches of so short a run are of a length that none before had, hardly any of the whole run.
     planned = replace(made, winner=replace(made.winner, config=replace(made.config, padding="masked")))
     planned = replace(planned, winner=replace(planned.winner, measurement=replace(known, new_length_s=0.5)))
@@ -397,10 +397,10 @@ def test_what_is_promised_of_a_step_follows_the_tokens_that_it_happened_to_have(
     timed_share = (10 * share(planned.config, 10) - 2 * share(planned.config, 2)) / 8  # of the third to the tenth
     assert verify._plans_s(planned, 2, 10) == pytest.approx(4 * 0.5 * (timed_share - share(planned.config)))
     assert verify._plans_s(planned, 0, 2) > 0.5 and verify._plans_s(timed, 0, 2) == 0.0
-    assert verify._step_s_of(timed, None) == verify._step_s_of(made, 2400.0) == step_s  # what is not known
+    assert verify._step_s_of(timed, None) == verify._step_s_of(made, 2408.0) == step_s  # what is not known
 
     def ran(recipe: Recipe, folder: Path, steps: int, lengths: Any, run: Any) -> dict[str, Any]:
-        return {"steps": steps, "seconds_per_step": 2.0, "padded_tokens_per_step": 2400.0}
+        return {"steps": steps, "seconds_per_step": 2.0, "padded_tokens_per_step": 2408.0}
 
     monkeypatch.setattr(verify, "_run_train", ran)
     done = verify.verify(timed, tmp_path, micro_steps=1)
