@@ -367,13 +367,19 @@ class Measurement:
         return terms | {"activations": max(peak_gib - sum(terms.values()), 0.0)}
 
 
+# Ends of the names of products whose rows begin nowhere that quick kernels could load from, and of attention of wide
+# heads, which no registers hold.
+UNALIGNED, WIDE = "unaligned", "wide"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryCount:
     """What a training step on the meta device was counted to hold, at one depth, without the CUDA context.
 
     The peaks have the keys of `Measurement`. `flops` is the arithmetic of products of matrices in one micro batch, by
-    operation; `moved_bytes` what its operations read and write, by kind: products of matrices, thin ones whose time
-    is that of their bytes, and all others; `operations` is their number, of which each is a kernel.
+    operation, of which some are UNALIGNED or WIDE; `moved_bytes` what its operations read and write, by kind: products
+    of matrices, thin ones whose time is that of their bytes, strided tensors, rows that are gathered or scattered, and
+    all others; `operations` is their number, of which each is a kernel.
     """
 
     model_gib: float

@@ -7,6 +7,7 @@ formulas, the bytes that operations read and write, and the operations themselve
 """
 
 import functools
+import math
 import sys
 import weakref
 from collections import Counter
@@ -18,9 +19,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from autotune.core.probe_types import UNALIGNED, WIDE
+
 # Kinds of work. A thin product, such as that with an adapter, has so little arithmetic for a byte that bytes decide.
-PRODUCT, THIN, OTHER = "product", "thin product", "other"
+# Where a tensor is strided a kernel finds the place of each element; `indexed` rows are gathered or scattered.
+PRODUCT, THIN, OTHER, STRIDED, INDEXED = "product", "thin product", "other", "strided", "indexed"
 THIN_BELOW = 100
+# What reads or writes none of its tensors' elements, though torch calls it no view.
+UNMOVED = frozenset({"_unsafe_view", "set_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+LOOK_UPS, ROW_WRITES = frozenset({"embedding", "index"}), frozenset({"index_put", "index_put_"})
+# cuBLAS's quick kernels load 16 bytes at a time, so each row must begin at a multiple; an odd vocabulary breaks that.
+PRODUCTS, ALIGNED = frozenset({"mm", "addmm", "bmm", "baddbmm"}), 16  # bytes
+WIDEST_IN_REGISTERS = 128  # values of a head: memory-efficient attention keeps the sums of wider ones in memory
 # Products of which torch knows no arithmetic: bitsandbytes' of inputs and a 4-bit weight, and that of each expert.
 UNPACKED_PRODUCT, GROUPED_PRODUCT = "gemm_4bit", "_grouped_mm"
 # The latter where experts are not in bf16, with the number of products: backward makes both gradients.
@@ -37,8 +47,8 @@ class StorageCounter(TorchDispatchMode):
     """Counts the bytes of live storages, and their peak since the last `take_peak`.
 
     `workspace` says what a kernel allocates for itself, in bytes, from the operation and its arguments. `flops` counts
-    the arithmetic of products of matrices by operation, `moved` the bytes that all operations read and write, by
-    PRODUCT and OTHER, and `operations` how many there were. While `fusing` is set, new storages take no memory. While
+    the arithmetic of products of matrices by operation, `moved` the bytes that all operations read and write, by kind
+    of work, and `operations` how many there were. While `fusing` is set, new storages take no memory. While
     a graph's work is `fused`, it adds what its other operations move itself, and those count as none.
     """
 
@@ -136,31 +146,47 @@ class StorageCounter(TorchDispatchMode):
         self.live -= self._sizes.pop(key)
 
     def _count_work(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        packet = func.overloadpacket
+        packet, name = func.overloadpacket, func.overloadpacket.__name__
         moved = num_bytes((args, out))
         if packet in flop_registry:
-            with_all_heads = _with_all_heads(args) if "attention" in packet.__name__ else args
+            with_all_heads = _with_all_heads(args) if "attention" in name else args
             flops = flop_registry[packet](*with_all_heads, **kwargs, out_val=out)
-            self._count_product(packet.__name__, flops, moved)
-        elif packet.__name__ == UNPACKED_PRODUCT:
+            if "efficient_attention" in name:
+                name, flops = _of_positions(name, flops, args)
+            if name in ("addmm", "baddbmm") and args[0].dim() > 1:
+                self.moved[OTHER] += num_bytes((args[0], out))  # the addend is copied to where the sum will be
+            if name in PRODUCTS and not _is_aligned((args, out)):
+                name += f" {UNALIGNED}"
+            self._count_product(name, flops, moved)
+        elif name == UNPACKED_PRODUCT:
             # The weight is unpacked first: it is read in 4 bits, and written as the product reads it.
             inputs, packed, (fan_out, fan_in) = args[:3]
             unpacked = inputs.element_size() * fan_out * fan_in
             self._count_product(UNPACKED_PRODUCT, 2 * inputs.numel() * fan_out, num_bytes((inputs, out)) + unpacked)
             self.moved[OTHER] += num_bytes(packed) + unpacked
-        elif packet.__name__ == GROUPED_PRODUCT or packet.__name__ in FALLBACKS:
+        elif name == GROUPED_PRODUCT or name in FALLBACKS:
             factors = [tensor for tensor in _tensors(args) if tensor.dim() > 1][-2:]
-            flops = 2 * factors[0].numel() * factors[1].shape[-1] * FALLBACKS.get(packet.__name__, 1)
-            self._count_product(packet.__name__, flops, moved)
+            flops = 2 * factors[0].numel() * factors[1].shape[-1] * FALLBACKS.get(name, 1)
+            self._count_product(name, flops, moved)
         elif func.is_view or StorageCounter.fused:
             return
-        else:
-            self.moved[OTHER] += moved
+        elif name not in UNMOVED:
+            self._count_moved(name, args, out, moved)
         self.operations += 1
 
     def _count_product(self, name: str, flops: int, moved: int) -> None:
         self.flops[name] += flops
         self.moved[THIN if flops < THIN_BELOW * moved else PRODUCT] += moved
+
+    def _count_moved(self, name: str, args: tuple[Any, ...], out: Any, moved: int) -> None:
+        if name in LOOK_UPS:
+            kind, moved = OTHER if name == "embedding" else INDEXED, num_bytes(args[1]) + 2 * num_bytes(out)
+        elif name in ROW_WRITES:  # the rows are read, added to others, and written
+            kind, moved = INDEXED, num_bytes(args[1]) + 3 * num_bytes(args[2])
+        else:
+            is_strided = any(tensor.dim() > 1 and not tensor.is_contiguous() for tensor in _tensors((args, out)))
+            kind = STRIDED if is_strided else OTHER
+        self.moved[kind] += moved
 
     def add_fused(self, moved_bytes: int, operations: int) -> None:
         """Count what a compiled graph does beside its products."""
@@ -169,8 +195,31 @@ class StorageCounter(TorchDispatchMode):
 
 
 def num_bytes(values: Any) -> int:
-    """The bytes of all tensors among values."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(values))
+    """The bytes of all tensors among values. What is repeated along a dimension counts once."""
+    return sum(
+        tensor.element_size()
+        * math.prod(size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+        for tensor in _tensors(values)
+    )
+
+
+def _is_aligned(values: Any) -> bool:
+    """Whether the rows or columns of all matrices among values begin at multiples of what quick kernels load."""
+    return all(
+        step * tensor.element_size() % ALIGNED == 0
+        for tensor in _tensors(values)
+        if tensor.dim() > 1 and tensor.numel()
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        if size > 1 and step > 1
+    )
+
+
+def _of_positions(name: str, flops: int, args: tuple[Any, ...]) -> tuple[str, int]:
+    """The name and arithmetic of memory-efficient attention: it skips later positions, and wide heads have a kernel."""
+    widest = max(tensor.shape[-1] for tensor in _tensors(args[:4]) if tensor.dim() == 4)
+    place = 11 if "backward" in name else 6  # of `is_causal`, which is left out where it is false
+    is_causal = args[place : place + 1] == (True,)
+    return name if widest <= WIDEST_IN_REGISTERS else f"{name} {WIDE}", flops // 2 if is_causal else flops
 
 
 def _with_all_heads(args: tuple[Any, ...]) -> tuple[Any, ...]:

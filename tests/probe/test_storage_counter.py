@@ -12,8 +12,10 @@ from torch.profiler import profile
 
 from autotune.probe.storage_counter import (
     GROUPED_PRODUCT,
+    INDEXED,
     OTHER,
     PRODUCT,
+    STRIDED,
     THIN,
     UNPACKED_PRODUCT,
     StorageCounter,
@@ -97,6 +99,81 @@ def test_products_that_torch_knows_no_arithmetic_of() -> None:
     assert counter.flops == {UNPACKED_PRODUCT: 2 * 64 * 32 * 48} and counter.operations == 1
     assert counter.moved[OTHER] == 48 * 32 // 2 + 2 * 48 * 32
     assert counter.moved[THIN] == 2 * (64 * 32 + 48 * 32 + 64 * 48)
+
+
+def test_a_product_is_unaligned_where_quick_kernels_could_not_load_its_rows() -> None:
+    """Kernels load 16 bytes, which is 8 numbers in 16 bits: a vocabulary of 33 is none of these multiples, 40 is."""
+    rows = torch.ones(8, 16, device=META, dtype=torch.bfloat16)
+    counter = StorageCounter(META)
+    with counter:
+        for size, name in ((33, "mm unaligned"), (40, "mm")):
+            counter.begin()
+            weight = torch.empty(size, 16, device=META, dtype=torch.bfloat16)
+            scores = rows @ weight.t()  # only what comes out is not aligned
+            assert counter.flops == {name: 2 * 8 * 16 * size}
+            _ = scores @ weight
+            assert counter.flops == {name: 2 * 2 * 8 * 16 * size}
+        counter.begin()
+        _ = torch.bmm(rows[:1].expand(1, 8, 16), torch.empty(1, 16, 3, device=META, dtype=torch.bfloat16))
+    assert counter.flops == {"bmm unaligned": 2 * 8 * 16 * 3}
+
+
+def test_an_addend_as_large_as_the_sum_is_copied_to_it() -> None:
+    left, right, addend = (torch.empty(*shape, device=META) for shape in ((8, 4), (4, 16), (8, 16)))
+    counter = StorageCounter(META)
+    with counter:
+        _ = torch.addmm(addend, left, right)
+        assert counter.moved[OTHER] == 4 * 2 * 8 * 16
+        _ = torch.baddbmm(addend[None], left[None], right[None])
+        assert counter.moved[OTHER] == 2 * 4 * 2 * 8 * 16
+        counter.begin()
+        _ = torch.addmm(addend[0], left, right)  # a bias is added by the product's own kernel
+    assert OTHER not in counter.moved
+
+
+@pytest.mark.parametrize(("size", "wide"), [(128, ""), (136, " wide")])
+@pytest.mark.parametrize("causal", [True, False])
+def test_memory_efficient_attention_skips_later_positions_and_is_slow_with_wide_heads(
+    size: int, wide: str, causal: bool
+) -> None:
+    """Forward has two products of queries and keys or of scores and values, backward five."""
+    counter = StorageCounter(META)
+    query, key, value = (
+        torch.empty(2, 4, 16, width, device=META, dtype=torch.bfloat16, requires_grad=True)
+        for width in (size, size, 64)
+    )
+    forward = torch.ops.aten._scaled_dot_product_efficient_attention
+    with counter:
+        forward(query, key, value, None, True, 0.0, causal)[0].sum().backward()
+    once, name = 2 * 2 * 4 * 16 * 16, "_scaled_dot_product_efficient_attention"
+    share = 2 if causal else 1
+    assert counter.flops == {
+        name + wide: once * (size + 64) // share,
+        f"{name}_backward{wide}": once * (3 * size + 2 * 64) // share,
+    }
+
+
+def test_what_moves_is_what_kernels_read_and_write() -> None:
+    """By hand, in 32 bits. Indices have 8 bytes."""
+    table, places = torch.empty(100, 4, device=META), torch.empty(6, dtype=torch.long, device=META)
+    rows, counter = torch.empty(6, 4, device=META), StorageCounter(META)
+
+    def moved(run: Callable[[], Any]) -> dict[str, int]:
+        counter.begin()
+        with counter:
+            run()
+        return dict(counter.moved)
+
+    looked_up = 6 * 8 + 2 * 4 * 6 * 4
+    assert moved(lambda: nn.functional.embedding(places, table)) == {OTHER: looked_up}
+    assert moved(lambda: table[places]) == {INDEXED: looked_up}
+    assert moved(lambda: table.index_put((places,), rows, accumulate=True)) == {INDEXED: 6 * 8 + 3 * 4 * 6 * 4}
+    assert moved(lambda: table[:, :2] * 2) == {STRIDED: 4 * (200 + 200)}
+    assert moved(lambda: rows * torch.ops.aten._unsafe_view(rows, [6, 4])[:1].expand(6, 4)) == {
+        STRIDED: 4 * (24 + 4 + 24)
+    }  # the one row is read once
+    assert moved(lambda: torch.ops.aten._unsafe_view(rows, [24])) == {} and counter.operations == 1
+    assert moved(lambda: torch.empty_like(rows)) == {}
 
 
 def test_a_kernels_own_memory_counts_while_it_runs() -> None:

@@ -15,11 +15,18 @@ from autotune.prediction.step_time import (
     BY_POSITION,
     COUNTED_ERROR,
     DEVICE_ERROR,
+    FLASH,
+    INDEXED,
     MEASURED_HOST,
     MOVED_SHARE,
+    NOT_ALIGNED,
     OPERATION_US,
+    STRIDED,
     THICK,
+    THIN_SHARE,
     UNKNOWN_HOST,
+    WIDE_BACKWARD,
+    WIDE_FORWARD,
     Host,
     StepTimeEstimate,
     counted_step_time,
@@ -288,14 +295,32 @@ def test_counted_work_by_hand(method: str, weights_gib: float) -> None:
         peak_allocated_gib=9.0,
         trainable_params=1,
         total_params=2,
-        flops={"mm": 6 * 10**14, "_flash_attention": 2 * 10**14, "_efficient_attention": 10**14},
-        moved_bytes={"product": 10**15, "thin product": 3 * 10**11, "other": 7 * 10**11},
+        flops={
+            "mm": 6 * 10**14,
+            "mm unaligned": 3 * 10**13,
+            "_flash_attention": 2 * 10**14,
+            "_efficient_attention": 10**14,
+            "_efficient_attention wide": 2 * 10**13,
+            "_efficient_attention_backward wide": 10**13,
+        },
+        moved_bytes={
+            "product": 10**15,
+            "thin product": 3 * 10**11,
+            "other": 7 * 10**11,
+            "strided": 2 * 10**11,
+            "indexed": 10**11,
+        },
         operations=10_000,
     )
     found = counted_step_time(TrainConfig(method=method), count, Host(scale=0.5, error=0.4))
     assert found is not None
-    assert found.products_s == pytest.approx((600 / THICK + 200 + BY_POSITION * 100) / 662.9, rel=1e-4)
-    assert found.bytes_s == pytest.approx(1e12 / (MOVED_SHARE * 4.8e12))
+    without_flash = 600 / THICK + 30 * NOT_ALIGNED + BY_POSITION * 100 + WIDE_FORWARD * 20 + WIDE_BACKWARD * 10
+    assert found.products_s == pytest.approx((without_flash + FLASH * 200) / 662.9, rel=1e-4)
+    for knobs in ({"padding": "max_length"}, {"attention": "sdpa_cudnn"}):  # cuDNN attends
+        quicker = counted_step_time(TrainConfig(method=method, **knobs), count)  # type: ignore[arg-type]
+        assert quicker is not None and quicker.products_s == pytest.approx((without_flash + 200) / 662.9, rel=1e-4)
+    weighed = 0.7 + STRIDED * 0.2 + INDEXED * 0.1
+    assert found.bytes_s == pytest.approx((weighed / MOVED_SHARE + 0.3 / THIN_SHARE) / 4.8)
     assert found.host_s == pytest.approx(10_000 * OPERATION_US * 1e-6 * 0.5)
     assert found.rest_s == pytest.approx((3 * 2 + 2 * weights_gib + 2 * 4) * GIB / 4.8e12)
     assert (found.device_error, found.host_error) == (COUNTED_ERROR, 0.4)
