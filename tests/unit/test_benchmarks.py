@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from autotune.core.probe_types import DryCount
 from autotune.planning.device_estimate import ACCURACY
+from autotune.prediction.depth_extrapolation import count_at_depth
 from autotune.prediction.transfer import OF_MEMORY
 from tests.system.faults.conftest import table
 
@@ -99,6 +101,15 @@ SAID = [
         "{device_bound_counted_error_median:.1%} off in the median and {device_bound_counted_error_max:.1%}",
     ),
     ("counted_speed", "Of {host_bound_configs} whose pace the host sets"),
+    ("counted_speed", "{unknown_models} models without a formula were profiled on an H100, {unknown_configs} rows"),
+    ("counted_speed", "{unknown_first_error_median:.0%} off in the median and {unknown_first_error_max:.0%} at worst"),
+    ("counted_speed", "held {unknown_first_inside_80:.0%} of them"),
+    ("counted_speed", "{unknown_counted_error_median:.1%} and {unknown_counted_error_max:.0%} off since"),
+    (
+        "counted_speed",
+        "the device's own time is {unknown_device_error_median:.1%} and {unknown_device_error_max:.1%} off",
+    ),
+    ("counted_speed", "peaks of memory are off by {unknown_peak_error_max:.2%} at most"),
     ("real_data", "| padded to one of four lengths | 120 s | 129 s | -{error_max:.1%} | {speedup_bucketed:.2f} |"),
     ("real_data", "| padded to the longest | 112 s | 116 s | -3.1% | {speedup_padded:.2f} |"),
     ("real_data", "| packed, compiled | 36.6 s | 35.5 s | 3.2% | {speedup_packed:.2f} |"),
@@ -205,6 +216,28 @@ def test_who_sets_the_pace_of_a_pair_follows_from_how_long_the_cards_were_busy(m
 
 def test_what_the_product_says_of_one_chip_was_fitted_on_one_model() -> None:
     assert round(RESULTS["transfer"]["summary"]["fitted_exponent"], 2) == OF_MEMORY
+
+
+def test_two_depths_give_what_a_whole_model_was_measured_to_hold() -> None:
+    """Full fine-tuning with the loss in chunks, whose peak is in the head with few layers."""
+    stored = (BENCHMARKS / "data" / "truncated_h100.jsonl").read_text().splitlines()
+    found = {row["depth"]: row for row in map(json.loads, stored) if row["model"] == "llama-3.2-1b"}
+    counts = {
+        depth: DryCount(
+            model_gib=1.0,
+            adapters_gib=0.0,
+            gradients_gib=1.0,
+            optimizer_gib=1.0,
+            segment_peak_gib=row["segment_peak_gib"],
+            peak_allocated_gib=row["peak_allocated_gib"],
+            trainable_params=1,
+            total_params=1,
+        )
+        for depth, row in found.items()
+    }
+    predicted = count_at_depth((2, counts[2]), (4, counts[4]), 16)
+    assert predicted.peak_allocated_gib == pytest.approx(found[None]["peak_allocated_gib"], rel=1e-5)
+    assert predicted.segment_peak_gib == pytest.approx(found[None]["segment_peak_gib"], rel=1e-5)
 
 
 def test_rows_are_labelled_as_train_py_labels_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
