@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.core.probe_types import DryCount
-from autotune.planning.device_estimate import ACCURACY
+from autotune.planning.device_estimate import ACCURACY, COUNTED
 from autotune.prediction.depth_extrapolation import count_at_depth
 from autotune.prediction.transfer import OF_MEMORY
 from tests.system.faults.conftest import table
@@ -266,6 +266,18 @@ def test_plan_says_how_accurate_it_is() -> None:
     text += " {heldout_error_max:.1%} of {heldout_models} others (LoRA, nf4, full fine-tuning); speed by another,"
     text += " {heldout_pace_error_median:.0%} off"
     assert text.format(**RESULTS["plan_memory"]["summary"]) in ACCURACY.replace(" %", "%")
+
+
+def test_plan_says_how_accurate_counts_are() -> None:
+    said = COUNTED.replace(" %", "%")
+    counted = "{device_bound_counted_error_median:.1%} off in the median of {models} dense models on an H200"
+    counted += (
+        " where the device sets the pace, and {unknown_counted_error_median:.1%} of {unknown_models} others on an"
+    )
+    counted += " H100 ({unknown_first_error_median:.0%} before"
+    assert counted.format(**RESULTS["counted_speed"]["summary"]) in said
+    memory = "{error_median:.1%} off in the median and {error_max:.1%} at worst for {families} kinds of model"
+    assert memory.format(**RESULTS["dry_probe"]["summary"]) in said
 
 
 def test_the_documents_say_which_versions_were_measured() -> None:
