@@ -156,7 +156,7 @@ def _slowness(name: str, config: TrainConfig) -> float:
         return WIDE_BACKWARD if "backward" in name else WIDE_FORWARD
     if "efficient" in name:
         return BY_POSITION
-    return FLASH if config.has_any_length and config.attention == "sdpa" else 1.0
+    return FLASH if config.padding == "longest" and config.attention == "sdpa" else 1.0
 
 
 def divide_step_time(measurement: Measurement, by_formula: StepTimeEstimate | None) -> StepTimeEstimate:
