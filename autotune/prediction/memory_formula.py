@@ -6,6 +6,7 @@ sizes. The bytes that a layer keeps for its backward pass are those of the autog
 on whole models on an H200 (`benchmarks/plan_memory.py`). Families and configurations that were not measured give None.
 """
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,9 @@ WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan_memory.py`).
 ERROR = 0.04
 COUNT_ERROR = 0.015  # of a counted peak: the largest of `benchmarks/dry_probe.py` is 1.4 %
+# Neither memory nor the time of the reference card depends on the card that is planned for: a comparison asks the same
+# of each. There is room for more than a plan has configurations.
+KEPT_ANSWERS = 2**14
 _BLOCK = 256  # values of 8-bit optimizer state to a scale of 4 bytes
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}  # bytes a weight, by double_quant: a scale for each 64
 
@@ -176,11 +180,16 @@ class MemoryBreakdown:
 def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
     """What of the model or the configuration the formulas of memory and step time do not cover; None if they do."""
     sizes = Sizes.of(model)
+    if sizes is None:
+        return f"{printable(model.config['model_type'])} models"
+    return _uncovered(sizes, config)
+
+
+def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
     some = config.method == "lora" and config.lora_targets != ALL_LINEAR
     uncovered = {
-        f"{printable(model.config['model_type'])} models": sizes is None,
         "compiled layers with adapters in parts": some and config.compile != "none",
-        "adapters on other modules": sizes is not None and not sizes.adapted(config) <= set(sizes.matrices),
+        "adapters on other modules": not sizes.adapted(config) <= set(sizes.matrices),
         "fp32 precision": config.precision == "fp32",
         "int8 bases": config.quantization == "int8",
         "DoRA": config.dora,
@@ -191,7 +200,8 @@ def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
 
 def supported(model: ModelSpec, config: TrainConfig) -> Sizes | None:
     """The sizes of the model where the formulas cover it and the configuration, else None."""
-    return None if unsupported(model, config) else Sizes.of(model)
+    sizes = Sizes.of(model)
+    return None if sizes is None or _uncovered(sizes, config) else sizes
 
 
 def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> MemoryBreakdown | None:
@@ -200,8 +210,11 @@ def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2
     With `micro_steps` of 1, the micro batches in a step, no gradients are alive in the forward pass.
     """
     sizes = supported(model, config)
-    if sizes is None:
-        return None
+    return None if sizes is None else _breakdown(sizes, config, micro_steps)
+
+
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
+def _breakdown(sizes: Sizes, config: TrainConfig, micro_steps: int) -> MemoryBreakdown:
     full, pure = config.method == "full", config.precision == "bf16_pure"
     base_bytes = 4 if full and not pure else 2  # of a value that is not quantised
     trained = sizes.params if full else sizes.adapter_params(config)

@@ -5,6 +5,7 @@ The constants were measured on an H200 (`benchmarks/depth_extrapolation.py`, `be
 card changes, and the least certain number: hosts differ by a factor of two, unless a calibration measured this one.
 """
 
+import functools
 import math
 import statistics
 from dataclasses import dataclass, replace
@@ -14,7 +15,14 @@ from autotune.core.probe_types import UNALIGNED, WIDE, DryCount, Measurement
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.prediction.calibration import Calibration
-from autotune.prediction.memory_formula import kept_bytes, memory_breakdown, supported
+from autotune.prediction.memory_formula import (
+    KEPT_ANSWERS,
+    MemoryBreakdown,
+    Sizes,
+    kept_bytes,
+    memory_breakdown,
+    supported,
+)
 from autotune.prediction.transfer import REFERENCE, USUAL_SHARE, SpeedTransfer, products_tflops
 
 FP8 = 1.36  # that rate with factors in 8 bits, relative to bf16
@@ -205,6 +213,13 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASU
         return None
     if config.quantization == "fp8" and config.compile == "none":  # slower than bf16, so nobody chooses it
         return None
+    trained = memory_breakdown(model, config)
+    assert trained is not None
+    return _step_time(sizes, config, host, trained)
+
+
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
+def _step_time(sizes: Sizes, config: TrainConfig, host: Host, trained: MemoryBreakdown) -> StepTimeEstimate:
     card: DeviceSpec = resolve_device(REFERENCE)
     full, compiled, tokens = config.method == "full", config.compile != "none", config.tokens
     again = 0.0 if config.checkpoint_every is None else math.ceil(sizes.layers / config.checkpoint_every) / sizes.layers
@@ -225,8 +240,6 @@ def estimate_step_time(model: ModelSpec, config: TrainConfig, host: Host = MEASU
     issue_ms = FULL_MS + adapted * (HOST_MS["compiled" if compiled else "eager"] - FULL_MS)
     issue_ms += NF4_MS if config.quantization == "nf4" else 0.0
     # Clipping reads the gradients; the optimizer reads and writes weights and state.
-    trained = memory_breakdown(model, config)
-    assert trained is not None
     weights = trained.weights if full else trained.adapters
     stepped = (3 * trained.gradients + 2 * weights + 2 * trained.optimizer) * GIB
     return StepTimeEstimate(

@@ -48,9 +48,10 @@ class Knob:
 
     def possible(self, chosen: dict[str, Any]) -> tuple[Any, ...]:
         """The values that are possible with those chosen so far; all of them where none is."""
-        values = tuple(
-            value for value in self.choices() if KNOBS[self.name].possible(value, _DEFAULTS.as_dict() | chosen) == value
-        )
+        knob = KNOBS[self.name]
+        if not knob.impossible_with:
+            return self.choices()
+        values = tuple(value for value in self.choices() if knob.possible(value, _DEFAULTS.as_dict() | chosen) == value)
         return values or self.choices()
 
     def nearest(self, wanted: Any, values: tuple[Any, ...]) -> Any:
@@ -103,6 +104,9 @@ class SearchSpace:
 
     name: str
     knobs: tuple[Knob, ...]
+
+    def __hash__(self) -> int:  # conditions of knobs are dicts, which have no hash
+        return hash((self.name, *((knob.name, knob.values) for knob in self.knobs)))
 
     def describe(self) -> dict[str, Any]:
         """Plain data, which is compared when a study is continued."""

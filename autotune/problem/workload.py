@@ -184,11 +184,11 @@ class Workload:
 
     def at_longest(self, config: TrainConfig) -> TrainConfig:
         """The configuration with the longest rows that occur as its length: what formulas of memory ask for."""
-        return replace(config, seq_len=self.longest_row(config))
+        return _at_length(config, self.longest_row(config))
 
     def at_mean(self, config: TrainConfig) -> TrainConfig:
         """The configuration with the mean length of padded rows as its length: what formulas of time ask for."""
-        return replace(config, seq_len=max(1, round(self.tokens_per_row(config))))
+        return _at_length(config, max(1, round(self.tokens_per_row(config))))
 
     def padded_lengths(self, config: TrainConfig) -> tuple[int, ...]:
         """The lengths to the next of which rows are padded; () where it is the longest row of each micro batch."""
@@ -293,6 +293,11 @@ class Workload:
             "eval_share": self.eval_share,
             "loss_on": self.loss_on,
         }
+
+
+def _at_length(config: TrainConfig, seq_len: int) -> TrainConfig:
+    """The configuration itself where it has this length: to make another takes longer than a formula does."""
+    return config if config.seq_len == seq_len else replace(config, seq_len=seq_len)
 
 
 def _kind(draw: Draw, longest: int, share: float) -> MicroBatch:
