@@ -28,7 +28,7 @@ def print_plan(made: Plan) -> None:
         print(f"{'why':>8}  {made.reason}\n")
     elif made.best is not None:
         part = ""
-        if made.num_estimated < made.space_size:
+        if made.num_estimated < made.space_size and not made.counted:
             part = f" (of the first {made.num_estimated:,} of {made.space_size:,} configurations)"
         print(f"{'why':>8}  {made.reason}{part}\n")
     for name, cells in memory_tables(made).items():

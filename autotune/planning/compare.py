@@ -18,8 +18,8 @@ from autotune.core.train_config import learning_differences
 from autotune.core.units import fmt_hours, fmt_usd
 from autotune.planning.device_estimate import device_limit_gib, estimate, limit_of, memory_state, smallest_card
 from autotune.planning.observations import Observation, Say, silent
-from autotune.planning.plan import Plan, plan_setup, planned_setup
-from autotune.prediction.memory_formula import ERROR
+from autotune.planning.plan import Plan, candidates, count_leanest, plan_setup, planned_setup
+from autotune.prediction.memory_formula import ERROR, Sizes
 from autotune.problem.run_cost import FITS, CostProjection, DeviceEstimate
 from autotune.problem.search_space import SearchSpace, ways_to_fit
 from autotune.problem.setup import Setup, open_reserve
@@ -420,10 +420,10 @@ def least_memory(task: Task, limit_gib: float) -> DeviceEstimate | None:
     for name, value in space.leanest().items():
         if name in KNOBS and name not in DEPENDENT:
             space = space.pin(name, value)
-    configs = dict.fromkeys(map(space.config, space.enumerate()))
+    configs = candidates(space) if Sizes.of(task.model) else ()
     estimates = [one for config in configs if (one := estimate(task, config, limit_gib)) is not None]
     if not estimates:
-        return estimate(task, space.config(space.leanest()), limit_gib, counted=True)
+        return count_leanest(task, limit_gib)
     return min(estimates, key=lambda one: one.need_gib)
 
 

@@ -35,8 +35,12 @@ MAX_STRIDE = 300  # between two configurations of a large space: a longer walk t
 BATCHES = (1, 2, 4, 8, 16, 32)
 NO_SPEED = "no formula knows the speed of such models: `autotune run` measures it"
 ONLY_BASELINE = "only the baseline was counted, since each count takes seconds: `autotune run` looks for the best"
-# Reasons why there may be no best though something may fit.
-LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE)
+ONLY_LEANEST = (
+    "the baseline does not fit, and of all others only the one that needs the least memory was counted, since each "
+    "count takes seconds: `autotune run` looks for the best"
+)
+# Reasons why there may be no best though something may fit, or a better one than is known.
+LITTLE_KNOWN = (NO_SPEED, ONLY_BASELINE, ONLY_LEANEST)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -62,7 +66,7 @@ class Plan:
 
     @property
     def counted(self) -> bool:
-        """Whether a dry probe counted the baseline, which is then all that is known."""
+        """Whether a dry probe counted the baseline: little else is known then."""
         return self.baseline.memory is not None and self.baseline.memory.counted
 
 
@@ -127,51 +131,91 @@ def plan_setup(
 def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] = (), *, counted: bool = False) -> Plan:
     """Find the best configuration of the task's space by formula, under the rule that chooses a winner.
 
-    `limit_gib` is what tensors may take. Raises UsageError if no formula covers the model or the card.
+    `limit_gib` is what tensors may take. Without a formula only the baseline is counted; where that does not fit, what
+    needs the least memory. Raises UsageError if no formula covers the model or the card.
     """
     baseline = _baseline(task, limit_gib, observations, counted=counted)
+    if unsupported(task.model, baseline.config):
+        return _counted_plan(task, limit_gib, observations, baseline)
     space = _distinguishable(task.space, baseline.config)
-    stride = math.ceil(space.size() / MAX_CONFIGS)  # evenly spread over a space that is too large to estimate all
-    choices = islice(space.enumerate(), 0, None, stride) if stride <= MAX_STRIDE else space.sample(MAX_CONFIGS)
-    configs = dict.fromkeys(map(space.config, choices))
+    configs = candidates(space)
     estimates = {}
     for config in configs:
         estimated = estimate(task, config, limit_gib, observations)
         if estimated is not None and estimated.state == FITS and estimated.tokens_per_s:
             estimates[config] = estimated
-    best, reason = None, "nothing fits beyond doubt"
-    if baseline.state != OOM and unsupported(task.model, baseline.config):
-        reason = ONLY_BASELINE if baseline.tokens_per_s else NO_SPEED
-        best = baseline if baseline.tokens_per_s and baseline.state == FITS else None
+    made = replace(
+        _plan_of(task, limit_gib, observations, baseline), num_estimated=len(configs), space_size=space.size()
+    )
     if estimates:
         scored = [
             Scored(config=config, score=one.tokens_per_s or 0.0, free_fraction=-one.margin)
             for config, one in estimates.items()
         ]
         winner = choose(scored, task.floors.slack)
-        best = estimates[winner.config]
         reason = why(winner, scored, task.floors.slack, task.space, configs)
+        return replace(made, best=estimates[winner.config], reason=reason)
+    return made
+
+
+@functools.lru_cache(maxsize=4)
+def candidates(space: SearchSpace) -> tuple[TrainConfig, ...]:
+    """Each configuration of a space once, or MAX_CONFIGS of them. Cards that are compared mostly share their space."""
+    stride = math.ceil(space.size() / MAX_CONFIGS)  # evenly spread over a space that is too large to estimate all
+    choices = islice(space.enumerate(), 0, None, stride) if stride <= MAX_STRIDE else space.sample(MAX_CONFIGS)
+    return tuple(dict.fromkeys(map(space.config, choices)))
+
+
+def _plan_of(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: DeviceEstimate) -> Plan:
+    """A plan that knows the baseline alone."""
     return Plan(
         task=task,
         limit_gib=limit_gib,
-        best=best,
+        best=None,
         baseline=baseline,
-        reason=reason,
-        num_estimated=len(configs),
-        space_size=space.size(),
+        reason="nothing fits beyond doubt",
+        num_estimated=1,
+        space_size=task.space.size(),
         leanest=task.space.config(task.space.leanest()),
         observations=tuple(observed for observed in observations if observed.device == task.device.name),
     )
 
 
+def _counted_plan(task: Task, limit_gib: float, observations: Sequence[Observation], baseline: DeviceEstimate) -> Plan:
+    """The plan where no formula covers the baseline, which was counted."""
+    made = _plan_of(task, limit_gib, observations, baseline)
+    found, reason = baseline, ONLY_BASELINE
+    if baseline.state != FITS:
+        leanest = count_leanest(task, limit_gib, observations)
+        if leanest is None or leanest.state != FITS:
+            return made
+        found, reason = leanest, ONLY_LEANEST
+    return replace(made, best=found, reason=reason) if found.tokens_per_s else replace(made, reason=NO_SPEED)
+
+
+def count_leanest(task: Task, limit_gib: float, observations: Sequence[Observation] = ()) -> DeviceEstimate | None:
+    """Count what the configuration that needs the least memory needs; None where it cannot be counted."""
+    spaces = [task.space]
+    if "full" in task.space.choices("loss"):
+        spaces.append(task.space.pin("loss", "full"))  # the logits of some heads cannot be made in chunks
+    configs = dict.fromkeys(space.config(space.leanest()) for space in spaces)
+    counts = (estimate(task, config, limit_gib, observations, counted=True) for config in configs)
+    return next((counted for counted in counts if counted is not None), None)
+
+
 def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation], *, counted: bool) -> DeviceEstimate:
     """What guides give, with the largest micro batch that fits, else with their own. Raises UsageError."""
     first = None
-    for config in task.baselines:
+    for number, config in enumerate(task.baselines):
         estimated = estimate(task, config, limit_gib, observations, counted=counted)
         if estimated is not None and estimated.state == FITS:
             return estimated
         first = first or estimated
+        if counted and number == 0:  # a count takes seconds, and where the smallest does not fit, none does
+            smallest = estimate(task, task.baselines[-1], limit_gib, observations, counted=True)
+            first = first or smallest
+            if smallest is not None and smallest.state != FITS:
+                break
     if first is None:
         raise UsageError(
             no_estimate(task, task.baselines[0], counted=counted),
@@ -313,6 +357,7 @@ def _estimate_data(estimated: DeviceEstimate) -> dict[str, Any]:
         "peak_reserved_gib": estimated.need_gib,
         "limit_gib": estimated.limit_gib,
         "memory_gib": estimated.memory and estimated.memory.terms(),
+        "memory_by": estimated.memory_by,
         "tokens_per_s": estimated.tokens_per_s,
         "interval_tokens_per_s": estimated.interval,
         "samples_per_s": estimated.samples_per_s,

@@ -112,6 +112,11 @@ class DeviceEstimate:
         return self.need_gib / self.limit_gib - 1
 
     @property
+    def memory_by(self) -> str | None:
+        """What `need_gib` rests on: the formula, or the count of a dry probe; None where it was measured."""
+        return None if self.memory is None else "counted" if self.memory.counted else "formula"
+
+    @property
     def is_guess(self) -> bool:
         """Whether the speed rests on data sheets alone: no card of this kind was measured by anybody."""
         measured = self.num_observations or is_measured_kind(self.device) or calibrates(self.calibration, self.device)

@@ -21,7 +21,7 @@ from autotune.core.pages import environment
 from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
 from autotune.planning.compare import ComparedCard, Comparison, Group, speed_interval, usd_interval
 from autotune.planning.device_estimate import ACCURACY, COUNTED, NOT_MEASURED
-from autotune.planning.plan import ONLY_BASELINE
+from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST
 from autotune.problem.run_cost import FITS
 
 Data = dict[str, Any]
@@ -40,6 +40,7 @@ def card_data(group: Group, card: ComparedCard) -> Data:
         "state": card.state,
         "from_reserve": plan is not None and plan.from_reserve,
         "need_gib": need and need.need_gib,
+        "memory_by": need and need.memory_by,
         "limit_gib": plan and plan.limit_gib,
         "guides_need_gib": plan and plan.baseline.need_gib,
         **_ranged("tokens_per_s", card.tokens_per_s or None, speed_interval(card)),
@@ -189,8 +190,12 @@ def verdicts(comparison: Comparison, group: Group) -> list[str]:
         sentences.append(f"fastest: {fastest.device.name}, {speed} tokens/s{rivals}")
     of_all, of_these = (card.name if card else "none" for card in (group.smallest, group.smallest_compared))
     sentences.append(f"smallest card that holds it: {of_all} of all known, {of_these} of these")
-    if any(card.best is not None and card.plan is not None and card.plan.counted for card in group.cards):
+    counted = [card for card in group.cards if card.best is not None and card.plan is not None and card.plan.counted]
+    leanest = [card.device.name for card in counted if card.plan and card.best is not card.plan.baseline]
+    if len(leanest) < len(counted):
         sentences.append(ONLY_BASELINE)
+    if leanest:
+        sentences.append(f"{' and '.join(leanest)}: {ONLY_LEANEST}")
     if reserve := [card.device.name for card in group.cards if card.plan and card.plan.from_reserve]:
         sentences.append(f"nothing fits on {' and '.join(reserve)} but what learns differently")
     for difference, names in group.training_differences().items():

@@ -8,10 +8,10 @@ from autotune.catalog import resolve_device
 from autotune.cli.plan_text import print_plan
 from autotune.core.errors import UsageError
 from autotune.planning import counted_memory
-from autotune.planning.plan import ONLY_BASELINE, plan
+from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, plan
 from autotune.planning.run_check import check
 from autotune.probe.dry_prober import DryProber
-from autotune.problem.run_cost import FITS
+from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.study_spec import make_spec
 
 pytestmark = pytest.mark.probe
@@ -39,6 +39,17 @@ def test_a_family_without_a_formula_has_a_counted_baseline(capsys: pytest.Captur
     assert f"     why  {ONLY_BASELINE}" in printed and "    best  " not in printed and "useful tokens/s" in printed
     with pytest.raises(UsageError, match=r"there is no formula for gpt2 models$"):
         plan(spec, device=resolve_device("a10"))
+
+
+def test_where_the_baseline_does_not_fit_the_leanest_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Full fine-tuning under autocast holds 16 bytes a parameter, which 2 GiB have no room for beside the logits."""
+    spec = make_spec(None, {"model": "gpt2", "gpu": "a10", "space": "full", "memory_gib": 3.0})
+    made = plan(spec, device=resolve_device("a10"), counted=True)
+    assert made.baseline.state == OOM and made.best is not None and made.best.tokens_per_s
+    assert made.reason.endswith(ONLY_LEANEST) and made.best.need_gib < made.limit_gib < made.baseline.need_gib
+    print_plan(made)
+    printed = capsys.readouterr().out
+    assert f"{ONLY_LEANEST}\n" in printed and f"    best  {made.best.config.label()}" in printed
 
 
 def test_a_run_of_another_tool_is_judged_by_a_count(tmp_path: Path) -> None:

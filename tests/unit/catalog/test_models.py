@@ -11,6 +11,7 @@ import pytest
 from autotune.catalog import ModelSpec, list_models, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
+from autotune.problem.constraints import NO_SDPA
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 
@@ -57,6 +58,7 @@ def test_params_equal_those_of_the_built_model(spec):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**spec.config))
     assert sum(parameter.numel() for parameter in model.parameters()) == spec.params
+    assert model._supports_sdpa is (spec.config["model_type"] not in NO_SDPA)
 
 
 def test_unknown_model_suggests_a_near_name():

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from functools import cache
@@ -19,6 +20,7 @@ from autotune.catalog import Price, list_devices, resolve_device
 from autotune.cli.app import app
 from autotune.core.errors import NothingFits, UsageError
 from autotune.core.probe_types import DryCount
+from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH
 from autotune.planning import compare as rules
 from autotune.planning import counted_memory
@@ -35,7 +37,7 @@ from autotune.planning.compare import (
     smallest_holding,
 )
 from autotune.planning.device_estimate import ACCURACY, COUNTED, device_limit_gib, estimate, memory_state
-from autotune.planning.plan import ONLY_BASELINE, Plan, plan_data, plan_task, planned_setup
+from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, Plan, plan_data, plan_task, planned_setup
 from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.performance import Performance
 from autotune.problem.run_cost import FITS, OOM, project
@@ -440,6 +442,72 @@ def test_the_baseline_of_a_family_without_a_formula_has_a_speed_where_its_work_w
     assert ONLY_BASELINE in verdicts(made, group)
 
     assert plan_data(group.plan)["how_sure"] == COUNTED and plan_data(plan())["how_sure"] == ACCURACY
+
+
+def counted(
+    asked: list[TrainConfig],
+    gib: Callable[[TrainConfig], float],
+    refuses: Callable[[TrainConfig], bool] = lambda config: False,
+) -> Callable[..., DryAnswer]:
+    """Dry probes that need so many GiB, or refuse; what they are asked for is noted."""
+    work: Any = {"flops": {"mm": 10**14}, "moved_bytes": {"other": 10**11}, "operations": 2000}
+
+    def answer(model: object, config: TrainConfig, micro_steps: int) -> DryAnswer:
+        asked.append(config)
+        peak = gib(config)
+        if refuses(config):
+            return DryAnswer(refused="its head cannot")
+        return DryAnswer(
+            count=replace(COUNT, peak_allocated_gib=peak, segment_peak_gib={"backward_layer": peak}, **work)
+        )
+
+    return answer
+
+
+def of_mixtral(gpu: str, method: str) -> ComparedCard:
+    made = rules.planned_setup(StudySpec(model="mixtral-8x7b", space=method), resolve_device(gpu))
+    return compare_card(made, device_limit_gib(resolve_device(gpu), 0.05))
+
+
+def test_where_a_counted_baseline_does_not_fit_the_leanest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In full fine-tuning of the reserve: only lion with weights in pure bf16 needs less than an A10 has."""
+    asked: list[TrainConfig] = []
+    answer = counted(asked, lambda config: 15.0 if config.precision == "bf16_pure" else 60.0)
+    monkeypatch.setattr(counted_memory, "_answer", answer)
+    card = of_mixtral("a10", "full")
+    assert card.best is not None and card.plan is not None and card.plan.from_reserve and card.state == FITS
+    assert (card.best.config.precision, card.best.config.optimizer) == ("bf16_pure", "lion_8bit")
+    assert card.best.tokens_per_s and card.plan.reason.endswith(ONLY_LEANEST)
+    assert card.best == card.least
+    held = Group(model="m", method="full", cards=(card,))
+    assert f"a10: {ONLY_LEANEST}" in verdicts(Comparison(groups=(held,)), held)
+    assert ONLY_BASELINE not in verdicts(Comparison(groups=(held,)), held)
+    assert card_data(held, card)["memory_by"] == "counted" and plan_data(card.plan)["best"]["memory_by"] == "counted"
+    assert plan_data(plan())["baseline"]["memory_by"] == "formula"
+
+
+def test_no_smaller_baseline_is_counted_where_the_smallest_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[TrainConfig] = []
+    monkeypatch.setattr(counted_memory, "_answer", counted(asked, lambda config: 60.0))
+    card = of_mixtral("a10", "lora")
+    assert card.state == OOM and card.plan is not None and card.plan.baseline.config.micro_batch_size == 8
+    assert {config.micro_batch_size for config in asked} == {8, 1}
+    by_size = counted([], lambda config: 16.0 + 2 * config.micro_batch_size)
+    monkeypatch.setattr(counted_memory, "_answer", by_size)
+    card = of_mixtral("l40s", "lora")
+    assert card.best is not None and card.best.config.micro_batch_size == 8
+    card = of_mixtral("rtx-5090", "lora")
+    assert card.best is not None and card.best.config.micro_batch_size == 4
+
+
+def test_the_leanest_has_the_whole_loss_where_the_head_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count that was refused was taken for a model that fits nowhere."""
+    asked: list[TrainConfig] = []
+    answer = counted(asked, lambda config: 15.0 * config.micro_batch_size, lambda config: config.loss == "chunked")
+    monkeypatch.setattr(counted_memory, "_answer", answer)
+    least = least_memory(setup("a10", model="mixtral-8x7b", space="lora", pins={}).task, 20.0)
+    assert least is not None and least.state == FITS and least.config.loss == "full"
+    assert least.config.micro_batch_size == 1 and [config.loss for config in asked[:2]] == ["chunked", "full"]
 
 
 @pytest.mark.usefixtures("not_counted")

@@ -35,9 +35,11 @@ from autotune.planning.plan import (
     planned_setup,
     table_cells,
 )
+from autotune.prediction import memory_formula, step_time
 from autotune.prediction.memory_formula import CONTEXT_GIB
 from autotune.prediction.transfer import speed_transfer
 from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.problem.search_space import SearchSpace
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.task import BASELINE
 
@@ -177,6 +179,18 @@ def test_what_a_run_of_the_model_refuses_is_not_planned() -> None:
     with pytest.raises(UsageError, match="changes its logits after its head"):
         planned_setup(replace(spec, pins={"loss": "chunked"}), H100)
     assert "chunked" in task("h100").space.choices("loss")
+
+
+def test_the_formulas_are_not_computed_again_for_another_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the space walked again, which takes as long as all estimates do."""
+    small, large = task("a10", space="qlora"), task("l4", space="qlora")
+    first = planned(small)
+    monkeypatch.setattr(memory_formula, "_moments", None)
+    monkeypatch.setattr(step_time, "StepTimeEstimate", None)
+    monkeypatch.setattr(SearchSpace, "enumerate", None)
+    second = planned(large)
+    assert first.best and second.best and second.num_estimated == first.num_estimated > 1000
+    assert (second.best.tokens_per_s or 0.0) < (first.best.tokens_per_s or 0.0)
 
 
 def test_a_large_space_is_sampled_everywhere() -> None:
