@@ -1,0 +1,294 @@
+"""Write `docs/atlas.md` and `docs/atlas.html`: what each model of the catalogue needs, and how fast ten cards train it.
+
+    python benchmarks/atlas.py
+
+It asks what `autotune compare` asks, for three methods. No GPU is needed. What dry probes count is kept in the user's
+cache, as for `compare`. Measurements that were imported on this machine do not count, so that the pages are the same
+everywhere.
+"""
+
+import argparse
+import html
+import json
+import multiprocessing
+import re
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import ROOT
+
+from autotune.catalog import DeviceSpec, ModelSpec, find_price, list_models, resolve_device, resolve_model
+from autotune.core.errors import UsageError
+from autotune.core.files import write_atomic
+from autotune.core.text import printable
+from autotune.core.units import DASH, fmt_count, fmt_usd
+from autotune.planning.compare import ComparedCard, compare_card
+from autotune.planning.device_estimate import limit_of
+from autotune.planning.observations import published_observations
+from autotune.planning.plan import planned_setup
+from autotune.prediction.memory_formula import Sizes
+from autotune.prediction.transfer import is_measured_kind
+from autotune.problem.run_cost import FITS, TIGHT
+from autotune.problem.study_spec import StudySpec
+
+# What people own, the largest GeForce of three generations; and what they rent, cards of data centres from 24 GB on,
+# as SXM where there is a choice. Somebody measured speeds of cards of each of their generations.
+CARDS = (
+    "rtx-3090",
+    "rtx-4090",
+    "rtx-5090",
+    "l4",
+    "a10",
+    "l40s",
+    "a100-40gb-sxm",
+    "a100-80gb-sxm",
+    "h100-sxm",
+    "h200-sxm",
+)
+METHODS = {"lora": "LoRA", "qlora": "QLoRA (nf4)", "full": "Full fine-tuning"}
+TOKENS, EXAMPLES, GLOBAL_BATCH = 1024, 10_000, 32
+PAGE = Path(__file__).parent / "data" / "atlas.html"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What is known of one model, trained by one method, on one card; None is unknown.
+
+    `need_gib` is the peak of `config`, the best configuration; where nothing surely fits, of the one that needs the
+    least, as is `least_gib` always. With `learns_differently`, only what the floors keep for such cases fits. `problem`
+    says why the model cannot be trained so, and nothing else is known.
+    """
+
+    model: str
+    method: str
+    card: str
+    state: str
+    need_gib: float | None
+    least_gib: float | None
+    memory_by: str | None
+    tokens_per_s: float | None = None
+    interval: tuple[float, float] | None = None
+    usd_per_1000: float | None = None
+    config: str | None = None
+    learns_differently: bool = False
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, model: str, method: str, card: ComparedCard) -> "Entry":
+        """The entry of a card that was compared."""
+        best, least = card.best, card.least
+        need = best or least
+        return cls(
+            model=model,
+            method=method,
+            card=card.device.name,
+            state=FITS if card.holds_it else card.state,
+            need_gib=need and need.need_gib,
+            least_gib=least and least.need_gib,
+            memory_by=need and need.memory_by,
+            tokens_per_s=card.tokens_per_s or None,
+            interval=best and best.interval,
+            usd_per_1000=card.cost and card.cost.cost_per_1000_samples_usd,
+            config=need and need.config.label(),
+            learns_differently=best is not None and card.plan is not None and card.plan.from_reserve,
+            problem=card.problem,
+        )
+
+
+def entries_of(model: str, cards: Sequence[str]) -> list[Entry]:
+    """The entries of a model, by method and card."""
+    entries = []
+    for method in METHODS:
+        spec = StudySpec(
+            model=model, space=method, tokens_per_example=TOKENS, examples=EXAMPLES, global_batch=GLOBAL_BATCH
+        )
+        for device in map(resolve_device, cards):
+            try:
+                setup = planned_setup(spec, device)
+                card = compare_card(setup, limit_of(spec, device), published_observations())
+            except UsageError as error:
+                card = ComparedCard(device=device, problem=printable(str(error)))
+            entries.append(Entry.of(model, method, card))
+    return entries
+
+
+def make_atlas(models: Sequence[str], cards: Sequence[str], processes: int) -> list[Entry]:
+    """The entries of all models, in the order of these. Progress is printed."""
+    started, found = time.monotonic(), {}
+    # Counted models first: they take longest, and both processes then end at about the same time.
+    order = sorted(models, key=lambda name: Sizes.of(resolve_model(name)) is not None)
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pending = {pool.submit(entries_of, name, cards): name for name in order}
+        for done in as_completed(pending):
+            name = pending[done]
+            found[name] = done.result()
+            print(f"{len(found):>3} of {len(models)}, {time.monotonic() - started:>4.0f} s: {name}", flush=True)
+    return [entry for name in models for entry in found[name]]
+
+
+# --- pages
+
+
+def assumptions(cards: Sequence[DeviceSpec]) -> list[str]:
+    """What all numbers rest on, in sentences."""
+    guesses = [card.name for card in cards if not is_measured_kind(card)]
+    guess = f" Nobody has measured cards like {' and '.join(guesses)}: their speeds are guesses." if guesses else ""
+    return [
+        f"The run: one card, examples (samples) of {TOKENS:,} tokens, {GLOBAL_BATCH} of them in an optimizer step. "
+        "5 % of the card's memory stays free.",
+        "Nothing was run for these pages. Memory is by a formula, or counted by a dry probe of the model: column `by`. "
+        "Speeds are estimated for an H200 and projected to the other cards; costs follow from speeds. "
+        f"[Evidence](evidence.md) has the errors.{guess}",
+        "With a formula, a cell has the best configuration that `autotune plan` finds in the spaces `lora`, `qlora` "
+        "and `full`: LoRA of rank 16 to 64 on all linear layers, and any choice of micro batch, recomputation, "
+        "compilation, loss and optimizer. Without one, it has what guides recommend, or where that does not fit what "
+        "needs the least memory: faster configurations may exist.",
+        f"`{DASH}`: does not fit. `tight`: too close to tell. `fits, ?`: fits at a speed that is not known. `refused`: "
+        "cannot be trained so; the reason is below the table, or shows when you point at the cell. `*`: fits only with "
+        "pure bf16 or another optimizer than AdamW, which learn differently. Without a price, a cell has no cost.",
+        "Prices are on demand and come with the package. Those without a date are of late 2025 to November 2026.",
+    ]
+
+
+def price_line(card: DeviceSpec) -> str:
+    """'| l4 | 22.5 | 121 | $0.60 | oci, 2026-01 |': a row of the table of cards."""
+    price = find_price(card.name)
+    usd = DASH if price is None else fmt_usd(price.usd_per_hour)
+    source = "no price is known" if price is None else f"{price.provider}, {price.as_of or 'undated'}"
+    source += "" if price is None or price.quotable else ", a reference and not a quote"
+    memory = DASH if card.memory_gib is None else f"{card.memory_gib:.1f}"
+    return f"| {card.name} | {memory} | {fmt_count(card.bf16_tflops)} | {usd} | {source} |"
+
+
+def cell(entry: Entry) -> str:
+    """'12,345 · $0.045', '1,725', 'fits, ?', 'tight', 'refused', or a dash."""
+    if entry.problem:
+        return "refused"
+    if entry.state == TIGHT:
+        return "tight"
+    if entry.state != FITS:
+        return DASH
+    if entry.tokens_per_s is None:
+        return "fits, ?"
+    cost = "" if entry.usd_per_1000 is None else f" · {fmt_usd(entry.usd_per_1000)}"
+    return fmt_count(entry.tokens_per_s) + cost + "*" * entry.learns_differently
+
+
+def markdown(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Sequence[DeviceSpec]) -> str:
+    """The page for reading: a table for each method, models by their size."""
+    lines = [
+        "# Atlas",
+        "",
+        f"Tokens/s, and USD for 1,000 samples, of all {len(models)} models of the catalogue on {len(cards)} cards.",
+        "[atlas.html](atlas.html) sorts and filters the same, and shows memory, range and configuration of each",
+        "cell; it needs no network. `autotune compare` answers for other lengths, batches and cards, and",
+        "`autotune run` measures. `python benchmarks/atlas.py` writes both pages.",
+        "",
+        *(f"- {sentence}" for sentence in assumptions(cards)),
+        "",
+        "| card | GiB | bf16 TFLOP/s | USD/h | price |",
+        "|---|--:|--:|--:|---|",
+        *map(price_line, cards),
+    ]
+    of = {(entry.model, entry.method, entry.card): entry for entry in entries}
+    for method, title in METHODS.items():
+        lines += ["", f"## {title}", "", "`GiB` is the least that any configuration needs, those of `*` included.", ""]
+        lines.append(f"| model | billion | GiB | by | {' | '.join(card.name for card in cards)} |")
+        lines.append("|---|--:|--:|---|" + "--:|" * len(cards))
+        for model in models:
+            row = [of[model.name, method, card.name] for card in cards]
+            head = f"{model.short} | {size(model)} | {least(row)} | {row[0].memory_by or DASH}"
+            lines.append(f"| {head} | {' | '.join(map(cell, row))} |")
+        refused = {model.short: of[model.name, method, cards[0].name].problem for model in models}
+        if reasons := [f"- {name}: {problem}." for name, problem in refused.items() if problem]:
+            lines += ["", *reasons]
+    return "\n".join(lines) + "\n"
+
+
+def size(model: ModelSpec) -> str:
+    """Parameters in billions."""
+    return DASH if model.params is None else f"{model.params / 1e9:.3g}"
+
+
+def least(row: Iterable[Entry]) -> str:
+    """The least memory that was found, in GiB."""
+    needs = [entry.least_gib for entry in row if entry.least_gib is not None]
+    return f"{min(needs):,.1f}" if needs else DASH
+
+
+def html_page(entries: Sequence[Entry], models: Sequence[ModelSpec], cards: Sequence[DeviceSpec]) -> str:
+    """One page that sorts and filters without a network."""
+    configs: dict[str | None, int] = {}
+    of: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        configs.setdefault(entry.config, len(configs))  # cells have its number, which halves the page
+        of.setdefault((entry.model, entry.method), []).append(entry)
+    data = {
+        "cards": [card.name for card in cards],
+        "methods": METHODS,
+        "configs": list(configs),
+        "models": [[model.short, model.params] for model in models],
+        "rows": {
+            method: [
+                [rounded(row[0].least_gib), row[0].memory_by, [cell_data(one, configs) for one in row], row[0].problem]
+                for row in (of[model.name, method] for model in models)
+            ]
+            for method in METHODS
+        },
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    notes = "".join(f"<li>{html_of(sentence)}</li>\n" for sentence in assumptions(cards))
+    page = PAGE.read_text(encoding="utf-8")
+    return page.replace("__NOTES__", notes).replace("__PRICES__", html_prices(cards)).replace("__DATA__", text)
+
+
+def cell_data(entry: Entry, configs: dict[str | None, int]) -> list[object]:
+    """[] where it does not fit; else state, GiB, configuration, and where they are known tokens/s, their range, USD."""
+    if entry.state not in (FITS, TIGHT):
+        return []
+    found: list[object] = [entry.state + "*" * entry.learns_differently, rounded(entry.need_gib), configs[entry.config]]
+    if entry.tokens_per_s is None or entry.interval is None:
+        return found
+    return [*found, *map(rounded, (entry.tokens_per_s, *entry.interval, entry.usd_per_1000))]
+
+
+def rounded(value: float | None) -> float | None:
+    """Four digits, which is more than is known."""
+    short = None if value is None else float(f"{value:.4g}")
+    return int(short) if short is not None and short.is_integer() else short
+
+
+def html_of(text: str) -> str:
+    """The marks of Markdown that the sentences have, as HTML."""
+    text = re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text, quote=False))
+    return re.sub(r"\[([^\]]*)\]\(([^)]*)\)", r'<a href="\2">\1</a>', text)
+
+
+def html_prices(cards: Sequence[DeviceSpec]) -> str:
+    """The rows of the table of cards."""
+    rows = ([text.strip() for text in price_line(card).strip("| ").split("|")] for card in cards)
+    return "".join(f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row)}</tr>\n" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help="some models of the catalogue instead of all", metavar="NAME")
+    parser.add_argument("--cards", nargs="+", default=CARDS, metavar="GPU")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    args = parser.parse_args()
+    models = list(map(resolve_model, args.models)) if args.models else list(list_models())
+    models.sort(key=lambda model: (model.params or 0, model.name))
+    cards = list(map(resolve_device, args.cards))
+    entries = make_atlas([model.name for model in models], [card.name for card in cards], args.processes)
+    write_atomic(args.out / "atlas.md", markdown(entries, models, cards))
+    write_atomic(args.out / "atlas.html", html_page(entries, models, cards))
+    if unknown := sorted({model.name for model in models} - {entry.model for entry in entries if entry.need_gib}):
+        raise SystemExit("no peak is known of " + ", ".join(unknown))
+
+
+if __name__ == "__main__":
+    main()
