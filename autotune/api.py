@@ -107,13 +107,14 @@ def result_of(record: StudyRecord, url: str) -> "StudyResult":
 def plan(model: str, *, gpu: str = "auto", space: str | SearchSpace | None = None, **options: Any) -> "Plan":
     """Estimate by formula what fits a GPU, how fast it trains and what that costs; needs no GPU.
 
-    `options` are those of `autotune plan`, with underscores. Raises AutotuneError.
+    A dry probe counts what no formula covers, in seconds. `options` are those of `autotune plan`, with underscores.
+    Raises AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations
 
     spec = StudySpec(model=model, gpu=gpu, space=space, **options)
-    return planning.plan(spec, observations=known_observations())
+    return planning.plan(spec, observations=known_observations(), counted=True)
 
 
 def compare(

@@ -16,6 +16,8 @@ from autotune.cli.commands.run import resume
 from autotune.core.errors import Interrupted, NothingFits, UsageError
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
+from autotune.planning import counted_memory
+from autotune.probe.dry_prober import DryAnswer
 from autotune.problem.study_spec import NamedConfig
 from tests.helpers.factories import summary
 from tests.helpers.sessions import record_of
@@ -110,6 +112,12 @@ def test_plans_need_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capf
     (tmp_path / "trl.yaml").write_text("model_name_or_path: demo-3m\nmax_length: 256\nuse_peft: true\n")
     assert autotune.check("trl.yaml", gpu="a10", examples=1000).checked.state == "fits"
     assert capfd.readouterr().out == ""
+
+
+def test_a_plan_counts_what_no_formula_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted_memory, "_answer", lambda *asked: DryAnswer(refused="not here."))
+    with pytest.raises(autotune.AutotuneError, match=r"cannot be counted: not here$"):
+        autotune.plan("gpt2", gpu="a10")
 
 
 def test_an_impossible_option_is_an_autotune_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
