@@ -17,8 +17,8 @@ Form = Literal["choice", "boolean", "integer", "checkpointing", "modules"]
 Effect = Literal["memory", "weights", "micro_time", "rest_of_step", "depth_error", "learning"]
 
 MAX_INTEGER = 2**24
-# Names of modules with commas between them. A single one has a "_" or a ".", or an error in a choice would be one.
-_MODULES = re.compile(r"(?=.{1,400}$)(?:\w[\w.]*[_.][\w.]*|\w[\w.]*(?:,\w[\w.]*)+)")
+# The end of a module's path. A single one has a "_" or a ".", or an error in a choice would be one.
+_MODULE, _SINGLE = re.compile(r"\w{1,80}(?:\.\w{1,80}){0,8}"), re.compile(r".*[_.].*")
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit")
 
 
@@ -109,9 +109,15 @@ class KnobSpec:
         elif self.form == "boolean":
             if not isinstance(value, bool):
                 raise ValueError(f"{self.name} is true or false, not {value!r}")
-        elif isinstance(value, bool) or not (value in self.choices or (self.form == "modules" and _are_names(value))):
-            or_names = " or names of modules with commas between them" if self.form == "modules" else ""
+        elif isinstance(value, bool) or not (value in self.choices or self._names_modules(value)):
+            or_names = " or names of modules as in q_proj,up_proj" if self.form == "modules" else ""
             raise ValueError(f"{self.name} is one of {', '.join(map(str, self.choices))}{or_names}, not {value!r}")
+
+    def _names_modules(self, value: Any) -> bool:
+        names = _names_in(value) if self.form == "modules" and isinstance(value, str) else []
+        if not names or not all(map(_MODULE.fullmatch, names)) or {*self.choices, "all_linear"} & set(names):
+            return False
+        return len(names) > 1 or bool(_SINGLE.fullmatch(names[0]))
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
         """Whether the knob has an effect with these values of all knobs."""
@@ -124,7 +130,7 @@ class KnobSpec:
     def possible(self, value: Any, values: Mapping[str, Any]) -> Any:
         """The value itself, or the next choice that is possible with these values of all knobs; names are sorted."""
         if self.form == "modules":
-            return ",".join(sorted(set(value.split(","))))
+            return ",".join(sorted(set(_names_in(value))))
         while any(values[name] == excluded for name, excluded in self.impossible_with.get(value, {}).items()):
             value = self.choices[self.choices.index(value) + 1]
         return value
@@ -174,8 +180,8 @@ def checkpoint_every(checkpointing: str) -> int | None:
     return int(match.group(1))
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, str) and bool(_MODULES.fullmatch(value)) and value != "all_linear"
+def _names_in(value: str) -> list[str]:
+    return [name.strip() for name in value.split(",")]
 
 
 def check_value(knob: str, value: Any) -> None:

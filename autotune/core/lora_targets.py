@@ -17,3 +17,8 @@ def target_modules(model_type: str, targets: str) -> list[str] | None:
         return targets.split(",")
     table = load_data("autotune.core", "lora_targets")
     return list(table.get(model_type, table["usual"])[targets])
+
+
+def has_own_names(model_type: str) -> bool:
+    """Whether the names of this type's layers of attention are known, and not taken to be the usual ones."""
+    return model_type in load_data("autotune.core", "lora_targets")

@@ -74,6 +74,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     attention, rank, alpha = attention_of(tool, config), config.lora_rank or 1, config.lora_alpha
     scale = None if alpha is None else alpha / (rank**0.5 if config.rslora else rank)
     modules = target_modules(recipe.model.config["model_type"], config.lora_targets)
+    if modules and tool == "trl" and len(modules) == 1:
+        modules *= 2  # TRL passes a single name on as a pattern for whole paths, which would match none
     return config.as_dict() | {
         "model": model_source(recipe),
         "on_cpu": on_cpu(recipe),

@@ -9,7 +9,7 @@ from typing import Any
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
 from autotune.export.keys import key_of
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, parse, with_supported_attention
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, parse
 from autotune.planning.run_estimate import CheckContext, CheckedRun, Edits, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 
@@ -158,7 +158,7 @@ class FixSearch:
         if key not in self.parsed:
             try:
                 new = parse(edited(run.values, edits), run.format)
-                self.parsed[key] = with_supported_attention(new, self.context.model)
+                self.parsed[key] = for_model(new, self.context.model)
             except UsageError:
                 self.parsed[key] = None
         return self.parsed[key]

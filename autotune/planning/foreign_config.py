@@ -18,9 +18,11 @@ from autotune.core.knobs import KNOBS, check_value
 from autotune.core.lora_targets import ALL_LINEAR, target_modules
 from autotune.core.train_config import TrainConfig
 from autotune.export.keys import default_of, key_of
+from autotune.prediction.memory_formula import Sizes
 from autotune.problem.constraints import NO_SDPA
 
 MAX_KNOB = 2**24  # the most that TrainConfig takes
+OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}  # their adapters are not counted
 MAX_COUNT = 10**15  # some write "all examples" as a large number
 
 TOOLS = ("trl", "axolotl", "llamafactory")
@@ -55,10 +57,38 @@ class ForeignConfig:
     values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
-def with_supported_attention(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
-    """The run with eager attention where transformers refuses SDPA for the model, as it then chooses by itself."""
-    eager = model.config["model_type"] in NO_SDPA and run.config.attention == "sdpa"
-    return replace(run, config=replace(run.config, attention="eager")) if eager else run
+def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
+    """The run as it is with this model: its attention, as transformers chooses it, and the layers with adapters.
+
+    Raises UsageError where no layer has a name that the file gives.
+    """
+    config, kind = run.config, model.config["model_type"]
+    if kind in NO_SDPA and config.attention == "sdpa":
+        config = replace(config, attention="eager")
+    targets, note = _known_targets(config, model)
+    notes = (*run.notes, note) if note and note not in run.notes else run.notes
+    return replace(run, config=replace(config, lora_targets=targets), notes=notes)
+
+
+def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
+    """The value of `lora_targets` that says the same of this model, and a note on names that it does not have."""
+    targets, sizes = config.lora_targets, Sizes.of(model)
+    if targets in KNOBS["lora_targets"].choices:
+        return targets, ""
+    names = {name.rpartition(".")[2]: name for name in targets.split(",")}
+    layers = set(sizes.matrices) if sizes else names.keys()
+    for choice in KNOBS["lora_targets"].choices[1:]:
+        if set(names.values()) == set(target_modules(model.config["model_type"], choice) or ()):
+            return str(choice), ""
+    if layers <= names.keys() if sizes else any(map(set(names).issuperset, _table("all_linear"))):
+        return ALL_LINEAR, ""
+    absent = sorted(names.keys() - layers - OUTSIDE_LAYERS)
+    if not names.keys() & layers:
+        known = ", ".join(sizes.matrices if sizes else ())
+        wrong = f"no linear layer of this model is named {_shown(', '.join(absent))}"
+        raise UsageError(wrong, remedy=f"name some that it has: {known}")
+    note = _table("notes")["absent"].format(targets=_shown(", ".join(absent))) if absent else ""
+    return ",".join(sorted(names[name] for name in names.keys() & layers)), note
 
 
 def parse(values: dict[str, Any], tool: str) -> ForeignConfig:
@@ -302,7 +332,8 @@ def _adapters(file: _File, tool: str) -> dict[str, Any]:
     targets = set(
         file.names("lora_target") or ("all",) if tool == "llamafactory" else file.names("lora_target_modules")
     )
-    all_linear = file.flag("lora_target_linear") or any(map(targets.issuperset, _table("all_linear")))
+    all_linear = file.flag("lora_target_linear") or targets & {"all", ALL_LINEAR}
+    file.note(tool == "trl" and len(targets - {ALL_LINEAR}) == 1, "single_target")
     return {
         "lora_rank": rank,
         "lora_targets": ALL_LINEAR if all_linear else _targets(file, targets),
@@ -316,9 +347,6 @@ def _targets(file: _File, names: set[str]) -> str:
     if not names:
         file.note(True, "default_targets")
         return "q_v"
-    for choice in KNOBS["lora_targets"].choices:
-        if names == set(target_modules("llama", choice) or ()):
-            return str(choice)
     joined = ",".join(sorted(names))
     try:
         check_value("lora_targets", joined)

@@ -244,7 +244,8 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
     longest = task.model.max_seq_len or max(LENGTHS)
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
     precision = "bf16_mixed" if task.device.supports_bf16 else "fp16_mixed"
-    lora = replace(TrainConfig(), precision=precision, attention=task.baselines[0].attention)
+    baseline = task.baselines[0]
+    lora = TrainConfig(precision=precision, attention=baseline.attention, lora_targets=baseline.lora_targets)
     full = replace(lora, method="full")
     bases = [
         lora,
@@ -259,6 +260,8 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
 def _table_name(config: TrainConfig) -> str:
     """What all cells of a table have in common."""
     kind = "full fine-tuning" if config.method == "full" else f"LoRA r{config.lora_rank}"
+    if config.lora_targets != TrainConfig().lora_targets:
+        kind += f" of {config.lora_targets}"
     base = f" on {config.quantization}" if config.quantization != "none" else ""
     return f"{kind}{base}, {config.precision}, {config.optimizer}"
 
@@ -296,7 +299,7 @@ def estimate_named_configs(
     for case, config, case_task in cases(spec, task):
         result = ConfigResult(case=case, config=config, outcome=Outcome.OK, evidence=Evidence.ESTIMATED)
         estimated = estimate(case_task, config, limit_gib, observations, counted=counted)
-        refused = refusal(config, case_task.trainer, known_shape(case_task.model), device)
+        refused = refusal(config, case_task.model, case_task.trainer, known_shape(case_task.model), device)
         if estimated is None or refused:
             reason = refused or no_estimate(case_task, config, counted=counted)
             results.append(replace(result, outcome=Outcome.REFUSED, reason=reason))

@@ -27,7 +27,7 @@ from autotune.planning.device_estimate import (
     smallest_card,
 )
 from autotune.planning.fixes import FixSearch
-from autotune.planning.foreign_config import ForeignConfig, read_file, with_supported_attention
+from autotune.planning.foreign_config import ForeignConfig, for_model, read_file
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import plan_task
 from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
@@ -98,7 +98,7 @@ def check(
     device = planned_device(options.get("gpu") or "auto")
     name = options.get("model") or run.model
     model, assumption = find_model(name)
-    run = with_supported_attention(run, model)
+    run = for_model(run, model)
     spec = make_spec(None, options | {"gpu": device.option, "model": model.name if assumption else name})
     task, warnings = _task(spec, device, run, say)
     context = CheckContext(
@@ -110,7 +110,7 @@ def check(
         observations=tuple(observations),
         calibration=task.calibration,
     )
-    if without := unsupported(model, TrainConfig(precision=run.config.precision)):
+    if without := unsupported(model, _alike(run.config)):
         say(f"counting what it needs, since there is no formula for {without}")
     checked = check_run(context, run)
     if checked is None:
@@ -200,6 +200,11 @@ def _smallest_card(checked: CheckedRun, headroom: float) -> DeviceSpec | None:
 # --- a faster configuration
 
 
+def _alike(config: TrainConfig) -> TrainConfig:
+    """A usual configuration with what decides whether formulas cover it, but for what is counted as something else."""
+    return TrainConfig(method=config.method, precision=config.precision, lora_targets=config.lora_targets)
+
+
 def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig) -> Faster | None:
     """The fastest configuration that fits and learns the same; with full rows where the lengths are not known.
 
@@ -209,7 +214,7 @@ def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConf
     lengths_known = workload.lengths.source != "assumed"
     if not lengths_known:
         workload = replace(workload, lengths=Lengths.constant(config.seq_len, "assumed"))
-    if unsupported(context.model, TrainConfig(precision=config.precision)):
+    if unsupported(context.model, _alike(config)):
         return None
     checked = check_run(replace(context, workload=workload), run)
     tokens_per_s = checked.estimate.tokens_per_s if checked else None

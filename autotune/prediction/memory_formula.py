@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.catalog import ModelSpec
 from autotune.core.files import load_data
-from autotune.core.lora_targets import ALL_LINEAR, target_modules
+from autotune.core.lora_targets import target_modules
 from autotune.core.probe_types import DryCount, Phase
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
@@ -186,10 +186,8 @@ def unsupported(model: ModelSpec, config: TrainConfig) -> str | None:
 
 
 def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
-    some = config.method == "lora" and config.lora_targets != ALL_LINEAR
     uncovered = {
-        "compiled layers with adapters in parts": some and config.compile != "none",
-        "adapters on other modules": not sizes.adapted(config) <= set(sizes.matrices),
+        "adapters on modules beyond attention and MLP": not sizes.adapted(config) <= set(sizes.matrices),
         "fp32 precision": config.precision == "fp32",
         "int8 bases": config.quantization == "int8",
         "DoRA": config.dora,
@@ -391,13 +389,15 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
 def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
     """Bytes for each token that a layer keeps with adapters on every matrix, and does not with those that it has.
 
-    An adapter keeps its input: its own cast of it under autocast, else what all matrices with this input share.
+    An adapter keeps its input: its own cast of it under autocast, unless Inductor makes one for all, else what all
+    matrices with this input share. Fused attention keeps its output, which is the input of `o_proj`, where nobody casts
+    or copies it.
     """
-    adapted = sizes.adapted(config)
-    if not pure:
+    adapted, compiled = sizes.adapted(config), config.compile != "none"
+    if not pure and not compiled:
         return sum(2.0 * fan_in for name, (fan_in, _) in sizes.matrices.items() if name not in adapted)
     unused = [names for names in _SHARED_INPUTS if not adapted & set(names)]
-    if config.attention != "eager" and sizes.family != "phi3":  # fused attention keeps its output, which o_proj reads
+    if pure and config.attention != "eager" and (compiled or sizes.family != "phi3"):
         unused = [names for names in unused if "o_proj" not in names]
     inputs = {name: fan_in for name, (fan_in, _) in sizes.matrices.items()}
     return sum(2.0 * next(inputs[name] for name in names if name in inputs) for names in unused)

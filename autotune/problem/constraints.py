@@ -6,13 +6,12 @@ Every rule narrows the space before the study begins, so that nothing impossible
 import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import EnvironmentProblem, UsageError
-from autotune.core.knobs import ADAMW, KNOBS
-from autotune.core.lora_targets import ALL_LINEAR, target_modules
+from autotune.core.knobs import ADAMW
+from autotune.core.lora_targets import ALL_LINEAR, has_own_names, target_modules
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.problem.search_space import Removal, SearchSpace
@@ -103,7 +102,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     if context:
         narrowing.keep("seq_len", lambda length: length <= context, f"longer than the model's context of {context}")
     kind = model.config["model_type"]
-    narrowing.keep("lora_targets", lambda targets: target_modules(kind, targets) != [], "the model has no attention")
+    narrowing.keep("lora_targets", lambda targets: target_modules(kind, targets) != [], "there is no attention")
     if kind in NO_FLASH_2:
         narrowing.remove("attention", {"flash_attention_2"}, "transformers has no FlashAttention 2 for this model")
     if kind in NO_SDPA:
@@ -217,12 +216,12 @@ def narrow_padding(narrowing: Narrowing, workload: Workload) -> None:
         narrowing.remove("compile", {"per_layer"}, reason)
 
 
-def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | None) -> None:
+def narrow_to_layers(narrowing: Narrowing, model: ModelSpec, trainer: str, shape: ModelShape | None) -> None:
     """Remove what the layers of the model cannot do; None where its shape is not known. Raises UsageError."""
     if shape is not None and shape.no_adapters:
         _narrow_to_other_adapters(narrowing, shape)
     if shape is not None and shape.linear_layers:
-        narrowing.keep("lora_targets", partial(_are_there, shape.linear_layers), _absent(shape.linear_layers))
+        _narrow_to_named_layers(narrowing, model, shape.linear_layers)
     if shape is not None and not shape.sdpa:
         _narrow_to_other_attention(narrowing)
     if trainer == "transformers" and (shape is None or not shape.plain_head):
@@ -232,24 +231,22 @@ def narrow_to_layers(narrowing: Narrowing, trainer: str, shape: ModelShape | Non
         narrowing.remove("loss", {"chunked"}, reason)
     if shape is None or not shape.liger:
         narrowing.remove("kernels", {"liger"}, "Liger has no kernels for this model")
-    on_attention = set(narrowing.space.choices("lora_targets")) <= {"attention", "q_v"}
-    if shape is not None and shape.parametrized and not on_attention and "lora" in narrowing.space.choices("method"):
+    fused = shape is not None and shape.parametrized and ALL_LINEAR in narrowing.space.choices("lora_targets")
+    if fused and "lora" in narrowing.space.choices("method"):
         reason = "adapters on fused experts replace whole weights in each forward pass, which does not compile"
         narrowing.remove("compile", {"per_layer"}, reason)
 
 
-def _are_there(layers: tuple[str, ...], targets: str) -> bool:
-    """Whether all modules that `lora_targets` names are linear layers of the model."""
-    names = [] if targets in KNOBS["lora_targets"].choices else targets.split(",")
-    return all(any(f".{path}".endswith(f".{name}") for path in layers) for name in names)
+def _narrow_to_named_layers(narrowing: Narrowing, model: ModelSpec, layers: tuple[str, ...]) -> None:
+    """Remove adapters on modules that no layer has; of a choice all modules must be there, or the type be known."""
 
+    def there(targets: str) -> bool:
+        names = target_modules(model.config["model_type"], targets) or []
+        found = [any(f".{path}".endswith(f".{name}") for path in layers) for name in names]
+        return all(found) or (any(found) and has_own_names(model.config["model_type"]))
 
-def _absent(layers: tuple[str, ...]) -> str:
-    return f"the model has linear layers of these names alone: {', '.join(dict.fromkeys(map(_last, layers)))}"
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
+    names = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in layers))
+    narrowing.keep("lora_targets", there, f"the model has linear layers of these names alone: {names}")
 
 
 def _narrow_to_other_adapters(narrowing: Narrowing, shape: ModelShape) -> None:
@@ -265,13 +262,15 @@ def _narrow_to_other_adapters(narrowing: Narrowing, shape: ModelShape) -> None:
     narrowing.remove("method", {"lora"}, f"PEFT refuses adapters on its layers: {shape.no_adapters}{other}")
 
 
-def refusal(config: TrainConfig, trainer: str, shape: ModelShape | None, device: DeviceSpec) -> str | None:
+def refusal(
+    config: TrainConfig, model: ModelSpec, trainer: str, shape: ModelShape | None, device: DeviceSpec
+) -> str | None:
     """What of this configuration the model's layers or the device cannot do, as the narrowing says it, or None."""
     space = SearchSpace.of(**{name: value for name, value in config.as_dict().items() if value is not None})
     narrowing = Narrowing(space=space, reserve=space)
     try:
         narrow_to_device(narrowing, device)
-        narrow_to_layers(narrowing, trainer, shape)
+        narrow_to_layers(narrowing, model, trainer, shape)
     except UsageError as error:
         return str(error).partition(": ")[2]
     return next(map(str, narrowing.removals), None)

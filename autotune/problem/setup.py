@@ -154,7 +154,7 @@ def adapt_to_layers(setup: Setup, shape: ModelShape | None) -> Setup:
     task = setup.task
     narrowing = Narrowing(space=task.space, reserve=setup.reserve, removals=list(setup.removals))
     warnings = _warnings_of_layers(narrowing.space, shape)
-    constraints.narrow_to_layers(narrowing, task.trainer, shape)
+    constraints.narrow_to_layers(narrowing, task.model, task.trainer, shape)
     return Setup(
         task=replace(task, space=narrowing.space),
         reserve=narrowing.reserve,

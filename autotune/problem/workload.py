@@ -245,7 +245,10 @@ class Workload:
             rows = tuple((max(2, tokens),) for tokens in self.lengths.sample(draw.size, draw.seq_len))
             return (MicroBatch(rows=rows, length=config.seq_len, share=1.0),)
         if config.has_any_length:
-            shares = {length if length == draw.longest else length | 1: one for length, one in stand_ins(draw).items()}
+            shares = dict[int, float]()
+            for length, share in stand_ins(draw).items():
+                odd = min(length | 1, draw.longest)
+                shares[odd] = shares.get(odd, 0.0) + share
         else:
             shares = bucket_shares(draw)
         kinds = [_kind(draw, length, share) for length, share in shares.items()]

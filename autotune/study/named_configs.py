@@ -157,7 +157,8 @@ def probe_configs(
         study, logs = case_task.study, out / "logs"
         evaluator = Evaluator(prober, store, study=study, logs=logs, request=request, model=case_task.model_key)
         try:
-            refused = refusal(config, task.trainer, prober.describe(case_task.model.config), task.device)
+            shape = prober.describe(case_task.model.config)
+            refused = refusal(config, case_task.model, task.trainer, shape, task.device)
             found = None if refused else evaluator.evaluate(config, None).result
         except UsageError as error:
             found, refused = None, str(error)

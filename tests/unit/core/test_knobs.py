@@ -231,14 +231,20 @@ def test_lists_of_a_file_become_tuples_at_every_depth():
 @pytest.mark.parametrize("names", ["q_proj", "k_proj,q_proj", "attn.c_proj", "dense,fc1"])
 def test_modules_are_named(names: str) -> None:
     knob = KNOBS["lora_targets"]
-    knob.check(names)
-    assert knob.possible(",".join(reversed(names.split(","))), {}) == names
+    knob.check(names.replace(",", ", "))
+    assert knob.possible(" , ".join(reversed(names.split(","))), {}) == names
     # Nothing is known of them: they stand with the smallest choice.
     assert (knob.speed_rank(names), knob.memory_rank(names), knob.capability_rank(names)) == (0, 0, 0)
     assert not knob.surely_needs_at_least("all-linear", names) and knob.surely_needs_at_least(names, names)
 
 
-@pytest.mark.parametrize("wrong", ["all_linear", "all", "atention", "q_proj,", "q_proj;v_proj", ".*", "", 3, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("all_linear", "all", "atention", "q_proj,", "q_proj.", "q_v,attention", "x,all_linear", "q_proj;v_proj"),
+        *(".*", "", 3, True),
+    ],
+)
 def test_what_is_no_name_of_a_module(wrong: object) -> None:
     with pytest.raises(ValueError, match="lora_targets is one of all-linear, attention, q_v or names of modules"):
         KNOBS["lora_targets"].check(wrong)

@@ -202,6 +202,14 @@ def test_trl_evaluates_what_it_holds_out(tmp_path: Path) -> None:
     assert script_args.dataset_test_split == "test"
 
 
+def test_trl_takes_a_single_module_for_a_pattern() -> None:
+    """So its name stands there twice: of Phi 3 queries and values are in one matrix."""
+    made = recipe(TrainConfig(lora_targets="q_v"), model=resolve_model("phi-3-mini"))
+    data = yaml.safe_load(export_all(made, ["trl"])["trl_sft.yaml"])
+    assert data["lora_target_modules"] == ["qkv_proj", "qkv_proj"]
+    assert script.settings(made).model_settings.lora_targets == ["qkv_proj"]
+
+
 @each_config
 def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> None:
     made = recipe(config)

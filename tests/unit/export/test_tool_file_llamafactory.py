@@ -13,7 +13,7 @@ from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, tool_file
-from autotune.planning.foreign_config import read_file
+from autotune.planning.foreign_config import for_model, read_file
 from autotune.study.summary import Recipe
 from tests.unit.export.test_tool_file_axolotl import CONFIGS, HOSTILE, KEYS, each_config, named, recipe
 
@@ -41,7 +41,7 @@ def test_what_is_exported_comes_back_but_for_what_the_head_names(config: TrainCo
     made = recipe(config)
     text, data = exported(made)
     (tmp_path / "llamafactory.yaml").write_text(text, encoding="utf-8")
-    run = read_file(tmp_path / "llamafactory.yaml")
+    run = for_model(read_file(tmp_path / "llamafactory.yaml"), made.model)
     # `foreign` takes Liger's kernels and loss together; here they are said one by one.
     parts = data.get("liger_kernel_config", {"rope": False, "fused_linear_cross_entropy": False})
     kernels, loss = parts["rope"], parts["fused_linear_cross_entropy"]

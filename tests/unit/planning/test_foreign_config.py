@@ -12,7 +12,7 @@ from autotune.core.errors import UsageError
 from autotune.core.files import MAX_BYTES
 from autotune.core.train_config import TrainConfig
 from autotune.export import tool_file
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, parse, read_file, with_supported_attention
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, parse, read_file
 from tests.helpers.factories import summary
 
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\n"
@@ -283,6 +283,7 @@ ONE_NOTE = {
     ("trl", "{packing: true, packing_strategy: wrapped}"): CROSSED,
     ("trl", "packing: true"): "TRL packs a micro batch into one row, whose mask needs more memory than estimated",
     ("trl", "accelerate_config: zero3"): SHARDED,
+    ("trl", "lora_target_modules: [o_proj]"): "TRL passes a single target module on as a pattern",
     ("trl", "lora_alpha: 1"): "lora_alpha 1 is far from twice the rank.",
     ("trl", "{lora_r: 20, lora_alpha: 4}"): "lora_alpha 4 is far from twice the rank.",
     ("trl", "gradient_checkpointing_kwargs: {selective: true}"): "selective is not counted: the run needs more memory",
@@ -311,8 +312,7 @@ def test_one_note(tool, lines, read):
     ("line", "targets"),
     [
         ("lora_target_modules: all-linear", "all-linear"),
-        ("lora_target_modules: [v_proj, q_proj]", "q_v"),
-        ("lora_target_modules: [q_proj, k_proj, v_proj, o_proj]", "attention"),
+        ("lora_target_modules: [v_proj, q_proj]", "q_proj,v_proj"),
         ("lora_target_modules: [up_proj, down_proj, q_proj]", "down_proj,q_proj,up_proj"),
         ("lora_target_modules: dense", "all-linear"),  # a single word is not known to be a name
     ],
@@ -321,11 +321,43 @@ def test_where_the_adapters_are(line, targets, read):
     assert read(with_lines(LORA["trl"], line)).config.lora_targets == targets
 
 
+@pytest.mark.parametrize(
+    ("model", "targets", "known", "absent"),
+    [
+        ("mistral-7b", "q_proj,v_proj", "q_v", ""),
+        ("mistral-7b", "k_proj,o_proj,q_proj,v_proj", "attention", ""),
+        ("mistral-7b", "down_proj,gate_proj,k_proj,lm_head,o_proj,q_proj,up_proj,v_proj", "all-linear", ""),
+        ("mistral-7b", "nope_proj,q_proj", "q_proj", "nope_proj"),
+        ("mistral-7b", "mlp.up_proj,self_attn.q_proj", "mlp.up_proj,self_attn.q_proj", ""),
+        ("phi-3-mini", "qkv_proj", "q_v", ""),
+        ("phi-3-mini", "k_proj,o_proj,q_proj,v_proj", "o_proj", "k_proj, q_proj, v_proj"),
+        ("phi-3-mini", "down_proj,gate_up_proj,o_proj,qkv_proj", "all-linear", ""),
+        ("gpt2", "c_attn", "q_v", ""),
+        ("gpt2", "c_attn,c_fc", "c_attn,c_fc", ""),
+        ("mixtral-8x7b", "down_proj,gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj", "all-linear", ""),
+        ("mistral-7b", "attention", "attention", ""),
+    ],
+)
+def test_names_of_layers_are_those_of_the_model(model, targets, known, absent, read):
+    run = read(LORA["trl"])
+    named = replace(run, config=replace(run.config, lora_targets=targets))
+    found = for_model(named, resolve_model(model))
+    assert found.config.lora_targets == known
+    note = f"No linear layer of this model is named '{absent}': PEFT leaves that out."
+    assert found.notes == (*run.notes, *([note] if absent else []))
+
+
+def test_names_that_no_layer_has_are_refused(read):
+    run = read(LORA["trl"])
+    named = replace(run, config=replace(run.config, lora_targets="c_attn,query_key_value"))
+    with pytest.raises(UsageError, match="no linear layer of this model is named 'c_attn, query_key_value'"):
+        for_model(named, resolve_model("mistral-7b"))
+
+
 def test_what_needs_no_note(read):
     for tool, note, line in (
         ("trl", FP32_BASE, "dtype: bfloat16"),
         ("trl", PEFT, "lora_target_modules: all-linear"),
-        ("trl", PEFT, "lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head]"),
         ("trl", PEFT, "lora_target_modules: [qkv_proj, o_proj, gate_up_proj, down_proj]"),
         ("axolotl", PEFT, "lora_target_linear: true"),
         *(("axolotl", KERNELS, line) for line in ("load_in_8bit: 1", "trust_remote_code: 1", "lora_o_kernel: false")),
@@ -466,11 +498,11 @@ def test_an_alpha_from_a_quarter_of_the_rank_to_four_times_is_usual(lines, noted
 
 def test_attention_is_eager_where_transformers_has_no_other(read):
     run, gemma, mistral = read(LORA["trl"]), resolve_model("gemma-2-9b"), resolve_model("mistral-7b")
-    eager = with_supported_attention(run, gemma)
+    eager = for_model(run, gemma)
     assert eager.config == replace(run.config, attention="eager") and eager.model == run.model
-    assert with_supported_attention(run, mistral) == run
+    assert for_model(run, mistral) == run
     flash = read(f"{LORA['trl']}attn_implementation: flash_attention_2\n")
-    assert with_supported_attention(flash, gemma) == flash
+    assert for_model(flash, gemma) == flash
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.catalog import resolve_device, resolve_model
+from autotune.catalog import ModelSpec, resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import ModelShape
@@ -33,6 +33,7 @@ from autotune.problem.study_spec import StudySpec
 from autotune.problem.workload import Workload
 
 WORKLOAD = Workload(examples=1000, lengths=Lengths.constant(1024), global_batch=32)
+MISTRAL = resolve_model("mistral-7b")
 
 LONG_TAILED = Workload(lengths=Lengths.of([100, 200, 4000], "counted"))
 
@@ -251,7 +252,7 @@ def test_what_the_layers_of_a_model_cannot_do_is_refused_of_one_configuration(
     knobs: dict[str, Any], shape: dict[str, Any], named: str | None
 ) -> None:
     shape_of = ModelShape(num_layers=2, prefix=0, period=1, **shape)
-    reason = refusal(TrainConfig(**knobs), "transformers", shape_of, resolve_device("h200"))
+    reason = refusal(TrainConfig(**knobs), MISTRAL, "transformers", shape_of, resolve_device("h200"))
     assert reason is None if named is None else named in (reason or "")
 
 
@@ -269,7 +270,7 @@ def test_what_a_card_cannot_do_is_refused_of_one_configuration(
     card: str, knobs: dict[str, Any], named: str | None
 ) -> None:
     shape = ModelShape(num_layers=2, prefix=0, period=1, liger=True)
-    reason = refusal(TrainConfig(**knobs), "transformers", shape, resolve_device(card))
+    reason = refusal(TrainConfig(**knobs), MISTRAL, "transformers", shape, resolve_device(card))
     assert reason is None if named is None else named in (reason or "")
 
 
@@ -431,7 +432,7 @@ def test_without_sdpa_eager_attention_is_left_where_there_is_no_other(
 ) -> None:
     of_layers = unnarrowed(attention=attentions)
     shape = ModelShape(num_layers=2, prefix=0, period=1, sdpa=False)
-    narrow_to_layers(of_layers, "transformers", shape)
+    narrow_to_layers(of_layers, MISTRAL, "transformers", shape)
     assert both(of_layers, "attention") == left
     assert [str(removal) for removal in of_layers.removals] == reasons
 
@@ -453,10 +454,12 @@ def test_attention_sinks_need_other_kernels_than_flash_attention_2() -> None:
 # --- the layers
 
 
-def layered(shape: dict[str, Any] | None, trainer: str = "transformers", **knobs: tuple[Any, ...]) -> Narrowing:
+def layered(
+    shape: dict[str, Any] | None, trainer: str = "transformers", model: ModelSpec = MISTRAL, **knobs: tuple[Any, ...]
+) -> Narrowing:
     narrowing = unnarrowed(**knobs)
     known = None if shape is None else ModelShape(**{"num_layers": 2, "prefix": 0, "period": 1, **shape})
-    narrow_to_layers(narrowing, trainer, known)
+    narrow_to_layers(narrowing, model, trainer, known)
     return narrowing
 
 
@@ -493,12 +496,18 @@ def test_other_layers_may_have_adapters_where_peft_refuses_some() -> None:
 
 def test_adapters_are_on_layers_that_the_model_has() -> None:
     layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.q_proj", "mlp.up_proj", "dense")
-    asked = ("q_v", "attn.q_proj", "q_proj,up_proj", "self_attn.o_proj", "q_proj,dense", "k_proj", "proj,up_proj")
-    narrowing = layered({"linear_layers": layers}, lora_targets=asked)
-    assert both(narrowing, "lora_targets") == ("q_v", "q_proj,up_proj", "self_attn.o_proj", "q_proj,dense")
+    asked = ("all-linear", "q_v", "attn.q_proj", "q_proj,up_proj", "self_attn.o_proj", "q_proj,dense", "k_proj")
+    narrowing = layered({"linear_layers": layers}, lora_targets=(*asked, "proj,up_proj"))
+    left = ("all-linear", "q_proj,up_proj", "self_attn.o_proj", "q_proj,dense")
+    assert both(narrowing, "lora_targets") == left
     reason = "the model has linear layers of these names alone: q_proj, o_proj, up_proj, dense"
-    assert f"lora_targets attn.q_proj, k_proj, proj,up_proj: {reason}" in map(str, narrowing.removals)
+    assert f"lora_targets q_v, attn.q_proj, k_proj, proj,up_proj: {reason}" in map(str, narrowing.removals)
     assert both(layered({}, lora_targets=("k_proj",)), "lora_targets") == ("k_proj",)  # nothing is known
+    # Of a type whose names are known, a few are enough: models of one type have different ones.
+    latent = ModelSpec(name="v2", config=MISTRAL.config | {"model_type": "deepseek_v2"})
+    few = {"linear_layers": ("self_attn.q_proj", "self_attn.kv_b_proj", "self_attn.o_proj")}
+    assert both(layered(few, model=latent, lora_targets=("q_v", "attention")), "lora_targets") == ("q_v", "attention")
+    assert both(layered(few, lora_targets=("q_v", "all-linear")), "lora_targets") == ("all-linear",)
     with pytest.raises(UsageError, match="these names alone: q_proj"):
         layered({"linear_layers": layers}, lora_targets=("v_proj",))
 
@@ -507,12 +516,12 @@ def test_a_model_without_attention_has_no_adapters_on_it() -> None:
     narrowing = unnarrowed(lora_targets=("all-linear", "attention", "q_v", "in_proj"))
     narrow_to_model(narrowing, resolve_model("mistralai/Mamba-Codestral-7B-v0.1"), WORKLOAD)
     assert both(narrowing, "lora_targets") == ("all-linear", "in_proj")
-    assert "lora_targets attention, q_v: the model has no attention" in map(str, narrowing.removals)
+    assert "lora_targets attention, q_v: there is no attention" in map(str, narrowing.removals)
 
 
 def test_adapters_on_attention_compile_beside_fused_experts() -> None:
     compiled = ("none", "per_layer")
-    for targets, left in ((("attention", "q_v"), compiled), (("all-linear", "q_v"), ("none",)), (("w_1",), ("none",))):
+    for targets, left in ((("attention", "q_v"), compiled), (("all-linear", "q_v"), ("none",)), (("w_1",), compiled)):
         narrowing = layered({"parametrized": True}, compile=compiled, lora_targets=targets)
         assert both(narrowing, "compile") == left
 

@@ -171,6 +171,15 @@ def test_buckets_are_kinds_with_their_shares() -> None:
     assert alike.micro_batches(bucketed) == alike.micro_batches(TWO)  # the same probe
 
 
+@pytest.mark.parametrize("lengths", [[100] * 50 + [101] * 50, [512, 513], [100, 101, 102, 103], [10] * 20 + [11] * 30])
+def test_neighbouring_lengths_share_an_odd_one(lengths: list[int]) -> None:
+    for size in (1, 2):
+        workload = Workload(lengths=Lengths.of(lengths, "counted"))
+        kinds = workload.micro_batches(TrainConfig(micro_batch_size=size, seq_len=1024))
+        assert sum(kind.share for kind in kinds) == pytest.approx(1)
+        assert len({kind.length for kind in kinds}) == len(kinds)
+
+
 def test_examples_of_nearly_the_same_length_are_padded_little() -> None:
     grouped = replace(TWO, group_by_length=True)
     assert HALVES.run_shape(replace(grouped, micro_batch_size=3), accumulation=5).rows_per_step == 15
