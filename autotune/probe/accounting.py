@@ -47,9 +47,14 @@ def optimizer_gib(trainer: Any) -> tuple[float, float]:
 
 
 def paged_state_gib(model: nn.Module) -> float:
-    """What a paged 8-bit optimizer will keep in managed memory: two moments of each larger parameter, a byte each."""
+    """What a paged 8-bit optimizer will keep in managed memory: two moments of each larger parameter, a byte each.
+
+    Trainer has bitsandbytes keep those of embeddings in 32 bits.
+    """
     # bitsandbytes pages the state of parameters from 1e5 elements on (Optimizer2State.get_state_buffer).
-    return gib(2 * sum(parameter.numel() for parameter in trained_parameters(model) if parameter.numel() >= 1e5))
+    paged = [parameter for parameter in trained_parameters(model) if parameter.numel() >= 1e5]
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return gib(sum(parameter.numel() * (8 if id(parameter) in embeddings else 2) for parameter in paged))
 
 
 def free_paged_state() -> None:

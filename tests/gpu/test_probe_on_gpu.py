@@ -71,11 +71,14 @@ def test_the_context_is_measured(prober: WorkerProber) -> None:
 
 
 def test_a_paged_optimizer_returns_its_memory(prober: WorkerProber) -> None:
-    """Its state is two bytes for each of 20 million parameters of managed memory, which torch does not count."""
+    """Torch does not count managed memory: two bytes for each parameter of layers and head, eight of the embedding.
+
+    Layers have 11.8 million, head and embedding 4.2 million each.
+    """
     pytest.importorskip("bitsandbytes")
     used = []
     for _ in range(4):
-        assert measured(prober, "paged").managed_gib == pytest.approx(0.0376, rel=0.05)
+        assert measured(prober, "paged").managed_gib == pytest.approx(0.0610, rel=0.01)
         used.append(measured(prober, "lora").context_gib or 0.0)
     assert used[-1] - used[0] < 0.02
     assert prober.starts == 1

@@ -86,6 +86,14 @@ def test_the_state_of_larger_parameters_alone_is_paged(elements: int, paged: int
     assert paged_state_gib(model) == paged / GIB
 
 
+def test_the_paged_state_of_embeddings_is_in_32_bits() -> None:
+    """By hand, two moments: a byte each for a value of the linear layer, four for one of the large embedding."""
+    model = nn.Sequential(nn.Embedding(1000, 200), nn.Linear(200, 1000, bias=False), nn.Embedding(10, 10))
+    assert paged_state_gib(model) == pytest.approx((8 * 200_000 + 2 * 200_000) / GIB)
+    model[1].weight = model[0].weight  # a tied head is the embedding
+    assert paged_state_gib(model) == pytest.approx(8 * 200_000 / GIB)
+
+
 def test_each_page_of_a_paged_optimizer_is_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages are those that bitsandbytes keeps; only the call into CUDA is not made here."""
     functional = pytest.importorskip("bitsandbytes.functional")
