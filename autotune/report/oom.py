@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autotune.core.knobs import KNOBS
+from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.pages import environment
 from autotune.core.probe_types import Outcome
 from autotune.core.train_config import TrainConfig
@@ -252,8 +253,11 @@ def _fewer_trained(config: TrainConfig) -> Advice:
     """Gradients, optimizer state and adapters are all proportional to the trained parameters."""
     if config.method == "full":
         yield "method", "lora", "trains adapters only, with hardly any gradients and optimizer state"
-    elif config.lora_rank is not None and config.lora_rank > 1:
+        return
+    if config.lora_rank is not None and config.lora_rank > 1:
         yield "lora_rank", config.lora_rank // 2, "half the adapters, gradients and state"
+    if config.lora_targets == ALL_LINEAR:
+        yield "lora_targets", "attention", "fewer adapters, which also keep fewer activations; learns less"
 
 
 def _weights(config: TrainConfig) -> Advice:

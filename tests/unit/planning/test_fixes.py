@@ -66,8 +66,11 @@ LIGER = "axolotl.integrations.liger.LigerPlugin"
             [
                 EIGHT_BIT,
                 (QUANTIZED, {"dtype": "bfloat16"}),
-                (ADAPTERS, {"use_peft": True, "dtype": "bfloat16"}),
-                (ADAPTERS, {"use_peft": True, "dtype": "bfloat16", "load_in_4bit": True}),
+                (ADAPTERS, {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16"}),
+                (
+                    ADAPTERS,
+                    {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16", "load_in_4bit": True},
+                ),
             ],
         ),
         (
