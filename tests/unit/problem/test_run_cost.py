@@ -191,7 +191,7 @@ def test_of_what_several_probes_measured_the_median_time_and_the_largest_checkpo
 
 
 def test_a_run_that_waits_for_its_host_is_as_uncertain_as_the_host() -> None:
-    """The same host is up to a tenth faster or slower another time; what the device takes is not."""
+    """The same host is up to 15 % faster or slower another time; what the device takes is not."""
 
     def ends(*shares: float | None, on_cpu: bool = False) -> list[float]:
         known, speed = [measured(host_share=share) for share in shares], replace(SPEED, spread=(-0.02, 0.05))
@@ -199,6 +199,6 @@ def test_a_run_that_waits_for_its_host_is_as_uncertain_as_the_host() -> None:
         return [limit / found.full_run_hours for limit in found.interval_hours]
 
     assert ends() == ends(None) == ends(0.0) == pytest.approx([0.98, 1.05])
-    assert ends(1.0) == pytest.approx([0.9, 1.1])
-    assert ends(0.2, 0.4, 1.0) == pytest.approx([0.96, 1.05])
+    assert ends(1.0) == pytest.approx([0.85, 1.15])
+    assert ends(0.2, 0.4, 1.0) == pytest.approx([0.94, 1.06])
     assert ends(on_cpu=True) == ends(0.5, on_cpu=True) == pytest.approx([0.8, 1.2])
