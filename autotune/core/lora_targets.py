@@ -1,4 +1,4 @@
-"""Which modules of a model get adapters, by their names."""
+"""Which modules of a model get adapters, and which are trained whole beside them, by their names."""
 
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
@@ -17,6 +17,13 @@ def target_modules(model_type: str, targets: str) -> list[str] | None:
         return targets.split(",")
     table = load_data("autotune.core", "lora_targets")
     return list(table.get(model_type, table["usual"])[targets])
+
+
+def saved_modules(model_type: str, saved: str) -> list[str] | None:
+    """The ends of the modules' paths for a value of the knob `modules_to_save`; None for no module."""
+    table = load_data("autotune.core", "lora_targets")["ends"]
+    ends: list[str] = table.get(model_type, ["embed_tokens", "lm_head"])
+    return {"none": None, "embedding": ends[:1], "head": ends[1:]}.get(saved, ends)
 
 
 def has_own_names(model_type: str) -> bool:

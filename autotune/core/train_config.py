@@ -26,10 +26,12 @@ class TrainConfig:
     seq_len: int = KNOBS["seq_len"].default
     lora_rank: int | None = KNOBS["lora_rank"].default
     lora_targets: str = KNOBS["lora_targets"].default
+    modules_to_save: str = KNOBS["modules_to_save"].default
     optimizer: str = KNOBS["optimizer"].default
     precision: str = KNOBS["precision"].default
     quantization: str = KNOBS["quantization"].default
     double_quant: bool = KNOBS["double_quant"].default
+    kbit_preparation: bool = KNOBS["kbit_preparation"].default
     checkpointing: str = KNOBS["checkpointing"].default
     attention: str = KNOBS["attention"].default
     compile: str = KNOBS["compile"].default

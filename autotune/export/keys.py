@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
-from autotune.core.lora_targets import target_modules
+from autotune.core.lora_targets import saved_modules, target_modules
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.export.header import eval_steps, model_source, on_cpu, save_steps, warmup_steps
 from autotune.problem.run_options import KEPT_CHECKPOINTS
@@ -76,11 +76,13 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     modules = target_modules(recipe.model.config["model_type"], config.lora_targets)
     if modules and tool == "trl" and len(modules) == 1:
         modules *= 2  # TRL passes a single name on as a pattern for whole paths, which would match none
+    saved = saved_modules(recipe.model.config["model_type"], config.modules_to_save)
     return config.as_dict() | {
         "model": model_source(recipe),
         "on_cpu": on_cpu(recipe),
         "base_dtype": config.base_dtype,
         "target_modules": ", ".join(modules) if modules and tool == "llamafactory" else modules,
+        "saved_modules": ", ".join(saved) if saved and tool == "llamafactory" else saved,
         "names_targets": config.lora_targets not in KNOBS["lora_targets"].choices,
         "lora_alpha": alpha,
         "lora_alpha_of_rank": None if scale is None else scale * rank,  # for torchtune, which divides by the rank

@@ -337,6 +337,7 @@ def _adapters(file: _File, tool: str) -> dict[str, Any]:
     return {
         "lora_rank": rank,
         "lora_targets": ALL_LINEAR if all_linear else _targets(file, targets),
+        "modules_to_save": _trained_whole(file),
         "dora": file.flag(key_of(tool, "dora")),
         "rslora": rslora,
     }
@@ -354,6 +355,17 @@ def _targets(file: _File, names: set[str]) -> str:
         file.note(True, "targets", targets=_shown(joined))
         return ALL_LINEAR
     return joined
+
+
+def _trained_whole(file: _File) -> str:
+    """What is trained beside the adapters, as the knob `modules_to_save` says it; a note on what else is."""
+    known = _table("ends")
+    key, _ = file.get("lora_modules_to_save", "additional_target")
+    names = {name: name.rpartition(".")[2] for name in file.names("lora_modules_to_save", "additional_target")}
+    ends = [end for end, of_end in known.items() if set(names.values()) & set(of_end)]
+    others = sorted(name for name, last in names.items() if not any(last in of_end for of_end in known.values()))
+    file.note(bool(others), "whole_modules", key=key, names=_shown(", ".join(others)))
+    return "_and_".join(ends) or "none"
 
 
 def _precision(pure: bool, bf16: bool, fp16: bool, otherwise: str = "fp32") -> str:

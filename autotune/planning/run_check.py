@@ -47,10 +47,12 @@ SHARED = (
     "method",
     "lora_rank",
     "lora_targets",
+    "modules_to_save",
     "rslora",
     "seq_len",
     "quantization",
     "double_quant",
+    "kbit_preparation",
     "precision",
     "optimizer",
 )

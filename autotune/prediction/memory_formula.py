@@ -189,7 +189,9 @@ def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
     uncovered = {
         "adapters on modules beyond attention and MLP": not sizes.adapted(config) <= set(sizes.matrices),
         "fp32 precision": config.precision == "fp32",
+        "modules trained whole beside adapters": config.modules_to_save != "none",
         "int8 bases": config.quantization == "int8",
+        "k-bit preparation": config.kbit_preparation,
         "DoRA": config.dora,
         "offloaded checkpoints": config.offloads,
     }

@@ -1,6 +1,6 @@
 """What a configuration means to the model builder: the same for a probe and for the exported script."""
 
-from autotune.core.lora_targets import target_modules
+from autotune.core.lora_targets import saved_modules, target_modules
 from autotune.core.train_config import TrainConfig
 from autotune.probe.runtime.settings import ModelSettings
 
@@ -12,9 +12,11 @@ def model_settings(config: TrainConfig, model_type: str) -> ModelSettings:
         attention=config.attention,
         quantization=config.quantization,
         double_quant=config.double_quant,
+        kbit_preparation=config.kbit_preparation,
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_targets=target_modules(model_type, config.lora_targets),
+        modules_to_save=saved_modules(model_type, config.modules_to_save),
         dora=config.dora,
         rslora=config.rslora,
         adapters_in_fp32=config.precision != "bf16_pure",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -58,6 +59,7 @@ def family_of(request: ProbeRequest) -> tuple[Any, ...]:
         config.base_dtype,
         config.quantization,
         config.double_quant,
+        config.kbit_preparation,
         config.attention,
     )
 
@@ -91,15 +93,28 @@ def attach(resident: ResidentModel, config: TrainConfig, device: torch.device, s
     wanted = (config.lora_rank, config.lora_targets, *scale, config.dora, pure)
     if resident.adapted is None or resident.adapted_for != wanted:
         if resident.adapted is not None:
-            resident.adapted.unload()
+            _unload(resident.base, resident.adapted)
         resident.adapted = to_train(resident.base, settings, device)
-        # DoRA's magnitudes are computed from the weights: adapters that were trained cannot be reused.
-        resident.adapted_for = () if config.dora else wanted
+        # DoRA's magnitudes are computed from the weights, and modules trained whole are copies of the base's: what was
+        # trained cannot be reused.
+        resident.adapted_for = () if config.dora or settings.modules_to_save else wanted
     torch.manual_seed(seed)  # the same adapters whether they are new or not
     for module in resident.adapted.modules():
         if isinstance(module, LoraLayer):
             module.reset_lora_parameters("default", True)
     return resident.adapted
+
+
+def _unload(base: PreTrainedModel, adapted: PeftModel) -> None:
+    """Take the adapters off the base. peft would leave the trained copies in it of what was trained whole."""
+    originals = [
+        (name, module.original_module)
+        for name, module in base.named_modules()
+        if isinstance(module, ModulesToSaveWrapper)
+    ]
+    adapted.unload()
+    for name, module in originals:
+        base.set_submodule(name, module)
 
 
 def clean(resident: ResidentModel) -> None:

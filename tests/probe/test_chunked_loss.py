@@ -62,10 +62,14 @@ def test_a_probe_needs_less_memory_and_leaves_nothing_behind(prober: WorkerProbe
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16_pure"])
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_probe_learns_the_same_in_the_same_precision(prober: WorkerProber, method: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    "trained", [{}, {"modules_to_save": "embedding_and_head"}, {"method": "full"}], ids=["lora", "saved", "full"]
+)
+def test_a_probe_learns_the_same_in_the_same_precision(
+    prober: WorkerProber, trained: dict[str, Any], precision: str
+) -> None:
     """Under autocast the head computes in bf16: in fp32 the first loss would be another."""
-    knobs = {"method": method, "precision": precision, "micro_batch_size": 8}
+    knobs = trained | {"precision": precision, "micro_batch_size": 8}
     whole, chunked = (measured(prober, loss, **knobs) for loss in ("full", "chunked"))
     assert chunked.loss_first == pytest.approx(whole.loss_first, rel=1e-6)
     assert chunked.losses[:2] == pytest.approx(whole.losses[:2], rel=1e-4)  # how many there are hangs on their time
@@ -75,7 +79,9 @@ def test_the_exported_script_learns_the_same(tmp_path: Path) -> None:
     known, reported = summary().recipe, {}
     assert known is not None
     for loss in ("full", "chunked"):
-        config = TrainConfig(micro_batch_size=8, seq_len=256, precision="fp32", checkpointing="none", loss=loss)
+        config = TrainConfig(
+            micro_batch_size=8, seq_len=256, precision="fp32", checkpointing="none", loss=loss, modules_to_save="head"
+        )
         workload = Workload(examples=32, lengths=Lengths.constant(256), global_batch=16)
         made = replace(known, winner=replace(known.winner, config=config), workload=workload)
         files = export_all(replace(made, model=resolve_model("demo-3m")), ["train"])

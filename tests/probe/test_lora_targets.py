@@ -1,6 +1,7 @@
-"""What `lora_targets` names are the linear layers of attention of real models, and get the adapters."""
+"""What `lora_targets` and `modules_to_save` name are modules of real models, and are what is trained."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from autotune.catalog import list_models
-from autotune.core.lora_targets import target_modules
+from autotune.core.lora_targets import saved_modules, target_modules
 from autotune.core.train_config import TrainConfig
 from autotune.probe.model_settings import model_settings
 from autotune.probe.model_shape import truncate
+from autotune.probe.resident import ResidentModel, attach
 from autotune.probe.runtime.model_builder import config_of, decoder_layers, from_config, to_train
 
 pytestmark = [
@@ -61,3 +63,43 @@ def test_adapters_are_where_the_configuration_has_them() -> None:
         model = to_train(built, model_settings(TrainConfig(lora_targets=targets), "gpt2"), torch.device("meta"))
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert {re.search(r"(\w+)\.lora_[AB]", name)[1] for name in trained} == paths  # type: ignore[index]
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_embedding_and_head_have_these_names(model_type: str) -> None:
+    config = config_of(MODELS[model_type])
+    truncate(config, min(DEPTH, config.num_hidden_layers))
+    with torch.device("meta"), no_init_weights():
+        model = from_config(config, torch.bfloat16, "eager")
+    names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
+    ends = [names[model.get_input_embeddings()], names[model.get_output_embeddings()]]
+    assert ends == saved_modules(model_type, "embedding_and_head")
+
+
+@pytest.mark.parametrize("saved", ["none", "embedding", "head", "embedding_and_head"])
+def test_what_is_trained_whole_is_a_copy(saved: str) -> None:
+    """Its original stays in the base, which a warm worker keeps for the next probe."""
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+    config = config_of(MODELS["llama"] | sizes | {"num_key_value_heads": 2, "tie_word_embeddings": False})
+    with no_init_weights():
+        base = from_config(config, torch.bfloat16, "eager").requires_grad_(False)
+    before = {path: id(module) for path, module in base.named_modules()}
+    resident = ResidentModel(family=(), base=base, model_gib=0.0)
+    adapted = attach(resident, TrainConfig(modules_to_save=saved), torch.device("cpu"), 0)
+    whole = {name: p for name, p in adapted.named_parameters() if p.requires_grad and "lora_" not in name}
+    wanted = saved_modules("llama", saved) or []
+    assert {name.split(".")[-4] for name in whole} == set(wanted)
+    assert all(parameter.dtype == torch.bfloat16 and parameter.numel() == 64 * 16 for parameter in whole.values())
+    attach(resident, TrainConfig(lora_rank=4), torch.device("cpu"), 0)
+    attach(resident, TrainConfig(method="full"), torch.device("cpu"), 0)
+    resident.adapted.unload()
+    assert {path: id(module) for path, module in base.named_modules()} == before
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT, of tied weights and of Conv1D
+def test_a_module_that_is_not_there_is_refused() -> None:
+    settings = replace(model_settings(TrainConfig(), "gpt2"), modules_to_save=["embed_tokens"])
+    with torch.device("meta"), no_init_weights():
+        base = from_config(config_of(MODELS["gpt2"]), torch.bfloat16, "eager")
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no module embed_tokens to train whole"):
+        to_train(base, settings, torch.device("meta"))

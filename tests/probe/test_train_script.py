@@ -47,7 +47,7 @@ def train(folder):
         [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in module.named_parameters(recurse=False)]]
         for module in model.modules()]), flush=True)
 
-for folder in sorted(pathlib.Path(__file__).parent.glob("[0-9]/")):
+for folder in sorted(pathlib.Path(__file__).parent.glob("[0-9]*/")):
     if os.fork() == 0:
         try:
             train(folder)
@@ -63,6 +63,7 @@ _TRAINED: list[dict[str, Any]] = [
     {"method": "full", "precision": "fp32", "checkpointing": "full"},
     {"precision": "bf16_pure", "quantization": "nf4", "double_quant": True},
     {"precision": "fp32", "dora": True, "rslora": True},
+    {"quantization": "nf4", "kbit_preparation": True, "modules_to_save": "embedding_and_head", "loss": "chunked"},
 ]
 _PADDED: list[dict[str, Any]] = [
     {"padding": "longest"},

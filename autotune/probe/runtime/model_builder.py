@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -96,11 +97,18 @@ def _finish(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     if settings.quantization == "fp8":
         multiply_in_fp8(model)
     model.requires_grad_(False)
+    if settings.kbit_preparation:  # peft's prepare_model_for_kbit_training, which also sets checkpointing
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.float()
     return model
 
 
 def to_train(base: PreTrainedModel, settings: ModelSettings, device: torch.device) -> nn.Module:
-    """The model to train: the base with new adapters on the linear layers that `settings` name, or the base itself."""
+    """The model to train: the base with new adapters on the linear layers that `settings` name, or the base itself.
+
+    Raises ValueError where a module that is to be trained whole does not exist, since peft would go on without it.
+    """
     arguments = settings.lora_arguments()
     if arguments is None:
         return base.requires_grad_(True)
@@ -108,6 +116,10 @@ def to_train(base: PreTrainedModel, settings: ModelSettings, device: torch.devic
         model: nn.Module = get_peft_model(
             base, LoraConfig(**arguments), autocast_adapter_dtype=settings.adapters_in_fp32
         )
+    whole = [name for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    for name in settings.modules_to_save or []:
+        if not any(path.endswith(f".{name}") for path in whole):
+            raise ValueError(f"{type(base).__name__} has no module {name} to train whole")
     return model
 
 

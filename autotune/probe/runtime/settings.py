@@ -20,7 +20,8 @@ class ModelSettings:
 
     `base_dtype` is torch's name of the base weights' dtype. `quantization` is none, fp8, int8 or nf4. `lora_rank` is
     None in full fine-tuning. `lora_targets` are the names of the modules with adapters, None for every linear layer but
-    the head. `adapters_in_fp32` keeps adapters in fp32 on a base of fewer bits. Every
+    the head; modules that end in a name of `modules_to_save` are trained whole. `adapters_in_fp32` keeps adapters in
+    fp32 on a base of fewer bits. `kbit_preparation` has the part of the base that is not quantised in fp32. Every
     `checkpoint_every`-th layer is recomputed in the backward pass, none where it is None; `offload` moves what layers
     are recomputed from to the host's memory.
     """
@@ -29,9 +30,11 @@ class ModelSettings:
     attention: str
     quantization: str
     double_quant: bool
+    kbit_preparation: bool
     lora_rank: int | None
     lora_alpha: int | None
     lora_targets: list[str] | None
+    modules_to_save: list[str] | None
     dora: bool
     rslora: bool
     adapters_in_fp32: bool
@@ -47,6 +50,7 @@ class ModelSettings:
             "lora_alpha": self.lora_alpha,
             "lora_dropout": 0.0,
             "target_modules": "all-linear" if self.lora_targets is None else self.lora_targets,
+            "modules_to_save": self.modules_to_save,
             "task_type": "CAUSAL_LM",
             "use_dora": self.dora,
             "use_rslora": self.rslora,

@@ -50,9 +50,8 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     if settings.padding == "masked":
         load_attention(base, device)
     model_builder.set_checkpointing(base, settings.model_settings)
-    # Before adapters are added, the loss takes the place of the base model's own head.
-    loss = chunked_loss(base) if settings.loss == "chunked" else None
     model = add_adapters(base, settings, device)
+    loss = chunked_loss(base) if settings.loss == "chunked" else None  # with the head that is trained
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)
 

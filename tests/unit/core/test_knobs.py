@@ -45,12 +45,13 @@ def test_a_knob_stands_after_those_that_decide_whether_it_is_active():
 def test_learning_knobs_are_those_that_change_what_is_learned():
     assert {name for name, knob in KNOBS.items() if knob.kind == "learning"} == {
         *("method", "seq_len", "lora_rank", "lora_targets", "optimizer", "precision", "quantization", "double_quant"),
-        *("dora", "rslora", "group_by_length"),
+        *("dora", "rslora", "group_by_length", "modules_to_save", "kbit_preparation"),
     }
 
 
 def test_effects_select_knobs():
-    assert affecting("weights") == ("method", "lora_targets", "precision", "quantization", "double_quant", "dora")
+    of_base = ("precision", "quantization", "double_quant", "kbit_preparation")
+    assert affecting("weights") == ("method", "lora_targets", "modules_to_save", *of_base, "dora")
     assert set(affecting("rest_of_step")) - set(affecting("micro_time")) == {"optimizer"}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.core.lora_targets import target_modules
+from autotune.core.lora_targets import saved_modules, target_modules
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,16 @@ from autotune.core.lora_targets import target_modules
 )
 def test_the_modules_of_a_choice(model_type: str, targets: str, modules: list[str] | None) -> None:
     assert target_modules(model_type, targets) == modules
+
+
+@pytest.mark.parametrize(
+    ("model_type", "saved", "modules"),
+    [
+        ("llama", "none", None),
+        ("llama", "embedding", ["embed_tokens"]),
+        ("gpt2", "head", ["lm_head"]),
+        ("gpt_neox", "embedding_and_head", ["embed_in", "lm_head"]),
+    ],
+)
+def test_the_modules_that_are_trained_whole(model_type: str, saved: str, modules: list[str] | None) -> None:
+    assert saved_modules(model_type, saved) == modules

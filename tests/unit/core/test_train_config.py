@@ -19,12 +19,15 @@ def test_knobs_without_effect_are_dropped():
     assert full == TrainConfig(method="full")
     assert TrainConfig(quantization="int8", double_quant=True) == TrainConfig(quantization="int8")
     assert TrainConfig(quantization="nf4", double_quant=True).double_quant is True
+    assert TrainConfig(quantization="nf4", kbit_preparation=True).kbit_preparation is True
+    assert not TrainConfig(quantization="nf4", kbit_preparation=True, precision="bf16_pure").kbit_preparation
 
 
 def test_only_what_has_an_effect_is_in_the_digest():
-    assert set(KNOBS) - set(TrainConfig().as_dict()) == {"double_quant"}
+    assert set(KNOBS) - set(TrainConfig().as_dict()) == {"double_quant", "kbit_preparation"}
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
-        *("lora_rank", "lora_targets", "quantization", "double_quant", "dora", "rslora")
+        *("lora_rank", "lora_targets", "modules_to_save", "dora", "rslora"),
+        *("quantization", "double_quant", "kbit_preparation"),
     }
     assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS)
     assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
@@ -38,10 +41,12 @@ def test_every_knob_changes_the_digest():
         "seq_len": 1025,
         "lora_rank": 17,
         "lora_targets": "q_v",
+        "modules_to_save": "head",
         "optimizer": "adafactor",
         "precision": "fp32",
         "quantization": "int8",
         "double_quant": True,
+        "kbit_preparation": True,
         "checkpointing": "none",
         "attention": "eager",
         "compile": "per_layer",
@@ -64,11 +69,11 @@ def test_the_digest_is_stable():
     # Stored probes are found again by it: a changed digest forgets every measurement.
     assert TrainConfig().digest == digest_of(dict(reversed(TrainConfig().as_dict().items())))
     assert digest_of({"b": 1, "a": [1, "ä"]}) == "bc83937abf39"
-    assert TrainConfig().digest == "c58d67a2d57b"
+    assert TrainConfig().digest == "9bbd1267e189"
     assert TrainConfig(method="full", compile="per_layer").digest == "3604ecc2d40e"
     assert (
         TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload", packing=True).digest
-        == "3cd8f92bd29c"
+        == "ff953302e823"
     )
 
 

@@ -40,12 +40,22 @@ CONFIGS = [
     TrainConfig(lora_targets="attention"),
     TrainConfig(lora_targets="q_v"),
     TrainConfig(lora_targets="k_proj,up_proj"),
+    TrainConfig(modules_to_save="embedding"),
+    TrainConfig(modules_to_save="head"),
+    TrainConfig(modules_to_save="embedding_and_head", quantization="nf4", kbit_preparation=True),
 ]
 TARGETS = {  # of a Llama
     "all-linear": ["all-linear"],
     "attention": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "q_v": ["q_proj", "v_proj"],
     "k_proj,up_proj": ["k_proj", "up_proj"],
+}
+SAVED = {
+    None: None,
+    "none": None,
+    "embedding": ["embed_tokens"],
+    "head": ["lm_head"],
+    "embedding_and_head": ["embed_tokens", "lm_head"],
 }
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 
@@ -117,6 +127,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "seq_len": data["max_length"] == config.seq_len,
         "lora_rank": data.get("lora_r") == config.lora_rank and data.get("lora_alpha") == config.lora_alpha,
         "lora_targets": config.method == "full" or data["lora_target_modules"] == TARGETS[config.lora_targets],
+        "modules_to_save": data.get("lora_modules_to_save") == SAVED[config.modules_to_save],
         "optimizer": data["optim"] == config.optimizer,
         "precision": data["dtype"] == config.base_dtype
         and data["bf16"] is (config.precision == "bf16_mixed")
@@ -125,6 +136,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         and data.get("load_in_8bit", False) is (config.quantization == "int8")
         and config.quantization != "fp8",
         "double_quant": data.get("use_bnb_nested_quant", False) is config.double_quant,
+        "kbit_preparation": not config.kbit_preparation,
         "checkpointing": data["gradient_checkpointing"] is (every is not None)
         and (every in (None, 1) or kwargs.get("every_n_layers") == every)
         and kwargs.get("offload", False) is config.offloads,
@@ -219,10 +231,11 @@ def test_train_config_holds_every_knob(config: TrainConfig, tmp_path: Path) -> N
     assert settings == script.settings(made)
     assert files["train_config.json"].isascii()
     knobs = asdict(settings) | asdict(settings.model_settings) | {"checkpointing": config.checkpointing}
-    knobs["lora_targets"] = config.lora_targets
+    knobs |= {"lora_targets": config.lora_targets, "modules_to_save": config.modules_to_save}
     assert config.as_dict().items() <= knobs.items()
     names = TARGETS[config.lora_targets]
     assert settings.model_settings.lora_targets == (None if names == ["all-linear"] else names)
+    assert settings.model_settings.modules_to_save == SAVED[config.modules_to_save]
     assert settings.model_settings.checkpoint_every == config.checkpoint_every
     assert settings.model_settings.offload is config.offloads
     assert settings.accumulation * config.micro_batch_size == 32

@@ -45,6 +45,9 @@ CONFIGS = [
     TrainConfig(lora_targets="attention"),
     TrainConfig(lora_targets="q_v"),
     TrainConfig(lora_targets="k_proj,up_proj"),
+    TrainConfig(modules_to_save="embedding"),
+    TrainConfig(modules_to_save="head"),
+    TrainConfig(modules_to_save="embedding_and_head", quantization="nf4", kbit_preparation=True),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 HOSTILE = [

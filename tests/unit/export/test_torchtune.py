@@ -66,11 +66,13 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "lora_rank": model.get("lora_rank") == config.lora_rank,
         "lora_targets": TARGETS.get(config.lora_targets)
         == (model.get("lora_attn_modules"), model.get("apply_lora_to_mlp")),
+        "modules_to_save": config.modules_to_save == "none",
         "optimizer": data["optimizer"].items() >= OPTIMIZERS[config.optimizer].items(),
         "precision": data["dtype"] == base.get(config.precision),
         "quantization": model.get("quantize_base", False) is (config.quantization == "nf4")
         and config.quantization in ("nf4", "none"),
         "double_quant": config.double_quant or config.quantization != "nf4",
+        "kbit_preparation": not config.kbit_preparation,
         "checkpointing": data["enable_activation_checkpointing"] is (config.checkpointing != "none")
         and data["enable_activation_offloading"] is config.offloads
         and (config.checkpoint_every or 1) == 1,

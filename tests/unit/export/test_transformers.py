@@ -18,7 +18,7 @@ from autotune.export import header
 from autotune.export import transformers as exporter
 from autotune.probe.runtime import rows
 from tests.probe.test_train_script import _save_demo
-from tests.unit.export.test_script import HOSTILE, TARGETS, demo, each_config, recipe, write
+from tests.unit.export.test_script import HOSTILE, SAVED, TARGETS, demo, each_config, recipe, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the names before transformers 5.23, that 5.3 needs
 
@@ -54,6 +54,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "lora_rank": (adapter.get("r"), adapter.get("lora_alpha")) == (config.lora_rank, config.lora_alpha),
         "lora_targets": adapter.get("target_modules", "all-linear")
         == ("all-linear" if config.lora_targets == "all-linear" else TARGETS[config.lora_targets]),
+        "modules_to_save": adapter.get("modules_to_save") == SAVED[config.modules_to_save],
         "optimizer": said["optim"] == config.optimizer,
         "precision": said["bf16"] is (config.precision == "bf16_mixed")
         and said["fp16"] is (config.precision == "fp16_mixed")
@@ -61,6 +62,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "quantization": (quantization.get("load_in_4bit", False), quantization.get("load_in_8bit", False))
         == (config.quantization == "nf4", config.quantization == "int8")
         and config.quantization != "fp8",
+        "kbit_preparation": ("prepare_model_for_kbit_training(model" in code) is config.kbit_preparation,
         "double_quant": quantization.get("bnb_4bit_use_double_quant", False) is config.double_quant,
         "checkpointing": said["gradient_checkpointing"] is (every is not None)
         and (every in (None, 1) or kwargs.get("every_n_layers") == every)

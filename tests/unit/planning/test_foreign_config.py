@@ -289,7 +289,8 @@ ONE_NOTE = {
     ("trl", "gradient_checkpointing_kwargs: {selective: true}"): "selective is not counted: the run needs more memory",
     ("trl", "{gradient_checkpointing: no, activation_offloading: 1}"): "activation_offloading is not counted: ",
     ("trl", "torch_compile: true"): "torch_compile takes the whole model; its layers are counted, compiled one by one.",
-    ("axolotl", "lora_modules_to_save: [lm_head]"): "lora_modules_to_save trains whole modules besides adapters",
+    ("axolotl", "lora_modules_to_save: [lm_head, score]"): "lora_modules_to_save trains 'score' besides adapters",
+    ("llamafactory", "additional_target: v_head,norm"): "additional_target trains 'norm, v_head' besides adapters",
     ("axolotl", "load_in_4bit: true"): "With adapter: lora Axolotl does not quantise to 4 bits, with qlora alone.",
     ("axolotl", "liger_rope: true"): "liger_* does nothing without Liger's plugin under plugins.",
     ("axolotl", "tensor_parallel_size: 2"): SHARDED,
@@ -319,6 +320,22 @@ def test_one_note(tool, lines, read):
 )
 def test_where_the_adapters_are(line, targets, read):
     assert read(with_lines(LORA["trl"], line)).config.lora_targets == targets
+
+
+@pytest.mark.parametrize(
+    ("tool", "line", "saved"),
+    [
+        ("trl", "lora_modules_to_save: [lm_head]", "head"),
+        ("axolotl", "lora_modules_to_save: [embed_tokens, lm_head]", "embedding_and_head"),
+        ("axolotl", "lora_modules_to_save: []", "none"),
+        ("llamafactory", "additional_target: model.embed_tokens", "embedding"),
+        ("llamafactory", "additional_target: embed_out,wte", "embedding_and_head"),
+    ],
+)
+def test_what_is_trained_whole(tool, line, saved, read):
+    """It is counted, so there is no note on it."""
+    plain, found = read(LORA[tool]), read(with_lines(LORA[tool], line))
+    assert (found.config.modules_to_save, found.notes) == (saved, plain.notes)
 
 
 @pytest.mark.parametrize(

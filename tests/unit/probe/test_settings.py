@@ -43,6 +43,7 @@ def test_the_arguments_of_the_libraries() -> None:
         "lora_alpha": 16,
         "lora_dropout": 0.0,
         "target_modules": "all-linear",
+        "modules_to_save": None,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
