@@ -6,7 +6,7 @@ from autotune.catalog import ModelSpec
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import MemoryBreakdown, Sizes, counted_breakdown, memory_breakdown
+from autotune.prediction.memory_formula import MemoryBreakdown, counted_breakdown, memory_breakdown, supported
 from autotune.prediction.step_time import Host, StepTimeEstimate, counted_step_time, estimate_step_time
 from autotune.probe.dry_prober import DryAnswer, DryProber
 
@@ -21,8 +21,8 @@ def memory_of(model: ModelSpec, config: TrainConfig, micro_steps: int) -> Memory
 
 
 def step_time_of(model: ModelSpec, config: TrainConfig, micro_steps: int, host: Host) -> StepTimeEstimate | None:
-    """The time of a step on the reference card: counted for families without a formula; None where it is not known."""
-    if Sizes.of(model) is not None:
+    """The time of a step on the reference card: by formula, else counted; None where it is not known."""
+    if supported(model, config) is not None:
         return estimate_step_time(model, config, host)
     count = _answer(model, config, micro_steps).count
     return None if count is None else counted_step_time(config, count, host)

@@ -123,6 +123,11 @@ SAID = [
     ("dry_probe", "with compiled layers {error_max_compiled:.2%} at worst"),
     ("dry_probe", "{heldout_families} families were in no comparison before."),
     ("dry_probe", "unknown model took {plan_seconds_unknown:.1f} s, the second {plan_seconds:.1f} s"),
+    ("plan_published", "Of {rows} runs that others published of one GPU, {excluded} cannot be"),
+    (
+        "plan_published",
+        "off by {memory_error_median:.1%} in the median and by {memory_error_max:.0%} at worst; none of",
+    ),
     ("plan_speed", "Of {rows} speeds that others published of A100s, {excluded} cannot be expressed."),
     ("plan_speed", "{device_bound_inside:.0%} of the others lie in their range, which is at most"),
     ("plan_speed", "at most {device_bound_half_width_max:.0%} wide on either side."),
@@ -167,6 +172,7 @@ def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPa
         ("verify", "verify_h200.jsonl"),
         ("depth_extrapolation", "depth_h200.jsonl"),
         ("plan_memory", "heldout_h200.jsonl"),
+        ("plan_published", None),
         ("plan_speed", None),
         ("projection", None),
         ("transfer", None),
@@ -284,7 +290,7 @@ def test_the_documents_say_which_versions_were_measured() -> None:
     studies = [json.loads(path.read_text()) for path in (ROOT / "studies").glob("*/summary.json")]
     fingerprints = [found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]]
     without_device = {name for name, found in RESULTS.items() if not found["fingerprint"]}
-    assert without_device <= {"fleet", "labels", "mutation", "plan_speed", "projection", "transfer"}
+    assert without_device <= {"fleet", "labels", "mutation", "plan_published", "plan_speed", "projection", "transfer"}
     for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards
         fingerprints.append(json.loads(path.read_text().splitlines()[0])["fingerprint"])
     on_gpus = [found["packages"] for found in fingerprints if found["device"].startswith("NVIDIA")]
