@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from autotune.core.nvml import list_gpus
 from autotune.core.probe_types import Measurement, Outcome, ProbeRequest
 from autotune.core.train_config import TrainConfig
+from autotune.probe.dry_prober import DryProber
 from autotune.probe.supervisor import WorkerProber, check_worker
 
 pytestmark = pytest.mark.skipif(not list_gpus(), reason="needs an NVIDIA GPU")
@@ -94,6 +96,23 @@ def test_memory_that_runs_out_is_reported(prober: WorkerProber) -> None:
     assert sum(result.oom.terms_gib.values()) == pytest.approx(result.oom.allocated_gib)
     assert prober.starts == 1  # the worker goes on
     measured(prober, "lora")
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"modules_to_save": "embedding_and_head"},
+        {"quantization": "nf4", "kbit_preparation": True, "checkpointing": "full"},
+        {"quantization": "nf4", "kbit_preparation": True, "modules_to_save": "head", "loss": "chunked"},
+    ],
+    ids=["saved", "prepared", "both"],
+)
+def test_what_a_dry_probe_counts_is_taken(prober: WorkerProber, knobs: dict[str, Any], tmp_path: Path) -> None:
+    asked = request(prober.memory_gib, **knobs)
+    with DryProber(tmp_path) as dry:
+        count = dry.count(asked).count
+    assert count is not None
+    assert answer(prober, asked, "counted").peak_allocated_gib == pytest.approx(count.peak_allocated_gib, rel=0.01)
 
 
 def test_a_worker_is_healthy() -> None:
