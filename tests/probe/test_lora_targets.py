@@ -85,6 +85,7 @@ def test_what_is_trained_whole_is_a_copy(saved: str) -> None:
         base = from_config(config, torch.bfloat16, "eager").requires_grad_(False)
     before = {path: id(module) for path, module in base.named_modules()}
     resident = ResidentModel(family=(), base=base, model_gib=0.0)
+    attach(resident, TrainConfig(), torch.device("cpu"), 0)  # adapters that another probe left
     adapted = attach(resident, TrainConfig(modules_to_save=saved), torch.device("cpu"), 0)
     whole = {name: p for name, p in adapted.named_parameters() if p.requires_grad and "lora_" not in name}
     wanted = saved_modules("llama", saved) or []
