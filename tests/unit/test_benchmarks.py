@@ -95,7 +95,7 @@ SAID = [
     ("long_tails", "with a winner at {large_mfu:.0%} MFU"),
     ("mutation", "Of {mutants} single changes of meaning"),
     ("mutation", "the tests noticed {killed_share:.1%}; they were asked in {minutes:.0f} minutes"),
-    ("long_tails", "enough for {small_judged} configurations of a 1.5B"),
+    ("long_tails", "one minute was enough for {small_judged} configurations of a 1.5B"),
     (
         "counted_speed",
         "{device_bound_counted_error_median:.1%} off in the median and {device_bound_counted_error_max:.1%}",
