@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from autotune.core.parallelism import Parallelism
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig, digest_of
 
 SCHEMA_VERSION = 1
 PROBE_VERSION = 9  # raised when probes measure something else than before; stored results are then measured again
-SHARDINGS = ("none",)
 
 
 class Outcome(StrEnum):
@@ -86,23 +86,6 @@ class ModelShape:
     sdpa: bool = True
     no_adapters: str | None = None
     linear_layers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parallelism:
-    """The number of processes, one for each GPU, and what they share out: `none` gives each the whole model.
-
-    Raises ValueError for what cannot run.
-    """
-
-    world_size: int = 1
-    sharding: str = "none"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
-            raise ValueError(f"world_size is a positive integer, not {self.world_size!r}")
-        if self.sharding not in SHARDINGS:
-            raise ValueError(f"sharding is one of {', '.join(SHARDINGS)}, not {self.sharding!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +174,8 @@ class ProbeRequest:
                 "headroom": self.headroom,
                 "depth": self.depth,
                 "trainer": self.trainer,
-                "num_gpus": self.parallelism.world_size,
-                "strategy": self.parallelism.sharding,
+                "num_gpus": self.parallelism.num_gpus,
+                "strategy": self.parallelism.strategy,
                 "micro_batches": [(kind.rows, kind.length, round(kind.share, 6)) for kind in self.micro_batches],
                 **({"trained_share": self.trained_share} if self.trained_share < 1 else {}),
                 **({"profile": True} if self.profile and self.depth is not None else {}),

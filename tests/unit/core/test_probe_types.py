@@ -3,11 +3,11 @@
 import json
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import (
     Fingerprint,
     Measurement,
@@ -15,7 +15,6 @@ from autotune.core.probe_types import (
     ModelShape,
     OomDetail,
     Outcome,
-    Parallelism,
     Phase,
     ProbeRequest,
     ProbeResult,
@@ -98,7 +97,7 @@ def test_what_is_no_result_at_all(data):
         {"depth": 2},
         {"trainer": "trl"},
         {"trained_share": 0.5},
-        {"parallelism": Parallelism(world_size=2)},
+        {"parallelism": Parallelism(num_gpus=2, strategy="ddp")},
     ],
 )
 def test_another_question_has_another_digest(change):
@@ -222,21 +221,6 @@ def test_what_a_peak_consists_of() -> None:
 def test_a_power_cap_is_no_fault() -> None:
     reading = Telemetry(throttle_reasons=("power cap", "hardware thermal"))
     assert reading.slowed_by == ("hardware thermal",) and Telemetry().slowed_by == ()
-
-
-def test_one_gpu_is_the_default() -> None:
-    assert Parallelism() == Parallelism(world_size=1, sharding="none")
-
-
-@pytest.mark.parametrize("world_size", [0, -1, 1.0, True, "2", None])
-def test_a_world_size_is_a_positive_integer(world_size: Any) -> None:
-    with pytest.raises(ValueError, match="world_size is a positive integer, not"):
-        Parallelism(world_size=world_size)
-
-
-def test_unknown_sharding_is_refused() -> None:
-    with pytest.raises(ValueError, match="sharding is one of none, not 'fsdp'"):
-        Parallelism(sharding="fsdp")
 
 
 def test_a_request_has_full_rows_unless_it_names_kinds_of_micro_batches() -> None:

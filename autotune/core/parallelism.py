@@ -1,0 +1,85 @@
+"""On how many GPUs a configuration trains and what these share out: a checked value, and what cannot be trained so."""
+
+from dataclasses import dataclass
+
+from autotune.core.train_config import TrainConfig
+
+# `none` is one GPU; `ddp` has the whole model on each. fsdp2 shards weights, gradients and optimizer state by torch's
+# fully_shard, fsdp2_keep the same without resharding after the forward pass; zero1 to zero3 are DeepSpeed's stages.
+FSDP2 = ("fsdp2", "fsdp2_keep")
+ZERO = ("zero1", "zero2", "zero3")
+STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
+# FSDP2 (as accelerate sets it) and DeepSpeed compute in bf16 without autocast, and keep fp32 masters of what is
+# trained. That is neither bf16_mixed, whose activations are larger, nor bf16_pure, which has no masters.
+SHARDED_PRECISION = "bf16_sharded"
+BITSANDBYTES = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """The number of processes, one for each GPU, and the strategy by which they share out a training.
+
+    Raises ValueError for what cannot run.
+    """
+
+    num_gpus: int = 1
+    strategy: str = "none"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_gpus, bool) or not isinstance(self.num_gpus, int) or self.num_gpus < 1:
+            raise ValueError(f"num_gpus is a positive integer, not {self.num_gpus!r}")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
+        if (self.num_gpus == 1) is not (self.strategy == "none"):
+            raise ValueError(
+                f"strategy {self.strategy} is not for {self.num_gpus} GPUs: one GPU has none, several have"
+            )
+
+    @property
+    def shards(self) -> bool:
+        """Whether some of the model's memory is divided among the GPUs."""
+        return self.strategy in (*FSDP2, *ZERO)
+
+    def precision(self, config: TrainConfig) -> str:
+        """The name of what a configuration computes in under this strategy."""
+        return SHARDED_PRECISION if self.shards else config.precision
+
+    def refusal(self, config: TrainConfig) -> str | None:
+        """Why this strategy cannot train the configuration; None if it can."""
+        if not self.shards:
+            return None
+        shared = {
+            f"{config.precision} was not tried under {self.strategy}, which computes in bf16 with fp32 masters": (
+                config.precision != "bf16_mixed"
+            ),
+            f"an {config.quantization} base was not tried under {self.strategy}": config.quantization == "fp8",
+            "DoRA was not tried with sharded weights": config.dora,
+        }
+        of_strategy = _fsdp2_refusals(config) if self.strategy in FSDP2 else _zero_refusals(self.strategy, config)
+        return next((reason for reason, applies in (shared | of_strategy).items() if applies), None)
+
+
+def _fsdp2_refusals(config: TrainConfig) -> dict[str, bool]:
+    """Reasons why FSDP2 cannot train a configuration, and whether each applies.
+
+    bitsandbytes#1945, #1633 and transformers' Trainer on two ranks show them.
+    """
+    return {
+        f"FSDP2 loses the statistics of {config.quantization} weights": config.quantization in ("nf4", "int8"),
+        f"{config.optimizer} of bitsandbytes has no code for sharded tensors, and breaks the GPU's context": (
+            config.optimizer in BITSANDBYTES
+        ),
+        "Adafactor mixes whole and sharded tensors, and fails under FSDP2": config.optimizer == "adafactor",
+    }
+
+
+def _zero_refusals(strategy: str, config: TrainConfig) -> dict[str, bool]:
+    """Reasons why a stage of DeepSpeed is not planned for a configuration, and whether each applies."""
+    return {
+        f"{config.quantization} weights were not tried under {strategy}: ddp takes as little": (
+            config.quantization in ("nf4", "int8")
+        ),
+        f"{config.optimizer} was not tried under DeepSpeed": not config.optimizer.startswith("adamw_torch"),
+        "compiled layers were not tried under DeepSpeed": config.compile != "none",
+        "the loss in chunks needs the whole head, which zero3 shards": strategy == "zero3" and config.loss == "chunked",
+    }

@@ -1,0 +1,74 @@
+"""The number of GPUs and the strategy: what is no value, and what a strategy cannot train."""
+
+import re
+from typing import Any
+
+import pytest
+
+from autotune.core.parallelism import FSDP2, STRATEGIES, ZERO, Parallelism
+from autotune.core.train_config import TrainConfig
+
+
+def refusal(strategy: str, **knobs: Any) -> str | None:
+    return Parallelism(num_gpus=2, strategy=strategy).refusal(TrainConfig(**knobs))
+
+
+def test_one_gpu_is_the_default() -> None:
+    assert Parallelism() == Parallelism(num_gpus=1, strategy="none")
+
+
+@pytest.mark.parametrize("num_gpus", [0, -1, 1.0, True, "2", None])
+def test_the_number_of_gpus_is_a_positive_integer(num_gpus: Any) -> None:
+    with pytest.raises(ValueError, match="num_gpus is a positive integer, not"):
+        Parallelism(num_gpus=num_gpus)
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="strategy is one of none, ddp, fsdp2, fsdp2_keep, zero1, zero2, zero3, not 'x'"
+    ):
+        Parallelism(num_gpus=2, strategy="x")
+
+
+@pytest.mark.parametrize(("num_gpus", "strategy"), [(2, "none"), (1, "ddp"), (1, "zero2")])
+def test_several_gpus_have_a_strategy_and_one_has_none(num_gpus: int, strategy: str) -> None:
+    with pytest.raises(ValueError, match=f"strategy {strategy} is not for {num_gpus} GPUs"):
+        Parallelism(num_gpus=num_gpus, strategy=strategy)
+
+
+def test_sharded_training_has_a_precision_of_its_own() -> None:
+    config = TrainConfig(precision="bf16_mixed")
+    precisions = {
+        strategy: Parallelism(num_gpus=1 if strategy == "none" else 2, strategy=strategy).precision(config)
+        for strategy in STRATEGIES
+    }
+    assert precisions == dict.fromkeys(("none", "ddp"), "bf16_mixed") | dict.fromkeys((*FSDP2, *ZERO), "bf16_sharded")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words", "refused_by"),
+    [
+        ({"quantization": "nf4"}, "nf4 weights", {*FSDP2, *ZERO}),
+        ({"quantization": "int8"}, "int8 weights", {*FSDP2, *ZERO}),
+        ({"quantization": "fp8"}, "fp8 base", {*FSDP2, *ZERO}),
+        ({"optimizer": "adamw_8bit"}, "adamw_8bit", {*FSDP2, *ZERO}),
+        ({"optimizer": "paged_adamw_8bit"}, "paged_adamw_8bit", {*FSDP2, *ZERO}),
+        ({"optimizer": "lion_8bit"}, "lion_8bit", {*FSDP2, *ZERO}),
+        ({"optimizer": "adafactor"}, "(?i)adafactor", {*FSDP2, *ZERO}),
+        ({"precision": "bf16_pure"}, "bf16_pure was not tried", {*FSDP2, *ZERO}),
+        ({"precision": "fp16_mixed"}, "fp16_mixed was not tried", {*FSDP2, *ZERO}),
+        ({"dora": True}, "DoRA", {*FSDP2, *ZERO}),
+        ({"compile": "per_layer"}, "compiled layers", {*ZERO}),
+        ({"loss": "chunked"}, "loss in chunks", {"zero3"}),
+        ({"optimizer": "adamw_torch"}, "", set()),
+        ({"method": "full"}, "", set()),
+        ({}, "", set()),
+    ],
+    ids=str,
+)
+def test_what_a_strategy_cannot_train(knobs: dict[str, Any], words: str, refused_by: set[str]) -> None:
+    knobs = {"loss": "full"} | knobs
+    refusals = {strategy: refusal(strategy, **knobs) for strategy in STRATEGIES[1:]}
+    assert {strategy for strategy, reason in refusals.items() if reason} == refused_by
+    for reason in filter(None, refusals.values()):
+        assert re.search(words, reason)
