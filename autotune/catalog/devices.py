@@ -30,7 +30,8 @@ _VENDOR_WORDS = frozenset({"nvidia", "tesla", "geforce", "amd", "instinct"})
 class DeviceSpec:
     """One product. Rates are dense peaks in TFLOP/s with fp32 accumulation; None is not known, or not in hardware.
 
-    `given` is what `--gpu` said of a card of the user's own, None for one of the catalogue.
+    `link_gb_s` is what collectives reach between the cards of one host. `given` is what `--gpu` said of a card of the
+    user's own, None for one of the catalogue.
     """
 
     name: str
@@ -40,6 +41,7 @@ class DeviceSpec:
     memory_gib: float | None = None
     memory_source: str | None = None
     bandwidth_gb_s: float | None = None
+    link_gb_s: float | None = None
     bf16_tflops: float | None = None
     fp16_tflops: float | None = None
     fp8_tflops: float | None = None

@@ -111,6 +111,7 @@ def _row_model() -> "type[BaseModel]":
         marketed_gb: size = None
         memory_mib: size = None
         bandwidth_gb_s: size = None
+        link_gb_s: size = None
         tdp_w: size = None
         bf16_tflops: size = None
         fp16_tflops: size = None

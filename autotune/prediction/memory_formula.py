@@ -20,6 +20,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.prediction.memory_predictor import HEAD_CHUNK
 
+NO_TERMS = ("phase", "counted", "own_error")  # fields of MemoryBreakdown that are no memory
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan_memory.py`).
@@ -141,7 +142,9 @@ class MemoryBreakdown:
 
     `activations` are what layers keep for the backward pass, the inputs of recomputed layers, and temporary tensors.
     `logits` are those of the head with their gradients. `reserved` is what the allocator holds beyond allocated memory.
-    `counted` is whether a dry probe counted it.
+    `communication` is what several GPUs exchange: layers gathered from shards, buffers of gradients. `nccl` is what
+    NCCL takes beside torch's allocator. `counted` is whether a dry probe counted it, `own_error` an error other than
+    the usual.
     """
 
     weights: float
@@ -153,27 +156,32 @@ class MemoryBreakdown:
     workspace: float
     reserved: float
     phase: Phase
+    communication: float = 0.0
+    nccl: float = 0.0
     counted: bool = False
+    own_error: float | None = None
 
     @property
     def error(self) -> float:
         """The fraction by which the peak may be off, either way."""
+        if self.own_error is not None:
+            return self.own_error
         return COUNT_ERROR if self.counted else ERROR
 
     @property
     def peak_gib(self) -> float:
         """Memory allocated at the peak."""
         held = self.weights + self.adapters + self.gradients + self.optimizer
-        return held + self.activations + self.logits + self.workspace
+        return held + self.activations + self.logits + self.workspace + self.communication
 
     @property
     def peak_reserved_gib(self) -> float:
-        """Memory that the allocator holds at the peak."""
-        return self.peak_gib + self.reserved
+        """Memory that the allocator holds at the peak, and NCCL beside it."""
+        return self.peak_gib + self.reserved + self.nccl
 
     def terms(self) -> dict[str, float]:
         """The terms above zero, by name. They sum to `peak_reserved_gib`."""
-        named = {name: getattr(self, name) for name in self.__slots__ if name not in ("phase", "counted")}
+        named = {name: getattr(self, name) for name in self.__slots__ if name not in NO_TERMS}
         return {name: value for name, value in named.items() if value}
 
 
@@ -219,8 +227,8 @@ def _breakdown(sizes: Sizes, config: TrainConfig, micro_steps: int) -> MemoryBre
     base_bytes = 4 if full and not pure else 2  # of a value that is not quantised
     trained = sizes.params if full else sizes.adapter_params(config)
     trained_bytes = trained * (base_bytes if full else 2 if pure else 4)
-    logits = _logits(config, sizes.vocab)
-    moments = _moments(sizes, config, trained, trained_bytes, base_bytes, logits, accumulates=micro_steps > 1)
+    logits = live_logits(config, sizes.vocab)
+    moments = step_moments(sizes, config, trained, trained_bytes, base_bytes, logits, accumulates=micro_steps > 1)
     moment, (gradients, activations, head) = max(moments.items(), key=lambda item: sum(item[1]))
     return MemoryBreakdown(
         weights=gib(_weights(sizes, config, base_bytes)),
@@ -230,7 +238,7 @@ def _breakdown(sizes: Sizes, config: TrainConfig, micro_steps: int) -> MemoryBre
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE),
-        reserved=_beyond(config, logits, gib(activations + head)),
+        reserved=beyond_allocated_gib(config, logits, gib(activations + head)),
         phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
     )
 
@@ -254,24 +262,24 @@ def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) ->
         activations=activations,
         logits=0.0,
         workspace=workspace,
-        reserved=_beyond(config, _logits(config, model.vocab_size), activations),
+        reserved=beyond_allocated_gib(config, live_logits(config, model.vocab_size), activations),
         phase=Phase(segment.partition("_")[0]),
         counted=True,
     )
 
 
-def _logits(config: TrainConfig, vocab: int) -> int:
+def live_logits(config: TrainConfig, vocab: int) -> int:
     """The values of the logits that exist at once."""
     return (min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else config.tokens) * vocab
 
 
-def _beyond(config: TrainConfig, logits: int, activations_gib: float) -> float:
+def beyond_allocated_gib(config: TrainConfig, logits: int, activations_gib: float) -> float:
     """GiB that the allocator holds beyond allocated memory."""
     fragmentation = 0.010 if config.compile == "none" else 0.034
     return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib
 
 
-def _moments(
+def step_moments(
     sizes: Sizes,
     config: TrainConfig,
     trained: int,

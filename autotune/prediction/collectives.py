@@ -1,0 +1,127 @@
+"""The time of an optimizer step on each of several GPUs: the computation of one GPU, and what they send each other.
+
+Bytes on the wire follow from the strategy, their time from the bus bandwidth of the link. Communication runs beside the
+computation, and the longer of the two sets the pace. What is hidden costs time all the same, because collectives take
+multiprocessors and bandwidth from the kernels beside them. Ranks that wait for the one with the longest rows are not
+modelled, and neither is a second host.
+"""
+
+from dataclasses import dataclass
+
+from autotune.catalog import ModelSpec
+from autotune.core.parallelism import FSDP2, Parallelism
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.memory_formula import supported
+from autotune.prediction.sharded_memory import Shares
+from autotune.prediction.step_time import StepTimeEstimate
+from autotune.prediction.transfer import interval
+
+# The share of hidden communication that lengthens the step: 0.40 (LoRA) and 0.57 (full) for 32 layers of a 7B under
+# FSDP2 on two H200s, from real steps and steps without communication.
+HIDDEN_COSTS = 0.5
+# How much slower than its catalogue's value a link may be: two H200s gathered at 250 GB/s where eight reach 370.
+SLOWEST_LINK = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that a rank sends in a step.
+
+    `forward`, `backward` and `ends` are those of each micro batch: beside its passes, and where nothing is left to
+    compute, before the first layer and after the last. `last_backward` is beside that of the last micro batch alone,
+    `after` follows it.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    last_backward: float = 0.0
+    after: float = 0.0
+    ends: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStepTime:
+    """Seconds of an optimizer step, 80 % of cases in `interval_s`; `communication_s` is that of all collectives.
+
+    `exposed_s` is how much longer the step takes than its computation.
+    """
+
+    step_s: float
+    interval_s: tuple[float, float]
+    communication_s: float
+    exposed_s: float
+
+
+def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> Traffic | None:
+    """What a rank sends in a step; None where no formula covers model or configuration, or there is one GPU.
+
+    A gather or a scattering of B bytes sends (N-1)/N of them, the sum of gradients on all ranks twice as many.
+    """
+    sizes = supported(model, config)
+    if sizes is None or parallelism.num_gpus == 1:
+        return None
+    shares, strategy = Shares.of(sizes, config), parallelism.strategy
+    sent = (parallelism.num_gpus - 1) / parallelism.num_gpus
+    weights, gradients = 2 * sent * (shares.base + shares.adapters), 2 * sent * shares.trained
+    first = 2 * sent * (shares.embedding + shares.layer)
+    last = 2 * sent * (shares.embedding if config.method == "full" else shares.trained_layer)
+    if strategy == "ddp":  # in fp32
+        return Traffic(last_backward=4 * gradients)
+    if strategy in FSDP2:
+        again = 0.0 if strategy == "fsdp2_keep" else weights
+        return Traffic(forward=weights, backward=again, last_backward=gradients, ends=first + last)
+    if strategy == "zero1":
+        return Traffic(last_backward=gradients, after=gradients)
+    if strategy == "zero2":
+        return Traffic(backward=gradients, after=gradients)
+    return Traffic(forward=weights, backward=weights + gradients, ends=first + last)
+
+
+def rank_step_time(
+    step_time: StepTimeEstimate,
+    config: TrainConfig,
+    parallelism: Parallelism,
+    sent: Traffic,
+    *,
+    accumulation: int,
+    link_gb_s: float,
+) -> RankStepTime:
+    """The time of a step of `accumulation` micro batches on each GPU, from that of one GPU of this kind.
+
+    The fast end of the interval is that of one GPU, as if all communication were hidden; at the slow end none is, and
+    the link is slow.
+    """
+    rest_s = step_time.rest_s / (parallelism.num_gpus if parallelism.shards else 1)
+    computed_s = accumulation * step_time.micro_s
+    bandwidth = 1e9 * link_gb_s
+    share = forward_share(config)
+    forward_s, backward_s = share * step_time.micro_s, (1 - share) * step_time.micro_s
+    every, last = (
+        _beside(forward_s, sent.forward / bandwidth)
+        + _beside(backward_s, (sent.backward + more) / bandwidth)
+        + sent.ends / bandwidth
+        for more in (0.0, sent.last_backward)
+    )
+    step_s = (accumulation - 1) * every + last + rest_s + sent.after / bandwidth
+    per_micro = sent.forward + sent.backward + sent.ends
+    communication_s = (accumulation * per_micro + sent.last_backward + sent.after) / bandwidth
+    fast, slow = interval(1.0, step_time.error)
+    slowest = max(slow * (computed_s + rest_s) + SLOWEST_LINK * communication_s, slow * step_s)
+    return RankStepTime(
+        step_s=step_s,
+        interval_s=(fast * (computed_s + step_time.rest_s), slowest),
+        communication_s=communication_s,
+        exposed_s=step_s - computed_s - rest_s,
+    )
+
+
+def forward_share(config: TrainConfig) -> float:
+    """The share of a micro batch's arithmetic in its forward pass, which a recomputed layer does twice."""
+    every = config.checkpoint_every
+    again = 0.0 if every is None else 1 / every
+    return 1 / ((3 if config.method == "full" else 2) + again)
+
+
+def _beside(computed_s: float, sent_s: float) -> float:
+    """Seconds of a pass that computes and sends at the same time."""
+    return max(computed_s, sent_s) + HIDDEN_COSTS * min(computed_s, sent_s)

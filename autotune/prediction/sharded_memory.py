@@ -1,0 +1,220 @@
+"""The memory of one of several GPUs, by formula: the parts of `memory_formula`, divided as the strategy divides them.
+
+FSDP2 as accelerate sets it has one unit for each layer, one for the embedding, and one for final norm and head that is
+not resharded after the forward pass. Which buffers are alive at which moment was read in torch's `fully_shard` and
+counted there, with the operations of a training step on the meta device. DeepSpeed's stages follow the ZeRO paper and
+DeepSpeed's defaults; nobody measured them for us. Communication between hosts is not covered.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+from autotune.catalog import ModelSpec
+from autotune.core.parallelism import FSDP2, Parallelism
+from autotune.core.probe_types import Phase
+from autotune.core.train_config import TrainConfig
+from autotune.core.units import gib
+from autotune.prediction.memory_formula import (
+    KEPT_ANSWERS,
+    WORKSPACE,
+    MemoryBreakdown,
+    Sizes,
+    beyond_allocated_gib,
+    live_logits,
+    memory_breakdown,
+    step_moments,
+    supported,
+)
+
+# What NCCL takes beside torch's allocator: measured with 2 ranks on an H200. With more, others saw a quarter more on
+# A100s and 1.06 GB on eight H100s.
+NCCL_OF_2_GIB, NCCL_GIB = 0.75, 1.0
+# The largest error of the formula is 3 %, and streams of their own have pools of their own, whose free blocks serve no
+# other: two ranks held 22 to 39 % more than they had allocated where the card had room for it.
+RANK_ERROR = 0.08
+ZERO_ERROR = 0.15  # assumed: nothing of DeepSpeed was measured
+MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, and the same again where it prefetches: its default
+
+# Bytes of (gradients, activations, logits, communication) at a moment of a step.
+Moment = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """The parameters of a model as several GPUs divide and exchange them.
+
+    `base` counts those of the model, `adapters` those beside it, `layer` both of a layer.
+    """
+
+    base: int
+    adapters: int
+    layer: float
+    embedding: int
+    trained: int
+    trained_layer: float
+
+    @classmethod
+    def of(cls, sizes: Sizes, config: TrainConfig) -> "Shares":
+        """What there is to divide with this method and these adapters."""
+        full, adapters = config.method == "full", sizes.adapter_params(config)
+        ends = sizes.embedding * (1 if sizes.tied else 2)
+        layer = (sizes.params - ends + adapters) / sizes.layers
+        return cls(
+            base=sizes.params,
+            adapters=adapters,
+            layer=layer,
+            embedding=sizes.embedding,
+            trained=sizes.params if full else adapters,
+            trained_layer=layer if full else adapters / sizes.layers,
+        )
+
+
+def rank_breakdown(
+    model: ModelSpec, config: TrainConfig, parallelism: Parallelism, micro_steps: int = 2
+) -> MemoryBreakdown | None:
+    """The memory of one rank at the peak of a step, in GiB; None where no formula covers model or configuration.
+
+    `micro_steps` are the micro batches of a step on each GPU: with 1, nothing waits for a later one. Raises ValueError
+    for what the strategy cannot train.
+    """
+    if (reason := parallelism.refusal(config)) is not None:
+        raise ValueError(reason)
+    sizes = supported(model, config)
+    if sizes is None:
+        return None
+    if parallelism.shards:
+        return _sharded(sizes, config, parallelism, micro_steps > 1)
+    memory = memory_breakdown(model, config, micro_steps)
+    if memory is None or parallelism.num_gpus == 1:
+        return memory
+    # DDP copies gradients into buckets, which Trainer cannot make views of them.
+    buckets = memory.weights if config.method == "full" else memory.adapters
+    return replace(memory, communication=buckets, nccl=nccl_gib(parallelism.num_gpus), own_error=RANK_ERROR)
+
+
+def nccl_gib(num_gpus: int) -> float:
+    """What NCCL takes on each of so many GPUs of one host."""
+    return NCCL_OF_2_GIB if num_gpus == 2 else NCCL_GIB
+
+
+@functools.lru_cache(maxsize=KEPT_ANSWERS)
+def _sharded(sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumulates: bool) -> MemoryBreakdown:
+    gpus, fsdp2, shares = parallelism.num_gpus, parallelism.strategy in FSDP2, Shares.of(sizes, config)
+    if fsdp2:
+        moments = _fsdp2_moments(sizes, config, shares, parallelism, accumulates)
+    else:
+        moments = _zero_moments(sizes, config, shares, parallelism, accumulates)
+    moment, (gradients, activations, logits, communication) = max(moments.items(), key=lambda item: sum(item[1]))
+    weights, adapters, state = _lasting(config, shares, parallelism)
+    reserved = beyond_allocated_gib(config, live_logits(config, sizes.vocab), gib(activations + logits))
+    return MemoryBreakdown(
+        weights=gib(weights),
+        adapters=gib(adapters),
+        gradients=gib(gradients),
+        optimizer=gib(state),
+        activations=gib(activations),
+        logits=gib(logits),
+        workspace=gib(WORKSPACE),
+        reserved=reserved,
+        phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
+        communication=gib(communication),
+        nccl=nccl_gib(gpus),
+        own_error=RANK_ERROR if fsdp2 else ZERO_ERROR,
+    )
+
+
+def _lasting(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> tuple[float, float, float]:
+    """Bytes of weights, adapters and optimizer state of a rank. The state of DeepSpeed has the fp32 masters too."""
+    gpus, full = parallelism.num_gpus, config.method == "full"
+    if parallelism.strategy in FSDP2:
+        return (4 if full else 2) * shares.base / gpus, 4 * shares.adapters / gpus, 8 * shares.trained / gpus
+    held = gpus if parallelism.strategy == "zero3" else 1
+    return 2 * shares.base / held, 2 * shares.adapters / held, 12 * shares.trained / gpus
+
+
+def _fsdp2_moments(
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
+) -> dict[str, Moment]:
+    """The moments of a step under FSDP2 that may be its peak.
+
+    A gathered layer is alive twice, as it came and in the shape of its parameters. Gradients of a micro batch whose
+    step is not yet over wait unsharded; those of the last are scattered layer by layer.
+    """
+    full, tied, gpus = config.method == "full", sizes.tied, parallelism.num_gpus
+    pure = replace(config, precision="bf16_pure")
+    plain = step_moments(sizes, pure, shares.trained, 0.0, 2, live_logits(config, sizes.vocab), accumulates=False)
+    layer, embedding = 2 * shares.layer, 2.0 * shares.embedding
+    trained_layer, trained_end = 2 * shares.trained_layer, embedding if full else 0.0
+    keeps = parallelism.strategy == "fsdp2_keep"
+    kept = (sizes.layers * layer + (0 if tied else embedding)) if keeps else 0.0
+    gathered = 0.0 if keeps else layer
+    waiting = 2.0 * shares.trained if accumulates else 0.0
+    # A scattered gradient is in fp32: 2 / gpus of the bytes of an unsharded one. Those of a tied head wait for the end.
+    of_layer_scattered, of_end_scattered = 2 * trained_layer / gpus, 2 * trained_end / gpus
+    scattered = 4 * shares.trained / gpus
+    layer_waits, end_waits = trained_layer * accumulates, trained_end * accumulates
+    before_first = scattered - of_end_scattered - of_layer_scattered + layer_waits
+    # When a layer's activations are most, one of its gradients exists; then these grow as the activations go.
+    of_layer = plain["first"][1]
+    growing = max(trained_layer - of_layer, 2.0 * sizes.hidden * sizes.intermediate if full else 0.0)
+    return {
+        "forward": (
+            waiting,
+            plain["forward"][1],
+            # A loss in chunks follows once the model's forward pass is over, and with it what it gathered.
+            0.0 if config.loss == "chunked" else plain["forward"][2],
+            kept + embedding + (layer if tied else embedding),
+        ),
+        "head": (waiting, *plain["head"][1:], kept + embedding),
+        "layers": (
+            waiting if tied else waiting - end_waits + of_end_scattered,
+            plain["layers"][1] + growing,
+            0.0,
+            # The layer, the next one, and the gradients of the unit before, which are being scattered.
+            max(kept, layer) + gathered + (embedding if tied else trained_end),
+        ),
+        "second": (
+            before_first - of_layer_scattered + layer_waits + end_waits,
+            of_layer + growing,
+            0.0,
+            layer + gathered + embedding * (tied or keeps) + trained_layer,
+        ),
+        "first": (before_first + end_waits, of_layer + growing, 0.0, layer + embedding + trained_layer),
+        "inputs": (
+            scattered - of_end_scattered + end_waits,
+            plain["inputs"][1],
+            0.0,
+            embedding + trained_layer,
+        ),
+        # Unsharded, as the input of its scattering, and as what came of that in bf16 and in fp32.
+        "scattering": (scattered, trained_end, 0.0, trained_end + trained_end / gpus),
+        "optimizer": (scattered, _square_roots(config, shares, gpus), 0.0, 0.0),
+    }
+
+
+def _zero_moments(
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
+) -> dict[str, Moment]:
+    """The moments of a step under DeepSpeed: gradients in bf16, divided from stage 2 on, and in fp32 for the step."""
+    gpus, stage = parallelism.num_gpus, parallelism.strategy
+    pure = replace(config, precision="bf16_pure")
+    gradients = 2 * shares.trained / (1 if stage == "zero1" else gpus)
+    plain = step_moments(
+        sizes, pure, shares.trained, gradients, 2, live_logits(config, sizes.vocab), accumulates=accumulates
+    )
+    bucket = 2.0 * sizes.hidden**2  # Trainer's `auto`
+    live = 0.0
+    if stage == "zero3":
+        prefetched = 0.9 * sizes.hidden**2
+        live = min(2.0 * (shares.base + shares.adapters), 4 * (MAX_LIVE + prefetched))
+    moments = {
+        name: (max(held, 0.0), activations, logits, bucket + live)
+        for name, (held, activations, logits) in plain.items()
+    }
+    whole = gradients + 4 * shares.trained / gpus
+    return moments | {"optimizer": (whole, _square_roots(config, shares, gpus), 0.0, bucket)}
+
+
+def _square_roots(config: TrainConfig, shares: Shares, gpus: int) -> float:
+    """Bytes that torch's own AdamW, if it is not fused, needs for the roots of the second moments."""
+    return 4 * shares.trained / gpus if config.optimizer == "adamw_torch" else 0.0
