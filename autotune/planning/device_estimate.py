@@ -166,10 +166,22 @@ def with_speed(
         return estimated
     here = step_time.on(transfer)
     step_s = shape.accumulation * here.micro_s + here.rest_s
-    error = here.error
-    low, high = interval(1.0, error)
-    speed = Performance.of_steps(shape, step_s, spread=(low - 1, high - 1))
-    gpus, price, power_w = shape.world_size, estimated.price, device.tdp_w
+    timed = with_step_time(estimated, shape, step_s, interval(step_s, here.error), num_steps=num_steps)
+    return replace(timed, num_observations=transfer.basis, calibration=calibration)
+
+
+def with_step_time(
+    estimated: DeviceEstimate,
+    shape: RunShape,
+    step_s: float,
+    interval_s: tuple[float, float],
+    *,
+    num_steps: int | None = None,
+) -> DeviceEstimate:
+    """Add the speed and cost of a run of this shape whose optimizer steps take so many seconds."""
+    shortest_s, longest_s = interval_s
+    speed = Performance.of_steps(shape, step_s, spread=(shortest_s / step_s - 1, longest_s / step_s - 1))
+    gpus, price, power_w = shape.world_size, estimated.price, estimated.device.tdp_w
     if price is not None:
         spot = price.spot_usd_per_hour
         price = replace(
@@ -180,11 +192,9 @@ def with_speed(
     return replace(
         estimated,
         tokens_per_s=tokens_per_s,
-        interval=interval(tokens_per_s, error),
+        interval=(tokens_per_s * step_s / longest_s, tokens_per_s * step_s / shortest_s),
         samples_per_s=speed.samples_per_second / gpus,
         cost=replace(cost, evidence=Evidence.ESTIMATED),
-        num_observations=transfer.basis,
-        calibration=calibration,
     )
 
 

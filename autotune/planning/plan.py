@@ -137,7 +137,7 @@ def plan_task(task: Task, limit_gib: float, observations: Sequence[Observation] 
     baseline = _baseline(task, limit_gib, observations, counted=counted)
     if unsupported(task.model, baseline.config):
         return _counted_plan(task, limit_gib, observations, baseline)
-    space = _distinguishable(task.space, baseline.config)
+    space = distinguishable(task.space, baseline.config)
     configs = candidates(space)
     estimates = {}
     for config in configs:
@@ -224,7 +224,7 @@ def _baseline(task: Task, limit_gib: float, observations: Sequence[Observation],
     return first
 
 
-def _distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
+def distinguishable(space: SearchSpace, baseline: TrainConfig) -> SearchSpace:
     """The space without values that no formula covers; knobs that no formula depends on are as in `baseline`."""
     for name in ("attention", "dora", "rslora", "loader_workers"):
         if (knob := space.knob(name)) and getattr(baseline, name) in knob.choices():
@@ -341,8 +341,8 @@ def plan_data(made: Plan) -> dict[str, Any]:
         "workload": task.workload.facts(),
         "price": asdict(task.price) if task.price else None,
         "limit_gib": made.limit_gib,
-        "best": made.best and _estimate_data(made.best),
-        "baseline": _estimate_data(made.baseline),
+        "best": made.best and estimate_data(made.best),
+        "baseline": estimate_data(made.baseline),
         "reason": made.reason,
         "configurations": {"looked_at": made.num_estimated, "of": made.space_size},
         "seen": [observed.source for observed in made.observations],
@@ -352,7 +352,8 @@ def plan_data(made: Plan) -> dict[str, Any]:
     }
 
 
-def _estimate_data(estimated: DeviceEstimate) -> dict[str, Any]:
+def estimate_data(estimated: DeviceEstimate) -> dict[str, Any]:
+    """One configuration on one device, as `--json` prints it."""
     return {
         "config": estimated.config.as_dict(),
         "label": estimated.config.label(),

@@ -25,7 +25,7 @@ from autotune.planning.device_estimate import (
 from autotune.planning.observations import Observation, known_observations, published_observations
 from autotune.planning.plan import (
     Plan,
-    _distinguishable,
+    distinguishable,
     estimate_named_configs,
     memory_tables,
     plan,
@@ -185,7 +185,7 @@ def test_the_formulas_are_not_computed_again_for_another_card(monkeypatch: pytes
     """Nor is the space walked again, which takes as long as all estimates do."""
     small, large = task("a10", space="qlora"), task("l4", space="qlora")
     first = planned(small)
-    monkeypatch.setattr(memory_formula, "_moments", None)
+    monkeypatch.setattr(memory_formula, "step_moments", None)
     monkeypatch.setattr(step_time, "StepTimeEstimate", None)
     monkeypatch.setattr(SearchSpace, "enumerate", None)
     second = planned(large)
@@ -352,13 +352,13 @@ def test_the_baseline_is_the_first_that_fits_else_the_first() -> None:
 def test_knobs_without_a_formula_are_as_in_the_baseline_and_their_values_left_out() -> None:
     case = task("h100", space="everything", allow_quantized=True, allow_any_optimizer=True)
     baseline = case.baselines[0]
-    space = _distinguishable(case.space, baseline)
+    space = distinguishable(case.space, baseline)
     for name in ("attention", "dora", "rslora", "loader_workers"):
         assert space.choices(name) == (getattr(baseline, name),), name
     for name, value in (("quantization", "int8"), ("checkpointing", "offload")):
         assert value in case.space.choices(name) and len(case.space.choices(name)) > 1
         assert space.choices(name) == tuple(one for one in case.space.choices(name) if one != value)
-        alone = _distinguishable(case.space.pin(name, value), baseline)
+        alone = distinguishable(case.space.pin(name, value), baseline)
         assert alone.choices(name) == (value,)  # a space is not left empty
 
 

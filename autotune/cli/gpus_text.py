@@ -1,0 +1,69 @@
+"""What `autotune plan --gpus` prints: a row for each strategy on each number of GPUs, and which of them to take."""
+
+from datetime import date
+
+from autotune.catalog import NO_PRICE, describe_price
+from autotune.cli.terminal import print_table
+from autotune.core.units import DASH, fmt_count, fmt_gib, fmt_hours, fmt_usd
+from autotune.planning.several_gpus import BASIS, NO_LINK, GpuPlan, RankPlan
+from autotune.prediction.memory_formula import CONTEXT_GIB
+
+COLUMNS = {
+    "GPUs": "right",
+    "strategy": "left",
+    "GiB a GPU": "right",
+    "verdict": "left",
+    "tokens/s of all": "right",
+    "range": "right",
+    "efficiency": "right",
+    "full run": "right",
+    "USD": "right",
+}
+
+
+def print_gpu_plan(made: GpuPlan) -> None:
+    """Print the table, why rows are empty, and the cheapest and the fastest row."""
+    task = made.task
+    memory = f"{fmt_gib(task.device.memory_gib)} each, {fmt_gib(made.limit_gib)} of it for tensors and NCCL"
+    print(f"{task.model.name} on one host of {task.device.label}: {memory}")
+    shape = f"{task.workload.trained:,} examples x {task.workload.epochs}, global batch {task.workload.global_batch}"
+    print(f"{shape}. Every number is projected, nothing was measured here: {BASIS}.")
+    print_table(None, COLUMNS, [_cells(made, row) for row in made.rows])
+    for reason in dict.fromkeys(row.problem for row in made.rows if row.problem):
+        rows = [f"{row.num_gpus} {row.parallelism.strategy}" for row in made.rows if row.problem == reason]
+        print(f"{', '.join(rows)}: {reason}")
+    if task.device.link_gb_s is None and any(row.num_gpus > 1 for row in made.rows):
+        print(f"no speed for several: {NO_LINK}")
+    price = describe_price(task.price, date.today()) + " a GPU" if task.price else f"{NO_PRICE}: --price USD_PER_HOUR"
+    print(f"price: {price}; beside tensors and NCCL a process takes {fmt_gib(CONTEXT_GIB)} for its CUDA context")
+    _print_choice("cheapest", made.cheapest)
+    _print_choice("fastest", made.fastest)
+    if made.within_hours is not None:
+        _print_choice(f"cheapest within {fmt_hours(made.within_hours)}", made.cheapest_within, made.within_hours)
+
+
+def _cells(made: GpuPlan, row: RankPlan) -> tuple[str, ...]:
+    estimated, efficiency = row.estimate, made.efficiency(row)
+    bounds = DASH if row.interval is None else " to ".join(map(fmt_count, row.interval))
+    return (
+        str(row.num_gpus),
+        row.parallelism.strategy,
+        DASH if estimated is None else f"{estimated.need_gib:.1f}",
+        row.state or "impossible",
+        fmt_count(row.tokens_per_s),
+        bounds,
+        DASH if efficiency is None else f"{efficiency:.2f}",
+        fmt_hours(row.hours),
+        fmt_usd(row.usd),
+    )
+
+
+def _print_choice(name: str, row: RankPlan | None, deadline_hours: float | None = None) -> None:
+    """'fastest: 8 GPUs, fsdp2 (lora r16 ...), 6 h, $96', and whether it may miss the deadline."""
+    if row is None or row.estimate is None or row.estimate.cost is None:
+        print(f"{name}: none is known")
+        return
+    gpus = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.strategy}"
+    high = row.estimate.cost.interval_hours[1]
+    late = f"; it may take {fmt_hours(high)}" if deadline_hours is not None and high > deadline_hours else ""
+    print(f"{name}: {gpus} ({row.label}), {fmt_hours(row.hours)}, {fmt_usd(row.usd)}{late}")

@@ -1,0 +1,320 @@
+"""Plan the same run on one and on several GPUs of a kind, by formula: the best configuration of each strategy.
+
+Every number is projected. The GPUs are in one host, since links between hosts are not modelled. Neither are ranks that
+wait for the one with the longest rows, which matters where the lengths of examples differ and rows are not packed.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autotune.catalog import resolve_device
+from autotune.core.errors import UsageError
+from autotune.core.parallelism import STRATEGIES, Parallelism
+from autotune.core.probe_types import Evidence
+from autotune.core.train_config import TrainConfig
+from autotune.planning.device_estimate import memory_state, no_estimate, observed_transfer, with_step_time
+from autotune.planning.observations import Observation
+from autotune.planning.plan import candidates, distinguishable, estimate_data
+from autotune.prediction.collectives import RankStepTime, rank_step_time, traffic
+from autotune.prediction.memory_formula import unsupported
+from autotune.prediction.sharded_memory import rank_breakdown
+from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
+from autotune.prediction.transfer import REFERENCE, interval
+from autotune.problem.run_cost import FITS, TIGHT, DeviceEstimate
+from autotune.problem.task import Task
+from autotune.study.ranking import Scored, choose
+
+MOST_GPUS = 8  # of one host
+BASIS = (
+    "memory of FSDP2 by a formula that was within 2.5 % of four measured ranks and 2.1 % of 119 counted ones; DDP and "
+    "ZeRO, and speeds of several GPUs, by formulas that little was measured for"
+)
+NO_LINK = "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
+
+StepTimes = Callable[[TrainConfig], StepTimeEstimate | None]  # of one GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """The best configuration of one strategy on so many GPUs.
+
+    `estimate` is of one GPU, but for its cost, which is of all; None where `problem` says why nothing can be trained.
+    `step` and `accumulation` are those of each GPU.
+    """
+
+    parallelism: Parallelism
+    estimate: DeviceEstimate | None = None
+    step: RankStepTime | None = None
+    accumulation: int | None = None
+    problem: str | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPUs train."""
+        return self.parallelism.num_gpus
+
+    @property
+    def label(self) -> str:
+        """The configuration in one line, with the precision that the strategy computes in; empty without one."""
+        if self.estimate is None:
+            return ""
+        config = self.estimate.config
+        return config.label().replace(config.precision, self.parallelism.precision(config))
+
+    @property
+    def state(self) -> str | None:
+        """FITS, TIGHT or OOM of each GPU; None where nothing can be trained."""
+        return self.estimate.state if self.estimate else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Useful tokens a second of all GPUs together."""
+        if self.estimate is None or self.estimate.tokens_per_s is None:
+            return None
+        return self.num_gpus * self.estimate.tokens_per_s
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The interval of `tokens_per_s`."""
+        if self.estimate is None or self.estimate.interval is None:
+            return None
+        low, high = self.estimate.interval
+        return self.num_gpus * low, self.num_gpus * high
+
+    @property
+    def hours(self) -> float | None:
+        """Hours of the full run."""
+        return self.estimate.cost.full_run_hours if self.estimate and self.estimate.cost else None
+
+    @property
+    def usd(self) -> float | None:
+        """USD of the full run, for all GPUs."""
+        return self.estimate.cost.full_run_usd if self.estimate and self.estimate.cost else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPlan:
+    """The plans of one run for several numbers of GPUs, with a deadline in hours if there is one."""
+
+    task: Task
+    limit_gib: float
+    rows: tuple[RankPlan, ...]
+    within_hours: float | None = None
+
+    @property
+    def trainable(self) -> tuple[RankPlan, ...]:
+        """The rows that surely fit and whose speed is known."""
+        return tuple(row for row in self.rows if row.state == FITS and row.hours is not None)
+
+    @property
+    def fastest(self) -> RankPlan | None:
+        """The row that trains most tokens a second, the one with fewer GPUs of equals."""
+        return max(self.trainable, key=lambda row: (row.tokens_per_s or 0.0, -row.num_gpus), default=None)
+
+    @property
+    def cheapest(self) -> RankPlan | None:
+        """The row whose run costs least; None without a price."""
+        return _cheapest(self.trainable)
+
+    @property
+    def cheapest_within(self) -> RankPlan | None:
+        """The cheapest row within the deadline; without a price the fastest one."""
+        if self.within_hours is None:
+            return None
+        in_time = [row for row in self.trainable if row.hours is not None and row.hours <= self.within_hours]
+        return _cheapest(in_time) or max(in_time, key=lambda row: row.tokens_per_s or 0.0, default=None)
+
+    def efficiency(self, row: RankPlan) -> float | None:
+        """The speed over that of as many single GPUs; None where one GPU cannot train, or a speed is unknown."""
+        alone = next((one for one in self.trainable if one.num_gpus == 1), None)
+        if alone is None or alone.tokens_per_s is None or row.tokens_per_s is None:
+            return None
+        return row.tokens_per_s / (row.num_gpus * alone.tokens_per_s)
+
+
+def _cheapest(rows: Sequence[RankPlan]) -> RankPlan | None:
+    priced = [row for row in rows if row.usd is not None]
+    return min(priced, key=lambda row: (row.usd or 0.0, row.hours or 0.0), default=None)
+
+
+def parse_gpus(text: str) -> tuple[int, ...]:
+    """'1,2,4' -> (1, 2, 4). Raises UsageError for what is no number of GPUs of one host."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch("[0-9]{1,6}", part) and int(part) for part in parts):
+        raise UsageError(f"--gpus cannot be {text!r}", remedy="separate numbers by commas: --gpus 1,2,4,8")
+    numbers = tuple(sorted({int(part) for part in parts}))
+    if numbers[-1] > MOST_GPUS:
+        raise UsageError(
+            f"--gpus {numbers[-1]}: plans are for up to {MOST_GPUS} GPUs, in one host; others' links are not modelled",
+            remedy=f"plan for {MOST_GPUS}, and measure how your hosts scale",
+        )
+    return numbers
+
+
+def split_count(gpu: str) -> tuple[str | None, str]:
+    """'8xh100' -> ('8', 'h100'), 'h100' -> (None, 'h100')."""
+    found = re.fullmatch(r"\s*([0-9]+)\s*x\s*(.+)", gpu)
+    return (found[1], found[2]) if found else (None, gpu)
+
+
+def plan_gpus(
+    task: Task,
+    limit_gib: float,
+    numbers: Sequence[int],
+    observations: Sequence[Observation] = (),
+    *,
+    within_hours: float | None = None,
+) -> GpuPlan:
+    """Plan the task for each of these numbers of GPUs, by each strategy.
+
+    Raises UsageError where no formula covers model or configuration.
+    """
+    baseline = task.baselines[0]
+    if unsupported(task.model, baseline):
+        raise UsageError(
+            no_estimate(task, baseline, counted=False),
+            remedy="leave out --gpus: `autotune plan` counts what one GPU needs",
+        )
+    configs = candidates(distinguishable(task.space, baseline))
+    step_times = functools.cache(functools.partial(_step_time, task, tuple(observations)))
+    rows = [
+        _plan_rank(task, limit_gib, parallelism, configs, step_times)
+        for number in numbers
+        for parallelism in _parallelisms(number)
+    ]
+    return GpuPlan(task=task, limit_gib=limit_gib, rows=tuple(rows), within_hours=within_hours)
+
+
+def _parallelisms(number: int) -> Iterator[Parallelism]:
+    strategies = STRATEGIES[:1] if number == 1 else STRATEGIES[1:]
+    return (Parallelism(num_gpus=number, strategy=strategy) for strategy in strategies)
+
+
+def _step_time(task: Task, observations: tuple[Observation, ...], config: TrainConfig) -> StepTimeEstimate | None:
+    """The time of one GPU of the task's kind; None where it is not known."""
+    on_reference = estimate_step_time(task.model, task.workload.at_mean(config), host_of(task.calibration))
+    if on_reference is None:
+        return None
+    reference, side = resolve_device(REFERENCE), on_reference.side
+    transfer = observed_transfer(reference, task.device, config, observations, task.calibration, side=side)
+    return None if transfer is None else on_reference.on(transfer)
+
+
+def _plan_rank(
+    task: Task, limit_gib: float, parallelism: Parallelism, configs: Sequence[TrainConfig], step_times: StepTimes
+) -> RankPlan:
+    """The best configuration of a strategy, or the one that needs least if none surely fits, or why there is none."""
+    problem = None
+    rows = []
+    for config in configs:
+        try:
+            row = _rank_plan(task, limit_gib, parallelism, config, step_times)
+        except ValueError as error:
+            problem = problem or str(error)
+            continue
+        if row is not None:
+            rows.append(row)
+    fitting = [(row, row.estimate) for row in rows if row.estimate and row.estimate.state == FITS]
+    scored = {
+        one.config: Scored(config=one.config, score=_score(one, step_times), free_fraction=-one.margin)
+        for _, one in fitting
+    }
+    if scored:
+        winner = choose(list(scored.values()), task.floors.slack)
+        return next(row for row, one in fitting if one.config == winner.config)
+    least = min(rows, key=lambda row: row.estimate.need_gib if row.estimate else 0.0, default=None)
+    return least or RankPlan(parallelism=parallelism, problem=problem or "no formula covers it")
+
+
+def _score(estimated: DeviceEstimate, step_times: StepTimes) -> float:
+    """What configurations of a strategy are ordered by: their speed, or where that is unknown that of one GPU alone."""
+    if estimated.tokens_per_s is not None:
+        return estimated.tokens_per_s
+    alone = step_times(estimated.config)
+    return estimated.config.tokens / alone.micro_s if alone else 1.0
+
+
+def _rank_plan(
+    task: Task, limit_gib: float, parallelism: Parallelism, config: TrainConfig, step_times: StepTimes
+) -> RankPlan | None:
+    """One configuration under one strategy; None where no formula covers it. Raises ValueError for what cannot be."""
+    if (reason := parallelism.refusal(config)) is not None:
+        raise ValueError(reason)
+    gpus, workload = parallelism.num_gpus, task.workload
+    shape = workload.run_shape(config, world_size=gpus)
+    memory = rank_breakdown(task.model, workload.at_longest(config), parallelism, shape.probe_micro_steps)
+    if memory is None:
+        return None
+    need = memory.peak_reserved_gib
+    estimated = DeviceEstimate(
+        device=task.device,
+        config=config,
+        state=memory_state(need, limit_gib, memory.error),
+        need_gib=need,
+        limit_gib=limit_gib,
+        price=task.price,
+        memory=memory,
+    )
+    row = RankPlan(parallelism=parallelism, estimate=estimated, accumulation=shape.accumulation)
+    alone = step_times(config) if estimated.state in (FITS, TIGHT) else None
+    if alone is None:
+        return row
+    if gpus == 1:
+        step_s = shape.accumulation * alone.micro_s + alone.rest_s
+        return replace(row, estimate=with_step_time(estimated, shape, step_s, interval(step_s, alone.error)))
+    sent = traffic(task.model, config, parallelism)
+    if sent is None or task.device.link_gb_s is None:
+        return row
+    step = rank_step_time(
+        alone, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=task.device.link_gb_s
+    )
+    return replace(row, step=step, estimate=with_step_time(estimated, shape, step.step_s, step.interval_s))
+
+
+# --- as plain data
+
+
+def gpu_plan_data(made: GpuPlan) -> dict[str, Any]:
+    """The plan as `autotune plan --gpus ... --json` prints it."""
+    task = made.task
+    return {
+        "model": task.model.name,
+        "device": task.device.name,
+        "workload": task.workload.facts(),
+        "price": asdict(task.price) if task.price else None,
+        "limit_gib": made.limit_gib,
+        "link_gb_s": task.device.link_gb_s,
+        "how_sure": BASIS,
+        "rows": [_row_data(made, row) for row in made.rows],
+        "cheapest": _named(made.cheapest),
+        "fastest": _named(made.fastest),
+        "within_hours": made.within_hours,
+        "cheapest_within": _named(made.cheapest_within),
+    }
+
+
+def _named(row: RankPlan | None) -> dict[str, Any] | None:
+    return None if row is None else asdict(row.parallelism)
+
+
+def _row_data(made: GpuPlan, row: RankPlan) -> dict[str, Any]:
+    """A row. What its `estimate` has is of one GPU, but for the cost; `tokens_per_s` of the row is of all."""
+    estimated = row.estimate
+    return {
+        **asdict(row.parallelism),
+        "precision": row.parallelism.precision(estimated.config) if estimated else None,
+        "accumulation": row.accumulation,
+        "state": row.state,
+        "problem": row.problem,
+        "tokens_per_s": row.tokens_per_s,
+        "interval_tokens_per_s": row.interval,
+        "efficiency": made.efficiency(row),
+        "hours": row.hours,
+        "usd": row.usd,
+        "step": asdict(row.step) if row.step else None,
+        "of_one_gpu": estimate_data(estimated) if estimated else None,
+        "evidence": Evidence.ESTIMATED,
+    }

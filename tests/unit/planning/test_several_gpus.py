@@ -1,0 +1,248 @@
+"""Plans for several GPUs: what fits and how fast, which row is chosen, what is refused, and the command itself."""
+
+import json
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalog import resolve_device
+from autotune.cli import app
+from autotune.core.errors import NothingFits, UsageError
+from autotune.core.parallelism import STRATEGIES, Parallelism
+from autotune.planning.device_estimate import estimate, limit_of
+from autotune.planning.plan import planned_setup
+from autotune.planning.several_gpus import (
+    GpuPlan,
+    RankPlan,
+    gpu_plan_data,
+    parse_gpus,
+    plan_gpus,
+    split_count,
+)
+from autotune.problem.run_cost import FITS, OOM, TIGHT
+from autotune.problem.study_spec import StudySpec
+
+
+@cache
+def planned(numbers: tuple[int, ...] = (1, 2, 8), gpu: str = "h100", **options: Any) -> GpuPlan:
+    values: dict[str, Any] = {"model": "mistral-7b", "price": 2.0}
+    spec = StudySpec(gpu=gpu, **values | options)
+    device = resolve_device(gpu)
+    return plan_gpus(planned_setup(spec, device).task, limit_of(spec, device), numbers)
+
+
+def row(made: GpuPlan, num_gpus: int, strategy: str) -> RankPlan:
+    return next(one for one in made.rows if one.parallelism == Parallelism(num_gpus=num_gpus, strategy=strategy))
+
+
+def test_each_number_has_each_strategy() -> None:
+    found = [(one.num_gpus, one.parallelism.strategy) for one in planned().rows]
+    assert found == [(1, "none"), *((number, strategy) for number in (2, 8) for strategy in STRATEGIES[1:])]
+
+
+def test_one_gpu_is_estimated_as_ever() -> None:
+    made = planned()
+    one = row(made, 1, "none").estimate
+    assert one is not None and one == estimate(made.task, one.config, made.limit_gib)
+
+
+def test_more_gpus_train_faster_and_cost_more_where_one_could_train() -> None:
+    made = planned()
+    alone, two, eight = row(made, 1, "none"), row(made, 2, "ddp"), row(made, 8, "ddp")
+    assert alone.tokens_per_s and two.tokens_per_s and eight.tokens_per_s
+    assert alone.tokens_per_s < two.tokens_per_s < eight.tokens_per_s
+    assert made.efficiency(alone) == 1.0
+    assert made.efficiency(two) == pytest.approx(two.tokens_per_s / 2 / alone.tokens_per_s)
+    assert two.estimate and two.estimate.cost and two.hours
+    assert two.estimate.cost.usd_per_hour == 4.0 and two.usd == pytest.approx(4.0 * two.hours)
+    assert two.accumulation == 32 // 2 // two.estimate.config.micro_batch_size
+
+
+def test_no_interval_begins_above_as_many_single_gpus() -> None:
+    made = planned((2,), space="full")
+    for one in made.rows:
+        if one.estimate and one.interval and one.tokens_per_s:
+            alone = estimate(made.task, one.estimate.config, 1000.0)
+            assert alone and alone.interval
+            assert one.interval[0] < one.tokens_per_s < one.interval[1] <= 2 * alone.interval[1] * 1.0001
+
+
+def test_what_one_gpu_cannot_train_has_no_efficiency() -> None:
+    made = planned(space="full", model="llama-3.1-8b")
+    assert row(made, 1, "none").state == row(made, 2, "ddp").state == OOM
+    sharded = row(made, 8, "fsdp2")
+    assert sharded.state == FITS and sharded.tokens_per_s and made.efficiency(sharded) is None
+    assert "bf16_sharded" in sharded.label and "bf16_mixed" not in sharded.label
+    assert row(made, 1, "none").label.startswith("full 1x1024 bf16_mixed")
+
+
+def test_the_row_that_does_not_fit_is_the_leanest() -> None:
+    one = row(planned(space="full", model="llama-3.1-8b"), 1, "none").estimate
+    assert one is not None and one.tokens_per_s is None
+    assert (one.config.optimizer, one.config.checkpointing, one.config.micro_batch_size) == ("adamw_8bit", "full", 1)
+
+
+def test_the_choices() -> None:
+    made = planned()
+    fitting = [one for one in made.rows if one.state == FITS and one.usd and one.tokens_per_s]
+    assert made.cheapest and made.cheapest.usd == min(one.usd for one in fitting if one.usd)
+    assert made.fastest and made.fastest.tokens_per_s == max(one.tokens_per_s for one in fitting if one.tokens_per_s)
+    assert made.cheapest_within is None
+    assert made.fastest.hours and made.cheapest.hours and made.fastest.hours < made.cheapest.hours
+    middle = (made.fastest.hours + made.cheapest.hours) / 2
+    within = replace(made, within_hours=middle).cheapest_within
+    in_time = [one for one in fitting if one.hours is not None and one.hours <= middle]
+    assert within in in_time and within and within.usd == min(one.usd for one in in_time if one.usd)
+    assert replace(made, within_hours=made.cheapest.hours).cheapest_within == made.cheapest
+    assert replace(made, within_hours=made.fastest.hours / 2).cheapest_within is None
+
+
+def test_without_a_price_the_fastest_in_time_is_taken() -> None:
+    made = planned(gpu="l40s", price=None)
+    assert made.cheapest is None and made.fastest is not None
+    assert replace(made, within_hours=1000.0).cheapest_within == made.fastest
+
+
+def test_tight_rows_are_not_chosen() -> None:
+    made = planned()
+    tight = replace(made.rows[0], estimate=replace(made.rows[0].estimate, state=TIGHT))  # type: ignore[type-var]
+    only = replace(made, rows=(tight,))
+    assert only.fastest is only.cheapest is None and only.trainable == ()
+
+
+def test_without_a_link_there_is_no_speed_for_several() -> None:
+    made = planned(gpu="rtx-4090", model="qwen2.5-1.5b")
+    assert row(made, 1, "none").tokens_per_s and row(made, 2, "ddp").tokens_per_s is None
+    assert row(made, 2, "ddp").state == FITS and row(made, 2, "ddp").estimate is not None
+    assert row(made, 2, "ddp").estimate.config.compile == "per_layer"  # type: ignore[union-attr]
+    assert made.fastest == row(made, 1, "none")
+
+
+def test_refusals_have_their_reason() -> None:
+    made = planned((2,), space="qlora")
+    assert row(made, 2, "ddp").state == FITS
+    assert row(made, 2, "fsdp2").problem == "FSDP2 loses the statistics of nf4 weights"
+    assert row(made, 2, "fsdp2").state is row(made, 2, "fsdp2").hours is row(made, 2, "fsdp2").usd is None
+    assert row(made, 2, "fsdp2").label == "" and row(made, 2, "fsdp2").interval is None
+    odd = planned((3,))
+    assert "on each of 3 devices does not divide the global batch 32" in (row(odd, 3, "ddp").problem or "")
+
+
+def test_a_model_without_a_formula_is_refused() -> None:
+    with pytest.raises(UsageError, match="there is no formula for gpt_neox models"):
+        planned(model="pythia-1b")
+
+
+def test_numbers_and_counts() -> None:
+    assert parse_gpus("8, 1,2,2") == (1, 2, 8) and parse_gpus("8") == (8,)
+    for wrong in ("", "0", "two", "1,,2", "-2", "1.5"):
+        with pytest.raises(UsageError, match="--gpus cannot be"):
+            parse_gpus(wrong)
+    with pytest.raises(UsageError, match="--gpus 9: plans are for up to 8 GPUs"):
+        parse_gpus("1,9")
+    assert split_count("8xh100") == ("8", "h100") and split_count(" 2 x rtx-4090") == ("2", "rtx-4090")
+    assert split_count("h100") == (None, "h100") and split_count("memory=24") == (None, "memory=24")
+
+
+def test_as_data() -> None:
+    made = replace(planned((1, 2)), within_hours=100.0)
+    data = json.loads(json.dumps(gpu_plan_data(made)))
+    assert (data["device"], data["link_gb_s"], data["within_hours"]) == ("h100-sxm", 370, 100.0)
+    assert data["cheapest"] == data["cheapest_within"] == {"num_gpus": 1, "strategy": "none"}
+    first, *_, last = data["rows"]
+    assert {one["evidence"] for one in data["rows"]} == {"estimated"}
+    assert first["step"] is None and first["of_one_gpu"]["tokens_per_s"] == first["tokens_per_s"]
+    assert (last["strategy"], last["precision"], last["num_gpus"]) == ("zero3", "bf16_sharded", 2)
+    assert last["tokens_per_s"] == pytest.approx(2 * last["of_one_gpu"]["tokens_per_s"])
+    assert last["interval_tokens_per_s"] == pytest.approx(
+        [2 * end for end in last["of_one_gpu"]["interval_tokens_per_s"]]
+    )
+    assert last["step"]["exposed_s"] > 0 and last["of_one_gpu"]["memory_gib"]["nccl"] == 0.75
+    assert last["hours"] == last["of_one_gpu"]["cost"]["full_run_hours"] and last["problem"] is None
+    refused = gpu_plan_data(planned((2,), space="qlora"))["rows"][1]
+    assert refused["precision"] is refused["of_one_gpu"] is refused["accumulation"] is None and refused["problem"]
+
+
+# The command
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
+    monkeypatch.setattr(sys, "argv", ["autotune", "plan", "--model", "mistral-7b", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_command_prints_a_table_and_the_choices(monkeypatch: Any, capsys: Any) -> None:
+    code, out, _ = run(monkeypatch, capsys, "--gpu", "h100", "--gpus", "1,2", "--price", "2", "--within", "5h")
+    assert code == 0 and out.count("Every number is projected") == 1
+    rows = {
+        tuple(cell.strip() for cell in line.strip("│ ").split("│"))[:2]: line
+        for line in out.splitlines()
+        if "│" in line
+    }
+    assert set(rows) == {("1", "none"), *(("2", strategy) for strategy in STRATEGIES[1:])}
+    assert " fits " in rows["2", "ddp"] and " 1.00 " in rows["1", "none"] and "$" in rows["2", "zero3"]
+    assert "cheapest: 1 GPU (lora r" in out and "fastest: 2 GPUs, ddp (lora r" in out
+    assert "cheapest within 5 h: 1 GPU (" in out and "it may take" not in out
+    assert "no speed for several" not in out and "price: $2.00/h" in out
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_deadline_that_may_be_missed_is_marked(monkeypatch: Any, capsys: Any) -> None:
+    hours = planned().rows[0].hours
+    assert hours is not None
+    within = f"{round(hours * 3600 * 1.05)}s"
+    code, out, _ = run(monkeypatch, capsys, "--gpu", "h100", "--gpus", "1", "--within", within, "--price", "2")
+    assert code == 0 and "; it may take " in out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> None:
+    code, out, _ = run(monkeypatch, capsys, "--gpu", "2xrtx-4090", "--space", "qlora", "--json")
+    data = json.loads(out)
+    assert code == 0 and data["device"] == "rtx-4090" and {one["num_gpus"] for one in data["rows"]} == {2}
+    _, out, _ = run(monkeypatch, capsys, "--gpu", "2xrtx-4090", "--space", "qlora")
+    assert "2 fsdp2, 2 fsdp2_keep: FSDP2 loses the statistics of nf4 weights" in out
+    assert "no speed for several: nobody published" in out and "cheapest: none is known" in out
+    assert "impossible" in out
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        (("--gpu", "2xh100", "--gpus", "2"), 2, "--gpu says 2 GPUs and --gpus 2"),
+        (("--gpu", "h100", "--within", "6h"), 2, "--within needs the numbers of GPUs"),
+        (("--gpu", "h100", "--gpus", "2", "--within", "soon"), 2, "--within: 'soon' is not a duration"),
+        (("--gpu", "h100", "--gpus", "2", "--within", "1s"), 4, "no plan is known to end within 1s"),
+        (("--gpu", "h100", "--gpus", "16"), 2, "--gpus 16: plans are for up to 8 GPUs"),
+        (("--gpu", "a10", "--gpus", "2", "--space", "full"), 4, "nothing in the search space surely fits 2 x a10"),
+    ],
+    ids=str,
+)
+def test_errors(monkeypatch: Any, capsys: Any, arguments: tuple[str, ...], code: int, error: str) -> None:
+    ended, _, err = run(monkeypatch, capsys, *arguments)
+    assert ended == code and f"error: {error}" in err and "  try: " in err
+
+
+def test_named_configurations_are_planned_for_one_gpu() -> None:
+    from autotune.cli.commands.plan import plan_several
+    from autotune.problem.study_spec import NamedConfig
+
+    spec = StudySpec(model="mistral-7b", gpu="h100", configs=(NamedConfig(name="one"),))
+    with pytest.raises(UsageError, match="the spec names configurations"):
+        plan_several(spec, "2", within=None, evidence=Path("nowhere"))
+    with pytest.raises(NothingFits):
+        plan_several(StudySpec(model="llama-3.1-70b", gpu="l4"), "1", within=None, evidence=Path("nowhere"))
