@@ -135,6 +135,13 @@ SAID = [
         "plan_speed",
         "The {host_bound} where the host has a part are within a factor of 2. The median error is {error_median:.0%}.",
     ),
+    ("plan_world", "Of {rows} trainings on several GPUs of one host, {excluded} cannot be expressed."),
+    ("plan_world", "The memory of our own ranks is {own_memory_error_max:.1%} off at most"),
+    (
+        "plan_world",
+        "of all {memory_rows} it is {memory_error_median:.0%} off in the median and {memory_error_max:.0%} at",
+    ),
+    ("plan_world", "Of {timed} speeds {inside_share:.0%} lie in their range"),
     ("cap", "Of {configs} configurations around the memory of an A10, {verdicts} need over 2%"),
     ("cap", "The {published} whose verdicts were published got those."),
     ("search_efficiency", "| {ours_seconds:.0f} s ({ours_climbing_seconds:.0f} s without the formulas"),
@@ -174,6 +181,7 @@ def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPa
         ("plan_memory", "heldout_h200.jsonl"),
         ("plan_published", None),
         ("plan_speed", None),
+        ("plan_world", None),
         ("projection", None),
         ("transfer", None),
     ],
@@ -290,7 +298,8 @@ def test_the_documents_say_which_versions_were_measured() -> None:
     studies = [json.loads(path.read_text()) for path in (ROOT / "studies").glob("*/summary.json")]
     fingerprints = [found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]]
     without_device = {name for name, found in RESULTS.items() if not found["fingerprint"]}
-    assert without_device <= {"fleet", "labels", "mutation", "plan_published", "plan_speed", "projection", "transfer"}
+    of_data = {"plan_published", "plan_speed", "plan_world", "projection", "transfer"}
+    assert without_device <= {"fleet", "labels", "mutation"} | of_data
     for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards
         fingerprints.append(json.loads(path.read_text().splitlines()[0])["fingerprint"])
     on_gpus = [found["packages"] for found in fingerprints if found["device"].startswith("NVIDIA")]

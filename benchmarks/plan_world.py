@@ -1,0 +1,116 @@
+"""Compare what `autotune plan --gpus` projects for several GPUs with what was measured and published.
+
+The rows (`data/many_gpus.yaml`) are ranks measured on two H200s, and trainings of other stacks. Rows that no plan
+expresses are excluded, each with its reason. An error of memory is the prediction divided by the peak, minus 1: of
+allocated memory for our own ranks, of all of the process but the CUDA context for others, who do not say. A speed is
+inside if it lies in the printed interval. Cards whose link is not known have no speed for several. No GPU is needed.
+"""
+
+import argparse
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from common import save, table
+
+from autotune.catalog import ModelSpec, resolve_device, resolve_model
+from autotune.core.parallelism import Parallelism
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.collectives import rank_step_time, traffic
+from autotune.prediction.sharded_memory import rank_breakdown
+from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
+from autotune.prediction.transfer import REFERENCE, interval, speed_transfer
+
+DATA = Path(__file__).parent / "data" / "many_gpus.yaml"
+COLUMNS = ["source", "model", "parallelism", "config", "peak_gib", "predicted_gib", "memory_error"]
+COLUMNS += ["s_per_step", "predicted_s", "low_s", "high_s", "inside"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=DATA, help="other rows in the same form")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = [compare(row) for row in yaml.safe_load(args.data.read_text(encoding="utf-8"))["rows"]]
+    table([row for row in rows if row["excluded"] is None], COLUMNS)
+    save("plan_world", None, summarize(rows), rows, args.out)
+    print(summarize(rows))
+
+
+def compare(row: dict[str, Any]) -> dict[str, Any]:
+    """One row with what is predicted of it, unless it is excluded."""
+    config = TrainConfig(**({"lora_rank": None} if row["config"].get("method") == "full" else {}) | row["config"])
+    parallelism = Parallelism(num_gpus=row["num_gpus"], strategy=row["strategy"])
+    compared = {key: row[key] for key in ("source", "gpu", "model")} | {"layers": row.get("layers")}
+    compared |= {"config": config.label(), "parallelism": f"{parallelism.num_gpus} {parallelism.strategy}"}
+    compared |= {"excluded": row.get("excluded"), "no_memory": row.get("no_memory"), "peak_gib": row.get("peak_gib")}
+    tokens = config.tokens * row["accumulation"] * row["num_gpus"]
+    s_per_step = row.get("s_per_step") or (tokens / row["tokens_per_s"] if "tokens_per_s" in row else None)
+    compared |= {"s_per_step": s_per_step}
+    if compared["excluded"] is not None:
+        return compared
+    model = model_of(row)
+    if compared["peak_gib"] is not None and compared["no_memory"] is None:
+        compared |= memory(row, model, config, parallelism)
+    if s_per_step is not None:
+        compared |= step(row, model, config, parallelism, s_per_step)
+    return compared
+
+
+def model_of(row: dict[str, Any]) -> ModelSpec:
+    """The model of a row, with as many layers as it had."""
+    model, layers = resolve_model(row["model"]), row.get("layers")
+    return model if layers is None else replace(model, params=None, config=model.config | {"num_hidden_layers": layers})
+
+
+def memory(row: dict[str, Any], model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> dict[str, Any]:
+    """The memory that is predicted of a row, and its error."""
+    found = rank_breakdown(model, config, parallelism, row["accumulation"])
+    assert found is not None
+    predicted = found.peak_gib if row["source"] == "ours" else found.peak_reserved_gib
+    return {"predicted_gib": predicted, "memory_error": predicted / row["peak_gib"] - 1}
+
+
+def step(
+    row: dict[str, Any], model: ModelSpec, config: TrainConfig, parallelism: Parallelism, s_per_step: float
+) -> dict[str, Any]:
+    """The time of an optimizer step that is predicted of a row; nothing where it is not known."""
+    card, on_reference = resolve_device(row["gpu"]), estimate_step_time(model, config, UNKNOWN_HOST)
+    transfer = speed_transfer(resolve_device(REFERENCE), card)
+    if on_reference is None or transfer is None:
+        return {}
+    alone, sent = on_reference.on(transfer), traffic(model, config, parallelism)
+    if parallelism.num_gpus == 1:
+        predicted = row["accumulation"] * alone.micro_s + alone.rest_s
+        low, high = interval(predicted, alone.error)
+    elif sent is None or card.link_gb_s is None:
+        return {}
+    else:
+        accumulation, link = row["accumulation"], card.link_gb_s
+        found = rank_step_time(alone, config, parallelism, sent, accumulation=accumulation, link_gb_s=link)
+        predicted, (low, high) = found.step_s, found.interval_s
+    return {"predicted_s": predicted, "low_s": low, "high_s": high, "inside": low <= s_per_step <= high}
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The errors of memory and the share of speeds inside their interval, of all rows and of our own."""
+    errors = [abs(row["memory_error"]) for row in rows if "memory_error" in row]
+    own = [abs(row["memory_error"]) for row in rows if "memory_error" in row and row["source"] == "ours"]
+    timed = [row for row in rows if "inside" in row]
+    return {
+        "rows": len(rows),
+        "excluded": sum(row["excluded"] is not None for row in rows),
+        "without_memory": sum(row["no_memory"] is not None for row in rows),
+        "memory_rows": len(errors),
+        "memory_error_median": statistics.median(errors),
+        "memory_error_max": max(errors),
+        "own_memory_error_max": max(own),
+        "timed": len(timed),
+        "inside_share": statistics.fmean(row["inside"] for row in timed),
+    }
+
+
+if __name__ == "__main__":
+    main()
