@@ -34,8 +34,10 @@ def print_gpu_plan(made: GpuPlan) -> None:
         print(f"{', '.join(rows)}: {reason}")
     if task.device.link_gb_s is None and any(row.num_gpus > 1 for row in made.rows):
         print(f"no speed for several: {NO_LINK}")
-    price = describe_price(task.price, date.today()) + " a GPU" if task.price else f"{NO_PRICE}: --price USD_PER_HOUR"
-    print(f"price: {price}; beside tensors and NCCL a process takes {fmt_gib(CONTEXT_GIB)} for its CUDA context")
+    price = describe_price(task.price, date.today()) if task.price else f"{NO_PRICE}: --price USD_PER_HOUR"
+    print(
+        f"price of a GPU: {price}; beside tensors and NCCL a process takes {fmt_gib(CONTEXT_GIB)} for its CUDA context"
+    )
     _print_choice("cheapest", made.cheapest)
     _print_choice("fastest", made.fastest)
     if made.within_hours is not None:

@@ -34,6 +34,7 @@ NCCL_OF_2_GIB, NCCL_GIB = 0.75, 1.0
 RANK_ERROR = 0.08
 ZERO_ERROR = 0.15  # assumed: nothing of DeepSpeed was measured
 MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, and the same again where it prefetches: its default
+IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
 
 # Bytes of (gradients, activations, logits, communication) at a moment of a step.
 Moment = tuple[float, float, float, float]
@@ -107,6 +108,7 @@ def _sharded(sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumu
     moment, (gradients, activations, logits, communication) = max(moments.items(), key=lambda item: sum(item[1]))
     weights, adapters, state = _lasting(config, shares, parallelism)
     reserved = beyond_allocated_gib(config, live_logits(config, sizes.vocab), gib(activations + logits))
+    phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
     return MemoryBreakdown(
         weights=gib(weights),
         adapters=gib(adapters),
@@ -116,7 +118,7 @@ def _sharded(sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumu
         logits=gib(logits),
         workspace=gib(WORKSPACE),
         reserved=reserved,
-        phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
+        phase=Phase.OPTIMIZER if moment == "optimizer" else phase,
         communication=gib(communication),
         nccl=nccl_gib(gpus),
         own_error=RANK_ERROR if fsdp2 else ZERO_ERROR,
@@ -157,10 +159,14 @@ def _fsdp2_moments(
     # When a layer's activations are most, one of its gradients exists; then these grow as the activations go.
     of_layer = plain["first"][1]
     growing = max(trained_layer - of_layer, 2.0 * sizes.hidden * sizes.intermediate if full else 0.0)
+    body, before_last = plain["forward"][1], plain["forward"][1] * (sizes.layers - 1) / sizes.layers
     return {
+        # What a unit gathered is held until the next one is in the shape of its parameters.
+        "gathering": (waiting, before_last, 0.0, max(kept, layer) + 2 * layer + embedding * tied),
+        "gathering the head": (waiting, body, 0.0, kept + layer + (1 if tied else 2) * embedding),
         "forward": (
             waiting,
-            plain["forward"][1],
+            body,
             # A loss in chunks follows once the model's forward pass is over, and with it what it gathered.
             0.0 if config.loss == "chunked" else plain["forward"][2],
             kept + embedding + (layer if tied else embedding),

@@ -10,6 +10,7 @@ import pytest
 
 from autotune.core.probe_types import DryCount
 from autotune.planning.device_estimate import ACCURACY, COUNTED
+from autotune.planning.several_gpus import BASIS
 from autotune.prediction.depth_extrapolation import count_at_depth
 from autotune.prediction.transfer import OF_MEMORY
 from tests.system.faults.conftest import table
@@ -135,6 +136,11 @@ SAID = [
         "plan_speed",
         "The {host_bound} where the host has a part are within a factor of 2. The median error is {error_median:.0%}.",
     ),
+    (
+        "counted_ranks",
+        "The formula is {error_median:.1%} off in the median and {error_max:.1%} at worst of {ranks} ranks",
+    ),
+    ("counted_ranks", "of {models} models, and {other_models_error_max:.1%} at worst of the three"),
     ("plan_world", "Of {rows} trainings on several GPUs of one host, {excluded} cannot be expressed."),
     ("plan_world", "The memory of our own ranks is {own_memory_error_max:.1%} off at most"),
     (
@@ -182,6 +188,7 @@ def test_a_summary_follows_from_its_rows(name: str, monkeypatch: pytest.MonkeyPa
         ("plan_published", None),
         ("plan_speed", None),
         ("plan_world", None),
+        ("counted_ranks", None),
         ("projection", None),
         ("transfer", None),
     ],
@@ -192,6 +199,7 @@ def test_rows_follow_from_what_was_measured(
     """Where formulas of the package are part of a row, a change of these shows here."""
     options = ["--rows", str(BENCHMARKS / "data" / measured), "--seconds", "0"] if measured else []
     options = ["compare"] if name == "transfer" else options
+    options = ["--counted", str(BENCHMARKS / "results" / f"{name}.json")] if name == "counted_ranks" else options
     monkeypatch.setattr(sys, "argv", [name, *options, "--out", str(tmp_path)])
     program(name, monkeypatch).main()
     made = json.loads((tmp_path / f"{name}.json").read_text())
@@ -293,12 +301,22 @@ def test_plan_says_how_accurate_counts_are() -> None:
     assert memory.format(**RESULTS["dry_probe"]["summary"]) in said
 
 
+def test_plans_of_several_gpus_say_how_accurate_they_are() -> None:
+    own, counted = (RESULTS[name]["summary"] for name in ("plan_world", "counted_ranks"))
+    said = f"within {own['own_memory_error_max']:.1%} of four measured ranks and {counted['error_max']:.1%} of"
+    assert f"{said} {counted['ranks']} counted ones" in BASIS.replace(" %", "%")
+    of_counted = f"{counted['error_median']:.1%} off in the median and {counted['error_max']:.1%} at worst of"
+    document = " ".join((ROOT / "docs" / "many-gpus.md").read_text(encoding="utf-8").split()).replace(" %", "%")
+    assert f"{of_counted} {counted['ranks']} ranks" in document
+    assert f"at most {own['own_memory_error_max']:.1%} below four ranks" in document
+
+
 def test_the_documents_say_which_versions_were_measured() -> None:
     """Those of the GPU, and those of the tests, which no GPU ran."""
     studies = [json.loads(path.read_text()) for path in (ROOT / "studies").glob("*/summary.json")]
     fingerprints = [found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]]
     without_device = {name for name, found in RESULTS.items() if not found["fingerprint"]}
-    of_data = {"plan_published", "plan_speed", "plan_world", "projection", "transfer"}
+    of_data = {"counted_ranks", "plan_published", "plan_speed", "plan_world", "projection", "transfer"}
     assert without_device <= {"fleet", "labels", "mutation"} | of_data
     for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards
         fingerprints.append(json.loads(path.read_text().splitlines()[0])["fingerprint"])

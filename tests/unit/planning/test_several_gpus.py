@@ -196,7 +196,7 @@ def test_the_command_prints_a_table_and_the_choices(monkeypatch: Any, capsys: An
     assert " fits " in rows["2", "ddp"] and " 1.00 " in rows["1", "none"] and "$" in rows["2", "zero3"]
     assert "cheapest: 1 GPU (lora r" in out and "fastest: 2 GPUs, ddp (lora r" in out
     assert "cheapest within 5 h: 1 GPU (" in out and "it may take" not in out
-    assert "no speed for several" not in out and "price: $2.00/h" in out
+    assert "no speed for several" not in out and "price of a GPU: $2.00/h" in out
 
 
 @pytest.mark.usefixtures("folder")

@@ -7,6 +7,7 @@ import pytest
 
 from autotune.catalog import ModelSpec, resolve_model
 from autotune.core.parallelism import Parallelism
+from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import GIB
 from autotune.prediction.memory_formula import ERROR, MemoryBreakdown, Sizes, memory_breakdown
@@ -91,6 +92,7 @@ def test_ranks_that_were_counted(row: tuple[Any, ...]) -> None:
         ("mistral-7b", 19.114, {"method": "full", "loss": "chunked"}),
         ("llama-3.1-8b", 5.562, {"loss": "chunked", "checkpointing": "full"}),
         ("llama-3.1-8b", 10.886, {"loss": "chunked"}),
+        ("mistral-7b", 3.839, {"micro_batch_size": 1, "seq_len": 512}),  # two gathered layers and one in use
         ("llama-3.1-8b", 13.930, {"compile": "per_layer"}),
         ("llama-3.1-8b", 26.913, {"method": "full", "compile": "per_layer"}),
     ],
@@ -154,6 +156,11 @@ def test_nccl_takes_memory_beside_the_allocator() -> None:
     assert found.nccl == 0.75 and found.peak_reserved_gib == found.peak_gib + found.reserved + 0.75
     assert found.terms()["nccl"] == 0.75 and "own_error" not in found.terms()
     assert sum(found.terms().values()) == pytest.approx(found.peak_reserved_gib)
+
+
+def test_the_moment_of_the_peak() -> None:
+    assert rank(micro_batch_size=1, seq_len=512).phase is Phase.FORWARD
+    assert rank(method="full", checkpointing="full").phase is Phase.BACKWARD
 
 
 def test_one_gpu_is_as_ever() -> None:
