@@ -36,9 +36,9 @@ def plan_command(
     from autotune.planning.several_gpus import split_count
 
     counted, gpu = split_count(gpu) if gpu else (None, gpu)
-    if counted and gpus:
+    if counted is not None and gpus is not None:
         raise UsageError(f"--gpu says {counted} GPUs and --gpus {gpus}", remedy="leave out one of them")
-    numbers = gpus or counted
+    numbers = counted if gpus is None else gpus
     if within is not None and numbers is None:
         raise UsageError("--within needs the numbers of GPUs to choose from", remedy="for example --gpus 1,2,4,8")
     spec = spec_of(options | {"gpu": gpu})

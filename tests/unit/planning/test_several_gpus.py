@@ -224,6 +224,7 @@ def test_a_count_before_the_name_of_the_gpu(monkeypatch: Any, capsys: Any) -> No
     ("arguments", "code", "error"),
     [
         (("--gpu", "2xh100", "--gpus", "2"), 2, "--gpu says 2 GPUs and --gpus 2"),
+        (("--gpu", "h100", "--gpus", ""), 2, "--gpus cannot be ''"),
         (("--gpu", "h100", "--within", "6h"), 2, "--within needs the numbers of GPUs"),
         (("--gpu", "h100", "--gpus", "2", "--within", "soon"), 2, "--within: 'soon' is not a duration"),
         (("--gpu", "h100", "--gpus", "2", "--within", "1s"), 4, "no plan is known to end within 1s"),
