@@ -8,13 +8,12 @@ from typing import Any
 
 from autotune.core.errors import UsageError
 from autotune.core.files import load_data
-from autotune.export.keys import key_of
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, parse
+from autotune.planning.foreign_config import FP32_BASE, V1, ForeignConfig, for_model, parse, tool_key
 from autotune.planning.run_estimate import CheckContext, CheckedRun, Edits, check_run
 from autotune.problem.run_cost import FITS, OOM, TIGHT
 
 MAX_MICRO_BATCH, MIN_LENGTH = 1024, 256  # of what is tried
-NESTED = ("model_init_kwargs", "bnb_config_kwargs")  # TRL prefers their values to those of the top level
+NESTED = ("model_init_kwargs", "bnb_config_kwargs", "peft_config")  # keys that stand there are changed there
 CUT_CROSS_ENTROPY = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 # How much a change of a file changes what is learned: nothing; the optimizer's state, or DoRA; the base, or the fp32
 # master weights; the sequence; adapters are trained instead of all parameters.
@@ -41,21 +40,22 @@ def fixes_of(run: ForeignConfig) -> Iterator[Fix]:
     table: dict[str, Edits] = load_data("autotune.planning", "foreign_keys")["fixes"][tool]
     if FP32_BASE in run.notes:
         yield SAME_RESULT, {"dtype": "bfloat16"}
-    if config.loss == "full":
-        yield SAME_RESULT, _fused_loss(values) if tool == "axolotl" else {"enable_liger_kernel": True}
+    fused = _fused_loss(values) if tool == "axolotl" else table.get("loss")
+    if config.loss == "full" and fused:
+        yield SAME_RESULT, fused
     if config.checkpointing == "none":
         newer_key = tool == "trl" and "activation_checkpointing" in values
         yield SAME_RESULT, {"activation_checkpointing": True} if newer_key else table["checkpointing"]
-    if config.optimizer in ("adamw_torch", "adamw_torch_fused"):
-        yield OTHER_OPTIMIZER, {key_of(tool, "optimizer"): "adamw_bnb_8bit"}
+    if config.optimizer in ("adamw_torch", "adamw_torch_fused") and "optimizer" in table:
+        yield OTHER_OPTIMIZER, table["optimizer"]
     if config.dora:
-        yield OTHER_OPTIMIZER, {key_of(tool, "dora"): False}
+        yield OTHER_OPTIMIZER, {tool_key(tool, "dora"): False}
     quantized = _switching_off(table["quantized"], values, "load_in_8bit")
     if config.method == "lora":
         if config.quantization != "nf4":
             yield QUANTIZED, quantized
         return
-    if config.precision != "bf16_pure" and tool != "axolotl":
+    if config.precision != "bf16_pure" and "pure" in table:
         yield QUANTIZED, table["pure"]
     adapters = table["adapters"]
     if tool == "axolotl":
@@ -167,20 +167,19 @@ class FixSearch:
         return check_run(self.context, self._resized(run, size or {}), edits | (size or {}))
 
     def _resized(self, run: ForeignConfig, size: Edits) -> ForeignConfig:
-        config = run.config
-        config = replace(
-            config,
-            micro_batch_size=size.get(key_of(run.format, "micro_batch_size"), config.micro_batch_size),
-            seq_len=size.get(self._length_key, config.seq_len),
-        )
-        return replace(run, config=config, accumulation=size.get(key_of(run.format, "accumulation"), run.accumulation))
+        rows = run.config.micro_batch_size * run.accumulation
+        micro = size.get(tool_key(run.format, "micro_batch_size"), run.config.micro_batch_size)
+        config = replace(run.config, micro_batch_size=micro, seq_len=size.get(self._length_key, run.config.seq_len))
+        return replace(run, config=config, accumulation=rows // micro)
 
     def _smaller_batches(self, run: ForeignConfig) -> list[Edits]:
         """Smaller micro batches that leave the global batch as it is, the largest first."""
         micro = run.config.micro_batch_size
         rows = micro * run.accumulation
         sizes = [size for size in range(min(micro - 1, MAX_MICRO_BATCH), 0, -1) if rows % size == 0]
-        batch_key, accumulation_key = key_of(run.format, "micro_batch_size"), key_of(run.format, "accumulation")
+        batch_key, accumulation_key = tool_key(run.format, "micro_batch_size"), tool_key(run.format, "accumulation")
+        if run.format == V1:  # which counts the rows of all GPUs
+            return [{batch_key: size, accumulation_key: rows * (run.num_gpus or 1)} for size in sizes]
         return [{batch_key: size, accumulation_key: rows // size} for size in sizes]
 
     def _shorter(self, run: ForeignConfig) -> list[Edits]:
@@ -191,7 +190,7 @@ class FixSearch:
     @property
     def _length_key(self) -> str:
         run = self.checked.run
-        key = key_of(run.format, "seq_len")
+        key = tool_key(run.format, "seq_len")
         return "max_seq_length" if key not in run.values and "max_seq_length" in run.values else key
 
 

@@ -25,7 +25,8 @@ MAX_KNOB = 2**24  # the most that TrainConfig takes
 OUTSIDE_LAYERS = {"lm_head", "embed_tokens", "wte"}  # their adapters are not counted
 MAX_COUNT = 10**15  # some write "all examples" as a large number
 
-TOOLS = ("trl", "axolotl", "llamafactory")
+V1 = "llamafactory-v1"  # LLaMA-Factory's next format, which its folder src/llamafactory/v1 reads
+TOOLS = ("trl", "axolotl", "llamafactory", V1)
 _FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)  # auto: what a recent GPU supports
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
 _REMEDY = "pass the file of a supported run: supervised, LoRA or full, of a checkpoint that is not quantised"
@@ -33,6 +34,7 @@ FP32_BASE = (
     "What is frozen and not quantised stays in float32, TRL's default for dtype: 2 bytes a parameter more than in"
     " bfloat16, and slower; `dtype: bfloat16` avoids that."
 )
+LOGITS_COPY = "LLaMA-Factory v1 copies the logits of several rows once more, in float32: 4 bytes each are added."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,8 @@ def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     config, kind = run.config, model.config["model_type"]
     if kind in NO_SDPA and config.attention == "sdpa":
         config = replace(config, attention="eager")
+    if run.format == V1 and not kind.startswith("qwen3"):  # the only family that its Liger patches
+        config = replace(config, kernels="torch")
     targets, note = _known_targets(config, model)
     notes = (*run.notes, note) if note and note not in run.notes else run.notes
     return replace(run, config=replace(config, lora_targets=targets), notes=notes)
@@ -127,7 +131,7 @@ def _load(path: Path) -> dict[str, Any]:
 def _tool_of(path: Path, values: dict[str, Any]) -> str:
     all_marks = _table("marks")
     present = {tool: [key for key in marks if key in values] for tool, marks in all_marks.items()}
-    first, second, _ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
+    first, second, *_ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
     if len(present[first]) > len(present[second]):
         return first
     marks = present if present[first] else all_marks
@@ -228,6 +232,17 @@ def _table(name: str) -> Any:
     return load_data("autotune.planning", "foreign_keys")[name]
 
 
+def tool_key(tool: str, what: str) -> str:
+    """The key by which a tool knows a knob or a setting."""
+    own = _table("own_keys").get(tool)
+    return str(own[what][0]) if own else key_of(tool, what)
+
+
+def _default(tool: str, what: str) -> Any:
+    own = _table("own_keys").get(tool)
+    return own[what][1] if own else default_of(tool, what)
+
+
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
@@ -239,36 +254,38 @@ def _shown(value: Any) -> str:
 def _read(file: _File, tool: str) -> ForeignConfig:
     for nested in ("model_init_kwargs", "bnb_config_kwargs"):  # tools prefer their values to those of the top level
         file = replace(file, values=file.values | file.inside(nested).values)
+    file = _plugins_in_line(file) if tool == V1 else file
     for refused in _table("refused"):
         if key := next(filter(file.has, refused["keys"]), None):
             raise _Refused(key, refused["reason"], _REMEDY)
-    model_key = key_of(tool, "model")
-    model = file.text(model_key)
+    model_key = tool_key(tool, "model")
+    model = file.text(model_key, default=_default(tool, "model") or "")
     if not model:
         raise _Refused(model_key, "is missing", "say which model is trained")
-    knobs = {"trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory}[tool](file)
+    knobs = {"trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory, V1: _llamafactory_v1}[tool](file)
     file.note(knobs["loss"] == "chunked" and tool != "trl", "fused_loss")
     if knobs["method"] == "lora":
         knobs |= _adapters(file, tool)
     elif knobs["quantization"] != "none":
-        quantized = next(key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit") if file.has(key))
+        quantized = next(
+            key for key in ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_config") if file.has(key)
+        )
         raise _Refused(quantized, "a quantised base is trained by adapters alone", "ask for LoRA, or do not quantise")
     knobs |= _compute(file, tool)
     micro_batch = _whole(file, tool, "micro_batch_size")
-    accumulation = max(1, file.whole("batch_size", default=micro_batch) // micro_batch)  # an older key of Axolotl
     max_steps = file.whole("max_steps", default=-1, least=-MAX_COUNT, most=MAX_COUNT)
-    epochs = file.number(key_of(tool, "epochs"), default=default_of(tool, "epochs"), least=0.001, most=MAX_COUNT)
-    datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset")
+    epochs = file.number(tool_key(tool, "epochs"), default=_default(tool, "epochs"), least=0.001, most=MAX_COUNT)
+    datasets = file.names("datasets", "pretraining_dataset", "dataset_name", "dataset", "train_dataset")
     samples = file.whole("max_samples", default=0, most=MAX_COUNT)  # of each dataset
-    double_quant = file.flag(key_of(tool, "double_quant"), default=bool(default_of(tool, "double_quant")))
-    seq_len = file.whole(key_of(tool, "seq_len"), "max_seq_length", default=default_of(tool, "seq_len"))
+    double_quant = file.flag(tool_key(tool, "double_quant"), default=bool(_default(tool, "double_quant")))
+    seq_len = file.whole(tool_key(tool, "seq_len"), "max_seq_length", default=_default(tool, "seq_len"))
     knobs["padding"] = "max_length" if _fills_rows(file, tool, seq_len) else "longest"
     gpus = _table("data_parallel") + _table("parallel")
     return ForeignConfig(
         format=tool,
         model=model,
         config=TrainConfig(micro_batch_size=micro_batch, seq_len=seq_len, double_quant=double_quant, **knobs),
-        accumulation=file.whole(key_of(tool, "accumulation"), default=accumulation),
+        accumulation=_accumulation(file, tool, micro_batch),
         num_gpus=math.prod(file.whole(key, default=1) for key in gpus) if file.has(*gpus) else None,
         epochs=None if max_steps > 0 else float(epochs),
         max_steps=max_steps if max_steps > 0 else None,
@@ -278,9 +295,18 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     )
 
 
+def _accumulation(file: _File, tool: str, micro_batch: int) -> int:
+    """Micro batches of a step; an older key of Axolotl and that of LLaMA-Factory's v1 hold the rows of a step."""
+    if tool == V1:
+        rows = micro_batch * file.whole("dp_size", default=1)
+        return max(1, file.whole(tool_key(tool, "accumulation"), default=rows) // rows)
+    default = max(1, file.whole("batch_size", default=micro_batch) // micro_batch)
+    return file.whole(tool_key(tool, "accumulation"), default=default)
+
+
 def _fills_rows(file: _File, tool: str, seq_len: int) -> bool:
     """Whether rows are padded to seq_len, rather than to the longest of a micro batch or a little more."""
-    if tool == "llamafactory":
+    if tool in ("llamafactory", V1):
         return False
     if tool == "axolotl" and file.values.get("pad_to_sequence_len") is not None:
         return file.flag("pad_to_sequence_len")
@@ -289,7 +315,7 @@ def _fills_rows(file: _File, tool: str, seq_len: int) -> bool:
 
 def _whole(file: _File, tool: str, what: str) -> int:
     """The whole number that the tool's key for a knob holds, else the tool's default."""
-    return file.whole(key_of(tool, what), default=default_of(tool, what))
+    return file.whole(tool_key(tool, what), default=_default(tool, what))
 
 
 def _compute(file: _File, tool: str) -> dict[str, Any]:
@@ -300,17 +326,20 @@ def _compute(file: _File, tool: str) -> dict[str, Any]:
     for name, keys in _table("noted").items():
         for key in keys:
             file.note(file.has(key), name, key=key)
-    file.note(any(file.whole(key, default=1) > 1 for key in _table("parallel")), "sharded")
+    split = _table("parallel") + _table("split")
+    file.note(any(file.whole(key, default=1) > 1 for key in split), "sharded")
     older = next((name for name in _table("attention_flags") if file.flag(f"{name}_attention")), "")
-    attention = file.text(key_of(tool, "attention"), default=older)
+    attention = file.text(tool_key(tool, "attention"), default=older)
     attentions = {name: name for name in KNOBS["attention"].choices} | _table("attentions")
     file.note(attention not in attentions, "attention", name=_shown(attention))
-    optimizer = file.text(key_of(tool, "optimizer"), default=str(KNOBS["optimizer"].default))
+    optimizer = file.text(
+        tool_key(tool, "optimizer"), default=_default(tool, "optimizer") or str(KNOBS["optimizer"].default)
+    )
     optimizers = {name: name for name in KNOBS["optimizer"].choices} | _table("optimizers")
     similar = (known for part, known in _table("similar_optimizers").items() if part in optimizer)
     state = next(similar, "adamw_torch")
     file.note(optimizer not in optimizers, "optimizer", name=_shown(optimizer), state=state)
-    workers = file.whole("dataloader_num_workers", default=0, least=0)
+    workers = file.whole(tool_key(tool, "loader_workers"), default=_default(tool, "loader_workers") or 0, least=0)
     choices = KNOBS["loader_workers"].choices
     strategy = file.text("train_sampling_strategy")
     return {
@@ -326,19 +355,20 @@ def _compute(file: _File, tool: str) -> dict[str, Any]:
 def _adapters(file: _File, tool: str) -> dict[str, Any]:
     rank = _whole(file, tool, "lora_rank")
     if not rank:
-        raise _Refused(key_of(tool, "lora_rank"), "is missing, and has no default", "say the rank of the adapters")
-    rslora, alpha = file.flag(key_of(tool, "rslora")), file.number("lora_alpha", default=2 * rank, least=0)
+        raise _Refused(tool_key(tool, "lora_rank"), "is missing, and has no default", "say the rank of the adapters")
+    rslora, alpha = file.flag(tool_key(tool, "rslora")), file.number("lora_alpha", default=2 * rank, least=0)
     file.note(not (rslora or rank / 4 <= alpha <= 4 * rank), "alpha", alpha=alpha)
-    targets = set(
-        file.names("lora_target") or ("all",) if tool == "llamafactory" else file.names("lora_target_modules")
+    key, default = {"llamafactory": ("lora_target", ("all",)), V1: ("target_modules", ("all",))}.get(
+        tool, ("lora_target_modules", ())
     )
+    targets = set(file.names(key) or default)
     all_linear = file.flag("lora_target_linear") or targets & {"all", ALL_LINEAR}
     file.note(tool == "trl" and len(targets - {ALL_LINEAR}) == 1, "single_target")
     return {
         "lora_rank": rank,
         "lora_targets": ALL_LINEAR if all_linear else _targets(file, targets),
         "modules_to_save": _trained_whole(file),
-        "dora": file.flag(key_of(tool, "dora")),
+        "dora": file.flag(tool_key(tool, "dora")),
         "rslora": rslora,
     }
 
@@ -360,8 +390,11 @@ def _targets(file: _File, names: set[str]) -> str:
 def _trained_whole(file: _File) -> str:
     """What is trained beside the adapters, as the knob `modules_to_save` says it; a note on what else is."""
     known = _table("ends")
-    key, _ = file.get("lora_modules_to_save", "additional_target")
-    names = {name: name.rpartition(".")[2] for name in file.names("lora_modules_to_save", "additional_target")}
+    key, _ = file.get("lora_modules_to_save", "additional_target", "modules_to_save")
+    names = {
+        name: name.rpartition(".")[2]
+        for name in file.names("lora_modules_to_save", "additional_target", "modules_to_save")
+    }
     ends = [end for end, of_end in known.items() if set(names.values()) & set(of_end)]
     others = sorted(name for name, last in names.items() if not any(last in of_end for of_end in known.values()))
     file.note(bool(others), "whole_modules", key=key, names=_shown(", ".join(others)))
@@ -492,4 +525,54 @@ def _llamafactory(file: _File) -> dict[str, Any]:
         "loss": "chunked" if liger else "full",
         "kernels": "liger" if liger else "torch",
         "packing": packing,
+    }
+
+
+def _plugins_in_line(file: _File) -> _File:
+    """A v1 file whose plugins, mappings with a name, are keys with that name, and their options keys beside them."""
+    values = dict(file.values)
+    for plugin in _table("plugins"):
+        options = file.inside(plugin).values
+        values |= {key: value for key, value in options.items() if key != "name"}
+        values[plugin] = options.get("name")
+    return replace(file, values=values)
+
+
+def _llamafactory_v1(file: _File) -> dict[str, Any]:
+    if file.has("export_dir"):
+        raise _Refused("export_dir", "the file merges adapters into a model and trains nothing", _REMEDY)
+    if file.text("model_class", default="llm") != "llm":
+        raise _Refused("model_class", "llm alone is supported; other heads are not counted", _REMEDY)
+    if any(
+        re.search(r"(?:^|[^a-z])(?:dpo|rm|reward)(?:[^a-z]|$)", name.lower()) for name in file.names("train_dataset")
+    ):
+        raise _Refused("train_dataset", f"its name says pairs: {_table('preferences')}", _REMEDY)
+    adapter, bits = file.text("peft_config"), file.whole("quantization_bit", default=4)
+    if adapter not in ("", "lora"):
+        raise _Refused("peft_config", f"lora or none is supported, not {_shown(adapter)}", _REMEDY)
+    quantizer = file.text("quant_config")
+    if quantizer == "auto" and not file.has("quantization_bit"):
+        quantizer = ""  # it quantises nothing then
+    if quantizer not in ("", "auto", "bnb") or bits not in (4, 8):
+        raise _Refused("quant_config", f"bnb with 4 or 8 bits is supported, not {_shown(quantizer)}, {bits}", _REMEDY)
+    sharded, kernels = file.text("dist_config"), file.names("kernel_config")
+    batching = file.text("batching_strategy", default="normal")
+    # Only what shards the model casts to bf16: without it the base is as published, and what is trained is in fp32.
+    cast = sharded == "deepspeed" or (sharded != "" and file.flag("bf16", default=True))
+    file.note(True, "command")
+    if not batching.endswith("padding_free") and _whole(file, V1, "micro_batch_size") > 1:
+        file.notes.append(LOGITS_COPY)
+    file.note(sharded == "deepspeed", "deepspeed_precision")
+    file.note(not sharded, "no_cast")
+    file.note(bool(adapter and sharded and not cast), "gathered_fp32")
+    file.note(batching == "padding_free", "padding_free")
+    file.note(batching == "dynamic_batching", "dynamic_batching")
+    return {
+        "method": "lora" if adapter else "full",
+        "precision": "bf16_mixed" if cast or (adapter and not sharded) else "fp32",
+        "quantization": _quantization(bool(quantizer) and bits == 4, bool(quantizer) and bits == 8),
+        "checkpointing": "full" if file.flag("enable_activation_checkpointing", default=True) else "none",
+        "loss": "full",  # its trainer takes the logits, also with Liger
+        "kernels": "liger" if "liger_kernel" in kernels else "torch",
+        "packing": batching.startswith("dynamic"),
     }

@@ -13,7 +13,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import memory_of, step_time_of
 from autotune.planning.device_estimate import with_speed
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
+from autotune.planning.foreign_config import FP32_BASE, LOGITS_COPY, ForeignConfig
 from autotune.planning.observations import Observation
 from autotune.prediction.calibration import Calibration
 from autotune.prediction.memory_formula import MemoryBreakdown, Sizes
@@ -131,6 +131,9 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
         return _bounded_count(run, low, high)
     if FP32_BASE in run.notes:
         low, high = (_with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high))
+    if LOGITS_COPY in run.notes:
+        copy = gib(4 * config.tokens * sizes.vocab)
+        low, high = (replace(memory, logits=memory.logits + copy if memory.logits else 0.0) for memory in (low, high))
     if config.offloads:
         in_host_memory = gib(config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4))
         low = replace(low, activations=max(low.activations - in_host_memory, 0.0))

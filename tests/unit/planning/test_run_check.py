@@ -18,7 +18,7 @@ from autotune.core.units import GIB
 from autotune.planning import counted_memory
 from autotune.planning.device_estimate import COUNTED, device_limit_gib
 from autotune.planning.fixes import FixSearch, edited
-from autotune.planning.foreign_config import FP32_BASE, ForeignConfig
+from autotune.planning.foreign_config import FP32_BASE, LOGITS_COPY, V1, ForeignConfig, for_model
 from autotune.planning.observations import published_observations
 from autotune.planning.run_check import CheckReport, check, find_model, report_data
 from autotune.planning.run_estimate import (
@@ -453,6 +453,27 @@ def test_casts_of_a_base_in_fp32_take_the_time_to_read_and_write_them() -> None:
         assert _cast_s(resolve_model("mistral-7b"), replace(run, notes=())) == 0
     four = replace(RUN, config=TrainConfig(quantization="nf4"), notes=(FP32_BASE,))
     assert _cast_s(resolve_model("mistral-7b"), four) == pytest.approx(6 * head / 4.8e12, rel=1e-12)
+
+
+def test_a_copy_of_the_logits_is_counted_with_them() -> None:
+    """Two rows of 2,048 tokens; Qwen3 has 151,936 words. None where the peak is another moment."""
+    model = resolve_model("qwen3-4b")
+    for config, added in (
+        (TrainConfig(micro_batch_size=2, seq_len=2048), 4 * 4096 * 151936 / 2**30),
+        (TrainConfig(method="full", seq_len=64, micro_batch_size=1), 0),
+    ):
+        plain, copied = (memory_bounds(model, replace(RUN, config=config, notes=note)) for note in ((), (LOGITS_COPY,)))
+        assert plain and copied and copied.most == copied.least
+        assert copied.least.peak_reserved_gib - plain.least.peak_reserved_gib == pytest.approx(added)
+
+
+def test_v1_has_ligers_kernels_for_qwen3_alone() -> None:
+    run = replace(RUN, format=V1, config=TrainConfig(kernels="liger"))
+    assert [for_model(run, resolve_model(name)).config.kernels for name in ("qwen3-4b", "mistral-7b")] == [
+        "liger",
+        "torch",
+    ]
+    assert for_model(replace(run, format="trl"), resolve_model("mistral-7b")).config.kernels == "liger"
 
 
 @pytest.mark.parametrize(
