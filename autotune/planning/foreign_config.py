@@ -29,6 +29,7 @@ V1 = "llamafactory-v1"  # LLaMA-Factory's next format, which its folder src/llam
 TOOLS = ("trl", "axolotl", "llamafactory", V1)
 _FLAGS = dict.fromkeys((True, "true", "yes", "on", "1", "auto"), True)  # auto: what a recent GPU supports
 _FLAGS |= dict.fromkeys((False, "false", "no", "off", "0"), False)
+_TRAINING = "pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory"
 _REMEDY = "pass the file of a supported run: supervised, LoRA or full, of a checkpoint that is not quantised"
 FP32_BASE = (
     "What is frozen and not quantised stays in float32, TRL's default for dtype: 2 bytes a parameter more than in"
@@ -129,6 +130,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _tool_of(path: Path, values: dict[str, Any]) -> str:
+    for other in _table("other_files"):
+        if not values.get("do_train") and any(values.get(key) for key in other["keys"]):
+            raise UsageError(f"{path} is {other['what']}: it describes no training", remedy=_TRAINING)
     all_marks = _table("marks")
     present = {tool: [key for key in marks if key in values] for tool, marks in all_marks.items()}
     first, second, *_ = sorted(TOOLS, key=lambda tool: len(present[tool]), reverse=True)
@@ -138,7 +142,7 @@ def _tool_of(path: Path, values: dict[str, Any]) -> str:
     keys = "; ".join(f"{', '.join(names)} of {tool}" for tool, names in marks.items() if names)
     raise UsageError(
         f"{path}: cannot tell which tool it is for: it has {'both' if present[first] else 'none of'} {keys}",
-        remedy="pass the YAML that you train with, of TRL, Axolotl or LLaMA-Factory",
+        remedy=_TRAINING,
     )
 
 

@@ -460,7 +460,7 @@ def test_a_copy_of_the_logits_is_counted_with_them() -> None:
     model = resolve_model("qwen3-4b")
     for config, added in (
         (TrainConfig(micro_batch_size=2, seq_len=2048), 4 * 4096 * 151936 / 2**30),
-        (TrainConfig(method="full", seq_len=64, micro_batch_size=1), 0),
+        (TrainConfig(method="full", optimizer="adamw_torch", seq_len=64, micro_batch_size=1), 0),
     ):
         plain, copied = (memory_bounds(model, replace(RUN, config=config, notes=note)) for note in ((), (LOGITS_COPY,)))
         assert plain and copied and copied.most == copied.least
