@@ -59,6 +59,11 @@ class ForeignConfig:
     notes: tuple[str, ...]
     values: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def needs_more(self) -> bool:
+        """Whether a note says that it needs more memory than `config` does."""
+        return any("the run needs more memory" in note for note in self.notes)
+
 
 def for_model(run: ForeignConfig, model: ModelSpec) -> ForeignConfig:
     """The run as it is with this model: its attention, as transformers chooses it, and the layers with adapters.
@@ -267,6 +272,8 @@ def _read(file: _File, tool: str) -> ForeignConfig:
     if not model:
         raise _Refused(model_key, "is missing", "say which model is trained")
     knobs = {"trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory, V1: _llamafactory_v1}[tool](file)
+    if tool != "trl" and file.has(*_table("noted")["own_loss"]):
+        knobs["loss"] = "full"  # it replaces one that is fused
     file.note(knobs["loss"] == "chunked" and tool != "trl", "fused_loss")
     if knobs["method"] == "lora":
         knobs |= _adapters(file, tool)
@@ -394,11 +401,11 @@ def _targets(file: _File, names: set[str]) -> str:
 def _trained_whole(file: _File) -> str:
     """What is trained beside the adapters, as the knob `modules_to_save` says it; a note on what else is."""
     known = _table("ends")
-    key, _ = file.get("lora_modules_to_save", "additional_target", "modules_to_save")
-    names = {
-        name: name.rpartition(".")[2]
-        for name in file.names("lora_modules_to_save", "additional_target", "modules_to_save")
-    }
+    keys = ("lora_modules_to_save", "additional_target", "modules_to_save")
+    key, value = file.get(*keys)
+    if value is None and file.has(*_table("resized")):
+        return "embedding_and_head"
+    names = {name: name.rpartition(".")[2] for name in file.names(*keys)}
     ends = [end for end, of_end in known.items() if set(names.values()) & set(of_end)]
     others = sorted(name for name, last in names.items() if not any(last in of_end for of_end in known.values()))
     file.note(bool(others), "whole_modules", key=key, names=_shown(", ".join(others)))
@@ -482,6 +489,7 @@ def _axolotl(file: _File) -> dict[str, Any]:
     layers = [file.flag(f"liger_{layer}") for layer in ("rope", "rms_norm", "layer_norm", "glu_activation", "swiglu")]
     liger = "liger" in plugins
     file.note((linear or any(layers)) and not liger, "no_liger")
+    file.note(liger and file.flag("liger_cross_entropy"), "less_memory", key="liger_cross_entropy")
     fused = (liger and linear) or ("cut_cross_entropy" in plugins and file.flag("cut_cross_entropy", default=True))
     own = [f"lora_{part}_kernel" for part in ("mlp", "qkv", "o", "embedding")]
     automatic = not (eight or file.has("trust_remote_code") or any(file.values.get(key) is not None for key in own))

@@ -27,7 +27,7 @@ from autotune.planning.device_estimate import (
     smallest_card,
 )
 from autotune.planning.fixes import FixSearch
-from autotune.planning.foreign_config import ForeignConfig, for_model, read_file
+from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, read_file
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import plan_task
 from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
@@ -274,10 +274,12 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
     max_seq_len = context.model.max_seq_len
     if max_seq_len and config.seq_len > max_seq_len and not assumption:
         yield f"Sequences of {config.seq_len:,} tokens are longer than the model's context of {max_seq_len:,}."
-    if checked.bounds.most is None and not config.dora:
+    if config.dora:
+        yield "How much memory DoRA takes besides its adapters is not known: the run needs more than the estimate."
+    elif checked.bounds.reported.counted and FP32_BASE in run.notes:
         yield "What the casts of a base in float32 take is not known: the run needs more than the estimate."
     elif checked.bounds.most is None:
-        yield "How much memory DoRA takes besides its adapters is not known: the run needs more than the estimate."
+        pass  # a note of the file says what it is
     elif checked.bounds.least != checked.bounds.most:
         what = "A base in 8 bits" if config.quantization == "int8" else "What is offloaded"
         between = "that of 4 bits and of 16" if config.quantization == "int8" else "none of it on the GPU and all"

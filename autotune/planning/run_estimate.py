@@ -137,7 +137,7 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     if config.offloads:
         in_host_memory = gib(config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4))
         low = replace(low, activations=max(low.activations - in_host_memory, 0.0))
-    return MemoryBounds(least=low, most=None if config.dora else high)
+    return MemoryBounds(least=low, most=None if config.dora or run.needs_more else high)
 
 
 def _bounded_count(run: ForeignConfig, low: MemoryBreakdown, high: MemoryBreakdown) -> MemoryBounds:
@@ -147,7 +147,7 @@ def _bounded_count(run: ForeignConfig, low: MemoryBreakdown, high: MemoryBreakdo
         low = replace(low, weights=2 * low.weights)  # 4 bytes a value instead of 2, and casts of them besides
     if run.config.offloads:
         low = replace(low, activations=0.0)
-    return MemoryBounds(least=low, most=None if run.config.dora or in_fp32 else high)
+    return MemoryBounds(least=low, most=None if run.config.dora or in_fp32 or run.needs_more else high)
 
 
 def _checkpoints_on_gpu(config: TrainConfig) -> TrainConfig:

@@ -24,6 +24,10 @@ LORA[V1] = f"{FACTORY_V1}peft_config: {{name: lora}}\ndist_config: {{name: fsdp2
 SHARDED = "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
 CROSSED = "Examples that share a row attend to one another; they are counted as kept apart, which may be slower."
 FUSED = "A cross-entropy that is fused with the head is counted as autotune's loss in chunks."
+IMAGES = (
+    "Images, video and sound are not counted, nor the parts of the model that read them: the run needs more memory than"
+    " estimated."
+)
 COMMAND = "The command, not the file, says what a v1 file trains by: `llamafactory-cli sft` is assumed."
 CHUNKS = "The loss is counted in chunks, as TRL computes it since 1.7; older ones hold all logits."
 KERNELS = "Axolotl's fused LoRA kernels, its default, are not counted: they take less time and memory."
@@ -347,6 +351,23 @@ ONE_NOTE = {
     ("axolotl", "liger_rope: true"): "liger_* does nothing without Liger's plugin under plugins.",
     ("axolotl", "tensor_parallel_size: 2"): SHARDED,
     ("axolotl", "fp8: true"): "fp8 is not counted: the run takes less time than estimated, on a GPU that has it.",
+    ("axolotl", "qat: {weight_dtype: int4}"): "qat is not counted: the run needs more memory and time than estimated.",
+    ("axolotl", "processor_type: AutoProcessor"): IMAGES,
+    ("llamafactory", "{image_max_pixels: 262144, video_max_pixels: 16384}"): IMAGES,
+    ("axolotl", "use_scattermoe: true"): "use_scattermoe is not counted: with its kernels the run may need less time",
+    ("axolotl", "peft: {loftq_config: {loftq_bits: 4}}"): "What peft needs before and between the steps is not counted",
+    ("axolotl", "relora: true"): "What relora needs before and between the steps is not counted.",
+    ("axolotl", "lora_model_dir: out"): "lora_model_dir loads adapters, which keep their own rank and layers; those",
+    ("axolotl", "model_config: {a: 1}"): "model_config changes the model's own configuration, which is not counted.",
+    ("axolotl", "lisa_n_layers: 4"): "lisa_n_layers is not counted: the run needs less memory than estimated.",
+    ("axolotl", "chunked_cross_entropy: true"): "chunked_cross_entropy is not counted: the run needs less memory",
+    ("axolotl", "{plugins: [a.Liger], liger_cross_entropy: true}"): "liger_cross_entropy is not counted: the run ",
+    ("axolotl", "device_map: auto"): SHARDED,
+    ("axolotl", "expert_parallel_size: 2"): SHARDED,
+    ("axolotl", "use_eaft: true"): "use_eaft takes its loss from all logits at once: the run needs more memory than",
+    ("llamafactory", "use_dft_loss: true"): "use_dft_loss takes its loss from all logits at once: the run needs more",
+    ("trl", "padding_free: true"): "padding_free joins rows without padding: counted as padded, the run takes less",
+    (V1, "dist_config:"): "Without dist_config nothing is cast to bf16",
     ("llamafactory", "packing: true"): CROSSED,
     ("llamafactory", "enable_liger_kernel: true"): FUSED,
     ("llamafactory", "{quantization_bit: 4, quantization_method: hqq}"): "The base, quantised by 'hqq', is counted as",
@@ -359,6 +380,27 @@ ONE_NOTE = {
 def test_one_note(tool, lines, read):
     for text, noted in ((f"{LORA[tool]}bf16: true\n", False), (with_lines(LORA[tool], lines), True)):
         assert any(note.startswith(ONE_NOTE[tool, lines]) for note in read(text).notes) is noted
+
+
+def test_where_more_memory_is_needed_than_is_counted(read):
+    assert [read(f"{AXOLOTL}{line}\n").needs_more for line in ("fp8: true", "lisa_n_layers: 4", "qat: {a: b}")] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_a_loss_of_all_logits_replaces_a_fused_one(read):
+    run = read(f"{FACTORY}enable_liger_kernel: true\nuse_dft_loss: true\nbf16: true\n")
+    assert (run.config.loss, run.config.kernels, FUSED in run.notes) == ("full", "liger", False)
+
+
+def test_new_words_train_embedding_and_head_in_llamafactory(read):
+    """Unless the file says what else is trained."""
+    assert read(f"{FACTORY}resize_vocab: true\n").config.modules_to_save == "embedding_and_head"
+    assert read(f"{FACTORY}add_tokens: a,b\n").config.modules_to_save == "embedding_and_head"
+    named = read(f"{FACTORY}resize_vocab: true\nadditional_target: lm_head\n")
+    assert named.config.modules_to_save == "head"
 
 
 @pytest.mark.parametrize(
@@ -456,6 +498,10 @@ REFUSED = {
     (V1, "train_dataset: data/v1_dpo_demo.yaml"): f"its name says pairs: {PREFERENCES}",
     (V1, "pref_beta: 0.2"): PREFERENCES,
     (V1, "quant_config: {name: gptq}"): "bnb with 4 or 8 bits is supported, not 'gptq', 4",
+    ("axolotl", "diffusion: {eps: 0.1}"): "it trains by another objective than the next token, which is not supported",
+    ("axolotl", "max_packed_sequence_len: 2048"): "Axolotl no longer takes it",
+    ("llamafactory", "mixture_of_depths: convert"): "it is not supported",
+    ("llamafactory", "sequence_parallel: true"): "Megatron splits the model in its own way, which is not supported",
     ("trl", "beta: 0.1"): PREFERENCES,
     ("trl", "loss_type: sigmoid"): PREFERENCES,
     ("trl", "max_length: null"): "nothing is cut off then",
@@ -506,8 +552,8 @@ def test_what_is_refused(tool, line, failure):
         ("export_dir: out\nexport_quantization_bit: 4\n", "FILE is a file that quantises a trained model: it descr"),
         (f"{FACTORY}do_predict: true\n".replace("do_train: true\n", ""), "FILE is a file that answers with a trained"),
         ("compute_environment: LOCAL_MACHINE\nfsdp_config: {}\n", "FILE is accelerate's configuration, which says how"),
-        ("zero_optimization: {stage: 3}\n", "FILE is a configuration of DeepSpeed, which says how GPUs share the model"),
-        ("project_name: p\nsecrets: [HF_TOKEN]\n", "FILE is a configuration of the cloud, which says on which machines"),
+        ("zero_optimization: {stage: 3}\n", "FILE is a configuration of DeepSpeed, which says how GPUs share"),
+        ("project_name: p\nsecrets: [HF_TOKEN]\n", "FILE is a configuration of the cloud, which says on which mach"),
         ("{base_model: m, sequence_len: no}", "FILE: sequence_len: a number from 1 to 16,777,216 is needed, not False"),
         ("", "FILE holds no keys with values"),
         ("- base_model\n", "FILE holds no keys with values"),

@@ -467,6 +467,14 @@ def test_a_copy_of_the_logits_is_counted_with_them() -> None:
         assert copied.least.peak_reserved_gib - plain.least.peak_reserved_gib == pytest.approx(added)
 
 
+def test_what_a_note_says_is_not_counted_leaves_the_need_open_above() -> None:
+    model = resolve_model("mistral-7b")
+    closed, opened = (memory_bounds(model, replace(RUN, notes=notes)) for notes in ((), ("the run needs more memory",)))
+    assert closed and opened
+    assert (closed.least, closed.most, opened.most) == (opened.least, opened.least, None)
+    assert (closed.state(80), opened.state(80)) == (FITS, TIGHT)
+
+
 def test_v1_has_ligers_kernels_for_qwen3_alone() -> None:
     run = replace(RUN, format=V1, config=TrainConfig(kernels="liger"))
     assert [for_model(run, resolve_model(name)).config.kernels for name in ("qwen3-4b", "mistral-7b")] == [
