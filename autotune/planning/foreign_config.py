@@ -496,7 +496,9 @@ def _axolotl(file: _File) -> dict[str, Any]:
     file.note(adapter != "" and (automatic or file.has(*own)), "lora_kernels")
     checkpointing = "offload"
     if not offload:
-        checkpointing = "full" if file.flag("gradient_checkpointing") else "none"
+        sharding = file.inside("fsdp_config")  # FSDP can recompute by itself
+        recomputed = any(sharding.flag(f"{prefix}activation_checkpointing") for prefix in ("", "fsdp_"))
+        checkpointing = "full" if file.flag("gradient_checkpointing") or recomputed else "none"
     return {
         "method": "lora" if adapter else "full",
         "precision": _precision(pure, bf16, fp16),

@@ -129,6 +129,13 @@ SAID = [
         "plan_published",
         "off by {memory_error_median:.1%} in the median and by {memory_error_max:.0%} at worst; none of",
     ),
+    ("check_examples", "Of the {files} example files that Axolotl, LLaMA-Factory and TRL ship"),
+    ("check_examples", "answers {answered} for one H100 without the Hub and refuses {refused} with a reason"),
+    ("check_examples", "{by_reason[model]} name a model that only the Hub knows, {by_reason[no training]} describe no"),
+    (
+        "check_examples",
+        "{by_reason[objective]} train by another objective, and {by_reason[no count]} could not be counted",
+    ),
     ("plan_speed", "Of {rows} speeds that others published of A100s, {excluded} cannot be expressed."),
     ("plan_speed", "{device_bound_inside:.0%} of the others lie in their range, which is at most"),
     ("plan_speed", "at most {device_bound_half_width_max:.0%} wide on either side."),
@@ -316,7 +323,15 @@ def test_the_documents_say_which_versions_were_measured() -> None:
     studies = [json.loads(path.read_text()) for path in (ROOT / "studies").glob("*/summary.json")]
     fingerprints = [found["fingerprint"] for found in (*RESULTS.values(), *studies) if found["fingerprint"]]
     without_device = {name for name, found in RESULTS.items() if not found["fingerprint"]}
-    of_data = {"counted_ranks", "plan_published", "plan_speed", "plan_world", "projection", "transfer"}
+    of_data = {
+        "check_examples",
+        "counted_ranks",
+        "plan_published",
+        "plan_speed",
+        "plan_world",
+        "projection",
+        "transfer",
+    }
     assert without_device <= {"fleet", "labels", "mutation"} | of_data
     for path in (BENCHMARKS / "data").glob("transfer_*.jsonl"):  # a result of two cards
         fingerprints.append(json.loads(path.read_text().splitlines()[0])["fingerprint"])

@@ -279,6 +279,8 @@ axolotl double_quant False: {adapter: qlora, load_in_4bit: 1, bnb_config_kwargs:
 axolotl attention flex_attention: {sdp_attention: on, flex_attention: on}
 axolotl attention sdpa: xformers_attention: true / sdp_attention: true
 axolotl checkpointing offload: gradient_checkpointing: unsloth / {activation_offloading: legacy}
+axolotl checkpointing full: fsdp_config: {activation_checkpointing: true}
+axolotl checkpointing full: fsdp_config: {fsdp_activation_checkpointing: true}
 axolotl compile none: torch_compile_backend: inductor
 axolotl kernels torch: liger_rope: true
 axolotl kernels liger: {plugins: [a.LigerPlugin], liger_swiglu: true}
