@@ -19,7 +19,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.planning.counted_memory import memory_of, no_count, step_time_of
 from autotune.planning.observations import Observation
 from autotune.prediction.calibration import Calibration
-from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, memory_breakdown, unsupported
+from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, MemoryBreakdown, memory_breakdown, unsupported
 from autotune.prediction.step_time import UNKNOWN_HOST, Host, StepTimeEstimate, estimate_step_time, host_of
 from autotune.prediction.transfer import (
     BETWEEN,
@@ -94,6 +94,20 @@ def memory_state(need_gib: float, limit_gib: float, error: float = ERROR) -> str
     return TIGHT if need_gib * (1 + error) > limit_gib else FITS
 
 
+def memory_estimate(task: Task, config: TrainConfig, memory: MemoryBreakdown, limit_gib: float) -> DeviceEstimate:
+    """Whether a configuration that needs this memory fits the task's device; without a speed."""
+    need = memory.peak_reserved_gib
+    return DeviceEstimate(
+        device=task.device,
+        config=config,
+        state=memory_state(need, limit_gib, memory.error),
+        need_gib=need,
+        limit_gib=limit_gib,
+        price=task.price,
+        memory=memory,
+    )
+
+
 def estimate(
     task: Task,
     config: TrainConfig,
@@ -111,16 +125,7 @@ def estimate(
     memory = memory_by(task.model, task.workload.at_longest(config), shape.probe_micro_steps)
     if memory is None:
         return None
-    need = memory.peak_reserved_gib
-    without_speed = DeviceEstimate(
-        device=task.device,
-        config=config,
-        state=memory_state(need, limit_gib, memory.error),
-        need_gib=need,
-        limit_gib=limit_gib,
-        price=task.price,
-        memory=memory,
-    )
+    without_speed = memory_estimate(task, config, memory, limit_gib)
     if without_speed.state not in (FITS, TIGHT):
         return without_speed
     time_by = step_time_of if counted else _step_time_by_formula

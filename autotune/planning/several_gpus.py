@@ -15,7 +15,7 @@ from autotune.core.errors import UsageError
 from autotune.core.parallelism import STRATEGIES, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import memory_state, no_estimate, observed_transfer, with_step_time
+from autotune.planning.device_estimate import memory_estimate, no_estimate, observed_transfer, with_step_time
 from autotune.planning.observations import Observation
 from autotune.planning.plan import candidates, distinguishable, estimate_data
 from autotune.prediction.collectives import RankStepTime, rank_step_time, traffic
@@ -248,16 +248,7 @@ def _rank_plan(
     memory = rank_breakdown(task.model, workload.at_longest(config), parallelism, shape.probe_micro_steps)
     if memory is None:
         return None
-    need = memory.peak_reserved_gib
-    estimated = DeviceEstimate(
-        device=task.device,
-        config=config,
-        state=memory_state(need, limit_gib, memory.error),
-        need_gib=need,
-        limit_gib=limit_gib,
-        price=task.price,
-        memory=memory,
-    )
+    estimated = memory_estimate(task, config, memory, limit_gib)
     row = RankPlan(parallelism=parallelism, estimate=estimated, accumulation=shape.accumulation)
     alone = step_times(config) if estimated.state in (FITS, TIGHT) else None
     if alone is None:

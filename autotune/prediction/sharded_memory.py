@@ -186,12 +186,7 @@ def _fsdp2_moments(
             layer + gathered + embedding * (tied or keeps) + trained_layer,
         ),
         "first": (before_first + end_waits, of_layer + growing, 0.0, layer + embedding + trained_layer),
-        "inputs": (
-            scattered - of_end_scattered + end_waits,
-            plain["inputs"][1],
-            0.0,
-            embedding + trained_layer,
-        ),
+        "inputs": (scattered - of_end_scattered + end_waits, plain["inputs"][1], 0.0, embedding + trained_layer),
         # Unsharded, as the input of its scattering, and as what came of that in bf16 and in fp32.
         "scattering": (scattered, trained_end, 0.0, trained_end + trained_end / gpus),
         "optimizer": (scattered, _square_roots(config, shares, gpus), 0.0, 0.0),
