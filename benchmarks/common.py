@@ -1,14 +1,18 @@
 """Shared helpers of the benchmarks: result files, runs of the command line, and probes of whole models."""
 
+import argparse
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.files import write_atomic
@@ -37,6 +41,28 @@ def save(
         "rows": rows,
     }
     write_atomic((out or RESULTS) / f"{name}.json", json.dumps(data, indent=1) + "\n")
+
+
+def compare_published(
+    name: str,
+    description: str | None,
+    data: Path,
+    compare: Callable[[dict[str, Any]], dict[str, Any]],
+    summarize: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    columns: list[str],
+) -> None:
+    """The command line of a benchmark without a GPU: compare each published row of a file, print and save.
+
+    `compare` adds what is predicted to a row, and `excluded`, the reason why nothing is, else None.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data", type=Path, default=data, help="other published rows in the same form")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = [compare(row) for row in yaml.safe_load(args.data.read_text(encoding="utf-8"))["rows"]]
+    table([row for row in rows if row["excluded"] is None], columns)
+    save(name, None, summarize(rows), rows, args.out)
+    print(summarize(rows))
 
 
 def command(name: str) -> str:

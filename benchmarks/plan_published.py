@@ -6,14 +6,12 @@ divided by what was published, minus 1. A verdict is wrong where the opposite wa
 prediction there is none. No GPU is needed.
 """
 
-import argparse
 import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from common import save, table
+from common import compare_published
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
@@ -27,14 +25,7 @@ COLUMNS = ["source", "model", "config", "published", "predicted", "error", "coun
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=DATA, help="other published rows in the same form")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows = [compare(row) for row in yaml.safe_load(args.data.read_text(encoding="utf-8"))["rows"]]
-    table([row for row in rows if row["excluded"] is None], COLUMNS)
-    save("plan_published", None, summarize(rows), rows, args.out)
-    print(summarize(rows))
+    compare_published("plan_published", __doc__, DATA, compare, summarize, COLUMNS)
 
 
 def compare(row: dict[str, Any]) -> dict[str, Any]:

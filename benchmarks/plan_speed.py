@@ -6,14 +6,12 @@ Llama 2 7B, whose layers have the same size. An error is the prediction divided 
 is needed.
 """
 
-import argparse
 import math
 import statistics
 from pathlib import Path
 from typing import Any
 
-import yaml
-from common import save, table
+from common import compare_published
 
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.train_config import TrainConfig
@@ -27,14 +25,7 @@ FACTOR = 2.0  # how far off a speed that the host sets may be: nothing is known 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=DATA, help="other published rows in the same form")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows = [compare(row) for row in yaml.safe_load(args.data.read_text(encoding="utf-8"))["rows"]]
-    table([row for row in rows if row["excluded"] is None], COLUMNS)
-    save("plan_speed", None, summarize(rows), rows, args.out)
-    print(summarize(rows))
+    compare_published("plan_speed", __doc__, DATA, compare, summarize, COLUMNS)
 
 
 def compare(row: dict[str, Any]) -> dict[str, Any]:

@@ -6,14 +6,12 @@ allocated memory for our own ranks, of all of the process but the CUDA context f
 inside if it lies in the printed interval. Cards whose link is not known have no speed for several. No GPU is needed.
 """
 
-import argparse
 import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from common import save, table
+from common import compare_published
 
 from autotune.catalog import ModelSpec, resolve_device, resolve_model
 from autotune.core.parallelism import Parallelism
@@ -29,14 +27,7 @@ COLUMNS += ["s_per_step", "predicted_s", "low_s", "high_s", "inside"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=DATA, help="other rows in the same form")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    rows = [compare(row) for row in yaml.safe_load(args.data.read_text(encoding="utf-8"))["rows"]]
-    table([row for row in rows if row["excluded"] is None], COLUMNS)
-    save("plan_world", None, summarize(rows), rows, args.out)
-    print(summarize(rows))
+    compare_published("plan_world", __doc__, DATA, compare, summarize, COLUMNS)
 
 
 def compare(row: dict[str, Any]) -> dict[str, Any]:
