@@ -11,6 +11,7 @@ from typing import Any
 from autotune.catalog.own_devices import EXAMPLE, is_own, own_row
 from autotune.core.errors import UsageError, did_you_mean
 from autotune.core.files import load_data
+from autotune.core.machine import multiplies_bf16
 
 # For cards whose total in nvidia-smi is unknown. The known totals, of cards whose ECC takes no memory, are 0.995 to 1.0
 # of the marketed GB taken as GiB (H100 0.9956, H200 0.9957, A100 1.0).
@@ -75,10 +76,22 @@ class DeviceSpec:
 
     @property
     def supports_bf16(self) -> bool:
-        """Has bf16 units: NVIDIA from compute capability 8.0 on. A CPU computes it in any case."""
-        if self.kind == "cpu" or self.bf16_tflops is not None:
-            return True
-        return self._at_least(8, 0)
+        """Multiplies bf16 at speed: NVIDIA from compute capability 8.0 on; a CPU is the one of this machine."""
+        if self.kind == "cpu":
+            return multiplies_bf16()
+        return self.bf16_tflops is not None or self._at_least(8, 0)
+
+    @property
+    def has_flash(self) -> bool:
+        """Has fast kernels of torch's own attention: NVIDIA from compute capability 8.0 on, as bf16; a CPU its own."""
+        return self.kind == "cpu" or self.supports_bf16
+
+    @property
+    def usual_precision(self) -> str:
+        """What a training on it computes in where nothing else is asked for."""
+        if self.supports_bf16:
+            return "bf16_mixed"
+        return "fp32" if self.kind == "cpu" else "fp16_mixed"
 
     @property
     def supports_fp8(self) -> bool:

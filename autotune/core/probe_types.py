@@ -114,7 +114,8 @@ class ProbeRequest:
     of micro batch that stand for those of the run, in an order in which neighbours differ much; without them all rows
     are full. `trained_share` of the tokens are trained on, those at the end of each example. With `profile` the kernels
     of one micro batch are timed once everything else was; not of a whole model, whose micro batches take long. With
-    `new_lengths` a few micro batches of new lengths are timed, where attention plans for each.
+    `new_lengths` a few micro batches of new lengths are timed, where attention plans for each. Without `flash`, torch's
+    own attention has neither FlashAttention nor cuDNN to choose from: the card of the run is too old for them.
     """
 
     config: TrainConfig
@@ -137,6 +138,7 @@ class ProbeRequest:
     trained_share: float = 1.0
     profile: bool = False
     new_lengths: bool = True
+    flash: bool = True
 
     @property
     def kinds(self) -> tuple[MicroBatch, ...]:
@@ -179,6 +181,7 @@ class ProbeRequest:
                 "micro_batches": [(kind.rows, kind.length, round(kind.share, 6)) for kind in self.micro_batches],
                 **({"trained_share": self.trained_share} if self.trained_share < 1 else {}),
                 **({"profile": True} if self.profile and self.depth is not None else {}),
+                **({} if self.flash else {"flash": False}),
             }
         )
 
@@ -197,6 +200,11 @@ class Fingerprint:
     allocator: str
     threads: int | None = None  # CPU only
     probe: int = 1  # `PROBE_VERSION` of what measured
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether a GPU computes bf16 in hardware, from compute capability 8.0 on; older ones emulate it."""
+        return float(self.compute_capability or 0) >= 8.0
 
     @property
     def digest(self) -> str:

@@ -243,8 +243,7 @@ def memory_tables(made: Plan) -> dict[str, list[Cell]]:
     task = made.task
     longest = task.model.max_seq_len or max(LENGTHS)
     lengths = [length for length in LENGTHS if length <= longest] or [longest]
-    precision = "bf16_mixed" if task.device.supports_bf16 else "fp16_mixed"
-    baseline = task.baselines[0]
+    precision, baseline = task.device.usual_precision, task.baselines[0]
     lora = TrainConfig(precision=precision, attention=baseline.attention, lora_targets=baseline.lora_targets)
     full = replace(lora, method="full")
     bases = [

@@ -93,7 +93,7 @@ class LayerProbes:
         self._device = device
         self._memory_gib = memory_gib
         self._logs = logs
-        self._precision = "bf16_mixed" if device.supports_bf16 else "fp16_mixed"
+        self._precision = device.usual_precision
 
     def layer_ms(self) -> float:
         """Milliseconds of the host for a layer, from the line through two depths. Raises EnvironmentProblem."""
@@ -166,5 +166,6 @@ class LayerProbes:
             rung=Rung.SHALLOW,
             depth=depth,
             min_timed_s=timed_s,
+            flash=self._device.has_flash,
         )
         return self._prober.probe(request, self._logs / "probe.log")

@@ -213,7 +213,8 @@ class Probe:
         self.context_gib = meter.context_gib()
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
         # TRL and its users leave the choice to torch.
-        choose_attention(any_length=config.padding == "longest" and request.trainer == "transformers")
+        any_length = config.padding == "longest" and request.trainer == "transformers"
+        choose_attention(any_length=any_length, flash=request.flash)
         set_checkpointing(self.base, model_settings(config, request.model["model_type"]))
         self.model = attach(self.resident, config, meter.torch_device, request.seed)
         if config.optimizer.startswith("paged_") and meter.torch_device.type == "cuda":

@@ -266,7 +266,8 @@ def check_worker(device: str) -> tuple[Fingerprint, str | None]:
         fingerprint = prober.fingerprint
         if device != "cuda":
             return fingerprint, None
-        result = prober.probe(tiny_request(device, prober.memory_gib, quantization="nf4"), Path(logs, "nf4.log"))
+        asked = tiny_request(device, prober.memory_gib, bf16=fingerprint.has_bf16, quantization="nf4")
+        result = prober.probe(asked, Path(logs, "nf4.log"))
     return fingerprint, None if result.outcome is Outcome.OK else result.reason or result.outcome.value
 
 

@@ -132,7 +132,8 @@ class Worker:
         self._empty_gib = 0.0
         self._limit_gib = self.meter.memory_gib()
         # A probe of a tiny model loads libraries and kernels, so that they count as context from the start.
-        result, _ = self.serve(tiny_request(device, self.meter.memory_gib()))
+        bf16 = self.meter.fingerprint().has_bf16
+        result, _ = self.serve(tiny_request(device, self.meter.memory_gib(), bf16=bf16))
         if result.outcome is not Outcome.OK:
             raise RuntimeError(f"a tiny warm-up probe failed: {result.reason}")
         self._drop(list(self._residents))

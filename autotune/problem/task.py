@@ -103,6 +103,7 @@ class Task:
             headroom=headroom,
             seed=seed,
             profile=self.measured_on is not None,  # a projection needs to know what the device does
+            flash=self.device.has_flash,
         )
 
     @property

@@ -152,6 +152,7 @@ def probe_configs(
                 memory_gib=memory_gib,
                 headroom=spec.headroom,
                 seed=spec.seed,
+                flash=task.device.has_flash,
             )
 
         study, logs = case_task.study, out / "logs"

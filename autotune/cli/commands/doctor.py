@@ -14,7 +14,6 @@ from autotune.study.storage.location import storage_url
 
 NEEDED = ("transformers", "peft", "accelerate", "optuna")
 OPTIONAL = ("bitsandbytes", "torchao", "trl", "liger-kernel", "optuna-dashboard", "flash-attn")
-BF16_CAPABILITY = 8.0  # computed in hardware from Ampere on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ def _torch() -> list[Check]:
         return [Check(name="torch", ok=False, found=f"does not train {where}: {error}", remedy=remedy)]
     checks = [Check(name="torch", ok=True, found=f"{fingerprint.packages['torch']}, CUDA {fingerprint.cuda or 'none'}")]
     if on_gpu:
-        bf16 = float(fingerprint.compute_capability or 0) >= BF16_CAPABILITY
+        bf16 = fingerprint.has_bf16
         checks += [
             Check(name="torch sees the GPU", ok=True, found="yes, a tiny model was trained"),
             Check(name="bf16", ok=bf16 or None, found="yes" if bf16 else "no: fp16 will be used"),

@@ -44,12 +44,14 @@ def register_cudnn_attention() -> None:
     AttentionMaskInterface.register(CUDNN_ATTENTION, sdpa_mask)
 
 
-def choose_attention(*, any_length: bool) -> None:
+def choose_attention(*, any_length: bool, flash: bool = True) -> None:
     """Leave cuDNN out of torch's own choice (sdpa) where rows may have any length.
 
     For each length that is new it makes a plan: on an H200 for a tenth of a second in a micro batch of half a second.
+    Without `flash`, leave out what a card before compute capability 8.0 has not, on a newer one that stands in for it.
     """
-    torch.backends.cuda.enable_cudnn_sdp(not any_length)
+    torch.backends.cuda.enable_cudnn_sdp(flash and not any_length)
+    torch.backends.cuda.enable_flash_sdp(flash)
 
 
 def load_attention(model: Any, device: torch.device) -> None:

@@ -106,12 +106,22 @@ def test_device_facts():
     assert h200.memory_gib == pytest.approx(140.4, abs=0.01)
     assert "estimate" in (resolve_device("b200").memory_source or "")
     assert (h200.kind, cpu.kind) == ("cuda", "cpu")
-    assert (h200.supports_bf16, t4.supports_bf16, cpu.supports_bf16) == (True, False, True)
+    assert (h200.supports_bf16, t4.supports_bf16) == (True, False)
+    assert (h200.usual_precision, t4.usual_precision) == ("bf16_mixed", "fp16_mixed")
     assert cpu.memory_gib is None and cpu.bf16_tflops is None
     for device in list_devices():
         if device.compute_capability:
             assert device.supports_bf16 == (float(device.compute_capability) >= 8.0)
         assert device.source and (device.as_of is None or isinstance(device.as_of, str))
+
+
+@pytest.mark.parametrize(("bf16", "precision"), [(True, "bf16_mixed"), (False, "fp32")])
+def test_the_processor_of_this_machine_decides_what_a_cpu_trains_in(
+    monkeypatch: pytest.MonkeyPatch, bf16: bool, precision: str
+) -> None:
+    monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: bf16)
+    cpu = resolve_device("cpu")
+    assert (cpu.supports_bf16, cpu.usual_precision) == (bf16, precision)
 
 
 @pytest.mark.parametrize(

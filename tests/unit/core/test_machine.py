@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from autotune.core import machine
-from autotune.core.machine import disk_mb_s, host_memory_gib, num_cores, processor_name
+from autotune.core.machine import disk_mb_s, host_memory_gib, multiplies_bf16, num_cores, processor_name
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,28 @@ def test_where_no_file_can_be_written_the_disk_is_unknown(tmp_path: Path) -> Non
         ("processor\t: 0\n", "CPU"),  # some kernels name none
     ],
 )
-def test_the_processor_is_called_as_the_kernel_calls_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str
-) -> None:
-    (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / Path(path).name)
-    assert processor_name() == name
+def test_the_processor_is_called_as_the_kernel_calls_it(tmp_path: Path, text: str, name: str) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(text)
+    assert processor_name(cpuinfo) == name
+
+
+@pytest.mark.parametrize(
+    ("line", "bf16"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512vl avx512dq", True),
+        ("flags\t\t: fpu avx2 avx512f avx512bw", False),
+        ("flags\t\t: fpu avx2 fma bf16c", False),
+        ("flags\t\t: fpu avx2 avx_ne_convert", True),
+        ("Features\t: fp asimd i8mm bf16", True),
+        ("Features\t: fp asimd", False),
+        ("processor\t: 0", False),
+    ],
+)
+def test_a_processor_multiplies_bf16_by_the_features_it_names(tmp_path: Path, line: str, bf16: bool) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\n{line}\n")
+    assert multiplies_bf16(cpuinfo) is bf16
 
 
 @pytest.mark.parametrize(
@@ -93,7 +109,7 @@ def test_a_quick_disk_takes_256_mib_that_cannot_be_compressed(tmp_path: Path, mo
     assert [len(chunk) for chunk in chunks] == [8 * 2**20] * 32 and len(set(chunks[0][:4096])) > 200
 
 
-def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cpuinfo").write_bytes(b"model name\t: AMD \xff 9\n")
-    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / Path(path).name)
-    assert processor_name() == "AMD \ufffd 9"
+def test_a_name_that_is_no_text_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_bytes(b"model name\t: AMD \xff 9\n")
+    assert processor_name(cpuinfo) == "AMD \ufffd 9"

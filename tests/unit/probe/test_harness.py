@@ -477,8 +477,8 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
 ) -> None:
     """A paged optimizer would keep two GiB in managed memory, under a limit of 70 GiB."""
     asked: list[tuple[float, ...]] = []
-    attention: list[bool] = []
-    monkeypatch.setattr(module, "choose_attention", lambda any_length: attention.append(any_length))
+    attention: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(module, "choose_attention", lambda any_length, flash: attention.append((any_length, flash)))
     monkeypatch.setattr(module, "set_checkpointing", lambda base, settings: None)
     monkeypatch.setattr(module, "attach", lambda resident, config, device, seed: "model")
     monkeypatch.setattr(module, "paged_state_gib", {"model": 2.0}.__getitem__)
@@ -491,7 +491,8 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     )
     config = TrainConfig(**knobs)
     parts: dict[str, Any] = {"meter": meter, "resident": None, "base": None, "managed_gib": 0.0}
-    probe = probe_of(request_of(config=config, trainer=trainer), **parts, _loss=None, _add_hooks=lambda: None)
+    request = request_of(config=config, trainer=trainer, flash=False)
+    probe = probe_of(request, **parts, _loss=None, _add_hooks=lambda: None)
     if reserved_gib > 70.0:
         with pytest.raises(torch.OutOfMemoryError, match=r"paged optimizer state needs 2\.00 GiB"):
             probe._prepare()
@@ -500,7 +501,7 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
         assert probe._loss == ("chunked" if config.loss == "chunked" and trainer == "transformers" else None)
     assert asked == caps and (probe.limit_gib, probe.context_gib) == (70.0, 0.25)
     assert probe.managed_gib == (2.0 if len(caps) == 2 else 0.0)
-    assert attention == [config.padding == "longest" and trainer == "transformers"]
+    assert attention == [(config.padding == "longest" and trainer == "transformers", False)]
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -591,7 +592,7 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
     monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any]
 ) -> None:
     done: list[Any] = []
-    monkeypatch.setattr(module, "choose_attention", lambda any_length: None)
+    monkeypatch.setattr(module, "choose_attention", lambda any_length, flash: None)
     monkeypatch.setattr(module, "set_checkpointing", lambda *asked: done.append(("checkpointing", *asked)))
     monkeypatch.setattr(module, "attach", lambda *asked: done.append(("attach", *asked)) or "model")
     meter = SimpleNamespace(context_gib=lambda: 0.25, cap=lambda *_: 70.0, torch_device=CPU)

@@ -15,9 +15,10 @@ from autotune.probe.runtime import patches
 
 @pytest.fixture
 def _restored() -> Iterator[None]:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    cudnn, flash = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
     yield
-    torch.backends.cuda.enable_cudnn_sdp(before)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_flash_sdp(flash)
 
 
 @pytest.mark.usefixtures("_restored")
@@ -25,6 +26,15 @@ def test_cudnn_is_left_out_where_rows_may_have_any_length() -> None:
     for any_length in (True, False, True):
         patches.choose_attention(any_length=any_length)
         assert torch.backends.cuda.cudnn_sdp_enabled() is not any_length
+        assert torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_card_that_stands_in_for_an_old_one_attends_without_flash_and_cudnn() -> None:
+    for flash in (False, True):
+        patches.choose_attention(any_length=False, flash=flash)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is flash
+        assert torch.backends.cuda.flash_sdp_enabled() is flash
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from autotune.catalog import resolve_model
-from autotune.core.probe_types import DeviceRates, OomDetail, Outcome, Phase, ProbeRequest, Rung
+from autotune.core.probe_types import DeviceRates, Fingerprint, OomDetail, Outcome, Phase, ProbeRequest, Rung
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe import device_rates, harness, health, model_shape, resident, worker
@@ -78,6 +78,7 @@ class Meter:
     """A device on which `allocated` GiB are in use, and of which it may be said that it lost some."""
 
     torch_device = "cpu"
+    capability: str | None = None
 
     def __init__(self, allocated: float = 0.0, returned: bool = True) -> None:
         self.allocated = allocated
@@ -90,6 +91,9 @@ class Meter:
 
     def memory_gib(self) -> float:
         return 24.0
+
+    def fingerprint(self) -> Fingerprint:
+        return replace(FINGERPRINT, compute_capability=self.capability)
 
     def peak_gib(self) -> tuple[float, float]:
         return 8.0, 9.0
@@ -552,12 +556,16 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_a_worker_starts_with_a_tiny_probe_of_which_nothing_is_kept(starting: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("capability", "bf16"), [("7.5", False), ("8.0", True)])
+def test_a_worker_starts_with_a_tiny_probe_of_which_nothing_is_kept(
+    starting: dict[str, Any], capability: str, bf16: bool
+) -> None:
     """What libraries hold from then on is context. Nothing is collected while they load."""
+    starting["meter"].capability = capability
     frozen, sent = gc.get_freeze_count(), list[Any]()
     made = worker.Worker("cuda", sent.append, "scratch")
     assert starting["device"] == "cuda" and starting["checked"] == ["cpu"]
-    assert starting["request"] == tiny_request("cuda", 24.0)
+    assert starting["request"] == tiny_request("cuda", 24.0, bf16=bf16)
     assert starting["before"] == (0, 0.0, 24.0, None) and starting["collecting"] == [False]
     assert gc.isenabled() and starting["frozen"] > frozen
     assert (made._served, made._residents, made._empty_gib) == (0, {}, 0.75)

@@ -263,7 +263,7 @@ def test_what_the_layers_of_a_model_cannot_do_is_refused_of_one_configuration(
         ("t4", {"precision": "fp16_mixed"}, None),
         ("v100-16gb", {"precision": "fp16_mixed", "attention": "flash_attention_2"}, "too old"),
         ("a100", {"quantization": "fp8"}, "does not multiply 8-bit floats"),
-        ("cpu", {"kernels": "liger"}, "needs a GPU"),
+        ("cpu", {"precision": "fp32", "kernels": "liger"}, "needs a GPU"),
     ],
 )
 def test_what_a_card_cannot_do_is_refused_of_one_configuration(
@@ -298,8 +298,17 @@ NOT_ON_A_T4 = {  # of compute capability 7.5
         ("h200", {"precision": {"fp16_mixed"}}),
     ],
 )
-def test_what_a_device_cannot_do(device: str, lost: dict[str, set[str]]) -> None:
+def test_what_a_device_cannot_do(monkeypatch: pytest.MonkeyPatch, device: str, lost: dict[str, set[str]]) -> None:
+    monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: True)
     assert lost_by(lambda narrowing: narrow_to_device(narrowing, resolve_device(device))) == lost
+
+
+def test_a_processor_that_emulates_bf16_is_left_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.catalog.devices.multiplies_bf16", lambda: False)
+    narrowing = unnarrowed(precision=("fp32", "bf16_mixed"))
+    narrow_to_device(narrowing, resolve_device("cpu"))
+    assert both(narrowing, "precision") == ("fp32",)
+    assert "far slower than fp32" in narrowing.removals[0].reason
 
 
 def test_fp16_trains_on_no_cpu_even_where_a_space_has_no_bf16() -> None:

@@ -48,7 +48,7 @@ def test_every_shipped_space_loads_and_makes_configurations():
         # Compiled: packed or in buckets; else also padded to the longest, with a mask or without.
         ("lora", 6 * 6 * 4 * 4 * 3 * 3 * 4 * 2),
         ("qlora", 6 * 2 * 6 * 4 * 4 * 3 * 3 * 4 * 2),
-        ("full", 6 * 6 * 4 * 2 * 5 * 4 * 2),
+        ("full", 6 * 6 * 4 * 3 * 5 * 4 * 2),
         ("default", 6 * 5 * 6 * 4 * 4 * 3 * 3 * 4 * 2 * 2),  # none, fp8, int8, nf4 with and without double_quant
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.probe_types import ModelShape
+from autotune.core.train_config import TrainConfig
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.search_space import SearchSpace
 from autotune.problem.setup import adapt_to_layers, known_shape, open_reserve, set_up
@@ -110,8 +111,20 @@ def test_bf16(installed):
     assert set_up(spec, H200).task.space.knob("precision").values == ("bf16_mixed",)
     allowed = replace(spec, allow_pure_bf16=True)
     assert set_up(allowed, H200).task.space.knob("precision").values == ("bf16_mixed", "bf16_pure")
-    with pytest.raises(UsageError, match=r"no value of precision is left in the space 'full': .*: t4 has no bf16"):
-        set_up(replace(spec, space="full"), t4)
+    assert set_up(replace(spec, space="full"), t4).task.baselines[0].precision == "fp16_mixed"
+    pinned = replace(spec, pins={"precision": "bf16_mixed"})
+    with pytest.raises(UsageError, match=r"no value of precision is left in the space 'lora': .*: t4 has no bf16"):
+        set_up(pinned, t4)
+
+
+@pytest.mark.parametrize("name", ["t4", "v100-16gb"])
+@pytest.mark.parametrize("kind", ["lora", "qlora", "full", "everything"])
+def test_a_card_before_compute_capability_8_is_asked_for_fp16_and_no_flash_attention(installed, name, kind):
+    task = set_up(StudySpec(model="qwen2.5-0.5b", space=kind), resolve_device(name)).task
+    for config in (task.baselines[0], task.space.config(task.space.clip(TrainConfig()))):
+        asked = task.request(config, device="cuda", memory_gib=14.0, headroom=0.05, seed=0)
+        assert (asked.config.precision, asked.flash) == ("fp16_mixed", False)
+    assert {"sdpa_cudnn", "flash_attention_2"}.isdisjoint(task.space.choices("attention"))
 
 
 def test_the_global_batch_and_the_context_bound_the_space(installed):
