@@ -322,7 +322,7 @@ class Measurement:
     checkpoint_s: float | None = None
     model_gib: float  # resident base weights
     adapters_gib: float
-    gradients_gib: float
+    gradients_gib: float  # of one micro batch, as far as they are alive at once
     optimizer_gib: float
     peak_allocated_gib: float
     peak_reserved_gib: float  # what must fit under limit_gib
@@ -344,8 +344,8 @@ class Measurement:
 
     @property
     def checkpoint_gib(self) -> float:
-        """The size of a checkpoint: what is trained, which is as large as its gradients, and the optimizer's state."""
-        return self.gradients_gib + self.optimizer_gib + self.managed_gib
+        """The size of a checkpoint: what is trained, the adapters or all weights, and the optimizer's state."""
+        return (self.adapters_gib or self.model_gib) + self.optimizer_gib + self.managed_gib
 
     def terms_gib(self, peak_gib: float) -> dict[str, float]:
         """What a peak consists of: weights, adapters, gradients, optimizer state; activations are the rest."""

@@ -29,6 +29,7 @@ class TrainConfig:
     modules_to_save: str = KNOBS["modules_to_save"].default
     optimizer: str = KNOBS["optimizer"].default
     precision: str = KNOBS["precision"].default
+    optimizer_in_backward: bool = KNOBS["optimizer_in_backward"].default
     quantization: str = KNOBS["quantization"].default
     double_quant: bool = KNOBS["double_quant"].default
     kbit_preparation: bool = KNOBS["kbit_preparation"].default

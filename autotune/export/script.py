@@ -93,6 +93,7 @@ def settings(recipe: Recipe) -> RunSettings:
         padded_lengths=_padded_lengths(recipe),
         group_by_length=config.group_by_length,
         optimizer=config.optimizer,
+        optimizer_in_backward=config.optimizer_in_backward,
         loss=config.loss,
         kernels=config.kernels,
         compile=config.compile,

@@ -15,7 +15,11 @@ from autotune.study.summary import Recipe
 
 # Keys of trl_sft.yaml that TrainingArguments does not take.
 _TRL_ONLY = ("max_length", "packing", "packing_strategy", "pad_to_multiple_of")
-_OWN_WORDS = ("checkpointing", "compile")  # knobs that TRL passes to TrainingArguments unchanged
+_OWN_WORDS = (
+    "checkpointing",
+    "compile",
+    "optimizer_in_backward",
+)  # knobs that TRL passes to TrainingArguments unchanged
 
 
 def export(recipe: Recipe) -> dict[str, str]:

@@ -55,6 +55,7 @@ SHARED = (
     "kbit_preparation",
     "precision",
     "optimizer",
+    "optimizer_in_backward",
 )
 _EXAMPLE_OPTIONS = ("dataset", "tokenizer", "lengths", "mean_tokens", "p99_tokens", "tokens_per_example")
 

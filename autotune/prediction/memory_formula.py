@@ -201,6 +201,7 @@ def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
         "int8 bases": config.quantization == "int8",
         "k-bit preparation": config.kbit_preparation,
         "DoRA": config.dora,
+        "an optimizer in the backward pass": config.optimizer_in_backward,
         "offloaded checkpoints": config.offloads,
     }
     return next((what for what, applies in uncovered.items() if applies), None)

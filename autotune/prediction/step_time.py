@@ -146,7 +146,7 @@ def counted_step_time(config: TrainConfig, count: DryCount, host: Host = MEASURE
     moved, thin = count.moved_bytes, count.moved_bytes.get("thin product", 0)
     weighed = moved.get("other", 0) + STRIDED * moved.get("strided", 0) + INDEXED * moved.get("indexed", 0)
     weights = count.model_gib if config.method == "full" else count.adapters_gib
-    stepped = (3 * count.gradients_gib + 2 * weights + 2 * count.optimizer_gib) * GIB  # as of the formula
+    stepped = (5 * weights + 2 * count.optimizer_gib) * GIB  # as of the formula; gradients are as large as weights
     return StepTimeEstimate(
         products_s=sum(flops * _slowness(name, config) for name, flops in count.flops.items()) / rate,
         bytes_s=(weighed / MOVED_SHARE + thin / THIN_SHARE) / bandwidth,

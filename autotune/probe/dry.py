@@ -84,17 +84,24 @@ class CountedStep:
         The optimizer's state exists, and where a step has several micro batches the gradients of an earlier one.
         """
         counter, trained = self._counter, trained_parameters(self._model)
+        in_backward = self._config.optimizer_in_backward
         counter.hold_module(self._model)
         built = counter.live
         with counter:
-            optimizer_step = make_optimizer(self._config, self._model)
+            groups = [[parameter] for parameter in trained] if in_backward else [trained]
+            steps = [make_optimizer(self._config, self._model, group) for group in groups]
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             gradients = counter.live - built
-            optimizer_step()
+            for step in steps:
+                step()
             state = counter.live - built - gradients
             if self._request.micro_steps == 1:
                 self._forget_gradients()
+            if in_backward:
+                gradients = max(parameter.nbytes for parameter in trained)
+                for parameter, step in zip(trained, steps, strict=True):
+                    parameter.register_post_accumulate_grad_hook(partial(_step_and_free, step))
             self._divide_step()
             counter.begin()
             batches = [self._batch() for _ in range(self._request.micro_steps)]  # Trainer fetches those of a step
@@ -105,8 +112,9 @@ class CountedStep:
             del loss
             work = dict(counter.flops), dict(counter.moved), counter.operations  # of a micro batch, not of the rest
             self._enter("optimizer")
-            nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer_step()
+            if not in_backward:
+                nn.utils.clip_grad_norm_(trained, 1.0)
+                steps[0]()
             self._forget_gradients()
             self._enter("")
         segments = {name: gib(peak + always) for name, peak in self._segments.items()}
@@ -261,9 +269,8 @@ _WORKSPACES: dict[str, Callable[..., int]] = {
 }
 
 
-def make_optimizer(config: TrainConfig, model: nn.Module) -> Callable[[], None]:
-    """A step of the optimizer: it makes the state at its first call, and temporary tensors at each."""
-    trained = trained_parameters(model)
+def make_optimizer(config: TrainConfig, model: nn.Module, trained: list[nn.Parameter]) -> Callable[[], None]:
+    """A step of the optimizer of these: it makes the state at its first call, and temporary tensors at each."""
     name = config.optimizer
     if name == "adamw_torch":
         return partial(_step, torch.optim.AdamW(trained, foreach=True))
@@ -285,6 +292,12 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Callable[[], None]:
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
+
+
+def _step_and_free(step: Callable[[], None], parameter: nn.Parameter) -> None:
+    """As of `runtime.lean_trainer.step_in_backward`."""
+    step()
+    parameter.grad = None
 
 
 def _moments(optimizer: str, parameter: nn.Parameter, *, in_32_bits: bool) -> Iterator[torch.Tensor]:

@@ -343,6 +343,7 @@ class Probe:
                 train_dataset=train,
                 eval_dataset=held_out,
                 compute_loss_func=self._loss,
+                optimizer_in_backward=config.optimizer_in_backward,
             )
         trainer.add_callback(_StepEnds(self.recorder))
         trainer.remove_callback(PrinterCallback)
@@ -485,7 +486,7 @@ class Probe:
             row_length=self.request.longest.length,
             model_gib=self.resident.model_gib,
             adapters_gib=self.resident.adapters_gib(),
-            gradients_gib=sum(map(tensor_gib, trained)),
+            gradients_gib=(max if self.request.config.optimizer_in_backward else sum)(map(tensor_gib, trained)),
             optimizer_gib=on_device,
             peak_allocated_gib=max(recorder.peaks.values()),
             peak_reserved_gib=recorder.reserved,
@@ -504,7 +505,7 @@ class Probe:
         """Release the Trainer and what accelerate keeps of it, and restore the model."""
         from accelerate.state import AcceleratorState, GradientState
 
-        for hook in self._hooks:
+        for hook in (*self._hooks, *getattr(self.trainer, "step_hooks", ())):
             hook.remove()
         module_names(self.base).update(self._names)
         vars(self.model).pop("train", None)  # LeanTrainer's

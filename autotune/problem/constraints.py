@@ -96,6 +96,7 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
     batch, examples = workload.global_batch, workload.trained
     uneven = {size for size in narrowing.space.choices("micro_batch_size") if batch % size}
     narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {batch} (--global-batch)")
+    narrowing.only_with("optimizer_in_backward", "micro_batch_size", (batch,))  # its gradients do not add up
     if not workload.examples_assumed:  # a micro batch that is not full is left out of the run
         narrowing.keep("micro_batch_size", lambda size: size <= examples, f"more rows than examples ({examples})")
     context = model.max_seq_len
@@ -180,6 +181,7 @@ def narrow_to_trl(narrowing: Narrowing, *, installed: bool) -> None:
     narrowing.remove("packing", {True}, "TRL lays packed rows out as one, which is not probed yet")
     _narrow_padding_to_trl(narrowing)
     narrowing.remove("quantization", {"fp8"}, "TRL has no fp8 base")
+    narrowing.remove("optimizer_in_backward", {True}, "TRL's optimizer steps once the backward pass has ended")
     narrowing.remove("attention", {"sdpa_cudnn"}, "a name that TRL does not know")
     if "lora" in narrowing.space.choices("method") and "none" in narrowing.space.choices("quantization"):
         narrowing.remove("precision", {"bf16_pure"}, "TRL keeps adapters on an unquantised base in fp32")

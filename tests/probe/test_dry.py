@@ -19,6 +19,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import memory_breakdown
 from autotune.probe import dry as module
 from autotune.probe import dry_compile
+from autotune.probe.accounting import trained_parameters
 from autotune.probe.dry import (
     META,
     CountedStep,
@@ -272,6 +273,21 @@ def test_a_single_micro_batch_has_no_gradients_in_its_forward_pass() -> None:
     assert difference == pytest.approx(accumulated.gradients_gib + batch, rel=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "adafactor"])
+def test_an_optimizer_in_the_backward_pass_frees_each_gradient(optimizer: str) -> None:
+    """The count is that of the same step on a CPU. The state is that of an optimizer at the end of the step."""
+    knobs = {"method": "full", "precision": "fp32", "attention": "eager", "optimizer": optimizer}
+    at_end = replace(request("llama", checkpointing="full", **knobs), micro_steps=1)
+    inside = replace(at_end, config=replace(at_end.config, optimizer_in_backward=True))
+    dry, real, whole = counted_on("meta", inside), counted_on("cpu", inside), counted_on("meta", at_end)
+    numbers_of_steps = 21 * 512 / 2**30 if optimizer == "adamw_torch" else 0.0  # torch has them on the CPU
+    assert dry.segment_peak_gib == pytest.approx(real.segment_peak_gib, rel=1e-9, abs=numbers_of_steps)
+    assert dry.optimizer_gib == whole.optimizer_gib
+    assert dry.gradients_gib * 2**30 == 128 * 32 * 4 < whole.gradients_gib * 2**30  # the embedding's
+    assert dry.peak_allocated_gib < whole.peak_allocated_gib
+    assert "optimizer" not in dry.segment_peak_gib or dry.segment_peak_gib["optimizer"] < dry.peak_allocated_gib
+
+
 @pytest.mark.parametrize(("size", "is_hidden"), [(1, False), (2, True)])
 def test_padded_rows_have_a_mask_unless_each_is_alone(size: int, is_hidden: bool) -> None:
     """512 x 512 of it for each row, of a byte at least. A row alone has no padding, and models leave out its mask."""
@@ -401,7 +417,7 @@ def test_the_state_of_an_optimizer_by_hand(name: str) -> None:
     frozen = nn.Linear(64, 64, device=META).requires_grad_(False)
     model.append(frozen)
     with StorageCounter(META) as counter:
-        step = make_optimizer(TrainConfig(optimizer=name), model)
+        step = make_optimizer(TrainConfig(optimizer=name), model, trained_parameters(model))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -428,7 +444,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_matrix() -> None:
     model = nn.Linear(250, 400).to_empty(device=META)
     with cuda_on_meta(packed=False, padded=False), StorageCounter(META) as counter:
         counter.hold_module(model)
-        step = make_optimizer(TrainConfig(optimizer="adafactor"), model)
+        step = make_optimizer(TrainConfig(optimizer="adafactor"), model, trained_parameters(model))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         before = counter.live

@@ -139,6 +139,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "rank": {"lora_rank": 64},
     "dora": {"lora_rank": 8, "dora": True},
     "full": {"method": "full"},
+    "in backward": {"method": "full", "optimizer_in_backward": True},
     "bf16": {"precision": "bf16_mixed"},
     "checkpointing": {"checkpointing": "full"},
 }

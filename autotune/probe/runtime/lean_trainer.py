@@ -1,8 +1,11 @@
 """transformers' Trainer without the work that it does on every module of a model for every micro batch."""
 
 import weakref
+from functools import partial
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -23,7 +26,7 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
         "fp16": settings.precision == "fp16_mixed",
         "use_cpu": on_cpu,
         "learning_rate": settings.learning_rate,
-        "max_grad_norm": 1.0,
+        "max_grad_norm": 0.0 if settings.optimizer_in_backward else 1.0,  # the norm of all is known at the end alone
         "logging_steps": 10,
         "logging_nan_inf_filter": False,  # it would hide a bad loss, and wait for the device at every micro batch
         "report_to": [],
@@ -41,13 +44,32 @@ class LeanTrainer(Trainer):
     On a 7B model with adapters each of these takes the host milliseconds a micro batch, in which a device with a small
     micro batch idles.
 
-    `row_lengths`, the tokens of each row to train on, put rows of nearly the same length into a micro batch.
+    `row_lengths`, the tokens of each row to train on, put rows of nearly the same length into a micro batch. With
+    `optimizer_in_backward` see `step_in_backward`.
     """
 
-    def __init__(self, *args: Any, row_lengths: list[int] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        row_lengths: list[int] | None = None,
+        optimizer_in_backward: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.row_lengths = row_lengths
+        self.optimizer_in_backward = optimizer_in_backward
+        self.step_hooks: list[Any] = []
         visit_modules_on_change(self.model)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, which steps in the backward pass if that was asked for."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        if self.optimizer_in_backward and not self.step_hooks:
+            if self.args.gradient_accumulation_steps > 1:
+                raise ValueError("the optimizer can step in the backward pass if a step has one micro batch alone")
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.step_hooks = step_in_backward(optimizer, partial(kind, **options))
+        return optimizer
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """The sampler by length where that was asked for, else the Trainer's own choice."""
@@ -75,6 +97,28 @@ class LeanTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Zero: counting them visits every parameter."""
         return 0
+
+
+def step_in_backward(optimizer: torch.optim.Optimizer, make: Any) -> list[Any]:
+    """Take the step of each parameter as soon as its gradient is there, and free the gradient: few exist at a time.
+
+    An optimizer that `make` makes does so for each parameter. All share the state of `optimizer`, which keeps the
+    learning rates, saves and loads as before, and whose own step does nothing. Returns the hooks.
+    """
+
+    def step(parameter: nn.Parameter, own: torch.optim.Optimizer, group: int) -> None:
+        own.state = optimizer.state  # loading a checkpoint replaces it
+        own.param_groups[0]["lr"] = optimizer.param_groups[group]["lr"]
+        own.step()
+        parameter.grad = None
+
+    hooks = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            own = make([group | {"params": [parameter]}])
+            hooks.append(parameter.register_post_accumulate_grad_hook(partial(step, own=own, group=number)))
+    optimizer.step = MethodType(lambda self, closure=None: None, optimizer)
+    return hooks
 
 
 def visit_modules_on_change(model: nn.Module) -> None:

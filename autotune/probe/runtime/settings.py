@@ -79,7 +79,8 @@ class RunSettings:
     tokens, an optimizer step `accumulation` micro batches. Rows are padded to the next of `padded_lengths`, or to the
     longest of their micro batch where there are none: `padding` is the name of that. `group_by_length` puts rows of
     nearly the same length into a micro batch. `examples` and `lengths` (in tokens, repeated in turn) describe the
-    random rows of a run that only measures the speed. `loss_on` says what is trained on (`examples.Encoder`); None goes
+    random rows of a run that only measures the speed. `optimizer_in_backward` steps each parameter when its gradient is
+    there. `loss_on` says what is trained on (`examples.Encoder`); None goes
     by each row; `trained_share` of the random tokens are. The learning rate is a common default: it was not tuned.
     `eval_share` of the examples is held out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or
     the tracker that knows this run as `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that
@@ -104,6 +105,7 @@ class RunSettings:
     padded_lengths: list[int]
     group_by_length: bool
     optimizer: str
+    optimizer_in_backward: bool
     loss: str
     kernels: str
     compile: str

@@ -168,6 +168,7 @@ def make_trainer(
         compute_loss_func=loss,
         callbacks=[clock],
         row_lengths=[rows.num_tokens(row) for row in train_rows] if settings.group_by_length else None,
+        optimizer_in_backward=settings.optimizer_in_backward,
     )
 
 

@@ -46,6 +46,7 @@ def test_learning_knobs_are_those_that_change_what_is_learned():
     assert {name for name, knob in KNOBS.items() if knob.kind == "learning"} == {
         *("method", "seq_len", "lora_rank", "lora_targets", "optimizer", "precision", "quantization", "double_quant"),
         *("dora", "rslora", "group_by_length", "modules_to_save", "kbit_preparation"),
+        "optimizer_in_backward",
     }
 
 
@@ -164,8 +165,9 @@ def test_what_is_no_choice(knob, value):
 @pytest.mark.parametrize("knob", names("boolean"))
 @pytest.mark.parametrize("value", [1, 0, "true", None, []])
 def test_what_is_no_bool(knob, value):
+    enabled = {"method": "full"} if knob == "optimizer_in_backward" else {"quantization": "nf4"}
     with pytest.raises(ValueError, match=f"{knob} is true or false, not"):
-        TrainConfig(quantization="nf4", **{knob: value})
+        TrainConfig(**(enabled | {knob: value}))
 
 
 def test_an_unknown_knob():

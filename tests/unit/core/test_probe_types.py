@@ -242,7 +242,9 @@ def test_numbers_are_the_same_question_where_they_differ_by_rounding() -> None:
 
 
 def test_a_checkpoint_has_what_is_trained_and_its_optimizer_state() -> None:
-    assert measurement(gradients_gib=2.0, optimizer_gib=3.0, managed_gib=0.5).checkpoint_gib == 5.5
+    held = {"model_gib": 8.0, "optimizer_gib": 3.0, "managed_gib": 0.5}
+    assert measurement(adapters_gib=2.0, **held).checkpoint_gib == 5.5
+    assert measurement(adapters_gib=0.0, **held).checkpoint_gib == 11.5
 
 
 LONG, SHORT = (MicroBatch(rows=((length,),), length=length, share=0.5) for length in (40, 9))

@@ -24,12 +24,13 @@ def test_knobs_without_effect_are_dropped():
 
 
 def test_only_what_has_an_effect_is_in_the_digest():
-    assert set(KNOBS) - set(TrainConfig().as_dict()) == {"double_quant", "kbit_preparation"}
+    inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward"}
+    assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
         *("lora_rank", "lora_targets", "modules_to_save", "dora", "rslora"),
         *("quantization", "double_quant", "kbit_preparation"),
     }
-    assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS)
+    assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS) - {"optimizer_in_backward"}
     assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
 
 
@@ -59,9 +60,11 @@ def test_every_knob_changes_the_digest():
         "rslora": True,
         "loader_workers": 2,
     }
-    assert set(others) == set(KNOBS) == {field.name for field in fields(TrainConfig)}
+    full = TrainConfig(method="full")
+    assert replace(full, optimizer_in_backward=True).digest != full.digest  # not a knob of adapters
+    assert {*others, "optimizer_in_backward"} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
-    assert len(digests) == len(KNOBS) + 1
+    assert len(digests) == len(others) + 1
     assert all(len(digest) == 12 and int(digest, 16) >= 0 for digest in digests)
 
 
@@ -70,7 +73,7 @@ def test_the_digest_is_stable():
     assert TrainConfig().digest == digest_of(dict(reversed(TrainConfig().as_dict().items())))
     assert digest_of({"b": 1, "a": [1, "ä"]}) == "bc83937abf39"
     assert TrainConfig().digest == "9bbd1267e189"
-    assert TrainConfig(method="full", compile="per_layer").digest == "3604ecc2d40e"
+    assert TrainConfig(method="full", compile="per_layer").digest == "5e0866784d41"
     assert (
         TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload", packing=True).digest
         == "ff953302e823"

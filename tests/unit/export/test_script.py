@@ -43,6 +43,7 @@ CONFIGS = [
     TrainConfig(modules_to_save="embedding"),
     TrainConfig(modules_to_save="head"),
     TrainConfig(modules_to_save="embedding_and_head", quantization="nf4", kbit_preparation=True),
+    TrainConfig(method="full", micro_batch_size=32, precision="bf16_pure", optimizer_in_backward=True),
 ]
 TARGETS = {  # of a Llama
     "all-linear": ["all-linear"],
@@ -129,6 +130,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "lora_targets": config.method == "full" or data["lora_target_modules"] == TARGETS[config.lora_targets],
         "modules_to_save": data.get("lora_modules_to_save") == SAVED[config.modules_to_save],
         "optimizer": data["optim"] == config.optimizer,
+        "optimizer_in_backward": not config.optimizer_in_backward,
         "precision": data["dtype"] == config.base_dtype
         and data["bf16"] is (config.precision == "bf16_mixed")
         and data["fp16"] is (config.precision == "fp16_mixed"),

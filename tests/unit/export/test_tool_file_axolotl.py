@@ -48,6 +48,7 @@ CONFIGS = [
     TrainConfig(modules_to_save="embedding"),
     TrainConfig(modules_to_save="head"),
     TrainConfig(modules_to_save="embedding_and_head", quantization="nf4", kbit_preparation=True),
+    TrainConfig(method="full", micro_batch_size=32, precision="bf16_pure", optimizer_in_backward=True),
 ]
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=TrainConfig.label)
 HOSTILE = [

@@ -68,6 +68,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         == (model.get("lora_attn_modules"), model.get("apply_lora_to_mlp")),
         "modules_to_save": config.modules_to_save == "none",
         "optimizer": data["optimizer"].items() >= OPTIMIZERS[config.optimizer].items(),
+        "optimizer_in_backward": data.get("optimizer_in_bwd", False) is config.optimizer_in_backward,
         "precision": data["dtype"] == base.get(config.precision),
         "quantization": model.get("quantize_base", False) is (config.quantization == "nf4")
         and config.quantization in ("nf4", "none"),

@@ -56,6 +56,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         == ("all-linear" if config.lora_targets == "all-linear" else TARGETS[config.lora_targets]),
         "modules_to_save": adapter.get("modules_to_save") == SAVED[config.modules_to_save],
         "optimizer": said["optim"] == config.optimizer,
+        "optimizer_in_backward": not config.optimizer_in_backward,
         "precision": said["bf16"] is (config.precision == "bf16_mixed")
         and said["fp16"] is (config.precision == "fp16_mixed")
         and f'dtype="{config.base_dtype}"' in code,

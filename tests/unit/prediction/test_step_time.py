@@ -322,7 +322,7 @@ def test_counted_work_by_hand(method: str, weights_gib: float) -> None:
     weighed = 0.7 + STRIDED * 0.2 + INDEXED * 0.1
     assert found.bytes_s == pytest.approx((weighed / MOVED_SHARE + 0.3 / THIN_SHARE) / 4.8)
     assert found.host_s == pytest.approx(10_000 * OPERATION_US * 1e-6 * 0.5)
-    assert found.rest_s == pytest.approx((3 * 2 + 2 * weights_gib + 2 * 4) * GIB / 4.8e12)
+    assert found.rest_s == pytest.approx((5 * weights_gib + 2 * 4) * GIB / 4.8e12)
     assert (found.device_error, found.host_error) == (COUNTED_ERROR, 0.4)
     assert counted_step_time(TrainConfig(), replace(count, flops={})) is None  # its memory alone was counted
     assert counted_step_time(TrainConfig(precision="fp32"), count) is None  # at another rate

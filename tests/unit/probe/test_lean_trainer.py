@@ -107,6 +107,53 @@ def test_evaluation_compiles_nothing_and_leaves_out_no_row(tmp_path: Path) -> No
     assert args.dataloader_drop_last
 
 
+class _Model(nn.Module):
+    """Two layers and a norm; its loss is on the labels, which are its input too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+    def forward(self, labels: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layers(labels) - labels.flip(-1)).square().mean()}
+
+
+def trained(folder: Path, optimizer: str, resumed_from: str | None = None, **changes: Any) -> LeanTrainer:
+    config = TrainConfig(method="full", micro_batch_size=2, precision="fp32", optimizer=optimizer, **changes)
+    arguments = training_arguments(script.settings(recipe(config)), accumulation=1, on_cpu=True)
+    arguments |= {"max_grad_norm": 0.0, "learning_rate": 0.01, "warmup_steps": 3, "seed": 3}
+    steps = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "disable_tqdm": True}
+    rows = [{"labels": torch.randn(4, generator=torch.Generator().manual_seed(row))} for row in range(16)]
+    args = TrainingArguments(output_dir=str(folder), **arguments, **steps)
+    in_backward = config.optimizer_in_backward
+    trainer = LeanTrainer(_Model(), args, train_dataset=rows, optimizer_in_backward=in_backward)
+    trainer.train(resume_from_checkpoint=resumed_from)
+    return trainer
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_torch", "adafactor", "adamw_8bit"])
+def test_a_step_in_the_backward_pass_is_the_same_step(tmp_path: Path, optimizer: str) -> None:
+    """With warm-up, and after it went on from a checkpoint. No gradient is left at the end of a backward pass."""
+    at_end = trained(tmp_path / "end", optimizer)
+    inside = trained(tmp_path / "inside", optimizer, optimizer_in_backward=True)
+    resumed = trained(
+        tmp_path / "resumed", optimizer, str(tmp_path / "inside/checkpoint-4"), optimizer_in_backward=True
+    )
+    for one in (inside, resumed):
+        torch.testing.assert_close(one.model.state_dict(), at_end.model.state_dict(), rtol=1e-6, atol=1e-7)
+        assert len(one.optimizer.state_dict()["state"]) == 6
+        assert all(parameter.grad is None for parameter in one.model.parameters())
+
+
+def test_gradients_of_several_micro_batches_cannot_add_up_in_the_backward_pass(tmp_path: Path) -> None:
+    arguments = training_arguments(settings_of_two_rows(), accumulation=2, on_cpu=True)
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=1, **arguments)
+    trainer = LeanTrainer(_Model(), args, train_dataset=[{"labels": torch.ones(4)}] * 4, optimizer_in_backward=True)
+    with pytest.raises(ValueError, match="if a step has one micro batch alone"):
+        trainer.train()
+
+
 def settings_of_two_rows() -> Any:
     return script.settings(recipe(TrainConfig(micro_batch_size=2, precision="fp32")))
 

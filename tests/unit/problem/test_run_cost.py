@@ -103,7 +103,7 @@ def test_examples_that_are_held_out_take_no_training_step() -> None:
 
 
 def measured(**changes: Any) -> Measurement:
-    return measurement(gradients_gib=1.0, optimizer_gib=2.0, managed_gib=0.5, **changes)
+    return measurement(adapters_gib=1.0, optimizer_gib=2.0, managed_gib=0.5, **changes)
 
 
 def test_evaluations_and_checkpoints_count_as_they_were_measured() -> None:
