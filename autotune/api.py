@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from autotune.core.errors import (
     AutotuneError,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from autotune.planning.compare import Budget, Comparison, Owned
     from autotune.planning.plan import Plan
     from autotune.planning.run_check import CheckReport
+    from autotune.planning.several_gpus import GpuPlan
     from autotune.prediction.calibration import Calibration
     from autotune.study.named_configs import ConfigResult
     from autotune.study.session import Leader, Session
@@ -104,17 +105,54 @@ def result_of(record: StudyRecord, url: str) -> "StudyResult":
     return StudyResult(summary=read_summary(record, url, estimate_other_devices), record=record, url=url)
 
 
-def plan(model: str, *, gpu: str = "auto", space: str | SearchSpace | None = None, **options: Any) -> "Plan":
+@overload
+def plan(
+    model: str,
+    *,
+    gpu: str = ...,
+    space: str | SearchSpace | None = ...,
+    gpus: None = ...,
+    within: None = ...,
+    **options: Any,
+) -> "Plan": ...
+
+
+@overload
+def plan(
+    model: str,
+    *,
+    gpu: str = ...,
+    space: str | SearchSpace | None = ...,
+    gpus: int | Sequence[int],
+    within: str | float | None = ...,
+    **options: Any,
+) -> "GpuPlan": ...
+
+
+def plan(
+    model: str,
+    *,
+    gpu: str = "auto",
+    space: str | SearchSpace | None = None,
+    gpus: int | Sequence[int] | None = None,
+    within: str | float | None = None,
+    **options: Any,
+) -> "Plan | GpuPlan":
     """Estimate by formula what fits a GPU, how fast it trains and what that costs; needs no GPU.
 
-    A dry probe counts what no formula covers, in seconds. `options` are those of `autotune plan`, with underscores.
-    Raises AutotuneError.
+    A dry probe counts what no formula covers, in seconds. With `gpus`, such as [1, 2, 4, 8], the answer is a GpuPlan
+    for these numbers of GPUs of one host, and `within` is its deadline: "6h", or a number of hours. `options` are those
+    of `autotune plan`, with underscores. Raises AutotuneError.
     """
     from autotune.planning import plan as planning
     from autotune.planning.observations import known_observations
 
-    spec = StudySpec(model=model, gpu=gpu, space=space, **options)
-    return planning.plan(spec, observations=known_observations(), counted=True)
+    spec, observations = StudySpec(model=model, gpu=gpu, space=space, **options), known_observations()
+    if gpus is None and within is None:
+        return planning.plan(spec, observations=observations, counted=True)
+    from autotune.planning.several_gpus import plan_spec
+
+    return plan_spec(spec, gpus, within=within, observations=observations)
 
 
 def compare(

@@ -15,15 +15,24 @@ from autotune.core.errors import UsageError
 from autotune.core.parallelism import STRATEGIES, Parallelism
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
-from autotune.planning.device_estimate import memory_estimate, no_estimate, observed_transfer, with_step_time
-from autotune.planning.observations import Observation
-from autotune.planning.plan import candidates, distinguishable, estimate_data
+from autotune.core.units import parse_duration
+from autotune.planning.device_estimate import (
+    limit_of,
+    memory_estimate,
+    no_estimate,
+    observed_transfer,
+    planned_device,
+    with_step_time,
+)
+from autotune.planning.observations import Observation, Say, silent
+from autotune.planning.plan import candidates, distinguishable, estimate_data, planned_setup
 from autotune.prediction.collectives import RankStepTime, rank_step_time, traffic
 from autotune.prediction.memory_formula import unsupported
 from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import StepTimeEstimate, estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, interval
 from autotune.problem.run_cost import FITS, TIGHT, DeviceEstimate
+from autotune.problem.study_spec import StudySpec
 from autotune.problem.task import Task
 from autotune.study.ranking import Scored, choose
 
@@ -140,8 +149,9 @@ def _cheapest(rows: Sequence[RankPlan]) -> RankPlan | None:
     return min(priced, key=lambda row: (row.usd or 0.0, row.hours or 0.0), default=None)
 
 
-def parse_gpus(text: str) -> tuple[int, ...]:
-    """'1,2,4' -> (1, 2, 4). Raises UsageError for what is no number of GPUs of one host."""
+def parse_gpus(given: str | int | Sequence[int]) -> tuple[int, ...]:
+    """'1,2,4', or [1, 2, 4] -> (1, 2, 4). Raises UsageError for what is no number of GPUs of one host."""
+    text = given if isinstance(given, str) else ",".join(map(str, [given] if isinstance(given, int) else given))
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,6}", part) and int(part) for part in parts):
         raise UsageError(f"--gpus cannot be {text!r}", remedy="separate numbers by commas: --gpus 1,2,4,8")
@@ -158,6 +168,43 @@ def split_count(gpu: str) -> tuple[str | None, str]:
     """'8xh100' -> ('8', 'h100'), 'h100' -> (None, 'h100')."""
     found = re.fullmatch(r"\s*([0-9]+)\s*x\s*(.+)", gpu)
     return (found[1], found[2]) if found else (None, gpu)
+
+
+def parse_within(within: str | float | None) -> float | None:
+    """Hours: '6h' -> 6.0; a number is hours. Raises UsageError for what is no time above zero."""
+    if within is None:
+        return None
+    try:
+        return parse_duration(within if isinstance(within, str) else f"{within}h") / 3600
+    except ValueError as error:
+        raise UsageError(f"--within: {error}", remedy="for example --within 6h") from None
+
+
+def plan_spec(
+    spec: StudySpec,
+    gpus: str | int | Sequence[int] | None,
+    *,
+    within: str | float | None = None,
+    observations: Sequence[Observation] = (),
+    say: Say = silent,
+) -> GpuPlan:
+    """Plan a study for `gpus`, numbers of GPUs; without them, for the number in `spec.gpu`, such as 8xh100.
+
+    Raises UsageError where a part of the spec, a number or the deadline is impossible, or no formula covers the model.
+    """
+    counted, gpu = split_count(spec.gpu)
+    if counted is not None and gpus is not None:
+        raise UsageError(f"--gpu says {counted} GPUs and --gpus {gpus}", remedy="leave out one of them")
+    numbers = counted if gpus is None else gpus
+    if numbers is None:
+        raise UsageError("--within needs the numbers of GPUs to choose from", remedy="for example --gpus 1,2,4,8")
+    if spec.configs:
+        raise UsageError(
+            "--gpus plans a search space, and the spec names configurations", remedy="leave out one of them"
+        )
+    counts, hours, device = parse_gpus(numbers), parse_within(within), planned_device(gpu)
+    task = planned_setup(replace(spec, gpu=gpu), device, say).task
+    return plan_gpus(task, limit_of(spec, device), counts, observations, within_hours=hours)
 
 
 def plan_gpus(

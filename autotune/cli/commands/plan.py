@@ -8,8 +8,7 @@ import typer
 from autotune.cli.options import Evidence, Gpu, Json
 from autotune.cli.study_options import PLANNED, spec_of, with_study_options
 from autotune.cli.terminal import print_json, print_note, print_table
-from autotune.core.errors import NothingFits, UsageError
-from autotune.core.units import parse_duration
+from autotune.core.errors import NothingFits
 from autotune.problem.study_spec import StudySpec
 from autotune.study.storage.location import EVIDENCE
 
@@ -35,17 +34,11 @@ def plan_command(
     """
     from autotune.planning.several_gpus import split_count
 
-    counted, gpu = split_count(gpu) if gpu else (None, gpu)
-    if counted is not None and gpus is not None:
-        raise UsageError(f"--gpu says {counted} GPUs and --gpus {gpus}", remedy="leave out one of them")
-    numbers = counted if gpus is None else gpus
-    if within is not None and numbers is None:
-        raise UsageError("--within needs the numbers of GPUs to choose from", remedy="for example --gpus 1,2,4,8")
     spec = spec_of(options | {"gpu": gpu})
-    if numbers is None:
+    if gpus is None and within is None and split_count(spec.gpu)[0] is None:
         plan(spec, evidence=evidence, as_json=json_)
     else:
-        plan_several(spec, numbers, within=within, evidence=evidence, as_json=json_)
+        plan_several(spec, gpus, within=within, evidence=evidence, as_json=json_)
 
 
 def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
@@ -86,28 +79,22 @@ def plan(spec: StudySpec, *, evidence: Path, as_json: bool = False) -> None:
         )
 
 
-def plan_several(spec: StudySpec, numbers: str, *, within: str | None, evidence: Path, as_json: bool = False) -> None:
+def plan_several(
+    spec: StudySpec, gpus: str | None, *, within: str | None, evidence: Path, as_json: bool = False
+) -> None:
     """Print a plan for several numbers of GPUs.
 
     Raises:
         UsageError: a part of the spec, the numbers or the deadline is impossible, or no formula covers the model.
         NothingFits: no strategy surely fits on any of the numbers, or none is known to end within the deadline.
     """
-    from autotune.planning.device_estimate import limit_of, planned_device
     from autotune.planning.observations import known_observations
-    from autotune.planning.plan import planned_setup
-    from autotune.planning.several_gpus import gpu_plan_data, parse_gpus, plan_gpus
+    from autotune.planning.several_gpus import gpu_plan_data, plan_spec
     from autotune.problem.run_cost import FITS
     from autotune.problem.search_space import ways_to_fit
 
-    if spec.configs:
-        raise UsageError(
-            "--gpus plans a search space, and the spec names configurations", remedy="leave out one of them"
-        )
-    counts, hours = parse_gpus(numbers), _hours(within)
-    device, observations = planned_device(spec.gpu), known_observations(evidence, print_note)
-    task = planned_setup(spec, device, print_note).task
-    made = plan_gpus(task, limit_of(spec, device), counts, observations, within_hours=hours)
+    made = plan_spec(spec, gpus, within=within, observations=known_observations(evidence, print_note), say=print_note)
+    task = made.task
     if as_json:
         print_json(gpu_plan_data(made))
     else:
@@ -117,17 +104,8 @@ def plan_several(spec: StudySpec, numbers: str, *, within: str | None, evidence:
     if not any(row.state == FITS for row in made.rows):
         leanest = task.space.config(task.space.leanest())
         raise NothingFits(
-            f"nothing in the search space surely fits {numbers} x {device.name}",
+            f"nothing in the search space surely fits {gpus or spec.gpu} x {task.device.name}",
             remedy=f"plan for more GPUs, {ways_to_fit(leanest)}",
         )
     if within is not None and made.cheapest_within is None:
         raise NothingFits(f"no plan is known to end within {within}", remedy="allow more time, or plan for more GPUs")
-
-
-def _hours(within: str | None) -> float | None:
-    if within is None:
-        return None
-    try:
-        return parse_duration(within) / 3600
-    except ValueError as error:
-        raise UsageError(f"--within: {error}", remedy="for example --within 6h") from None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import autotune
 from autotune.catalog import resolve_device
 from autotune.cli import app
 from autotune.core.errors import NothingFits, UsageError
@@ -247,3 +248,19 @@ def test_named_configurations_are_planned_for_one_gpu() -> None:
         plan_several(spec, "2", within=None, evidence=Path("nowhere"))
     with pytest.raises(NothingFits):
         plan_several(StudySpec(model="llama-3.1-70b", gpu="l4"), "1", within=None, evidence=Path("nowhere"))
+
+
+def test_python_takes_the_numbers_as_the_command_does() -> None:
+    made = autotune.plan("mistral-7b", gpu="h100", gpus=[1, 2], within="6h", price=2.0)
+    assert {one.num_gpus for one in made.rows} == {1, 2} and made.within_hours == 6.0
+    same = autotune.plan("mistral-7b", gpu="h100", gpus=(2, 1), within=6, price=2.0)
+    assert gpu_plan_data(same) == gpu_plan_data(made)
+
+
+def test_python_refuses_what_the_command_refuses() -> None:
+    with pytest.raises(UsageError, match="8 GPUs and --gpus"):
+        autotune.plan("mistral-7b", gpu="8xh100", gpus=[2])
+    with pytest.raises(UsageError, match="--within needs"):
+        autotune.plan("mistral-7b", gpu="h100", within="6h")  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="--within"):
+        autotune.plan("mistral-7b", gpu="h100", gpus=2, within=-1)
