@@ -36,8 +36,8 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     if compared["excluded"] is not None:
         return compared
     model = resolve_model(row["model"])
-    if "vocab_size" in row:
-        model = replace(model, config=model.config | {"vocab_size": row["vocab_size"]}, params=None)
+    if "model_config" in row:
+        model = replace(model, config=model.config | row["model_config"], params=None)
     memory = memory_of(model, config, row["accumulation"])
     if memory is None:
         return compared | {"excluded": "no formula and no count"}

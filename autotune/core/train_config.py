@@ -42,6 +42,7 @@ class TrainConfig:
     padding: str = KNOBS["padding"].default
     group_by_length: bool = KNOBS["group_by_length"].default
     dora: bool = KNOBS["dora"].default
+    lora_dropout: float = KNOBS["lora_dropout"].default
     rslora: bool = KNOBS["rslora"].default
     loader_workers: int = KNOBS["loader_workers"].default
 

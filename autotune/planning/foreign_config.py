@@ -381,7 +381,15 @@ def _adapters(file: _File, tool: str) -> dict[str, Any]:
         "modules_to_save": _trained_whole(file),
         "dora": file.flag(tool_key(tool, "dora")),
         "rslora": rslora,
+        "lora_dropout": _dropout(file, tool),
     }
+
+
+def _dropout(file: _File, tool: str) -> float:
+    """The knob's value that is nearest to the file's; a share above zero never becomes zero, as it takes memory."""
+    share = file.number(tool_key(tool, "lora_dropout"), default=_default(tool, "lora_dropout"), least=0, most=1)
+    choices = [choice for choice in KNOBS["lora_dropout"].choices if choice or not share]
+    return float(min(choices, key=lambda choice: abs(choice - share)))
 
 
 def _targets(file: _File, names: set[str]) -> str:

@@ -49,6 +49,7 @@ SHARED = (
     "lora_targets",
     "modules_to_save",
     "rslora",
+    "lora_dropout",
     "seq_len",
     "quantization",
     "double_quant",

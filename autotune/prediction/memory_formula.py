@@ -202,6 +202,7 @@ def _uncovered(sizes: Sizes, config: TrainConfig) -> str | None:
         "k-bit preparation": config.kbit_preparation,
         "DoRA": config.dora,
         "an optimizer in the backward pass": config.optimizer_in_backward,
+        "dropout in compiled adapters": config.lora_dropout > 0 and config.compile != "none",
         "offloaded checkpoints": config.offloads,
     }
     return next((what for what, applies in uncovered.items() if applies), None)
@@ -393,6 +394,7 @@ def kept_bytes(sizes: Sizes, config: TrainConfig) -> float:
         keep += 4 * (sizes.heads + sizes.key_heads)
     if config.method == "lora":
         keep -= _kept_by_missing_adapters(sizes, config, pure=pure)
+        keep += _kept_by_dropout(sizes, config, pure=pure) if config.lora_dropout else 0.0
         keep += 2 * (config.lora_rank or 1) * len(sizes.adapted(config))
     return keep
 
@@ -412,6 +414,24 @@ def _kept_by_missing_adapters(sizes: Sizes, config: TrainConfig, *, pure: bool) 
         unused = [names for names in unused if "o_proj" not in names]
     inputs = {name: fan_in for name, (fan_in, _) in sizes.matrices.items()}
     return sum(2.0 * next(inputs[name] for name in names if name in inputs) for names in unused)
+
+
+def _kept_by_dropout(sizes: Sizes, config: TrainConfig, *, pure: bool) -> float:
+    """Bytes for each token that a layer keeps because its adapters drop a share of their inputs.
+
+    Each adapter keeps a mask of a byte, and an input of its own in place of the one that it shares. Under autocast it
+    has one of its own anyway, its cast.
+    """
+    adapted = sizes.adapted(config)
+    fan_in = {name: size for name, (size, _) in sizes.matrices.items() if name in adapted}
+    masks = float(sum(fan_in.values()))
+    if not pure:
+        return masks
+    # Fused attention keeps its output for itself.
+    kept_anyway = {"o_proj"} if config.attention != "eager" and sizes.family != "phi3" else set()
+    groups = [[name for name in names if name in fan_in and name not in kept_anyway] for names in _SHARED_INPUTS]
+    shared = sum(2.0 * fan_in[names[0]] for names in groups if names)
+    return masks + 2.0 * masks - shared
 
 
 def moving_bytes(sizes: Sizes, config: TrainConfig) -> float:

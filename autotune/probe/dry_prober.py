@@ -25,7 +25,7 @@ from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 from autotune.probe.worker_process import child_environment
 
-DRY_VERSION = 5  # raised when a dry probe counts something else than before
+DRY_VERSION = 6  # raised when a dry probe counts something else than before
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 LONGEST_S = 300.0  # for one answer, the start of the process included
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 aten = torch.ops.aten
+_torch_dropout = functional.dropout
 _KEY = "AutocastPrivateUse1"
 _FOREIGN = "privateuseone"
 # ATen/autocast_mode.h: what CUDA's autocast casts to 16 bits, to 32 bits, and to the widest type of the arguments.
@@ -72,6 +73,7 @@ def cuda_on_meta(*, packed: bool, padded: bool) -> Iterator[None]:
         (torch.amp, "is_autocast_available", _is_available),
         (torch.amp.autocast_mode, "is_autocast_available", _is_available),
         (functional, "scaled_dot_product_attention", _attend),
+        (functional, "dropout", _drop),
         (torch.autograd.graph, "save_on_cpu", _SaveOnHost),
         # What its `maybe_autocast` returns for the meta device. Models call that to switch autocast off.
         (transformers.utils.generic, "nullcontext", lambda: torch.autocast("meta", enabled=False)),
@@ -235,6 +237,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if id(value) not in _casts:
         _casts[id(value)] = (value, value.to(dtype))
     return _casts[id(value)][1]
+
+
+# --- dropout
+
+
+def _drop(inputs: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """CUDA's kernel, which keeps a mask of a byte for each value; other devices keep factors of the inputs' dtype."""
+    if inputs.is_meta and training and 0.0 < p < 1.0 and not inplace:
+        dropped: torch.Tensor = torch.native_dropout(inputs, p, True)[0]
+        return dropped
+    return _torch_dropout(inputs, p, training, inplace)
 
 
 # --- attention

@@ -19,6 +19,7 @@ def model_settings(config: TrainConfig, model_type: str) -> ModelSettings:
         modules_to_save=saved_modules(model_type, config.modules_to_save),
         dora=config.dora,
         rslora=config.rslora,
+        lora_dropout=config.lora_dropout,
         adapters_in_fp32=config.precision != "bf16_pure",
         checkpoint_every=config.checkpoint_every,
         offload=config.offloads,

@@ -89,7 +89,7 @@ def attach(resident: ResidentModel, config: TrainConfig, device: torch.device, s
     settings = model_settings(config, resident.base.config.model_type)
     if config.method == "full":
         return to_train(resident.base, settings, device)
-    scale, pure = (config.lora_alpha, config.rslora), config.precision == "bf16_pure"
+    scale, pure = (config.lora_alpha, config.rslora, config.lora_dropout), config.precision == "bf16_pure"
     wanted = (config.lora_rank, config.lora_targets, config.modules_to_save, *scale, config.dora, pure)
     if resident.adapted is None or resident.adapted_for != wanted:
         if resident.adapted is not None:

@@ -16,7 +16,7 @@ from torch import fx, nn
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import DryCount, MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import memory_breakdown
+from autotune.prediction.memory_formula import Sizes, kept_bytes, memory_breakdown
 from autotune.probe import dry as module
 from autotune.probe import dry_compile
 from autotune.probe.accounting import trained_parameters
@@ -100,6 +100,9 @@ def counted_on(device: str, wanted: ProbeRequest) -> DryCount:
 )
 def test_the_count_is_that_of_the_same_step_on_a_cpu(family: str, knobs: dict[str, Any]) -> None:
     wanted = request(family, attention="eager", **knobs)
+    # A CPU keeps factors instead of CUDA's masks.
+    without_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0) if family == "gpt2" else {}
+    wanted = replace(wanted, model=wanted.model | without_dropout)
     dry, real = counted_on("meta", wanted), counted_on("cpu", wanted)
     # The gradients of norms on a CPU take temporary tensors that CUDA does not.
     allowed = 4096 / 2**30 if knobs["precision"] == "bf16_pure" else 0.0
@@ -677,3 +680,36 @@ def test_a_compiled_kernel_reads_what_is_stored_once_and_writes_what_others_need
         layer(rows)
     assert (counter.moved["other"], counter.operations) == (4 * 2 * 8 * 16 + 4 * 2 * 8 * 4, 3)
     assert counter.flops == {"mm": 2 * 8 * 16 * 4}
+
+
+@pytest.mark.parametrize("model", ["tinyllama", "phi-3-mini", "qwen3-0.6b"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"precision": "bf16_pure"},
+        {"precision": "bf16_pure", "attention": "eager"},
+        {"precision": "bf16_mixed", "lora_targets": "q_v"},
+        {"precision": "bf16_mixed", "quantization": "nf4"},
+    ],
+    ids=str,
+)
+def test_what_dropout_keeps_is_counted_as_the_formula_says(model: str, knobs: dict[str, Any]) -> None:
+    if model == "phi-3-mini" and "lora_targets" in knobs:
+        knobs = knobs | {"lora_targets": "attention"}
+    spec = resolve_model(model)
+    sizes = Sizes.of(spec)
+    assert sizes is not None
+
+    def of_a_layer(share: float) -> tuple[float, float]:
+        """What a layer adds to the peak of the forward pass, counted, and what the formula says that it keeps."""
+        config = TrainConfig(
+            micro_batch_size=2, seq_len=512, checkpointing="none", loss="chunked", lora_dropout=share, **knobs
+        )
+        shallow, deep = (
+            dry_probe(ProbeRequest(config=config, model=spec.config, memory_gib=100.0, depth=depth)) for depth in (3, 4)
+        )
+        counted = deep.segment_peak_gib["forward"] - shallow.segment_peak_gib["forward"]
+        return counted, config.tokens * kept_bytes(sizes, config) / 2**30
+
+    (counted, kept), (counted_without, kept_without) = of_a_layer(0.1), of_a_layer(0.0)
+    assert counted - counted_without == pytest.approx(kept - kept_without, rel=0.01)

@@ -397,3 +397,12 @@ def test_only_casts_of_trained_parameters_are_kept() -> None:
             assert counter.live == 8192
             torch.set_autocast_enabled("meta", False)
         assert counter.live == 0  # nothing is left behind
+
+
+def test_dropout_keeps_a_mask_of_a_byte() -> None:
+    inputs = torch.ones(64, 64, dtype=torch.bfloat16, device=META, requires_grad=True)
+    with cuda_on_meta(packed=False, padded=False), StorageCounter(META) as counter:
+        for training, held in ((True, 64 * 64 * (2 + 1)), (False, 0)):
+            dropped = functional.dropout(inputs, 0.1, training)
+            assert counter.live == held
+            del dropped

@@ -21,9 +21,9 @@ class ModelSettings:
     `base_dtype` is torch's name of the base weights' dtype. `quantization` is none, fp8, int8 or nf4. `lora_rank` is
     None in full fine-tuning. `lora_targets` are the names of the modules with adapters, None for every linear layer but
     the head; modules that end in a name of `modules_to_save` are trained whole. `adapters_in_fp32` keeps adapters in
-    fp32 on a base of fewer bits. `kbit_preparation` has the part of the base that is not quantised in fp32. Every
-    `checkpoint_every`-th layer is recomputed in the backward pass, none where it is None; `offload` moves what layers
-    are recomputed from to the host's memory.
+    fp32 on a base of fewer bits; they drop the share `lora_dropout` of their inputs. `kbit_preparation` has the part of
+    the base that is not quantised in fp32. Every `checkpoint_every`-th layer is recomputed in the backward pass, none
+    where it is None; `offload` moves what layers are recomputed from to the host's memory.
     """
 
     base_dtype: str
@@ -37,6 +37,7 @@ class ModelSettings:
     modules_to_save: list[str] | None
     dora: bool
     rslora: bool
+    lora_dropout: float
     adapters_in_fp32: bool
     checkpoint_every: int | None
     offload: bool
@@ -48,7 +49,7 @@ class ModelSettings:
         return {
             "r": self.lora_rank,
             "lora_alpha": self.lora_alpha,
-            "lora_dropout": 0.0,
+            "lora_dropout": self.lora_dropout,
             "target_modules": "all-linear" if self.lora_targets is None else self.lora_targets,
             "modules_to_save": self.modules_to_save,
             "task_type": "CAUSAL_LM",

@@ -45,7 +45,7 @@ def test_a_knob_stands_after_those_that_decide_whether_it_is_active():
 def test_learning_knobs_are_those_that_change_what_is_learned():
     assert {name for name, knob in KNOBS.items() if knob.kind == "learning"} == {
         *("method", "seq_len", "lora_rank", "lora_targets", "optimizer", "precision", "quantization", "double_quant"),
-        *("dora", "rslora", "group_by_length", "modules_to_save", "kbit_preparation"),
+        *("dora", "lora_dropout", "rslora", "group_by_length", "modules_to_save", "kbit_preparation"),
         "optimizer_in_backward",
     }
 

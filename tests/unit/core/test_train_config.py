@@ -27,7 +27,7 @@ def test_only_what_has_an_effect_is_in_the_digest():
     inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward"}
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
-        *("lora_rank", "lora_targets", "modules_to_save", "dora", "rslora"),
+        *("lora_rank", "lora_targets", "modules_to_save", "dora", "lora_dropout", "rslora"),
         *("quantization", "double_quant", "kbit_preparation"),
     }
     assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS) - {"optimizer_in_backward"}
@@ -57,6 +57,7 @@ def test_every_knob_changes_the_digest():
         "padding": "max_length",
         "group_by_length": True,
         "dora": True,
+        "lora_dropout": 0.05,
         "rslora": True,
         "loader_workers": 2,
     }
@@ -72,11 +73,11 @@ def test_the_digest_is_stable():
     # Stored probes are found again by it: a changed digest forgets every measurement.
     assert TrainConfig().digest == digest_of(dict(reversed(TrainConfig().as_dict().items())))
     assert digest_of({"b": 1, "a": [1, "ä"]}) == "bc83937abf39"
-    assert TrainConfig().digest == "9bbd1267e189"
+    assert TrainConfig().digest == "1606f27d5211"
     assert TrainConfig(method="full", compile="per_layer").digest == "5e0866784d41"
     assert (
         TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload", packing=True).digest
-        == "ff953302e823"
+        == "dec609fae64e"
     )
 
 

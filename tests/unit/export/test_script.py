@@ -153,6 +153,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "group_by_length": data.get("train_sampling_strategy", "random")
         == ("group_by_length" if config.group_by_length else "random"),
         "dora": data.get("use_dora", False) is config.dora,
+        "lora_dropout": data.get("lora_dropout") == (config.lora_dropout if config.method == "lora" else None),
         "rslora": data.get("use_rslora", False) is config.rslora,
     }
     named = {item.split()[0].rstrip(":") for item in keys.inexpressible("trl", made)}

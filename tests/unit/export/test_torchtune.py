@@ -86,6 +86,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "padding": config.padding == "longest",
         "group_by_length": not config.group_by_length,
         "dora": model.get("use_dora", False) is config.dora,
+        "lora_dropout": model.get("lora_dropout") == (config.lora_dropout if config.method == "lora" else None),
         "rslora": not lora or model["lora_alpha"] / model["lora_rank"] == pytest.approx(scale),
     }
     unsaid = {knob for knob in config.as_dict() if not said[knob]}

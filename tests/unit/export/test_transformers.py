@@ -75,6 +75,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "group_by_length": said.get("train_sampling_strategy", "random")
         == ("group_by_length" if config.group_by_length else "random"),
         "dora": adapter.get("use_dora", False) is config.dora,
+        "lora_dropout": adapter.get("lora_dropout", 0.0) == config.lora_dropout,
         "rslora": adapter.get("use_rslora", False) is config.rslora,
         "loader_workers": said["dataloader_num_workers"] == config.loader_workers,
     }

@@ -73,7 +73,9 @@ def test_trl_example(read):
         "num_train_epochs: 1\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 2\n"
         "output_dir: ./sft_output\nuse_peft: true\nlora_r: 16\nlora_alpha: 16\nreport_to: trackio\n"
     )
-    assert run.config == TrainConfig(lora_targets="q_v", micro_batch_size=8, seq_len=1024, loss="chunked")
+    assert run.config == TrainConfig(
+        lora_targets="q_v", lora_dropout=0.05, micro_batch_size=8, seq_len=1024, loss="chunked"
+    )
     assert (run.format, run.model, run.dataset) == ("trl", "Qwen/Qwen2.5-0.5B", "trl-lib/Capybara")
     assert (run.accumulation, run.epochs, run.num_gpus, run.max_steps, run.max_examples) == (2, 1.0, None, None, None)
     assert run.notes == (FP32_BASE, CHUNKS, PEFT)
@@ -157,7 +159,7 @@ def test_factory_v1_example(read):
         "  dcp_path: null\nquant_config:\n  name: bnb\n  quantization_bit: 4\ntrain_dataset: data/v1_sft_demo.yaml\n"
         "micro_batch_size: 1\ncutoff_len: 2048\nlearning_rate: 1.0e-4\nmax_steps: 10\nsample_backend: hf\n"
     )
-    assert run.config.label() == "lora r16 nf4-double 1x2048 bf16_mixed ckpt-full adamw_torch loader-8"
+    assert run.config.label() == "lora r16 nf4-double 1x2048 bf16_mixed ckpt-full adamw_torch loader-8 dropout-0.05"
     assert (run.format, run.model, run.dataset) == (V1, "Qwen/Qwen3-0.6B", "data/v1_sft_demo.yaml")
     assert (run.accumulation, run.max_steps, run.num_gpus) == (1, 10, None)
     assert run.notes == (COMMAND, SHARDED)
@@ -227,7 +229,8 @@ def test_defaults(read):
     [
         ("trl", "{load_in_4bit: 1, use_bnb_nested_quant: true, lora_r: '6.4e1', use_dora: true, use_rslora: yes, "
          "max_seq_length: 1e3, packing: true, torch_compile: true, dataloader_num_workers: 3, optim: adamw_bnb_8bit}",
-         "rsdora r64 nf4-double 8x1000 bf16_mixed ckpt-full adamw_8bit on-q_v compiled chunked-loss packed loader-4"),
+         "rsdora r64 nf4-double 8x1000 bf16_mixed ckpt-full adamw_8bit on-q_v compiled chunked-loss packed loader-4 "
+         "dropout-0.05"),
         ("axolotl", "{load_in_8bit: 'True', lora_r: 8, peft_use_dora: 1, peft_use_rslora: on, flash_attention: true, "
          "torch_compile: auto, optimizer: ao_adamw_fp8, micro_batch_size: '4', gradient_checkpointing: 'true'}",
          "rsdora r8 int8 4x512 bf16_mixed ckpt-full adamw_8bit on-q_v compiled flash_attention_2"),
@@ -804,3 +807,14 @@ def test_sixty_characters_of_a_wrong_value_are_shown(failure):
     """With the quotes around it; of a longer one 57, and three points."""
     assert failure(f"{TRL}packing: {'x' * 58}\n").endswith(f"not '{'x' * 58}'")
     assert failure(f"{TRL}packing: {'x' * 59}\n").endswith(f"not '{'x' * 56}...")
+
+
+@pytest.mark.parametrize(
+    ("written", "share"), [("0.0", 0.0), ("0.001", 0.05), ("0.05", 0.05), ("0.08", 0.1), ("0.5", 0.1)]
+)
+def test_dropout_above_zero_stays_above_zero(read, written, share):
+    run = read(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: a/b\nuse_peft: true\nlora_target_modules: all-linear\n"
+        f"lora_dropout: {written}\n"
+    )
+    assert run.config.lora_dropout == share
