@@ -42,15 +42,16 @@ class Parallelism:
 
     def precision(self, config: TrainConfig) -> str:
         """The name of what a configuration computes in under this strategy."""
-        return SHARDED_PRECISION if self.shards else config.precision
+        return SHARDED_PRECISION if self.shards and config.precision == "bf16_mixed" else config.precision
 
     def refusal(self, config: TrainConfig) -> str | None:
         """Why this strategy cannot train the configuration; None if it can."""
         if not self.shards:
             return None
+        tried = ("bf16_mixed", "fp32") if self.strategy in FSDP2 else ("bf16_mixed",)
         shared = {
             f"{config.precision} was not tried under {self.strategy}, which computes in bf16 with fp32 masters": (
-                config.precision != "bf16_mixed"
+                config.precision not in tried
             ),
             f"an {config.quantization} base was not tried under {self.strategy}": config.quantization == "fp8",
             "DoRA was not tried with sharded weights": config.dora,

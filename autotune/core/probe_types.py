@@ -38,6 +38,13 @@ class Rung(StrEnum):
     NODE = "node"  # only compares a worker's node with the others
 
 
+class World(StrEnum):
+    """How a probe on several GPUs comes by its ranks, the processes that share out a training."""
+
+    FAKE = "fake"  # one process plays rank 0: memory and computation of a rank, no communication, and wrong losses
+    REAL = "real"  # a process for each, on a device of its own
+
+
 class Phase(StrEnum):
     """The part of a probe in which something happened."""
 
@@ -116,6 +123,8 @@ class ProbeRequest:
     of one micro batch are timed once everything else was; not of a whole model, whose micro batches take long. With
     `new_lengths` a few micro batches of new lengths are timed, where attention plans for each. Without `flash`, torch's
     own attention has neither FlashAttention nor cuDNN to choose from: the card of the run is too old for them.
+    `micro_steps` and micro batches are those of each GPU, where `parallelism` has several; `world` says who their ranks
+    are.
     """
 
     config: TrainConfig
@@ -129,6 +138,7 @@ class ProbeRequest:
     depth: int | None = None
     trainer: str = "transformers"
     parallelism: Parallelism = field(default_factory=Parallelism)
+    world: World = World.FAKE
     min_timed_micros: int = 2
     max_timed_steps: int = 40
     min_timed_s: float = 1.0
@@ -139,6 +149,16 @@ class ProbeRequest:
     profile: bool = False
     new_lengths: bool = True
     flash: bool = True
+
+    @property
+    def plays_a_rank(self) -> bool:
+        """Whether one process plays a rank of several: what it learns means nothing."""
+        return self.parallelism.num_gpus > 1 and self.world is World.FAKE
+
+    @property
+    def has_real_ranks(self) -> bool:
+        """Whether several processes share out this training, which wait for each other."""
+        return self.parallelism.num_gpus > 1 and self.world is World.REAL
 
     @property
     def kinds(self) -> tuple[MicroBatch, ...]:
@@ -179,11 +199,20 @@ class ProbeRequest:
                 "num_gpus": self.parallelism.num_gpus,
                 "strategy": self.parallelism.strategy,
                 "micro_batches": [(kind.rows, kind.length, round(kind.share, 6)) for kind in self.micro_batches],
+                **({"world": self.world} if self.parallelism.num_gpus > 1 else {}),
                 **({"trained_share": self.trained_share} if self.trained_share < 1 else {}),
                 **({"profile": True} if self.profile and self.depth is not None else {}),
                 **({} if self.flash else {"flash": False}),
             }
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The place of a process among real ranks: its number, and a file, not there yet, by which they find each other."""
+
+    number: int
+    meeting: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ def rank_breakdown(
     if (reason := parallelism.refusal(config)) is not None:
         raise ValueError(reason)
     sizes = supported(model, config)
-    if sizes is None:
+    if sizes is None or (parallelism.shards and config.precision == "fp32"):
         return None
     if parallelism.shards:
         return _sharded(sizes, config, parallelism, micro_steps > 1)

@@ -16,8 +16,9 @@ UNITS_PER_GIB = {"bytes": 2**30, "kib": 2**20, "mib": 2**10, "gib": 1}
 
 
 def tensor_gib(tensor: torch.Tensor) -> float:
-    """The size of a tensor's elements."""
-    return gib(tensor.numel() * tensor.element_size())
+    """The size of a tensor's elements; of a sharded one, those that this rank has."""
+    own: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return gib(own.numel() * own.element_size())
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:

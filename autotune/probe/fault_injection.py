@@ -1,7 +1,8 @@
-"""Faults on purpose, which test how a study deals with them: AUTOTUNE_INJECT=FAULT[@PHASE][:TRIAL], comma-separated.
+"""Faults on purpose, which test how a study deals with them.
 
-FAULT is one of FAULTS. PHASE is load, first_step (the default), steady, evaluate or save. TRIAL is the number of the
-one trial to disturb; by default every probe is. Without the variable nothing happens.
+AUTOTUNE_INJECT=FAULT[@PHASE][:TRIAL][#RANK], comma-separated. FAULT is one of FAULTS. PHASE is load, first_step (the
+default), steady, evaluate or save. TRIAL is the number of the one trial to disturb; by default every probe is. RANK is
+the one rank of a probe on several GPUs that is struck; by default all are. Without the variable nothing happens.
 """
 
 import os
@@ -51,9 +52,9 @@ def _do(fault: str) -> None:
         os._exit(3)
 
 
-def strike(log: str, phase: Phase) -> None:
-    """Do what the faults for this phase of the probe that writes this log are."""
-    for fault, fault_phase in _requested(log):
+def strike(log: str, phase: Phase, rank: int = 0) -> None:
+    """Do what the faults for this phase of the probe that writes this log are, on this rank."""
+    for fault, fault_phase in _requested(log, rank):
         if phase is fault_phase:
             _do(fault)
 
@@ -63,13 +64,16 @@ def throttles(log: str) -> bool:
     return any(fault == THROTTLE for fault, _ in _requested(log))
 
 
-def _requested(log: str) -> list[tuple[str, Phase]]:
-    """The faults for the probe that writes this log, each with its phase."""
+def _requested(log: str, rank: int = 0) -> list[tuple[str, Phase]]:
+    """The faults for a rank of the probe that writes this log, each with its phase."""
     requested = []
     for entry in filter(None, os.environ.get(VARIABLE, "").split(",")):
-        match = re.fullmatch(r"([a-z-]+)(?:@([a-z_]+))?(?::([0-9]+))?", entry)
+        match = re.fullmatch(r"([a-z-]+)(?:@([a-z_]+))?(?::([0-9]+))?(?:#([0-9]+))?", entry)
         if match is None or match[1] not in FAULTS:
-            raise ValueError(f"{VARIABLE}: {entry!r} is not FAULT[@PHASE][:TRIAL] with one of {', '.join(FAULTS)}")
-        if match[3] is None or Path(log).name.startswith(f"trial-{int(match[3]):04d}"):
+            raise ValueError(
+                f"{VARIABLE}: {entry!r} is not FAULT[@PHASE][:TRIAL][#RANK] with one of {', '.join(FAULTS)}"
+            )
+        of_trial = match[3] is None or Path(log).name.startswith(f"trial-{int(match[3]):04d}")
+        if of_trial and match[4] in (None, str(rank)):
             requested.append((match[1], Phase(match[2] or Phase.FIRST_STEP)))
     return requested

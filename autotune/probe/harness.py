@@ -31,17 +31,19 @@ from autotune.probe.accounting import (
     logical_params,
     optimizer_gib,
     paged_state_gib,
+    parameter_gib,
     tensor_gib,
     trained_parameters,
 )
 from autotune.probe.kernels import kernel_times, listed, run_profiled
 from autotune.probe.meters import Meter
 from autotune.probe.model_settings import model_settings
+from autotune.probe.rank import Rank
 from autotune.probe.recorder import MAX_WARMUP_ROUNDS, Recorder, compiled_graphs
 from autotune.probe.resident import ResidentModel, attach, clean, module_names
 from autotune.probe.runtime import rows
 from autotune.probe.runtime.chunked_loss import CHUNK_TOKENS, chunked_loss
-from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, training_arguments
+from autotune.probe.runtime.lean_trainer import LeanTrainer, compile_layers, sharing_arguments, training_arguments
 from autotune.probe.runtime.model_builder import decoder_layers, set_checkpointing
 from autotune.probe.runtime.patches import choose_attention
 from autotune.probe.schedule import NEW_LENGTHS, NEW_LENGTHS_S
@@ -102,6 +104,16 @@ class _StepEnds(TrainerCallback):
             control.should_training_stop = True
 
 
+class _Beginning(TrainerCallback):
+    """Reports that the Trainer has shared out the model, and begins to train."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begin()
+
+
 class Recorded:
     """Mixed in before a Trainer, reports the phases of its training step to a recorder."""
 
@@ -159,10 +171,12 @@ class Probe:
         meter: Meter,
         emit: Callable[[Phase], None],
         scratch: str | None = None,
+        rank: Rank | None = None,
     ) -> None:
         """Prepare a probe of `request` on the resident model.
 
-        `emit` reports to the parent that a phase begins, `scratch` is a directory for temporary files.
+        `emit` reports to the parent that a phase begins, `scratch` is a directory for temporary files. `rank` has
+        joined the world of a request for several GPUs.
         """
         self.request = request
         self.resident = resident
@@ -170,7 +184,9 @@ class Probe:
         self.scratch = scratch
         self.base = resident.base
         planned = _lengths(request) <= _SEEN_LENGTHS
-        self.recorder = Recorder(meter, request, emit, self._state_gib, planned=planned)
+        self.rank = rank
+        largest = rank.largest if rank and request.has_real_ranks else None
+        self.recorder = Recorder(meter, request, emit, self._state_gib, planned=planned, largest=largest)
         self.model: nn.Module = resident.base
         self.trainer: Any = None
         self.managed_gib = 0.0
@@ -181,7 +197,8 @@ class Probe:
         self._evaluation_s: float | None = None
         self._checkpoint_s: float | None = None
         self._hooks: list[Any] = []
-        self._names = dict(module_names(self.base))
+        self._module_names = module_names(self.base)  # FSDP2 gives the model a class of another module
+        self._names = dict(self._module_names)
 
     def run(self) -> Measurement:
         """Train, time and weigh. Raises what training raises, NotSteady, BadLoss and WrongPrecision."""
@@ -196,9 +213,10 @@ class Probe:
             self.recorder.weigh()
             self.recorder.check_steady()
             losses = [float(loss) for loss in self.recorder.losses]
-            if not all(math.isfinite(loss) and loss != 0.0 for loss in losses):
+            if not self.request.plays_a_rank and not all(math.isfinite(loss) and loss != 0.0 for loss in losses):
                 raise BadLoss(f"the loss went {', '.join(f'{loss:.4g}' for loss in losses[:8])}")
-            if self.request.plans_by_length and self.request.new_lengths:
+            # How many lengths are tried hangs on the time they take, which differs from rank to rank.
+            if self.request.plans_by_length and self.request.new_lengths and not self.request.has_real_ranks:
                 self._new_length_s = self._time_new_lengths()
             if self.request.evaluate:
                 self._evaluate_and_save()
@@ -242,6 +260,15 @@ class Probe:
         dynamo.fail_on_recompile_limit_hit = True
         compile_layers(decoder_layers(self.model))
 
+    def _begin_training(self) -> None:
+        """The Trainer has shared out the model among the ranks: what that took is no part of a step."""
+        assert self.rank is not None
+        self.rank.adopt(self.trainer.model_wrapped)
+        self.resident.model_gib = parameter_gib(self.base) - self.resident.adapters_gib()
+        self.resident.base_gib = self.resident.model_gib
+        self.meter.release()
+        self.meter.rebase(self._state_gib())
+
     def _add_hooks(self) -> None:
         """Hooks at both ends of the layers check autocast, and divide a step.
 
@@ -271,7 +298,8 @@ class Probe:
 
     def _check_autocast(self, *_: Any) -> None:
         """Raises WrongPrecision where an earlier probe of this process has left autocast on, or off."""
-        wanted = self.request.config.precision in ("bf16_mixed", "fp16_mixed")
+        shards = self.request.parallelism.shards  # by casting weights, without autocast
+        wanted = self.request.config.precision in ("bf16_mixed", "fp16_mixed") and not shards
         if torch.is_autocast_enabled(self.meter.torch_device.type) is not wanted:
             raise WrongPrecision(f"autocast is {'off' if wanted else 'on'} with {self.request.config.precision}")
 
@@ -315,7 +343,9 @@ class Probe:
         each = len(schedule.round)
         num_steps = len(schedule.lead) + each * (MAX_WARMUP_ROUNDS + 1) + request.max_timed_steps + each
         on_cpu = self.meter.torch_device.type == "cpu"
-        settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=on_cpu) | {
+        settings = training_arguments(config, accumulation=request.micro_steps, on_cpu=on_cpu)
+        settings |= sharing_arguments(request.parallelism.strategy, decoder_layers(self.model))
+        settings |= {
             "output_dir": scratch,
             "max_steps": num_steps,
             "per_device_eval_batch_size": config.micro_batch_size,
@@ -346,20 +376,25 @@ class Probe:
                 optimizer_in_backward=config.optimizer_in_backward,
             )
         trainer.add_callback(_StepEnds(self.recorder))
+        if request.parallelism.num_gpus > 1:
+            trainer.add_callback(_Beginning(self._begin_training))
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.recorder = self.recorder
         return trainer
 
     def _rows(self, order: list[int], seed: int) -> list[Tensors]:
-        """The rows of micro batches of these kinds, one after another. Each kind has a few different micro batches."""
+        """The rows of micro batches of these kinds, one after another, for each rank in turn.
+
+        Each kind has a few different micro batches.
+        """
         request, generator = self.request, torch.Generator().manual_seed(seed)
-        kinds = request.kinds
+        kinds, num_ranks = request.kinds, request.parallelism.num_gpus
         num_different = math.ceil(DIFFERENT_ROWS / (len(kinds) * request.config.micro_batch_size))
         made: dict[tuple[int, int], list[Tensors]] = {}
         seen = Counter[int]()
         in_order = []
-        for index in order:
+        for index in (index for index in order for _ in range(num_ranks)):
             key = index, seen[index] % num_different
             if key not in made:
                 made[key] = self._random_rows(kinds[index], generator)
@@ -507,7 +542,7 @@ class Probe:
 
         for hook in (*self._hooks, *getattr(self.trainer, "step_hooks", ())):
             hook.remove()
-        module_names(self.base).update(self._names)
+        self._module_names.update(self._names)
         vars(self.model).pop("train", None)  # LeanTrainer's
         if self.trainer is not None:
             self.trainer.callback_handler.callbacks.clear()

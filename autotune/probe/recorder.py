@@ -59,16 +59,20 @@ class Recorder:
         state_gib: Callable[[], float],
         *,
         planned: bool = False,
+        largest: Callable[[float], float] | None = None,
     ) -> None:
         """`emit` reports a phase to the parent; `state_gib` is the size of what is alive between two steps.
 
-        `planned` is as in `Schedule.of`.
+        `planned` is as in `Schedule.of`. Where several ranks must take the same steps, `largest` returns the largest of
+        their values.
         """
         self.meter = meter
         self.request = request
         self.schedule = Schedule.of(request, planned=planned)
         self.emit = emit
         self._state_gib = state_gib
+        self._must_agree = largest is not None
+        self._largest = largest or (lambda value: value)
         self.phase = Phase.LOAD
         self.step = 0
         self.first_timed: int | None = None
@@ -174,16 +178,18 @@ class Recorder:
         if not num_rounds and self.step >= len(schedule.lead):
             return
         graphs = compiled_graphs()
-        settled = graphs == self._graphs
+        settled = not self._largest(float(graphs != self._graphs))
         self._graphs = graphs
         if not num_rounds or (not settled and num_rounds < MAX_WARMUP_ROUNDS):
             return
         begin = self.step + 1 - each
-        step_s = max(self.meter.seconds(self.starts[begin][0], self._now()) / each, 1e-6)
+        step_s = self._largest(max(self.meter.seconds(self.starts[begin][0], self._now()) / each, 1e-6))
         self.emit(Phase.STEADY)
         self._num_warm = self.step + 1
         marks = ((self.starts[index], self.ends[index]) for index in range(begin, self.step + 1))
-        micro_s = schedule.mean([seconds for pair in marks for seconds in map(self.meter.seconds, *pair)])
+        micro_s = self._largest(
+            schedule.mean([seconds for pair in marks for seconds in map(self.meter.seconds, *pair)])
+        )
         if self.meter.peaks_are_free:
             counts = num_rounds > 1 or schedule.first_counts(micro_s)
             self.first_timed = begin if counts else self.step + 1
@@ -198,7 +204,7 @@ class Recorder:
         assert self.first_timed is not None and self.last_timed is not None
         each = len(self.schedule.round)
         num_rounds, inside = divmod(self.step + 1 - self.first_timed, each)
-        if inside:
+        if inside or self._must_agree:  # which ranks could do at each step only by waiting for each other
             return
         starts = [self.starts[self.first_timed + index * each][0] for index in range(num_rounds)]
         ends = starts[1:]

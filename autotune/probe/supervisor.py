@@ -36,8 +36,20 @@ class WorkerProber:
     TooManyFailures (the device is broken) and Cancelled (`should_stop` returned True).
     """
 
-    def __init__(self, device: str, logs: Path, *, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Start nothing yet. `device` is "cuda" or "cpu"; `logs` the directory of worker.log."""
+    def __init__(
+        self,
+        device: str,
+        logs: Path,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        card: int | str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Start nothing yet. `device` is "cuda" or "cpu"; `logs` the directory of worker.log.
+
+        `card` is a GPU by index or UUID, by default the first that is visible; `threads` are those of the worker on a
+        CPU, by default one for each core.
+        """
         self.device = device
         self.logs = logs
         self.starts = 0
@@ -46,7 +58,9 @@ class WorkerProber:
         self._process: WorkerProcess | None = None
         self._ready = False
         self._fingerprint: Fingerprint | None = None
-        self._nvml = Nvml.open() if device == "cuda" else None
+        self._variables = {} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}
+        self._variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        self._nvml = Nvml.open(card) if device == "cuda" else None
         self._memory_errors = self._nvml.uncorrected_errors() if self._nvml else None
         self._start_s: float | None = None  # of a worker that has not probed a whole model yet
         self._was_slowed = False  # by heat or hardware, in the last probe with sensors
@@ -62,7 +76,7 @@ class WorkerProber:
     def fingerprint(self) -> Fingerprint:
         """The worker's; starts one if none has run. Raises as `probe` does."""
         if self._fingerprint is None:
-            self._ready_process()
+            self.ready_process()
         assert self._fingerprint is not None
         return self._fingerprint
 
@@ -124,18 +138,18 @@ class WorkerProber:
         begin = time.monotonic()
         monitor = Monitor(self._nvml, throttled=throttles(log.name))
         try:
-            process = self._ready_process()
+            process = self.ready_process()
             process.send({"request": to_data(request), "log": str(log)})
             message = self._receive(process, monitor)
         except ENDED:
-            reason = self._end_of_worker(host_oom_kills() > oom_kills)
-            return _failed(request, Outcome.CRASH, None, reason, begin, log)
+            reason = self.end_of_worker(host_oom_kills() > oom_kills)
+            return failed(request, Outcome.CRASH, None, reason, begin, log)
         if message is None:
             process.dump_stacks()
             time.sleep(DUMP_S)
             self.close()
             reason = f"no progress in phase {monitor.phase} for {monitor.deadline_s():.0f} s; the stack is in the log"
-            return _failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log)
+            return failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log)
         if not message["reusable"]:
             self.close()
         result = replace(from_data(ProbeResult, message["result"]), log=log.name)
@@ -146,7 +160,7 @@ class WorkerProber:
             self._start_s = None
         return result
 
-    def _end_of_worker(self, by_oom_killer: bool) -> str:
+    def end_of_worker(self, by_oom_killer: bool) -> str:
         """Clean up after a worker that has ended; why it did."""
         code = self._process.wait_for_exit(EXIT_S) if self._process else None
         self.close()
@@ -175,7 +189,7 @@ class WorkerProber:
 
         Raises as `probe` does, and UsageError for a model that cannot be built or is not causal.
         """
-        process = self._ready_process()
+        process = self.ready_process()
         try:
             process.send({"describe": model})
             message = self._receive(process, Monitor(None))
@@ -193,12 +207,12 @@ class WorkerProber:
 
     def rates(self) -> DeviceRates:
         """What the device reaches when it does one thing at a time. Raises as `probe` does."""
-        process = self._ready_process()
+        process = self.ready_process()
         try:
             process.send({"rates": True})
             message = self._receive(process, Monitor(None))
         except ENDED:
-            message = {"reason": self._end_of_worker(by_oom_killer=False)}
+            message = {"reason": self.end_of_worker(by_oom_killer=False)}
         if message is not None and message.get("event") == "rates":
             return from_data(DeviceRates, message["rates"])
         self.close()
@@ -208,10 +222,21 @@ class WorkerProber:
         )
 
     def launch(self) -> None:
-        """Start a worker and return; it imports its libraries meanwhile."""
+        """Start a worker unless one runs, and return; it imports its libraries meanwhile."""
+        if self._process is not None:
+            return
         self.logs.mkdir(parents=True, exist_ok=True)
-        self._process = WorkerProcess(self.device, self.logs / "worker.log")
+        self._process = WorkerProcess(self.device, self.logs / "worker.log", self._variables)
         self.starts += 1
+
+    def has_ended(self) -> bool:
+        """Whether the worker was started, and has ended by itself."""
+        return self._process is not None and self._process.wait_for_exit(0.0) is not None
+
+    def terminate(self) -> None:
+        """Ask the worker to end, and do not wait for it: `close` does."""
+        if self._process is not None:
+            self._process.terminate()
 
     def close(self) -> None:
         """End the worker and everything that it started."""
@@ -220,7 +245,7 @@ class WorkerProber:
         if process is not None:
             process.close()
 
-    def _ready_process(self) -> WorkerProcess:
+    def ready_process(self) -> WorkerProcess:
         """The worker, started and ready. Raises EnvironmentProblem, TooManyFailures and Cancelled."""
         if self._process is None:
             if self._should_stop():
@@ -277,9 +302,10 @@ def _slowed_by(result: ProbeResult) -> tuple[str, ...] | None:
     return None if telemetry is None else telemetry.slowed_by
 
 
-def _failed(
+def failed(
     request: ProbeRequest, outcome: Outcome, phase: Phase | None, reason: str, begin: float, log: Path
 ) -> ProbeResult:
+    """The result of a probe that failed: it began at `begin` by the monotonic clock, and wrote the file `log`."""
     total_s = time.monotonic() - begin
     return ProbeResult(
         request_digest=request.digest,

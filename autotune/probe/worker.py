@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from autotune.core.probe_types import DeviceRates, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult
+from autotune.core.probe_types import DeviceRates, OomDetail, Outcome, Phase, ProbeRequest, ProbeResult, Seat
 from autotune.core.process import die_with_parent, take_group_along
 from autotune.core.serialization import from_data, to_data
 from autotune.core.units import GIB
@@ -71,6 +71,7 @@ def main() -> None:
             continue
         _log_to(message["log"])
         worker.log = message["log"]
+        worker.seat = from_data(Seat, message["seat"]) if "seat" in message else None
         result, reusable = worker.serve(from_data(ProbeRequest, message["request"]))
         _log_to(worker_log)
         send(event="result", result=to_data(result), reusable=reusable)
@@ -110,6 +111,8 @@ def _measure_rates(worker: "Worker", send: Callable[..., None]) -> None:
 
 class Worker:
     """One device, and the base models of one family that wait on it, at the depths that were probed."""
+
+    seat: Seat | None = None  # of the current probe, where it is one of several real ranks
 
     def __init__(self, device: str, send: Callable[..., None], scratch: str | None = None) -> None:
         """Check the device and load the libraries, so that both `ready` and a failed import reach the parent.
@@ -183,19 +186,24 @@ class Worker:
         """
         from autotune.probe.accounting import too_tight
         from autotune.probe.harness import Probe
+        from autotune.probe.rank import Rank, refusal
 
+        if (reason := refusal(request)) is not None:
+            return {"outcome": Outcome.REFUSED, "reason": reason}, True
         fields: dict[str, Any] = {}
         probe: Probe | None = None
+        rank = Rank(request, self.meter.torch_device, self.seat)
 
         def emit(phase: Phase) -> None:
             entered.append((phase.value, time.perf_counter()))
             self._send(event="phase", phase=phase)
             if self.log is not None:
-                strike(self.log, phase)
+                strike(self.log, phase, rank.number)
 
         try:
             emit(Phase.LOAD)
-            probe = Probe(request, self._resident_for(request), self.meter, emit, self._scratch)
+            rank.join()
+            probe = Probe(request, self._resident_for(request), self.meter, emit, self._scratch, rank)
             measurement = probe.run()
             fields = {"outcome": Outcome.OK, "measurement": measurement}
             if measurement.alloc_retries:
@@ -205,18 +213,22 @@ class Worker:
         except Exception as error:
             self.meter.uncap()  # on a CPU even a traceback needs memory
             fields = self._failure(error, probe)
+            if request.has_real_ranks:
+                return fields, False  # others wait for this rank in a collective: what it did now might wait for them
         # Only now, outside the except block, nothing refers to the frames of the failed step any more.
         emit(Phase.CLEANUP)
         if probe is not None:
             probe.close()
         probe = None
+        rank.leave()
         return fields, self._restore(request, fields)
 
     def _restore(self, request: ProbeRequest, fields: dict[str, Any]) -> bool:
         """Return the memory of a finished probe; whether all of it was. Adds a note to `fields` if it was not."""
         succeeded = fields["outcome"] in (Outcome.OK, Outcome.OOM)
-        # Full fine-tuning changes the weights; 8-bit layers grow buffers of their own as they run.
-        changed = request.config.method == "full" or request.config.quantization == "int8"
+        # Full fine-tuning changes the weights; 8-bit layers grow buffers of their own as they run; a rank has a shard.
+        config, num_gpus = request.config, request.parallelism.num_gpus
+        changed = config.method == "full" or config.quantization == "int8" or num_gpus > 1
         # A model that failed while it was loaded may be incomplete.
         if changed or not succeeded or fields.get("phase") is Phase.LOAD:
             self._drop([request.depth])

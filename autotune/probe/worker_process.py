@@ -12,7 +12,7 @@ import selectors
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,11 @@ def child_environment(parent: Mapping[str, str], device: str) -> dict[str, str]:
 class WorkerProcess:
     """A worker that was started on a device. It imports its libraries while the constructor returns."""
 
-    def __init__(self, device: str, log: Path) -> None:
-        """Start the worker. Until its first probe its output is appended to `log`."""
+    def __init__(self, device: str, log: Path, variables: Mapping[str, str] | None = None) -> None:
+        """Start the worker. Until its first probe its output is appended to `log`.
+
+        `variables` are environment variables in place of this process's own.
+        """
         self._channel, theirs = socket.socketpair()
         self._buffer = b""
         # What a killed worker leaves behind lies in here.
@@ -86,7 +89,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=child_environment(os.environ, device),
+                env=child_environment(dict(os.environ) | dict(variables or {}), device),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -108,20 +111,29 @@ class WorkerProcess:
             EOFError: the worker has ended.
             Cancelled: `should_stop` returned True.
         """
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if selector.select(timeout=SAMPLE_EVERY_S):
-                    data = self._channel.recv(1 << 16)
-                    if not data:
-                        raise EOFError
-                    self._buffer += data
-                    continue
-                monitor.tick()
-                if monitor.expired():
-                    return None
-                if should_stop():
-                    raise Cancelled
+        if (found := receive_first([self], monitor, should_stop)) is None:
+            return None
+        _, message = found
+        if message is None:
+            raise EOFError
+        return message
+
+    def fileno(self) -> int:
+        """The descriptor on which messages come."""
+        return self._channel.fileno()
+
+    def read(self) -> bool:
+        """Read what has come; False if the worker has ended."""
+        with contextlib.suppress(ConnectionError):
+            data = self._channel.recv(1 << 16)
+            self._buffer += data
+            return bool(data)
+        return False
+
+    def take(self) -> dict[str, Any] | None:
+        """The next message of those that were read; None if none is whole."""
+        if b"\n" not in self._buffer:
+            return None
         line, _, self._buffer = self._buffer.partition(b"\n")
         return dict(json.loads(line))
 
@@ -135,6 +147,10 @@ class WorkerProcess:
             return self._process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return None
+
+    def terminate(self) -> None:
+        """Ask the worker to end, and do not wait for it."""
+        self._signal_group(signal.SIGTERM)
 
     def close(self) -> None:
         """End the worker and everything it started: ask, wait, kill the group."""
@@ -150,3 +166,33 @@ class WorkerProcess:
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def receive_first(
+    workers: Sequence[WorkerProcess], monitor: Monitor, should_stop: Callable[[], bool]
+) -> tuple[int, dict[str, Any] | None] | None:
+    """Wait for the first message of any of these workers. None once the deadline of the phase has passed.
+
+    Returns the place of the worker and its message, which is None if the worker has ended. Raises Cancelled if
+    `should_stop` returned True.
+    """
+    with selectors.DefaultSelector() as selector:
+        for place, worker in enumerate(workers):
+            if (message := worker.take()) is not None:
+                return place, message
+            selector.register(worker, selectors.EVENT_READ, place)
+        while True:
+            ready = selector.select(timeout=SAMPLE_EVERY_S)
+            for key, _ in ready:
+                worker = workers[key.data]
+                if not worker.read():
+                    return key.data, None
+                if (message := worker.take()) is not None:
+                    return key.data, message
+            if ready:  # the rest of the message is on its way
+                continue
+            monitor.tick()
+            if monitor.expired():
+                return None
+            if should_stop():
+                raise Cancelled

@@ -53,6 +53,7 @@ CHILD = (
     "meters",
     "model_settings",
     "model_shape",
+    "rank",
     "recorder",
     "resident",
     "schedule",

@@ -38,6 +38,28 @@ def training_arguments(settings: Any, *, accumulation: int, on_cpu: bool) -> dic
     }
 
 
+def sharing_arguments(strategy: str, layers: list[nn.Module]) -> dict[str, Any]:
+    """More keyword arguments of TrainingArguments, by the strategy with which ranks share out a training.
+
+    `strategy` is none, ddp, fsdp2 or fsdp2_keep (which does not reshard after the forward pass), `layers` are the
+    decoder layers, each of which FSDP2 shards as a unit.
+    """
+    if strategy == "none":
+        return {}
+    if strategy == "ddp":
+        return {
+            "ddp_find_unused_parameters": False
+        }  # with adapters Trainer's default is to look for them at every step
+    return {
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "reshard_after_forward": strategy == "fsdp2",
+            "transformer_layer_cls_to_wrap": sorted({type(layer).__name__ for layer in layers}),
+        },
+    }
+
+
 class LeanTrainer(Trainer):
     """A Trainer that visits the modules only when the mode changes, and counts no FLOPs (`total_flos` stays 0).
 

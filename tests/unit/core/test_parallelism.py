@@ -43,6 +43,7 @@ def test_sharded_training_has_a_precision_of_its_own() -> None:
         for strategy in STRATEGIES
     }
     assert precisions == dict.fromkeys(("none", "ddp"), "bf16_mixed") | dict.fromkeys((*FSDP2, *ZERO), "bf16_sharded")
+    assert Parallelism(num_gpus=2, strategy="fsdp2").precision(TrainConfig(precision="fp32")) == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_sharded_training_has_a_precision_of_its_own() -> None:
         ({"optimizer": "lion_8bit"}, "lion_8bit", (*FSDP2, *ZERO)),
         ({"optimizer": "adafactor"}, "(?i)adafactor", (*FSDP2, *ZERO)),
         ({"precision": "bf16_pure"}, "bf16_pure was not tried", (*FSDP2, *ZERO)),
+        ({"precision": "fp32"}, "fp32 was not tried", ZERO),
         ({"precision": "fp16_mixed"}, "fp16_mixed was not tried", (*FSDP2, *ZERO)),
         ({"dora": True}, "DoRA", (*FSDP2, *ZERO)),
         ({"compile": "per_layer"}, "compiled layers", ZERO),

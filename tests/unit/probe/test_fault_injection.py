@@ -94,6 +94,14 @@ def test_what_is_raised(monkeypatch: pytest.MonkeyPatch, fault: str, error: type
     assert str(caught.value) == words
 
 
+def test_one_rank_of_several_may_be_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "nan@load:1#1")
+    strike("trial-0001.log", Phase.LOAD)
+    strike("trial-0002.rank1.log", Phase.LOAD, 1)
+    with pytest.raises(BadLoss):
+        strike("trial-0001.rank1.log", Phase.LOAD, 1)
+
+
 @pytest.mark.parametrize(
     ("fault", "done"),
     [

@@ -788,11 +788,10 @@ def test_a_probe_that_never_began_is_closed_too(monkeypatch: pytest.MonkeyPatch)
     optim = SimpleNamespace(GlobalOptimManager=SimpleNamespace(get_instance=lambda: manager))
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", optim)  # type: ignore[arg-type]
     names = {"norm": "theirs"}
-    monkeypatch.setattr(module, "module_names", lambda base: names)
     cleaned: list[Any] = []
     monkeypatch.setattr(module, "clean", cleaned.append)
     probe = probe_of(request_of(), base=None, resident="resident", model=nn.Linear(1, 1), trainer=None)
-    probe._hooks, probe._names = [], {"norm": "ours"}
+    probe._hooks, probe._module_names, probe._names = [], names, {"norm": "ours"}
     probe.close()
     assert names == {"norm": "ours"} and forgotten == [True] and cleaned == ["resident"]
     monkeypatch.delitem(sys.modules, "bitsandbytes.optim")

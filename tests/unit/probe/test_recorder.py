@@ -1,6 +1,6 @@
 """The plan of how many steps are timed, and what their marks say, against a clock that the test turns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,12 +78,13 @@ def recorded(
     steps_of: int = 2,
     on_cpu: bool = False,
     lag: float = 0.0,
+    largest: Callable[[float], float] | None = None,
     **wanted: Any,
 ) -> Recorder:
     """Optimizer steps until the recorder has enough; the n-th micro batch takes `micros[n]` s, again from the first."""
     clock: Any = Clock(peaks_are_free=not on_cpu, lag=lag)
     request = ProbeRequest(config=TrainConfig(), model={}, memory_gib=1.0, micro_steps=steps_of, **wanted)
-    recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0)
+    recorder = Recorder(clock, request, lambda phase: None, lambda: 0.0, largest=largest)
     count, done = 0, False
     while not done:
         begin = clock.now
@@ -174,6 +175,19 @@ def test_a_step_is_its_micro_batches_and_the_rest(gap: float) -> None:
 )
 def test_no_more_steps_are_timed_than_say_something_new(micro_s: float, wanted: dict[str, int], num_steps: int) -> None:
     assert len(recorded([micro_s], **wanted).times().steps) == num_steps
+
+
+def test_ranks_time_the_steps_that_the_slowest_plans() -> None:
+    """They agree while they plan. To agree once more at each step they would have to wait for each other."""
+    asked: list[float] = []
+
+    def largest(value: float) -> float:
+        asked.append(value)
+        return 2 * value
+
+    alone, rank = recorded([0.1]), recorded([0.1], largest=largest)
+    assert (len(alone.times().steps), len(rank.times().steps)) == (2, 3)  # for a second, by steps of 0.4 s
+    assert asked == pytest.approx([0.0, 0.0, 0.2, 0.1])  # whether something compiled, a step, a micro batch
 
 
 def test_steps_that_disagree_are_followed_by_more() -> None:

@@ -170,7 +170,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     def make(*said: list[Any], code: int | None = None) -> tuple[WorkerProber, list[Script]]:
         scripts = [Script(one, code) for one in said]
         waiting = list(scripts)
-        monkeypatch.setattr(supervisor, "WorkerProcess", lambda device, log: waiting.pop(0))
+        monkeypatch.setattr(supervisor, "WorkerProcess", lambda device, log, variables: waiting.pop(0))
         monkeypatch.setattr(supervisor, "DUMP_S", 0.0)
         return WorkerProber("cpu", tmp_path / "logs"), scripts
 
@@ -336,7 +336,7 @@ def test_errors_of_the_cards_memory_that_were_there_before_end_nothing(
 def test_a_worker_is_checked_and_on_a_gpu_4_bit_weights_are(
     started: Started, monkeypatch: pytest.MonkeyPatch, device: str, found: ProbeResult | None, why_not: str | None
 ) -> None:
-    monkeypatch.setattr(supervisor.Nvml, "open", lambda: None)
+    monkeypatch.setattr(supervisor.Nvml, "open", lambda card: None)
     _, scripts = started([READY, *([answer(found)] if found else [])])
     assert supervisor.check_worker(device) == (FINGERPRINT, why_not)
     asked = [told["request"]["config"]["quantization"] for told in scripts[0].told if told != "close"]
@@ -351,9 +351,7 @@ def test_a_probe_without_an_answer_began_when_it_was_asked_for(
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
     request = replace(REQUEST, depth=2)
     before = datetime.now(UTC)
-    failed = supervisor._failed(
-        request, Outcome.CRASH, None, "it ended", supervisor.time.monotonic(), Path("a/one.log")
-    )
+    failed = supervisor.failed(request, Outcome.CRASH, None, "it ended", supervisor.time.monotonic(), Path("a/one.log"))
     assert failed.seconds == {"total": 7.5} and failed.log == "one.log"
     began = datetime.fromisoformat(failed.started_at or "")
     taken = timedelta(seconds=7.5)
@@ -363,7 +361,7 @@ def test_a_probe_without_an_answer_began_when_it_was_asked_for(
 
 def test_a_prober_starts_nothing_and_watches_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = SimpleNamespace(uncorrected_errors=lambda: 2)
-    monkeypatch.setattr(supervisor.Nvml, "open", lambda: card)
+    monkeypatch.setattr(supervisor.Nvml, "open", lambda name: card)
     for device, watched in (("cuda", (card, 2)), ("cpu", (None, None))):
         made = WorkerProber(device, tmp_path)
         assert (made._nvml, made._memory_errors) == watched
@@ -392,7 +390,7 @@ def test_a_worker_is_started_with_a_folder_for_its_log(tmp_path: Path, monkeypat
     for count in (1, 2):
         prober.launch()
         assert prober.starts == count and (tmp_path / "not" / "yet").is_dir()
-    assert started == [("cpu", tmp_path / "not" / "yet" / "worker.log")] * 2
+    assert started == [("cpu", tmp_path / "not" / "yet" / "worker.log", {})] * 2
 
 
 def test_how_long_a_hung_or_an_ended_worker_is_waited_for(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from autotune.catalog import resolve_model
-from autotune.core.probe_types import DeviceRates, Fingerprint, OomDetail, Outcome, Phase, ProbeRequest, Rung
+from autotune.core.probe_types import DeviceRates, Fingerprint, OomDetail, Outcome, Phase, ProbeRequest, Rung, Seat
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.probe import device_rates, harness, health, model_shape, resident, worker
@@ -384,7 +384,7 @@ def test_a_try_tells_of_its_phases_and_of_memory_that_was_too_tight(
     made = worker_on(Meter())
     made._resident_for, made._send = lambda request: "base", lambda **message: sent.append(message)
 
-    def probe(request: ProbeRequest, base: Any, meter: Any, emit: Any, scratch: Any) -> Any:
+    def probe(request: ProbeRequest, base: Any, meter: Any, emit: Any, scratch: Any, rank: Any) -> Any:
         assert (request, base, meter) == (REQUEST, "base", made.meter)
 
         def run() -> Any:
@@ -419,14 +419,17 @@ def test_a_try_that_fails_frees_the_cap_before_it_says_why(monkeypatch: pytest.M
 
 def test_faults_strike_the_trial_that_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
     struck: list[Any] = []
-    monkeypatch.setattr(worker, "strike", lambda log, phase: struck.append((log, phase)))
+    monkeypatch.setattr(worker, "strike", lambda log, phase, rank: struck.append((log, phase, rank)))
     made = worker_on(Meter())
     made._resident_for = made._failure = lambda *_: {"outcome": Outcome.CRASH}  # it is no model
     made._attempt(REQUEST, [("total", 0.0)])
     assert not struck  # the worker's own first probe has no log
     made.log = "trial-0003.log"
     made._attempt(REQUEST, [("total", 0.0)])
-    assert struck == [("trial-0003.log", Phase.LOAD), ("trial-0003.log", Phase.CLEANUP)]
+    assert struck == [("trial-0003.log", Phase.LOAD, 0), ("trial-0003.log", Phase.CLEANUP, 0)]
+    made.seat = Seat(number=1, meeting="file")
+    made._attempt(REQUEST, [("total", 0.0)])
+    assert struck[2:] == [("trial-0003.log", phase, 1) for phase in (Phase.LOAD, Phase.CLEANUP)]
 
 
 def test_a_config_of_impossible_size_is_described_under_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,116 @@
+"""This process as a rank of a world: it joins the process group of a probe on several GPUs, and leaves it.
+
+A fake world has one process, which plays rank 0: a collective copies on the device, and waits for nobody. Two H200s
+showed that it takes exactly the memory of a real rank. What a rank sees of others is a copy of its own, so that losses
+mean nothing.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autotune.core.parallelism import ZERO
+from autotune.core.probe_types import ProbeRequest, Seat
+
+
+def refusal(request: ProbeRequest) -> str | None:
+    """Why a request for several GPUs is not probed; None if it is."""
+    parallelism = request.parallelism
+    if parallelism.num_gpus == 1:
+        return None
+    if parallelism.strategy in ZERO:
+        return f"no probe trains with DeepSpeed yet: {parallelism.strategy} is estimated by formula alone"
+    if request.trainer != "transformers":
+        return f"{request.trainer} was not tried on several GPUs"
+    return parallelism.refusal(request.config)
+
+
+class Rank:
+    """A process of the world of a request. One GPU is a world of one, without a process group.
+
+    The process sees one device, so that its local rank is 0 in any world.
+    """
+
+    def __init__(self, request: ProbeRequest, device: torch.device, seat: Seat | None = None) -> None:
+        """Join nothing yet. `seat` is the place in a world of real ranks."""
+        self.size = request.parallelism.num_gpus
+        self.number = seat.number if seat else 0
+        self.is_fake = request.plays_a_rank
+        self._shards = request.parallelism.shards
+        self._device = device
+        self._meeting = seat.meeting if seat else None
+        self._environment: dict[str, str] | None = None  # as it was before
+        self._prepare_backend: Any = None  # accelerate's own
+
+    def join(self) -> None:
+        """Join the world; real ranks wait for each other here. Raises RuntimeError without a seat among real ranks."""
+        if self.size == 1:
+            return
+        self._environment = dict(os.environ)
+        os.environ |= self._variables()
+        if self.is_fake:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=0, world_size=self.size, store=FakeStore())
+        else:
+            if self._meeting is None:
+                raise RuntimeError(f"a world of {self.size} real ranks has {self.size} processes, not one")
+            backend = "nccl" if self._device.type == "cuda" else "gloo"
+            store = dist.FileStore(self._meeting, self.size)
+            dist.init_process_group(backend, rank=self.number, world_size=self.size, store=store)
+            self.largest(0.0)  # NCCL takes its memory at the first collective: before a limit is set
+        if self._shards and self._device.type == "cpu":
+            self._let_accelerate_shard_on_a_cpu()
+
+    def _variables(self) -> dict[str, str]:
+        """Environment variables by which accelerate knows of the world."""
+        variables = {"RANK": str(self.number), "WORLD_SIZE": str(self.size)}
+        variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.size)}
+        if self._device.type == "cpu":
+            # Without them accelerate would change the number of threads, and look for a GPU.
+            variables |= {"OMP_NUM_THREADS": str(torch.get_num_threads()), "ACCELERATE_TORCH_DEVICE": "cpu"}
+        return variables
+
+    def _let_accelerate_shard_on_a_cpu(self) -> None:
+        """Have accelerate take a CPU for a GPU: it shards on GPUs alone, by code that runs on a CPU as it is."""
+        from accelerate.state import DistributedType, PartialState
+
+        self._prepare_backend = PartialState._prepare_backend
+        PartialState._prepare_backend = lambda *_, **__: (dist.get_backend(), DistributedType.MULTI_GPU)
+
+    def adopt(self, model: nn.Module) -> None:
+        """The Trainer has shared out `model`. DDP waits for the result of a reduction, of which a fake one has none."""
+        if self.is_fake and isinstance(model, DistributedDataParallel):
+            model.register_comm_hook(None, _already_reduced)
+
+    def largest(self, value: float) -> float:
+        """The largest of the values of all ranks, which wait for each other."""
+        if self.size == 1 or self.is_fake:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return float(tensor)
+
+    def leave(self) -> None:
+        """Leave the world, which nothing may use any more. Real ranks must all leave it, or none."""
+        if self._prepare_backend is not None:
+            from accelerate.state import PartialState
+
+            PartialState._prepare_backend, self._prepare_backend = self._prepare_backend, None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self._environment is not None:
+            os.environ.clear()
+            os.environ.update(self._environment)
+            self._environment = None
+
+
+def _already_reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A comm hook of DDP that leaves the gradients as they are."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

@@ -1,0 +1,231 @@
+"""Probes in a world of real ranks: a warm worker for each, with a device and a socket of its own. No torch here.
+
+A rank that fails says so before it does anything else, since the others wait for it in a collective. The parent then
+ends all of them, and starts new ones for the next probe: what an interrupted collective leaves behind is nobody's.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autotune.core.errors import Cancelled, EnvironmentProblem, UsageError
+from autotune.core.nvml import visible
+from autotune.core.probe_types import Fingerprint, Outcome, Phase, ProbeRequest, ProbeResult, Seat
+from autotune.core.scratch import scratch_directory
+from autotune.core.serialization import from_data, to_data
+from autotune.probe.monitor import Monitor
+from autotune.probe.supervisor import DUMP_S, WorkerProber, failed, host_oom_kills
+from autotune.probe.worker_process import WorkerProcess, receive_first
+
+# A rank that lost its peer may say so before the death of that peer shows, which is the better reason.
+GRACE_S = 0.2
+
+Key = TypeVar("Key")
+Message = dict[str, Any] | None  # of a worker; None where it has ended
+
+
+class RankPool:
+    """Probes on several devices of this host: in a world of real ranks, or on the first device alone.
+
+    `probe` returns a result for every outcome, and raises as `WorkerProber.probe` does.
+    """
+
+    def __init__(
+        self, device: str, num_ranks: int, logs: Path, *, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Start nothing yet. `device` is "cuda" or "cpu"; `logs` the directory of the workers' logs.
+
+        Raises EnvironmentProblem where fewer GPUs are visible than there are ranks.
+        """
+        cards: list[Any] = [None] * num_ranks
+        if device == "cuda" and len(cards := visible()) < num_ranks:
+            raise EnvironmentProblem(
+                f"{num_ranks} ranks need as many GPUs, and {len(cards)} are visible",
+                remedy="set CUDA_VISIBLE_DEVICES, or take fewer ranks; `autotune doctor` lists the GPUs",
+            )
+        threads = max(1, (os.cpu_count() or 1) // num_ranks) if device == "cpu" else None
+        self.device = device
+        self.logs = logs
+        self._should_stop = should_stop
+        self._ranks = [
+            WorkerProber(device, logs / f"rank{number}", should_stop=should_stop, card=card, threads=threads)
+            for number, card in enumerate(cards[:num_ranks])
+        ]
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The first worker's; starts one if none has run. Raises as `probe` does."""
+        return self._ranks[0].fingerprint
+
+    @property
+    def memory_gib(self) -> float:
+        """The memory of the smallest device."""
+        self._ready()
+        return min(rank.memory_gib for rank in self._ranks)
+
+    @property
+    def starts(self) -> int:
+        """How many workers were started."""
+        return sum(rank.starts for rank in self._ranks)
+
+    def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        """Run one probe. The first rank's output goes to the file `log`, that of the others to files beside it."""
+        if not request.has_real_ranks:
+            return self._ranks[0].probe(request, log)
+        if request.parallelism.num_gpus != len(self._ranks):
+            num_gpus = request.parallelism.num_gpus
+            raise UsageError(
+                f"a pool of {len(self._ranks)} ranks has no world of {num_gpus}",
+                remedy=f"ask for {len(self._ranks)} real ranks, or for a fake world",
+            )
+        begin, oom_kills = time.monotonic(), host_oom_kills()
+        monitor = Monitor(None)
+        workers = self._ready()
+        try:
+            with scratch_directory() as folder:
+                self._send(workers, request, log, Path(folder, "meeting"))
+                answers = self._answers(workers, monitor)
+        except Cancelled:
+            self.close()
+            raise
+        if answers is None:
+            for worker in workers:
+                worker.dump_stacks()
+            time.sleep(DUMP_S)
+            self.close()
+            reason = (
+                f"no progress in phase {monitor.phase} for {monitor.deadline_s():.0f} s; the stacks are in the logs"
+            )
+            return failed(request, Outcome.TIMEOUT, monitor.phase, reason, begin, log)
+        *_, (number, last) = answers.items()
+        if _has_failed(last):
+            return self._failure(request, number, last, begin, log, oom_kills)
+        if not all(message["reusable"] for message in answers.values() if message):
+            self._renew()
+        return replace(combined([_result(answers[number]) for number in range(len(workers))]), log=log.name)
+
+    def _send(self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path) -> None:
+        """Have all ranks begin. One that has ended shows where its answer is awaited."""
+        for number, worker in enumerate(workers):
+            seat = Seat(number=number, meeting=str(meeting))
+            own_log = log if number == 0 else log.with_name(f"{log.stem}.rank{number}{log.suffix}")
+            with suppress(OSError):
+                worker.send({"request": to_data(request), "log": str(own_log), "seat": to_data(seat)})
+
+    def _answers(self, workers: Sequence[WorkerProcess], monitor: Monitor) -> dict[int, Message] | None:
+        """The result message of each rank, the last of which is that of a rank that failed, if one did.
+
+        None once the deadline of a phase has passed. Raises Cancelled.
+        """
+        answers: dict[int, Message] = {}
+        while len(answers) < len(workers):
+            waiting = [number for number in range(len(workers)) if number not in answers]
+            found = receive_first([workers[number] for number in waiting], monitor, self._should_stop)
+            if found is None:
+                return None
+            place, message = found
+            if message is not None and message["event"] == "phase":
+                monitor.enter(Phase(message["phase"]))
+                continue
+            answers[waiting[place]] = message
+            if _has_failed(message):
+                break
+        return answers
+
+    def _failure(
+        self, request: ProbeRequest, number: int, message: Message, begin: float, log: Path, oom_kills: int
+    ) -> ProbeResult:
+        """The result of a probe in which rank `number` failed with this message. All workers are ended and replaced."""
+        told = time.monotonic()
+        if message is not None and _result(message).outcome is Outcome.CRASH:
+            time.sleep(GRACE_S)
+        dead = [place for place, rank in enumerate(self._ranks) if rank.has_ended()]
+        for rank in self._ranks:
+            rank.terminate()
+        if message is None or dead:
+            number = number if message is None else dead[0]
+            reason = self._ranks[number].end_of_worker(host_oom_kills() > oom_kills)
+            result = failed(request, Outcome.CRASH, None, f"rank {number}: {reason}", begin, log)
+        else:
+            result = replace(_result(message), notes=(f"rank {number} failed, and all were ended",), log=log.name)
+        self._renew()
+        return replace(result, seconds=result.seconds | {"stop": time.monotonic() - told})
+
+    def launch(self) -> None:
+        """Start the workers that do not run, and return; they import their libraries meanwhile. Raises Cancelled."""
+        if self._should_stop():
+            raise Cancelled
+        for rank in self._ranks:
+            rank.launch()
+
+    def _ready(self) -> list[WorkerProcess]:
+        """The workers of all ranks, started together and ready. Raises as `probe` does."""
+        self.launch()
+        return [rank.ready_process() for rank in self._ranks]
+
+    def _renew(self) -> None:
+        """End all workers, and start others for the next probe."""
+        self.close()
+        for rank in self._ranks:
+            rank.launch()
+
+    def close(self) -> None:
+        """End all workers and everything that they started."""
+        for rank in self._ranks:
+            rank.terminate()
+        for rank in self._ranks:
+            rank.close()
+
+
+def _result(message: Message) -> ProbeResult:
+    assert message is not None
+    return from_data(ProbeResult, message["result"])
+
+
+def _has_failed(message: Message) -> bool:
+    """Whether a rank has ended, or failed where others may wait for it."""
+    return message is None or (not message["reusable"] and _result(message).outcome is not Outcome.OK)
+
+
+def combined(results: Sequence[ProbeResult]) -> ProbeResult:
+    """One result of all ranks: the first that is not OK, else the times of the slowest and the highest peaks.
+
+    Losses are means over the ranks, as those of their common batch.
+    """
+    for result in results:
+        if result.outcome is not Outcome.OK:
+            return result
+    measured = [result.measurement for result in results if result.measurement is not None]
+    slowest = max(measured, key=lambda measurement: statistics.fmean(measurement.step_s))
+    notes = tuple(dict.fromkeys(note for result in results for note in result.notes))
+    contexts = [measurement.context_gib for measurement in measured if measurement.context_gib is not None]
+    losses = tuple(map(statistics.fmean, zip(*(measurement.losses for measurement in measured), strict=True)))
+    together = replace(
+        slowest,
+        phase_peak_gib=_largest([measurement.phase_peak_gib for measurement in measured]),
+        segment_peak_gib=_largest([measurement.segment_peak_gib for measurement in measured]),
+        peak_allocated_gib=max(measurement.peak_allocated_gib for measurement in measured),
+        peak_reserved_gib=max(measurement.peak_reserved_gib for measurement in measured),
+        context_gib=max(contexts, default=None),
+        limit_gib=min(measurement.limit_gib for measurement in measured),
+        loss_first=statistics.fmean(measurement.loss_first for measurement in measured),
+        loss_last=statistics.fmean(measurement.loss_last for measurement in measured),
+        losses=losses,
+    )
+    return replace(results[measured.index(slowest)], measurement=together, notes=notes)
+
+
+def _largest(peaks: Sequence[dict[Key, float]]) -> dict[Key, float]:
+    """By key the largest value of all."""
+    return {key: max(one.get(key, 0.0) for one in peaks) for key in peaks[0]}

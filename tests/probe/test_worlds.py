@@ -1,0 +1,225 @@
+"""Real CPU probes on several ranks: fake worlds in one worker, and two real ranks that meet over gloo."""
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autotune.core.errors import Cancelled, UsageError
+from autotune.core.parallelism import Parallelism
+from autotune.core.probe_types import Measurement, Outcome, Phase, ProbeRequest, ProbeResult, World
+from autotune.probe.fault_injection import VARIABLE
+from autotune.probe.monitor import DEADLINES
+from autotune.probe.rank_pool import RankPool
+from autotune.probe.supervisor import WorkerProber
+from tests.helpers.probing import MODEL, alive, request
+
+pytestmark = pytest.mark.probe
+
+STOPPED_S = 1.0  # after a rank has said that it failed
+
+
+def shared(num_gpus: int, strategy: str, world: World = World.FAKE, micro_steps: int = 1, **how: Any) -> ProbeRequest:
+    """A request for a few short steps on so many GPUs."""
+    asked = request(**({"micro_batch_size": 2} | how))
+    parallelism = Parallelism(num_gpus=num_gpus, strategy=strategy)
+    made: ProbeRequest = replace(asked, parallelism=parallelism, world=world, micro_steps=micro_steps)
+    return made
+
+
+def measured(result: ProbeResult) -> Measurement:
+    assert result.outcome is Outcome.OK, result.reason
+    assert result.notes == () and result.measurement is not None
+    return result.measurement
+
+
+# Fake worlds.
+
+
+def test_one_worker_plays_a_rank_of_eight_then_trains_alone_then_plays_one_of_two(prober: WorkerProber) -> None:
+    """Weights, adapters, gradients and optimizer state are 1/N, and nothing of one world is left in the next."""
+    log = prober.logs / "world.log"
+    alone = measured(prober.probe(shared(1, "none"), log))
+    starts = prober.starts
+    for num_gpus, strategy, method in ((8, "fsdp2", "lora"), (2, "fsdp2_keep", "full"), (2, "fsdp2", "lora")):
+        whole = measured(prober.probe(shared(1, "none", method=method), log))
+        rank = measured(prober.probe(shared(num_gpus, strategy, method=method), log))
+        for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib"):
+            assert getattr(rank, name) == pytest.approx(getattr(whole, name) / num_gpus, rel=0.01), name
+        assert (rank.trainable_params, rank.total_params) == (whole.trainable_params, whole.total_params)
+    again = measured(prober.probe(shared(1, "none"), log))
+    assert prober.starts == starts  # each world returned its memory
+    assert again.losses[:3] == pytest.approx(alone.losses[:3], rel=1e-6)
+
+
+def test_every_rank_of_ddp_holds_all(prober: WorkerProber) -> None:
+    alone = measured(prober.probe(shared(1, "none"), prober.logs / "alone.log"))
+    rank = measured(prober.probe(shared(8, "ddp", micro_steps=2), prober.logs / "ddp.log"))
+    for name in ("model_gib", "adapters_gib", "gradients_gib", "optimizer_gib"):
+        assert getattr(rank, name) == pytest.approx(getattr(alone, name), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"checkpointing": "full", "loss": "chunked", "precision": "bf16_mixed"},
+        {"method": "full", "loss": "chunked", "model": MODEL | {"tie_word_embeddings": True}},
+        {"compile": "per_layer", "checkpointing": "full", "precision": "bf16_mixed"},
+    ],
+    ids=str,
+)
+def test_what_fsdp2_trains_with(prober: WorkerProber, knobs: dict[str, Any]) -> None:
+    starts = prober.starts
+    measured(prober.probe(shared(2, "fsdp2", micro_steps=2, **knobs), prober.logs / "knobs.log"))
+    assert prober.starts == starts
+
+
+def test_what_runs_out_of_memory_in_a_fake_world_leaves_nothing_behind(prober: WorkerProber) -> None:
+    log = prober.logs / "oom.log"
+    starts = prober.starts
+    large = shared(2, "fsdp2", memory_gib=0.5, micro_batch_size=128, seq_len=256)
+    assert prober.probe(large, log).outcome is Outcome.OOM
+    measured(prober.probe(shared(2, "fsdp2"), log))
+    measured(prober.probe(shared(1, "none"), log))
+    assert prober.starts == starts
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (shared(2, "zero2", precision="bf16_mixed"), "no probe trains with DeepSpeed yet: zero2"),
+        (shared(2, "fsdp2", optimizer="adafactor"), "Adafactor mixes whole and sharded tensors"),
+        (replace(shared(2, "ddp"), trainer="trl"), "trl was not tried on several GPUs"),
+    ],
+)
+def test_what_is_not_tried_is_refused(prober: WorkerProber, asked: ProbeRequest, words: str) -> None:
+    result = prober.probe(asked, prober.logs / "refused.log")
+    assert result.outcome is Outcome.REFUSED and words in (result.reason or "")
+
+
+# Real ranks.
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Two real ranks, which serve every test."""
+    with RankPool("cpu", 2, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
+def step_losses(found: Measurement) -> list[float]:
+    """The loss of each step, over its micro batches."""
+    each = found.micro_steps
+    return [sum(found.losses[begin : begin + each]) for begin in range(0, len(found.losses) - each + 1, each)]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2_keep"])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_two_ranks_learn_what_one_process_does(pool: RankPool, strategy: str, method: str, micro_steps: int) -> None:
+    """The global batch is micro batch x accumulation x ranks: as large here as with twice the micro batches on one."""
+    log = pool.logs / "losses.log"
+    alone = measured(pool.probe(shared(1, "none", micro_steps=2 * micro_steps, method=method), log))
+    both = measured(pool.probe(shared(2, strategy, World.REAL, micro_steps, method=method), log))
+    expected, found = step_losses(alone), step_losses(both)
+    steps = min(len(expected), len(found))
+    assert steps >= 2
+    assert found[:steps] == pytest.approx(expected[:steps], rel=1e-4)
+
+
+def test_a_fake_rank_holds_what_a_real_one_does(pool: RankPool) -> None:
+    for strategy in ("ddp", "fsdp2"):
+        real, fake = (
+            measured(pool.probe(shared(2, strategy, world, method="full"), pool.logs / "same.log")) for world in World
+        )
+        for name in ("model_gib", "gradients_gib", "optimizer_gib"):
+            assert getattr(fake, name) == getattr(real, name)
+
+
+def test_a_confirmation_evaluates_and_saves_on_all_ranks(pool: RankPool) -> None:
+    for strategy in ("ddp", "fsdp2"):
+        asked = replace(shared(2, strategy, World.REAL), evaluate=True)
+        found = measured(pool.probe(asked, pool.logs / "evaluate.log"))
+        assert found.evaluation_s is not None and found.checkpoint_s is not None
+        assert Phase.EVALUATE in found.phase_peak_gib
+
+
+def test_a_world_of_another_size_is_refused(pool: RankPool) -> None:
+    with pytest.raises(UsageError, match="a pool of 2 ranks has no world of 4"):
+        pool.probe(shared(4, "ddp", World.REAL), pool.logs / "four.log")
+
+
+def pids(pool: RankPool) -> list[int]:
+    return [rank.ready_process().pid for rank in pool._ranks]
+
+
+def test_what_fails_in_one_rank_ends_all_and_the_next_probe_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in turn: memory that ran out in a rank, one that was killed, an exit, and a loss that is no number."""
+    struck = {1: "oom:1#1", 2: "sigkill@first_step:2#0", 3: "exit:3#1", 4: "nan@steady:4#0"}
+    monkeypatch.setenv(VARIABLE, ",".join(struck.values()))
+    expected = {
+        1: (Outcome.OOM, "out of memory in first_step"),
+        2: (Outcome.CRASH, "rank 0: the worker was killed by SIGKILL"),
+        3: (Outcome.CRASH, "rank 1: the worker ended with exit code 3"),
+        4: (Outcome.NUMERICS, "injected: the loss went nan"),
+    }
+    with RankPool("cpu", 2, tmp_path) as pool:
+        right = measured(pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / "trial-0000.log")).losses
+        for trial, (outcome, reason) in expected.items():
+            before = pids(pool)
+            result = pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / f"trial-{trial:04d}.log")
+            assert (result.outcome, result.reason) == (outcome, reason)
+            assert result.seconds["stop"] < STOPPED_S and not any(map(alive, before))
+        assert measured(pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / "last.log")).losses == right
+        last = pids(pool)
+    assert not any(map(alive, last))
+
+
+def test_a_rank_that_hangs_is_ended_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "hang@steady:1#1")
+    monkeypatch.setitem(DEADLINES, Phase.STEADY, 2.0)
+    with RankPool("cpu", 2, tmp_path) as pool:
+        before = pids(pool)
+        result = pool.probe(shared(2, "ddp", World.REAL), tmp_path / "trial-0001.log")
+        assert result.outcome is Outcome.TIMEOUT and result.phase is Phase.STEADY
+        assert not any(map(alive, before))
+
+
+def test_who_stops_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "hang@load#1")
+    stop = threading.Event()
+    with RankPool("cpu", 2, tmp_path, should_stop=stop.is_set) as pool:
+        before = pids(pool)
+        threading.Timer(0.5, stop.set).start()
+        begin = time.monotonic()
+        with pytest.raises(Cancelled):
+            pool.probe(shared(2, "ddp", World.REAL), tmp_path / "trial-0001.log")
+        assert time.monotonic() - begin < 5
+    assert not any(map(alive, before))
+
+
+def test_probes_of_all_kinds_follow_each_other_in_the_same_processes(pool: RankPool) -> None:
+    """Their processes do not grow with the number of probes."""
+    asked = [
+        shared(2, "ddp", World.REAL, 2),
+        shared(8, "fsdp2"),
+        shared(2, "fsdp2", World.REAL, method="full"),
+        shared(1, "none"),
+        shared(2, "fsdp2_keep", World.REAL, checkpointing="full"),
+        shared(2, "ddp", method="full"),
+    ]
+    before, held = pids(pool), list[float]()
+    for _ in range(3):
+        for one in asked:
+            measured(pool.probe(one, pool.logs / "mixed.log"))
+        held.append(statistics.fmean(psutil.Process(pid).memory_info().rss for pid in before) / 2**20)
+    assert pids(pool) == before
+    assert held[-1] - held[0] < 30, held
