@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any
 import yaml
 
 from autotune.catalog import DeviceSpec, ModelSpec
+from autotune.core.errors import AutotuneError
 from autotune.core.files import write_atomic
-from autotune.core.probe_types import Fingerprint, Outcome, ProbeRequest
+from autotune.core.probe_types import Fingerprint, Measurement, Outcome, ProbeRequest
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
+from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.performance import performance
@@ -141,6 +144,74 @@ class Rows:
     def has(self, **values: Any) -> bool:
         """Whether some row has all these values."""
         return any(all(row.get(key) == value for key, value in values.items()) for row in self.all)
+
+
+TINY_MODEL: dict[str, Any] = {  # for a CPU, where a benchmark is only tried
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 8,
+    "vocab_size": 256,
+}
+RANKS = 2
+
+
+class Failed(Exception):
+    """A probe did not give a measurement. The message says why."""
+
+
+def rank_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of a benchmark on two real ranks."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try it with a tiny model")
+    parser.add_argument("--memory-gib", type=float, help="of a rank; by default all that its device has")
+    parser.add_argument("--only", type=int, help="measure so many configurations only")
+    parser.add_argument("--out", type=Path, help="the folder of the result")
+    return parser
+
+
+def rank_config(device: str, knobs: dict[str, Any]) -> TrainConfig:
+    """A configuration with rows of 1,024 tokens; on a CPU a small one."""
+    if device == "cpu":
+        knobs = knobs | {"seq_len": 64, "precision": "fp32"}
+    return TrainConfig(**({"seq_len": 1024, "loss": "full"} | knobs))
+
+
+def measured(pool: RankPool, request: ProbeRequest) -> Measurement:
+    """What a probe measured. Raises Failed."""
+    result = pool.probe(request, pool.logs / "probe.log")
+    if result.outcome is not Outcome.OK or result.measurement is None:
+        raise Failed(f"{result.outcome}: {result.reason}")
+    return result.measurement
+
+
+def collect(
+    name: str,
+    args: argparse.Namespace,
+    pool: RankPool,
+    wanted: list[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    summarize: Callable[[list[dict[str, Any]]], dict[str, Any]],
+) -> None:
+    """Measure one configuration after another; print and save each at once. One that fails is a row that says why."""
+    rows: list[dict[str, Any]] = []
+    for one in wanted[: args.only]:
+        began = time.monotonic()
+        try:
+            row = measure(one)
+        except (Failed, AutotuneError) as error:
+            row = {"config": str(one), "failed": str(error)}
+        rows.append(row | {"seconds": time.monotonic() - began})
+        print(", ".join(f"{key} {_cell(value)}" for key, value in rows[-1].items()), flush=True)
+        save(name, pool.fingerprint, summarize(rows), rows, args.out)
+    print(summarize(rows))
+
+
+def largest(rows: list[dict[str, Any]], key: str) -> float | None:
+    """The largest absolute value of a key; None where no row has one."""
+    return max((abs(row[key]) for row in rows if row.get(key) is not None), default=None)
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from autotune.core.errors import Cancelled, EnvironmentProblem, UsageError
 from autotune.core.nvml import visible
-from autotune.core.probe_types import Fingerprint, Outcome, Phase, ProbeRequest, ProbeResult, Seat
+from autotune.core.probe_types import Fingerprint, ModelShape, Outcome, Phase, ProbeRequest, ProbeResult, Seat
 from autotune.core.scratch import scratch_directory
 from autotune.core.serialization import from_data, to_data
 from autotune.probe.monitor import Monitor
@@ -73,6 +73,10 @@ class RankPool:
         """The memory of the smallest device."""
         self._ready()
         return min(rank.memory_gib for rank in self._ranks)
+
+    def describe(self, model: dict[str, Any]) -> ModelShape | None:
+        """As `WorkerProber.describe`."""
+        return self._ranks[0].describe(model)
 
     @property
     def starts(self) -> int:

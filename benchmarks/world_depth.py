@@ -1,0 +1,95 @@
+"""Predict a rank of a whole 7B and 8B model from two truncated depths, and compare it with two real ranks.
+
+The two depths are probed on real ranks, and again in a fake world of two: what one card alone tells of two. An error
+is the prediction divided by what the whole model took, minus 1: of the allocated peak, the reserved peak, and the time
+of a step of four micro batches. A fake world does not communicate: its `fake_time_error` has what that takes.
+"""
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import RANKS, TINY_MODEL, Failed, collect, largest, measured, rank_config, rank_parser
+
+from autotune.catalog import resolve_model
+from autotune.core.parallelism import Parallelism
+from autotune.core.probe_types import Measurement, ProbeRequest, World
+from autotune.prediction.depth_extrapolation import depths, extrapolate
+from autotune.probe.rank_pool import RankPool
+from autotune.problem.performance import step_time_s
+from autotune.study.evaluator import shortened
+
+MICROS = 4  # micro batches of a step
+NONE, RECOMPUTED = ({"micro_batch_size": 2, "checkpointing": name} for name in ("none", "full"))
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("mistral-7b", "fsdp2", NONE),
+    ("mistral-7b", "ddp", NONE),
+    ("mistral-7b", "fsdp2_keep", NONE),
+    ("mistral-7b", "fsdp2", RECOMPUTED | {"method": "full"}),
+    ("llama-3.1-8b", "fsdp2", NONE),
+    ("llama-3.1-8b", "fsdp2_keep", RECOMPUTED),
+    ("llama-3.1-8b", "ddp", RECOMPUTED),
+]
+
+
+def main() -> None:
+    args = rank_parser(__doc__).parse_args()
+    with RankPool(args.device, RANKS, Path(tempfile.mkdtemp(prefix="autotune-bench-"))) as pool:
+        args.memory_gib = args.memory_gib or pool.memory_gib
+        collect("world_depth", args, pool, CASES, lambda case: compare(pool, args, *case), summarize)
+
+
+def compare(
+    pool: RankPool, args: argparse.Namespace, name: str, strategy: str, knobs: dict[str, Any]
+) -> dict[str, Any]:
+    """A row with the errors of a whole model's prediction, from real and from fake ranks."""
+    config = rank_config(args.device, knobs)
+    model = TINY_MODEL if args.device == "cpu" else dict(resolve_model(name).config)
+    shape = pool.describe(model)
+    pair = depths(shape, config.checkpoint_every) if shape else None
+    if shape is None or pair is None:
+        raise Failed("no two depths are known for this model")
+    request = ProbeRequest(
+        config=config,
+        model=model,
+        device=args.device,
+        memory_gib=args.memory_gib,
+        parallelism=Parallelism(num_gpus=RANKS, strategy=strategy),
+        world=World.REAL,
+    )
+
+    def predict(world: World) -> Measurement:
+        asked = replace(request, world=world)
+        probes = [(depth, measured(pool, shortened(asked, depth))) for depth in pair]
+        return extrapolate(probes, shape.num_layers).measurement
+
+    real, fake, whole = predict(World.REAL), predict(World.FAKE), measured(pool, request)
+    row: dict[str, Any] = {
+        "config": f"{name} {strategy} {config.label()}",
+        "depths": [*pair, shape.num_layers],
+        "peak_gib": whole.peak_allocated_gib,
+        "reserved_gib": whole.peak_reserved_gib,
+        "step_s": step_time_s(whole, MICROS),
+    }
+    for prefix, found in (("", real), ("fake_", fake)):
+        row |= {
+            f"{prefix}memory_error": found.peak_allocated_gib / whole.peak_allocated_gib - 1,
+            f"{prefix}reserved_error": found.peak_reserved_gib / whole.peak_reserved_gib - 1,
+            f"{prefix}time_error": step_time_s(found, MICROS) / step_time_s(whole, MICROS) - 1,
+        }
+    return row
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    keys = ("memory_error", "reserved_error", "time_error")
+    return {
+        "configs": sum("memory_error" in row for row in rows),
+        "failed": sum("failed" in row for row in rows),
+        **{f"{prefix}{key}_max": largest(rows, f"{prefix}{key}") for prefix in ("", "fake_") for key in keys},
+    }
+
+
+if __name__ == "__main__":
+    main()
