@@ -84,7 +84,11 @@ class RankPool:
         return sum(rank.starts for rank in self._ranks)
 
     def probe(self, request: ProbeRequest, log: Path) -> ProbeResult:
-        """Run one probe. The first rank's output goes to the file `log`, that of the others to files beside it."""
+        """Run one probe, once more where the machine may be to blame.
+
+        The first rank's output goes to the file `log`, that of the others to files beside it. Raises UsageError for a
+        world of another size.
+        """
         if not request.has_real_ranks:
             return self._ranks[0].probe(request, log)
         if request.parallelism.num_gpus != len(self._ranks):
@@ -93,8 +97,12 @@ class RankPool:
                 f"a pool of {len(self._ranks)} ranks has no world of {num_gpus}",
                 remedy=f"ask for {len(self._ranks)} real ranks, or for a fake world",
             )
+        return self._ranks[0].tried(self._once, request, log)
+
+    def _once(self, request: ProbeRequest, log: Path) -> ProbeResult:
+        """One try on all ranks, whatever comes of it. The sensors are those of the first device."""
         begin, oom_kills = time.monotonic(), host_oom_kills()
-        monitor = Monitor(None)
+        monitor = self._ranks[0].monitor(log)
         workers = self._ready()
         try:
             with scratch_directory() as folder:
@@ -117,7 +125,10 @@ class RankPool:
             return self._failure(request, number, last, begin, log, oom_kills)
         if not all(message["reusable"] for message in answers.values() if message):
             self._renew()
-        return replace(combined([_result(answers[number]) for number in range(len(workers))]), log=log.name)
+        result = replace(combined([_result(answers[number]) for number in range(len(workers))]), log=log.name)
+        if result.measurement is None:
+            return result
+        return replace(result, measurement=replace(result.measurement, telemetry=monitor.telemetry()))
 
     def _send(self, workers: Sequence[WorkerProcess], request: ProbeRequest, log: Path, meeting: Path) -> None:
         """Have all ranks begin. One that has ended shows where its answer is awaited."""

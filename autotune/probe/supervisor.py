@@ -87,20 +87,31 @@ class WorkerProber:
 
         Where the machine may be to blame rather than the configuration, the probe is run once more.
         """
-        result = self._once(request, log)
+        return self.tried(self._once, request, log)
+
+    def tried(self, once: Callable[[ProbeRequest, Path], ProbeResult], request: ProbeRequest, log: Path) -> ProbeResult:
+        """The result of `once`, which probes on this device, maybe with others; of a second try where that is fair."""
+        result = once(request, log)
         if (doubt := self._doubt(result)) is not None:
             self._check_memory()
-            result = self._again(request, log, result, doubt)
+            result = self._again(once, request, log, result, doubt)
         if result.outcome is Outcome.CRASH:
             self._crashed.add(result.config)
         elif (slowed := _slowed_by(result)) is not None:
             self._was_slowed = bool(slowed)
         return result
 
-    def _again(self, request: ProbeRequest, log: Path, first: ProbeResult, doubt: str) -> ProbeResult:
+    def _again(
+        self,
+        once: Callable[[ProbeRequest, Path], ProbeResult],
+        request: ProbeRequest,
+        log: Path,
+        first: ProbeResult,
+        doubt: str,
+    ) -> ProbeResult:
         """The second try, or the first if that succeeded and the second did not; both count for the total time."""
         try:
-            second = self._once(request, log)
+            second = once(request, log)
         except EnvironmentProblem:  # the next probe will report it
             return first
         only_first_worked = first.outcome is Outcome.OK and second.outcome is not Outcome.OK
@@ -136,7 +147,7 @@ class WorkerProber:
         """One try, whatever comes of it."""
         oom_kills = host_oom_kills()
         begin = time.monotonic()
-        monitor = Monitor(self._nvml, throttled=throttles(log.name))
+        monitor = self.monitor(log)
         try:
             process = self.ready_process()
             process.send({"request": to_data(request), "log": str(log)})
@@ -159,6 +170,10 @@ class WorkerProber:
             result = replace(result, seconds={"start": self._start_s} | result.seconds)
             self._start_s = None
         return result
+
+    def monitor(self, log: Path) -> Monitor:
+        """What observes a probe on this device that writes this log."""
+        return Monitor(self._nvml, throttled=throttles(log.name))
 
     def end_of_worker(self, by_oom_killer: bool) -> str:
         """Clean up after a worker that has ended; why it did."""

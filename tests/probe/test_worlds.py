@@ -162,7 +162,7 @@ def pids(pool: RankPool) -> list[int]:
 def test_what_fails_in_one_rank_ends_all_and_the_next_probe_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each in turn: memory that ran out in a rank, one that was killed, an exit, and a loss that is no number."""
+    """Each in turn: memory that ran out in a rank, one that was killed twice, an exit, and a loss that is NaN."""
     struck = {1: "oom:1#1", 2: "sigkill@first_step:2#0", 3: "exit:3#1", 4: "nan@steady:4#0"}
     monkeypatch.setenv(VARIABLE, ",".join(struck.values()))
     expected = {
@@ -177,6 +177,7 @@ def test_what_fails_in_one_rank_ends_all_and_the_next_probe_is_right(
             before = pids(pool)
             result = pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / f"trial-{trial:04d}.log")
             assert (result.outcome, result.reason) == (outcome, reason)
+            assert any("tried twice" in note for note in result.notes) is (trial == 2)  # and no more of this config
             assert result.seconds["stop"] < STOPPED_S and not any(map(alive, before))
         assert measured(pool.probe(shared(2, "fsdp2", World.REAL), tmp_path / "last.log")).losses == right
         last = pids(pool)
