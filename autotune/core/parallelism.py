@@ -46,6 +46,8 @@ class Parallelism:
 
     def refusal(self, config: TrainConfig) -> str | None:
         """Why this strategy cannot train the configuration; None if it can."""
+        if self.num_gpus > 1 and config.optimizer_in_backward:
+            return "an optimizer in the backward pass would step before the GPUs have shared their gradients"
         if not self.shards:
             return None
         tried = ("bf16_mixed", "fp32") if self.strategy in FSDP2 else ("bf16_mixed",)

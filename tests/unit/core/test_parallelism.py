@@ -63,6 +63,7 @@ def test_sharded_training_has_a_precision_of_its_own() -> None:
         ({"compile": "per_layer"}, "compiled layers", ZERO),
         ({"loss": "chunked"}, "loss in chunks", ("zero3",)),
         ({"optimizer": "adamw_torch"}, "", ()),
+        ({"method": "full", "optimizer_in_backward": True}, "step before", STRATEGIES[1:]),
         ({"method": "full"}, "", ()),
         ({}, "", ()),
     ],
