@@ -77,7 +77,10 @@ def tune(
         AutotuneError: what the command would end with, as an exception with `remedy` and `exit_code`.
         TypeError: an unknown option.
     """
-    plan = prepare_study(StudySpec(model=model, gpu=gpu, space=space, **options), progress or (lambda text: None))
+    spec = StudySpec(model=model, gpu=gpu, space=space, **options)
+    if spec.configs:
+        raise UsageError("a suite has no best to return", remedy="probe its configurations with `autotune run --spec`")
+    plan = prepare_study(spec, progress or (lambda text: None))
     outcome = run_study(plan, progress=TextProgress(progress) if progress else None)
     if outcome.error is not None:
         raise outcome.error

@@ -12,16 +12,18 @@ import sqlalchemy
 
 import autotune
 from autotune import SearchSpace, StudyResult, load_study, tune
+from autotune.api import prepare_study, run_study
 from autotune.cli.commands.run import resume
 from autotune.core.errors import Interrupted, NothingFits, UsageError
 from autotune.core.probe_types import Phase
 from autotune.core.train_config import TrainConfig
 from autotune.planning import counted_memory
 from autotune.probe.dry_prober import DryAnswer
-from autotune.problem.study_spec import NamedConfig
+from autotune.problem.study_spec import NamedConfig, StudySpec
 from tests.helpers.factories import summary
 from tests.helpers.sessions import record_of
 
+A_CASE = {"seq_len": 64, "precision": "fp32"}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 
 
@@ -158,8 +160,13 @@ def test_a_space_from_python_survives_resume_and_nothing_is_printed_or_left_open
     assert resumed.winner in {replace(result.winner, micro_batch_size=size) for size in (1, 2)}
 
 
+def test_a_suite_has_no_best() -> None:
+    with pytest.raises(UsageError, match="no best to return"):
+        tune("demo-3m", gpu="cpu", configs=(NamedConfig(name="a case"),))
+
+
 @pytest.mark.probe
-@pytest.mark.parametrize("configs", [(), (NamedConfig(name="a case", knobs={"seq_len": 64}),)], ids=["study", "suite"])
+@pytest.mark.parametrize("configs", [(), (NamedConfig(name="a case", knobs=A_CASE),)], ids=["study", "suite"])
 def test_the_budget_ends_a_probe_that_would_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configs: tuple[NamedConfig, ...]
 ) -> None:
@@ -167,9 +174,11 @@ def test_the_budget_ends_a_probe_that_would_not_end(
     monkeypatch.setenv("AUTOTUNE_INJECT", "hang")
     monkeypatch.setattr("autotune.probe.monitor.DEADLINES", dict.fromkeys(Phase, 100.0))
     space = SearchSpace.of(micro_batch_size=1, seq_len=64)
-    with pytest.raises(autotune.AutotuneError, match=r"--budget 20s was too short for (the start|a case)") as caught:
-        tune("demo-3m", gpu="cpu", space=space, examples=200, budget="20s", study="mine", configs=configs)
-    assert caught.value.remedy and caught.value.exit_code == 7
+    options = {"space": None if configs else space, "study": "mine", "configs": configs}
+    spec = StudySpec(model="demo-3m", gpu="cpu", examples=200, budget="20s", **options)
+    error = run_study(prepare_study(spec, lambda text: None)).error
+    assert error is not None and re.match(r"--budget 20s was too short for (the start|a case)", str(error))
+    assert error.remedy and error.exit_code == 7
 
 
 @pytest.mark.probe
