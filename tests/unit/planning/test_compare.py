@@ -527,10 +527,12 @@ def test_where_nothing_is_known_the_comparison_is_an_error() -> None:
 
 
 def test_methods_that_a_card_cannot_run_are_reported_in_their_rows() -> None:
-    result = run("--gpus", "t4,a10", "--methods", "full,qlora", "--format", "json")
-    full, qlora = json.loads(result.stdout)["groups"]
-    assert (full["method"], qlora["method"]) == ("full", "qlora") and "nf4" in qlora["cards"][0]["configuration"]
-    assert "t4 has no bf16" in full["cards"][0]["state"] and full["cards"][1]["state"] == FITS
+    pinned = ("--set", "precision=bf16_pure")
+    result = run("--gpus", "t4,a10", "--methods", "full,lora", *pinned, "--format", "json")
+    full, lora = json.loads(result.stdout)["groups"]
+    assert (full["method"], lora["method"]) == ("full", "lora")
+    for group in (full, lora):
+        assert "t4 has no bf16" in group["cards"][0]["state"] and group["cards"][1]["state"] == FITS
 
 
 def test_nothing_within_the_budget_is_an_exit_code_of_its_own() -> None:
@@ -793,18 +795,20 @@ def test_a_model_without_a_formula_is_one_error_with_its_remedy() -> None:
         with pytest.raises(UsageError, match=rf"^{NOT_COUNTED}$") as caught:
             rules.compare([spec], gpus=gpus)
         assert caught.value.remedy.startswith("`autotune run` on a GPU probes it")
+    pure = StudySpec(**SMALL | {"space": "full", "pins": {"precision": "bf16_pure"}})
     with pytest.raises(UsageError, match="t4 has no bf16") as caught:
-        rules.compare([StudySpec(**SMALL, space="full")], gpus=["t4"])
+        rules.compare([pure], gpus=["t4"])
     first = caught.value.remedy
     with pytest.raises(UsageError) as caught:
-        rules.compare([StudySpec(**SMALL, space="full"), spec], gpus=["t4"])
+        rules.compare([pure, spec], gpus=["t4"])
     assert len(str(caught.value).splitlines()) == 2 and caught.value.remedy == first
 
 
 def test_cards_that_cannot_run_the_space_do_not_stand_for_others() -> None:
-    """Full training needs bf16, which a T4 does not have."""
-    spec = StudySpec(**SMALL, space="full")
-    needs = rules._least_by_bf16(spec, [compare_card(setup("a10", space="full"), 20.0)], lambda text: None)
+    """Weights in bf16 alone cannot be trained on cards like a T4."""
+    pure = {"space": "full", "pins": {**SMALL["pins"], "precision": "bf16_pure"}}
+    spec = StudySpec(**SMALL | pure)
+    needs = rules._least_by_bf16(spec, [compare_card(setup("a10", **pure), 20.0)], lambda text: None)
     assert list(needs) == [True] and needs[True].config.method == "full"
     assert Comparison(groups=(group(too_large("t4")),)).unmet() == (
         "nothing surely fits any of these cards\nm, lora: no card holds it"

@@ -331,7 +331,12 @@ def test_everything_that_a_trainer_is_told(
         "masked": False,
     }
     lengths = [5, 9] if group_by_length else None
-    assert named == {"compute_loss_func": "loss", "callbacks": ["clock"], "row_lengths": lengths}
+    assert named == {
+        "compute_loss_func": "loss",
+        "callbacks": ["clock"],
+        "row_lengths": lengths,
+        "optimizer_in_backward": False,
+    }
     plain = training_arguments(made, accumulation=made.accumulation, on_cpu=True) | {"report_to": "trackio"}
     assert args == plain | {
         "output_dir": "o",

@@ -113,7 +113,7 @@ def test_a_file(tmp_path):
     ("text", "message"),
     [
         (HEAD + "  method: lora\n  lora_rnk: 8\n", "FILE:4: knobs.lora_rnk: there is no knob 'lora_rnk'; did you mean "
-         "'lora_rank' or 'lora_targets'?"),
+         "'lora_rank' or 'lora_targets' or 'lora_dropout'?"),
         (HEAD + "  lora_rank: {values: [8], kid: x}\n", "FILE:3: knobs.lora_rank.kid: Extra inputs are not permitted"),
         (HEAD + "  lora_rank: {values: [8], kind: system}\n",
          "FILE:3: knobs.lora_rank.kind: lora_rank is a learning knob: leave kind: out"),
@@ -254,7 +254,7 @@ def test_a_pinned_knob_comes_after_the_knobs_it_depends_on():
 @pytest.mark.parametrize(
     ("knob", "value", "message"),
     [
-        ("lora_rnk", 8, "there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_targets'?"),
+        ("lora_rnk", 8, "there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_targets' or 'lora_dropout'?"),
         ("zzz", 8, "there is no knob 'zzz'"),
         ("lora_rank", 0, "--set lora_rank: lora_rank is a positive integer, not 0"),
         ("lora_rank", True, "--set lora_rank: lora_rank is a positive integer, not True"),

@@ -52,7 +52,10 @@ def test_a_case_has_full_rows_its_own_batch_and_model() -> None:
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
-        ({"lora_rnk": 8}, "odd: there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_targets'?"),
+        (
+            {"lora_rnk": 8},
+            "odd: there is no knob 'lora_rnk'; did you mean 'lora_rank' or 'lora_targets' or 'lora_dropout'?",
+        ),
         ({"precision": "bf17"}, "odd: precision is one of"),
     ],
 )
