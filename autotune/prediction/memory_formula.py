@@ -8,6 +8,7 @@ on whole models on an H200 (`benchmarks/plan_memory.py`). Families and configura
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,24 +215,29 @@ def supported(model: ModelSpec, config: TrainConfig) -> Sizes | None:
     return None if sizes is None or _uncovered(sizes, config) else sizes
 
 
-def memory_breakdown(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> MemoryBreakdown | None:
+def memory_breakdown(
+    model: ModelSpec, config: TrainConfig, micro_steps: int = 2, *, ddp: bool = False
+) -> MemoryBreakdown | None:
     """The memory of the whole model at the peak of a step; None where `supported` is None.
 
-    With `micro_steps` of 1, the micro batches in a step, no gradients are alive in the forward pass.
+    With `micro_steps` of 1, the micro batches in a step, no gradients are alive in the forward pass. `ddp` is whether
+    several GPUs that hold all of the model exchange its gradients.
     """
     sizes = supported(model, config)
-    return None if sizes is None else _breakdown(sizes, config, micro_steps)
+    return None if sizes is None else _breakdown(sizes, config, micro_steps, ddp)
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
-def _breakdown(sizes: Sizes, config: TrainConfig, micro_steps: int) -> MemoryBreakdown:
+def _breakdown(sizes: Sizes, config: TrainConfig, micro_steps: int, ddp: bool) -> MemoryBreakdown:
     full, pure = config.method == "full", config.precision == "bf16_pure"
     base_bytes = 4 if full and not pure else 2  # of a value that is not quantised
     trained = sizes.params if full else sizes.adapter_params(config)
     trained_bytes = trained * (base_bytes if full else 2 if pure else 4)
     logits = live_logits(config, sizes.vocab)
     moments = step_moments(sizes, config, trained, trained_bytes, base_bytes, logits, accumulates=micro_steps > 1)
-    moment, (gradients, activations, head) = max(moments.items(), key=lambda item: sum(item[1]))
+    buckets = _buckets(moments, trained_bytes if ddp else 0.0, accumulates=micro_steps > 1)
+    moment = max(moments, key=lambda name: sum(moments[name]) + buckets[name])
+    gradients, activations, head = moments[moment]
     return MemoryBreakdown(
         weights=gib(_weights(sizes, config, base_bytes)),
         adapters=gib(0.0 if full else trained_bytes),
@@ -242,7 +248,18 @@ def _breakdown(sizes: Sizes, config: TrainConfig, micro_steps: int) -> MemoryBre
         workspace=gib(WORKSPACE),
         reserved=beyond_allocated_gib(config, logits, gib(activations + head)),
         phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
+        communication=gib(buckets[moment]),
     )
+
+
+def _buckets(moments: Iterable[str], trained_bytes: float, *, accumulates: bool) -> dict[str, float]:
+    """Bytes of the buckets into which DDP copies gradients (Trainer cannot make views of them), at each moment.
+
+    DDP makes its buckets anew after the first step, in the order in which gradients came. NCCL holds the first ones
+    until it reduces again: in the second step, with the last micro batch's first gradients.
+    """
+    both = {"forward", "head"} | (set(moments) - {"optimizer"} if accumulates else set())
+    return {name: trained_bytes * (2 if name in both else 1) for name in moments}
 
 
 def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) -> MemoryBreakdown:

@@ -85,12 +85,10 @@ def rank_breakdown(
         return None
     if parallelism.shards:
         return _sharded(sizes, config, parallelism, micro_steps > 1)
-    memory = memory_breakdown(model, config, micro_steps)
+    memory = memory_breakdown(model, config, micro_steps, ddp=parallelism.num_gpus > 1)
     if memory is None or parallelism.num_gpus == 1:
         return memory
-    # DDP copies gradients into buckets, which Trainer cannot make views of them.
-    buckets = memory.weights if config.method == "full" else memory.adapters
-    return replace(memory, communication=buckets, nccl=nccl_gib(parallelism.num_gpus), own_error=RANK_ERROR)
+    return replace(memory, nccl=nccl_gib(parallelism.num_gpus), own_error=RANK_ERROR)
 
 
 def nccl_gib(num_gpus: int) -> float:

@@ -85,7 +85,7 @@ class Rank:
     def adopt(self, model: nn.Module) -> None:
         """The Trainer has shared out `model`. DDP waits for the result of a reduction, of which a fake one has none."""
         if self.is_fake and isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(None, _already_reduced)
+            model.register_comm_hook([], _already_reduced)
 
     def largest(self, value: float) -> float:
         """The largest of the values of all ranks, which wait for each other."""
@@ -109,8 +109,15 @@ class Rank:
             self._environment = None
 
 
-def _already_reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A comm hook of DDP that leaves the gradients as they are."""
+def _already_reduced(held: list[torch.Tensor], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A comm hook of DDP that leaves the gradients as they are.
+
+    NCCL holds what it has reduced until it reduces again. DDP makes its buckets anew after the first step, so that in
+    the second one both are alive until then: two H100s showed it.
+    """
+    if bucket.index() == 0:
+        held.clear()
+    held.append(bucket.buffer())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
