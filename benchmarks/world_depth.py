@@ -22,12 +22,13 @@ from autotune.problem.performance import step_time_s
 from autotune.study.evaluator import shortened
 
 MICROS = 4  # micro batches of a step
-NONE, RECOMPUTED = ({"micro_batch_size": 2, "checkpointing": name} for name in ("none", "full"))
+# Micro batches as people train with: of smaller ones the host decides how long they take.
+NONE, RECOMPUTED = ({"micro_batch_size": 8, "checkpointing": name} for name in ("none", "full"))
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("mistral-7b", "fsdp2", NONE),
     ("mistral-7b", "ddp", NONE),
     ("mistral-7b", "fsdp2_keep", NONE),
-    ("mistral-7b", "fsdp2", RECOMPUTED | {"method": "full"}),
+    ("mistral-7b", "fsdp2", RECOMPUTED | {"method": "full", "micro_batch_size": 4}),
     ("llama-3.1-8b", "fsdp2", NONE),
     ("llama-3.1-8b", "fsdp2_keep", RECOMPUTED),
     ("llama-3.1-8b", "ddp", RECOMPUTED),
@@ -46,9 +47,10 @@ def compare(
 ) -> dict[str, Any]:
     """A row with the errors of a whole model's prediction, from real and from fake ranks."""
     config = rank_config(args.device, knobs)
-    model = TINY_MODEL if args.device == "cpu" else dict(resolve_model(name).config)
+    tiny = TINY_MODEL | {"num_hidden_layers": 16}
+    model = tiny if args.device == "cpu" else dict(resolve_model(name).config)
     shape = pool.describe(model)
-    pair = depths(shape, config.checkpoint_every) if shape else None
+    pair = depths(shape, config.checkpoint_every, sharded=strategy != "ddp") if shape else None
     if shape is None or pair is None:
         raise Failed("no two depths are known for this model")
     request = ProbeRequest(

@@ -32,6 +32,7 @@ from autotune.core.train_config import TrainConfig
 DEVICE_BOUND, HOST_BOUND, ON_CPU = 0.02, 0.15, 0.15
 # With this many whole models for comparison, their spread replaces the assumed error, but it counts at least as SEEN.
 ENOUGH_RATIOS, SEEN = 8, 0.01
+LEAST_SHARDED = 4  # layers of a model in shards that are like those of a deeper one
 MIN_APART = 4  # layers between the two depths, where the model has so many
 # The wider depth has a quarter of the layers. Of models with more than 48 it has less: their layers take long, which
 # leaves little noise for the line to multiply, and probes of 20 of the 80 layers of a 70B would take most of a search.
@@ -97,14 +98,15 @@ class Extrapolation:
         )
 
 
-def depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:
+def depths(shape: ModelShape, checkpoint_every: int | None, *, sharded: bool = False) -> tuple[int, int] | None:
     """The two numbers of layers to probe, which leave out whole periods; None where that would save too little.
 
-    Any two depths give the memory. Times need two that are far apart, since the error of the slope is multiplied by the
-    number of layers that are left out.
+    Any two depths give the memory, except of a model in shards (`sharded`): there the layers before and after one are
+    gathered beside it, so that fewer than four are not like more. Times need two that are far apart, since the error of
+    the slope is multiplied by the number of layers that are left out.
     """
     possible = _possible(shape, checkpoint_every)
-    shallow = next((depth for depth in possible if depth >= 2), None)
+    shallow = next((depth for depth in possible if depth >= (LEAST_SHARDED if sharded else 2)), None)
     if shallow is None:
         return None
     least = min(WIDE_SHARE * shape.num_layers, max(WIDE_ENOUGH, LEAST_SHARE * shape.num_layers))

@@ -45,6 +45,8 @@ class Rank:
         self._meeting = seat.meeting if seat else None
         self._environment: dict[str, str] | None = None  # as it was before
         self._prepare_backend: Any = None  # accelerate's own
+        self._store: Any = None  # what real ranks tell each other
+        self._asked = 0
 
     def join(self) -> None:
         """Join the world; real ranks wait for each other here. Raises RuntimeError without a seat among real ranks."""
@@ -60,9 +62,10 @@ class Rank:
             if self._meeting is None:
                 raise RuntimeError(f"a world of {self.size} real ranks has {self.size} processes, not one")
             backend = "nccl" if self._device.type == "cuda" else "gloo"
-            store = dist.FileStore(self._meeting, self.size)
-            dist.init_process_group(backend, rank=self.number, world_size=self.size, store=store)
-            self.largest(0.0)  # NCCL takes its memory at the first collective: before a limit is set
+            self._store = dist.FileStore(self._meeting, self.size)
+            dist.init_process_group(backend, rank=self.number, world_size=self.size, store=self._store)
+            # NCCL takes its memory at the first collective: before a limit is set.
+            dist.all_reduce(torch.zeros(1, device=self._device))
         if self._shards and self._device.type == "cpu":
             self._let_accelerate_shard_on_a_cpu()
 
@@ -88,12 +91,15 @@ class Rank:
             model.register_comm_hook([], _already_reduced)
 
     def largest(self, value: float) -> float:
-        """The largest of the values of all ranks, which wait for each other."""
-        if self.size == 1 or self.is_fake:
+        """The largest of the values of all ranks, which wait for each other.
+
+        No collective tells it, for that would let NCCL free early what it holds from the one before.
+        """
+        if self._store is None:
             return value
-        tensor = torch.tensor(value, dtype=torch.float64, device=self._device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return float(tensor)
+        self._asked += 1
+        self._store.set(f"largest {self._asked} {self.number}", repr(value))
+        return max(float(self._store.get(f"largest {self._asked} {rank}")) for rank in range(self.size))
 
     def leave(self) -> None:
         """Leave the world, which nothing may use any more. Real ranks must all leave it, or none."""
@@ -103,6 +109,7 @@ class Rank:
             PartialState._prepare_backend, self._prepare_backend = self._prepare_backend, None
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._store = None
         if self._environment is not None:
             os.environ.clear()
             os.environ.update(self._environment)

@@ -53,6 +53,13 @@ def test_the_two_depths(model: ModelShape, every: int | None, pair: tuple[int, i
     assert depths(model, every) == pair
 
 
+@pytest.mark.parametrize(("num_layers", "pair"), [(32, (4, 8)), (80, (4, 12)), (12, (4, 6)), (6, None)])
+def test_of_a_model_in_shards_no_fewer_than_four_layers_are_probed(
+    num_layers: int, pair: tuple[int, int] | None
+) -> None:
+    assert depths(shape(num_layers), None, sharded=True) == pair
+
+
 @pytest.mark.parametrize(
     ("model", "every"),
     [
