@@ -45,6 +45,7 @@ class TrainConfig:
     lora_dropout: float = KNOBS["lora_dropout"].default
     rslora: bool = KNOBS["rslora"].default
     loader_workers: int = KNOBS["loader_workers"].default
+    allocator: str = KNOBS["allocator"].default
 
     def __post_init__(self) -> None:
         # A knob stands after those that decide whether it is active, so one pass is enough.

@@ -18,9 +18,8 @@ from autotune.core.errors import PREEMPTED
 from autotune.core.files import load_data
 from autotune.core.probe_types import Fingerprint
 from autotune.core.text import dashed
-from autotune.export.header import comment, has_published_weights, sectioned, summary_lines
+from autotune.export.header import allocator, comment, has_published_weights, sectioned, summary_lines
 from autotune.export.script import runtime_files
-from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
 from autotune.study.summary import Recipe
 
 URL = "AUTOTUNE_STORAGE"
@@ -87,6 +86,7 @@ def render(job: JobSpec, system: str) -> dict[str, str]:
 def training_job(recipe: Recipe) -> JobSpec:
     """The full run by launch.sh, as long as the upper end of the projection and what that leaves out."""
     name = slug(recipe.study)
+    variable, value = allocator(recipe)
     hours = math.ceil(recipe.winner.cost.interval_hours[1] + UNPROJECTED_H)
     limit = f"{hours} h, the upper end of the projection and {60 * UNPROJECTED_H:.0f} min, rounded up"
     notes = [f"The speed holds for train.py on this card. Time limit: {limit}."]
@@ -110,15 +110,15 @@ def training_job(recipe: Recipe) -> JobSpec:
             "autotune-fingerprint": recipe.fingerprint.digest,
         },
         command=["bash", "/export/launch.sh", "--dataset", "/data/train.jsonl", "--output-dir", "/output", "--resume"],
-        env=[{"name": ALLOCATOR_VARIABLE, "value": ALLOCATOR}],
+        env=[{"name": variable, "value": value}],
         volumes=[
             {"name": "export", "projected": {"sources": _config_maps(name)}},
             {"name": "data", "persistentVolumeClaim": {"claimName": "your-data"}},
             {"name": "output", "persistentVolumeClaim": {"claimName": "your-output"}},
         ],
-        task={"envs": {"DATASET": "your-data.jsonl", "OUTPUT": "out", ALLOCATOR_VARIABLE: ALLOCATOR}},
+        task={"envs": {"DATASET": "your-data.jsonl", "OUTPUT": "out", variable: value}},
         packages=_packages(recipe.fingerprint),
-        before=f'cd -- "${{SLURM_SUBMIT_DIR:?submit it with sbatch}}"\nexport {ALLOCATOR_VARIABLE}={ALLOCATOR}',
+        before=f'cd -- "${{SLURM_SUBMIT_DIR:?submit it with sbatch}}"\nexport {variable}={value}',
         run='bash launch.sh --dataset "$DATASET" --output-dir "$OUTPUT" --resume',
         srun='bash launch.sh --dataset "${DATASET:?name your data}" --output-dir "${OUTPUT:-out}" --resume',
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from autotune.core.text import printable
 from autotune.core.units import fmt_count, fmt_gib, fmt_seconds, fmt_usd
-from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
+from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 from autotune.study.summary import Recipe
 
 WARMUP_SHARE = 0.03
@@ -24,7 +24,12 @@ def environment(recipe: Recipe) -> str:
     """
     if on_cpu(recipe):
         return "CUDA_VISIBLE_DEVICES="
-    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {ALLOCATOR_VARIABLE}={ALLOCATOR}"
+    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {'='.join(allocator(recipe))}"
+
+
+def allocator(recipe: Recipe) -> tuple[str, str]:
+    """The environment variable by which torch's allocator is as it was measured: its name and value."""
+    return ALLOCATOR_VARIABLE, ALLOCATORS[recipe.config.allocator]
 
 
 def one_line(text: str) -> str:

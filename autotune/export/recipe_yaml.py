@@ -6,8 +6,7 @@ from typing import Any
 import yaml
 
 from autotune.core.serialization import to_data
-from autotune.export.header import comment, eval_steps, save_steps, summary_lines
-from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE
+from autotune.export.header import allocator, comment, eval_steps, save_steps, summary_lines
 from autotune.study.summary import Recipe, candidate_data
 
 SCHEMA_VERSION = 1
@@ -58,6 +57,6 @@ def _data(recipe: Recipe) -> dict[str, Any]:
         "numerics": recipe.numerics,
         "caveats": list(recipe.caveats),
         "trainer": recipe.trainer,
-        "environment": {ALLOCATOR_VARIABLE: ALLOCATOR},
+        "environment": dict([allocator(recipe)]),
         "fingerprint": {"digest": recipe.fingerprint.digest, **to_data(recipe.fingerprint)},
     }

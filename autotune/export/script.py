@@ -6,6 +6,7 @@ from functools import cache
 from importlib import resources
 
 from autotune.export.header import (
+    allocator,
     eval_steps,
     has_published_weights,
     model_source,
@@ -15,7 +16,7 @@ from autotune.export.header import (
     warmup_steps,
 )
 from autotune.probe.model_settings import model_settings
-from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, RunSettings
+from autotune.probe.runtime.settings import RunSettings
 from autotune.problem.run_options import KEPT_CHECKPOINTS
 from autotune.study.summary import Recipe
 
@@ -34,11 +35,11 @@ from runtime.command_line import start
 if __name__ == "__main__":
     start(Path(__file__).parent)
 '''
-LAUNCHER = f"""\
+LAUNCHER = """\
 #!/usr/bin/env bash
 # Run train.py beside this file with the interpreter in $PYTHON, or python3; options are passed on.
 set -euo pipefail
-export {ALLOCATOR_VARIABLE}={ALLOCATOR}
+export {allocator}
 exec "${{PYTHON:-python3}}" -- "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$@"
 """
 
@@ -51,7 +52,7 @@ def export(recipe: Recipe) -> dict[str, str]:
     return {
         "train.py": ENCODING + SCRIPT,
         "train_config.json": settings(recipe).to_json(),
-        "launch.sh": LAUNCHER,
+        "launch.sh": LAUNCHER.format(allocator="=".join(allocator(recipe))),
         "model_config.json": json.dumps(recipe.model.config, indent=2) + "\n",
         **runtime_files(),
     }
@@ -98,6 +99,7 @@ def settings(recipe: Recipe) -> RunSettings:
         kernels=config.kernels,
         compile=config.compile,
         loader_workers=config.loader_workers,
+        allocator=config.allocator,
         epochs=recipe.workload.epochs,
         learning_rate=config.learning_rate,
         warmup_steps=warmup_steps(recipe),

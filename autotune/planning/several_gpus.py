@@ -38,8 +38,8 @@ from autotune.study.ranking import Scored, choose
 
 MOST_GPUS = 8  # of one host
 BASIS = (
-    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 140 counted ones, of DDP by "
-    "one that was within 1.3 % of six; ZeRO, and speeds of several GPUs, by formulas that little was measured for"
+    "memory of FSDP2 by a formula that was within 2.7 % of four measured ranks and 2.1 % of 140 counted ones, of DDP "
+    "within 1.3 % of six; ZeRO, and speeds of several GPUs, by formulas that little was measured for"
 )
 NO_LINK = "nobody published how fast these cards exchange data: link_gb_s of a card of your own says it"
 

@@ -24,6 +24,9 @@ from autotune.prediction.memory_predictor import HEAD_CHUNK
 NO_TERMS = ("phase", "counted", "own_error")  # fields of MemoryBreakdown that are no memory
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
+# The share of what a layer keeps that lies unused in segments that cannot grow: the largest of nine configurations on
+# an H100. Four, of full fine-tuning or with large logits, had none.
+FIXED_SHARE = 0.9
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan_memory.py`).
 ERROR = 0.04
 COUNT_ERROR = 0.015  # of a counted peak: the largest of `benchmarks/dry_probe.py` is 1.4 %
@@ -246,7 +249,7 @@ def _breakdown(sizes: Sizes, config: TrainConfig, micro_steps: int, ddp: bool) -
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE),
-        reserved=beyond_allocated_gib(config, logits, gib(activations + head)),
+        reserved=beyond_allocated_gib(config, logits, gib(activations + head), layer_gib(sizes, config)),
         phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
         communication=gib(buckets[moment]),
     )
@@ -273,6 +276,9 @@ def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) ->
     # In the forward pass they are those of an earlier micro batch.
     gradients = min(count.gradients_gib, max(peak - held - workspace, 0.0))
     activations = max(peak - held - workspace - gradients, 0.0)
+    logits = live_logits(config, model.vocab_size)
+    layers = 1 if config.checkpoint_every else model.num_layers  # of which activations are alive
+    layer = max(activations - gib(12.0 * logits), 0.0) / layers
     return MemoryBreakdown(
         weights=count.model_gib,
         adapters=count.adapters_gib,
@@ -281,7 +287,7 @@ def counted_breakdown(model: ModelSpec, config: TrainConfig, count: DryCount) ->
         activations=activations,
         logits=0.0,
         workspace=workspace,
-        reserved=beyond_allocated_gib(config, live_logits(config, model.vocab_size), activations),
+        reserved=beyond_allocated_gib(config, logits, activations, layer),
         phase=Phase(segment.partition("_")[0]),
         counted=True,
     )
@@ -292,10 +298,16 @@ def live_logits(config: TrainConfig, vocab: int) -> int:
     return (min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else config.tokens) * vocab
 
 
-def beyond_allocated_gib(config: TrainConfig, logits: int, activations_gib: float) -> float:
-    """GiB that the allocator holds beyond allocated memory."""
+def layer_gib(sizes: Sizes, config: TrainConfig) -> float:
+    """GiB that a layer keeps for its backward pass, recomputed or not."""
+    return gib(config.tokens * kept_bytes(sizes, config))
+
+
+def beyond_allocated_gib(config: TrainConfig, logits: int, activations_gib: float, layer_gib: float) -> float:
+    """GiB that the allocator holds beyond allocated memory; `layer_gib` is what a layer keeps."""
     fragmentation = 0.010 if config.compile == "none" else 0.034
-    return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib
+    unused = FIXED_SHARE * layer_gib if config.allocator == "fixed" else 0.0
+    return gib(2.4 * logits + 42 * MIB) + fragmentation * activations_gib + unused
 
 
 def step_moments(

@@ -20,6 +20,7 @@ from autotune.prediction.memory_formula import (
     MemoryBreakdown,
     Sizes,
     beyond_allocated_gib,
+    layer_gib,
     live_logits,
     memory_breakdown,
     step_moments,
@@ -105,7 +106,8 @@ def _sharded(sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumu
         moments = _zero_moments(sizes, config, shares, parallelism, accumulates)
     moment, (gradients, activations, logits, communication) = max(moments.items(), key=lambda item: sum(item[1]))
     weights, adapters, state = _lasting(config, shares, parallelism)
-    reserved = beyond_allocated_gib(config, live_logits(config, sizes.vocab), gib(activations + logits))
+    live, layer = live_logits(config, sizes.vocab), layer_gib(sizes, config)
+    reserved = beyond_allocated_gib(config, live, gib(activations + logits), layer)
     phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
     return MemoryBreakdown(
         weights=gib(weights),

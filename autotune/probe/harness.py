@@ -229,6 +229,7 @@ class Probe:
         """Cap the memory; bring checkpointing, adapters, loss and compilation into the state that was asked for."""
         request, meter, config = self.request, self.meter, self.request.config
         self.context_gib = meter.context_gib()
+        meter.hold_memory(config.allocator)
         self.limit_gib = meter.cap(request.memory_gib, request.headroom, 0.0)
         # TRL and its users leave the choice to torch.
         any_length = config.padding == "longest" and request.trainer == "transformers"

@@ -24,7 +24,7 @@ from autotune.core.nvml import Nvml
 from autotune.core.probe_types import PROBE_VERSION, Fingerprint
 from autotune.core.units import GIB, gib
 from autotune.probe.runtime.malloc import KEPT_BYTES, return_from
-from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE
+from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE, ALLOCATORS
 
 MAX_LOST_GIB = 0.5  # of the host, over all probes of a process
 WORKSPACE_GIB = 8 / 1024  # of libraries on a GPU: some keep 2 MiB from their first use of a large matrix on
@@ -141,6 +141,11 @@ class CudaMeter:
         """How often the allocator returned cached memory and tried again, since the last `release`."""
         return int(torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0))
 
+    def hold_memory(self, allocator: str) -> None:
+        """Have memory that is taken from now on lie in segments of this kind, of the knob `allocator`."""
+        torch.cuda.empty_cache()
+        torch.cuda.memory._set_allocator_settings(ALLOCATORS[allocator])
+
     def release(self) -> None:
         """Return all memory that is not in use, and reset the statistics."""
         gc.collect()
@@ -210,6 +215,9 @@ class CpuMeter:
     def uncap(self) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+    def hold_memory(self, allocator: str) -> None:
+        """The host's memory has no such choice."""
 
     def keep_freed(self) -> None:
         """Let malloc keep freed blocks, as the exported run does. Nothing is capped meanwhile."""

@@ -7,7 +7,7 @@ from autotune.core.train_config import TrainConfig
 def tiny_request(device: str, memory_gib: float, *, bf16: bool, quantization: str = "none") -> ProbeRequest:
     """A small probe, yet large enough that libraries set up the buffers they use for matrices of real size.
 
-    On a GPU it computes in `bf16`, or in fp16 where the GPU has none.
+    On a GPU it computes in `bf16`, or in fp16 where the GPU has none: such a one has no flash attention either.
     """
     precision = "fp32" if device == "cpu" else "bf16_mixed" if bf16 else "fp16_mixed"
     shape = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -18,4 +18,5 @@ def tiny_request(device: str, memory_gib: float, *, bf16: bool, quantization: st
         memory_gib=memory_gib,
         micro_steps=1,
         min_timed_s=0.0,
+        flash=bf16 or device == "cpu",
     )

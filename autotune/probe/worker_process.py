@@ -20,7 +20,7 @@ from autotune.core.errors import Cancelled
 from autotune.core.process import module_command
 from autotune.core.scratch import scratch_directory
 from autotune.probe.monitor import Monitor
-from autotune.probe.runtime.settings import ALLOCATOR, ALLOCATOR_VARIABLE, one_gpu
+from autotune.probe.runtime.settings import ALLOCATOR_VARIABLE, ALLOCATORS, one_gpu
 
 SAMPLE_EVERY_S = 0.1
 END_WITHIN_S = 3.0  # after SIGTERM, before SIGKILL
@@ -35,7 +35,7 @@ ON_CPU = {
     "GOMP_SPINCOUNT": "3000",
 }
 ALWAYS_SET = {
-    ALLOCATOR_VARIABLE: ALLOCATOR,
+    ALLOCATOR_VARIABLE: ALLOCATORS["expandable"],  # each probe changes it as it wants
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "PYTHONUNBUFFERED": "1",

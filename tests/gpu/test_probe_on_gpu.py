@@ -56,6 +56,15 @@ def measured(prober: WorkerProber, name: str) -> Measurement:
     return answer(prober, request(prober.memory_gib, **CASES[name]), name)
 
 
+def test_memory_lies_in_segments_of_the_kind_that_is_asked_for(prober: WorkerProber) -> None:
+    """A warm worker changes from one to the other, and back: what is allocated is the same, and blocks of 2 MiB are."""
+    kinds = ("expandable", "fixed", "expandable")
+    asked = [request(prober.memory_gib, checkpointing="full", allocator=kind) for kind in kinds]
+    first, fixed, last = (answer(prober, each, f"segments-{number}") for number, each in enumerate(asked))
+    assert first.peak_allocated_gib == pytest.approx(fixed.peak_allocated_gib, rel=1e-3)
+    assert fixed.peak_reserved_gib != first.peak_reserved_gib == last.peak_reserved_gib
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_probe_measures_memory_that_repeats(prober: WorkerProber, name: str) -> None:
     first, second = measured(prober, name), measured(prober, name)

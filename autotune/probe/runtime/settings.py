@@ -9,7 +9,7 @@ from typing import Any
 
 # torch 2.9 renamed the variable to PYTORCH_ALLOC_CONF and still reads this name, the only one that older ones know.
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
-ALLOCATOR = "expandable_segments:True"
+ALLOCATORS = {"expandable": "expandable_segments:True", "fixed": "expandable_segments:False"}
 # Liger's losses stay off: how the loss is computed is a setting of its own.
 LIGER_KERNELS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
@@ -111,6 +111,7 @@ class RunSettings:
     kernels: str
     compile: str
     loader_workers: int
+    allocator: str
     epochs: int
     learning_rate: float
     warmup_steps: int
@@ -170,7 +171,7 @@ def one_gpu(visible: str) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible.split(",")[0].strip()}
 
 
-def prepare_environment(*, use_cpu: bool) -> None:
-    """Set what torch reads when it is imported: one GPU, or none, and an allocator that wastes little."""
-    os.environ.setdefault(ALLOCATOR_VARIABLE, ALLOCATOR)
+def prepare_environment(*, use_cpu: bool, allocator: str) -> None:
+    """Set what torch reads when it is imported: one GPU, or none, and how the allocator holds its memory."""
+    os.environ.setdefault(ALLOCATOR_VARIABLE, ALLOCATORS[allocator])
     os.environ.update(one_gpu("" if use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0")))

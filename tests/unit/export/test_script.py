@@ -17,7 +17,7 @@ from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, script
 from autotune.export.formats import FORMATS, USUAL, export_all
-from autotune.probe.runtime.settings import ModelSettings, RunSettings
+from autotune.probe.runtime.settings import ALLOCATORS, ModelSettings, RunSettings
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_options import RunOptions
 from autotune.problem.workload import Workload
@@ -37,6 +37,7 @@ CONFIGS = [
     TrainConfig(quantization="fp8", attention="sdpa_cudnn", checkpointing="offload"),
     TrainConfig(padding="max_length", group_by_length=True),
     TrainConfig(padding="masked"),
+    TrainConfig(allocator="fixed"),
     TrainConfig(lora_targets="attention"),
     TrainConfig(lora_targets="q_v"),
     TrainConfig(lora_targets="k_proj,up_proj"),
@@ -106,7 +107,7 @@ def test_recipe_yaml_holds_every_knob_and_what_it_rests_on(config: TrainConfig) 
     assert data["config"] == config.as_dict()
     batch = data["workload"]["global_batch"]
     assert batch["sequences"] == batch["micro_batch_size"] * batch["accumulation"] == 32
-    assert data["environment"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert data["environment"] == {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATORS[config.allocator]}
     assert data["fingerprint"]["packages"]["transformers"] == "5.23.0"
     assert data["model"]["config"]["model_type"] == "mistral"
     assert data["baseline"]["config"]
@@ -147,6 +148,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "loss": config.loss == "chunked",
         "kernels": data.get("use_liger_kernel", False) is (config.kernels == "liger"),
         "loader_workers": data["dataloader_num_workers"] == config.loader_workers,
+        "allocator": ALLOCATORS[config.allocator] in text,
         "packing": data["packing"] is False and not config.packing,
         "padding": data.get("pad_to_multiple_of")
         == {"longest": None, "masked": None, "max_length": config.seq_len}.get(config.padding, 0),
@@ -166,7 +168,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
     assert data["logging_nan_inf_filter"] is False
     assert isinstance(data["learning_rate"], float)
     assert "was not tuned" in text
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True trl sft --config trl_sft.yaml" in text
+    assert f"PYTORCH_CUDA_ALLOC_CONF={ALLOCATORS[config.allocator]} trl sft --config trl_sft.yaml" in text
     assert ("--dynamo_use_regional_compilation" in text) is (config.compile == "per_layer")
 
 

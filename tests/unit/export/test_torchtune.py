@@ -11,6 +11,7 @@ from autotune.core.files import load_data
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, torchtune
 from autotune.export.formats import USUAL
+from autotune.probe.runtime.settings import ALLOCATORS
 from autotune.study.summary import Recipe
 from tests.unit.export.test_tool_file_axolotl import HOSTILE, KEYS, each_config, named, recipe
 
@@ -82,6 +83,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, name: str) -> None:
         "loss": data["loss"]["_component_"] == "torch.nn.CrossEntropyLoss" and config.loss == "full",
         "kernels": config.kernels == "torch",
         "loader_workers": config.loader_workers == 0,
+        "allocator": ALLOCATORS[config.allocator] in text,
         "packing": packed is config.packing,
         "padding": config.padding == "longest",
         "group_by_length": not config.group_by_length,

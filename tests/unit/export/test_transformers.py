@@ -17,6 +17,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.export import header
 from autotune.export import transformers as exporter
 from autotune.probe.runtime import rows
+from autotune.probe.runtime.settings import ALLOCATORS
 from tests.probe.test_train_script import _save_demo
 from tests.unit.export.test_script import HOSTILE, SAVED, TARGETS, demo, each_config, recipe, write
 
@@ -78,6 +79,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "lora_dropout": adapter.get("lora_dropout", 0.0) == config.lora_dropout,
         "rslora": adapter.get("use_rslora", False) is config.rslora,
         "loader_workers": said["dataloader_num_workers"] == config.loader_workers,
+        "allocator": ALLOCATORS[config.allocator] in files["transformers_notes.md"],
     }
     gaps = files["transformers_notes.md"].partition("What the files cannot hold:\n\n")[2]
     named = {item.split()[1].rstrip(":") for item in gaps.splitlines()}

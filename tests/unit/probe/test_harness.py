@@ -483,8 +483,10 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     monkeypatch.setattr(module, "attach", lambda resident, config, device, seed: "model")
     monkeypatch.setattr(module, "paged_state_gib", {"model": 2.0}.__getitem__)
     monkeypatch.setattr(module, "chunked_loss", lambda base: "chunked")
+    held: list[str] = []
     meter = SimpleNamespace(
         context_gib=lambda: 0.25,
+        hold_memory=held.append,
         cap=lambda *values: asked.append(values) or 70.0,  # type: ignore[func-returns-value]
         reserved_gib=lambda: reserved_gib,
         torch_device=SimpleNamespace(type=device),
@@ -499,6 +501,7 @@ def test_a_probe_is_capped_and_brought_into_the_asked_state(
     else:
         probe._prepare()
         assert probe._loss == ("chunked" if config.loss == "chunked" and trainer == "transformers" else None)
+    assert held == [config.allocator]
     assert asked == caps and (probe.limit_gib, probe.context_gib) == (70.0, 0.25)
     assert probe.managed_gib == (2.0 if len(caps) == 2 else 0.0)
     assert attention == [(config.padding == "longest" and trainer == "transformers", False)]
@@ -595,7 +598,7 @@ def test_a_probe_brings_the_model_into_the_state_of_its_configuration(
     monkeypatch.setattr(module, "choose_attention", lambda any_length, flash: None)
     monkeypatch.setattr(module, "set_checkpointing", lambda *asked: done.append(("checkpointing", *asked)))
     monkeypatch.setattr(module, "attach", lambda *asked: done.append(("attach", *asked)) or "model")
-    meter = SimpleNamespace(context_gib=lambda: 0.25, cap=lambda *_: 70.0, torch_device=CPU)
+    meter = SimpleNamespace(context_gib=lambda: 0.25, hold_memory=lambda _: None, cap=lambda *_: 70.0, torch_device=CPU)
     config = TrainConfig(checkpointing="every_2", **knobs)
     parts: dict[str, Any] = {"meter": meter, "resident": "resident", "base": "base"}
     parts |= {"managed_gib": 0.0, "_loss": None}
@@ -738,6 +741,8 @@ class Still:
 
     def context_gib(self) -> float:
         return 0.5
+
+    def hold_memory(self, allocator: str) -> None: ...
 
     def cap(self, *_: float) -> float:
         return 3.0

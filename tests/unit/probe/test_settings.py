@@ -21,7 +21,7 @@ def test_torch_sees_one_gpu_or_none(
 ) -> None:
     environment = dict(before)
     monkeypatch.setattr(settings.os, "environ", environment)
-    settings.prepare_environment(use_cpu=use_cpu)
+    settings.prepare_environment(use_cpu=use_cpu, allocator="expandable")
     assert environment == {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -32,8 +32,11 @@ def test_torch_sees_one_gpu_or_none(
 def test_an_allocator_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     monkeypatch.setattr(settings.os, "environ", environment)
-    settings.prepare_environment(use_cpu=False)
+    settings.prepare_environment(use_cpu=False, allocator="fixed")
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    environment.clear()
+    settings.prepare_environment(use_cpu=False, allocator="fixed")
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
 
 
 def test_the_arguments_of_the_libraries() -> None:
