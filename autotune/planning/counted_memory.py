@@ -1,6 +1,7 @@
 """Memory and time of models and configurations that no formula covers, counted by a dry probe in its own process."""
 
 import functools
+from dataclasses import replace
 
 from autotune.catalog import ModelSpec
 from autotune.core.probe_types import ProbeRequest
@@ -34,6 +35,9 @@ def no_count(model: ModelSpec, config: TrainConfig, micro_steps: int) -> str:
 
 
 def _answer(model: ModelSpec, config: TrainConfig, micro_steps: int) -> DryAnswer:
+    if config.attention == "flash_attention_2" and not config.has_mask:
+        # torch's own flash attention holds the same, and needs no package to be counted.
+        config = replace(config, attention="sdpa")
     # What may be used of the memory of a card does not change what is needed.
     return _prober().count(ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=micro_steps))
 

@@ -1,16 +1,19 @@
 """`autotune plan` and `check` answer for families without a formula: a dry probe counts their memory and work."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autotune.catalog import resolve_device
+from autotune.catalog import resolve_device, resolve_model
 from autotune.cli.plan_text import print_plan
 from autotune.core.errors import UsageError
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.train_config import TrainConfig
 from autotune.planning import counted_memory
 from autotune.planning.plan import ONLY_BASELINE, ONLY_LEANEST, plan
 from autotune.planning.run_check import check
-from autotune.probe.dry_prober import DryProber
+from autotune.probe.dry_prober import DryAnswer, DryProber
 from autotune.problem.run_cost import FITS, OOM
 from autotune.problem.study_spec import make_spec
 
@@ -50,6 +53,23 @@ def test_where_the_baseline_does_not_fit_the_leanest_is_counted(capsys: pytest.C
     print_plan(made)
     printed = capsys.readouterr().out
     assert f"{ONLY_LEANEST}\n" in printed and f"    best  {made.best.config.label()}" in printed
+
+
+def test_flash_attention_that_sees_no_mask_is_counted_as_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package is seldom installed where nothing is trained; the leanest configuration of a space has it."""
+    asked: list[ProbeRequest] = []
+
+    class Prober:
+        def count(self, request: ProbeRequest) -> DryAnswer:
+            asked.append(request)
+            return DryAnswer(refused="no")
+
+    monkeypatch.setattr(counted_memory, "_prober", Prober)
+    config = TrainConfig(attention="flash_attention_2", padding="longest", micro_batch_size=4)
+    masked = replace(config, padding="masked")
+    for one in (config, masked):
+        assert counted_memory.memory_of(resolve_model("gpt2"), one, 2) is None
+    assert [request.config for request in asked] == [replace(config, attention="sdpa"), masked]
 
 
 def test_a_run_of_another_tool_is_judged_by_a_count(tmp_path: Path) -> None:
