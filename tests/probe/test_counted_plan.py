@@ -22,7 +22,7 @@ pytestmark = pytest.mark.probe
 
 @pytest.fixture(autouse=True)
 def prober(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with DryProber(tmp_path) as one:
+    with DryProber(tmp_path, shipped=False) as one:
         monkeypatch.setattr(counted_memory, "_prober", lambda: one)
         yield one
 

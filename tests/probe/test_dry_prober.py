@@ -68,8 +68,10 @@ def counted(gib: float) -> DryCount:
 class Scripted(DryProber):
     """Answers in place of the process: `shape` for any model, and a GiB for each layer of a count."""
 
-    def __init__(self, directory: Path, shape: ModelShape | str, refusing: tuple[int | None, ...] = ()) -> None:
-        super().__init__(directory)
+    def __init__(
+        self, directory: Path, shape: ModelShape | str, refusing: tuple[int | None, ...] = (), *, shipped: bool = True
+    ) -> None:
+        super().__init__(directory, shipped=shipped)
         self.shape, self.refusing = shape, refusing
         self.asked: list[Any] = []
 
@@ -148,19 +150,44 @@ def test_a_kept_answer_holds_for_all_that_changes_a_count(monkeypatch: pytest.Mo
         {"micro_steps": 1},
         {"depth": 3},
     ]
-    keys = {module._key(one) for one in (REQUEST, *(replace(REQUEST, **change) for change in changes))}
+
+    def key(request: ProbeRequest = REQUEST) -> str:
+        return module.key_of(request, module.library_versions())
+
+    keys = {key(), *(key(replace(REQUEST, **change)) for change in changes)}
     assert len(keys) == 5
-    assert module._key(replace(REQUEST, config=replace(CONFIG, loader_workers=4), seed=3)) == module._key(REQUEST)
+    assert key(replace(REQUEST, config=replace(CONFIG, loader_workers=4), seed=3)) == key()
     monkeypatch.setattr(module, "DRY_VERSION", 99)
-    assert module._key(REQUEST) not in keys
+    assert key() not in keys
     monkeypatch.undo()
     monkeypatch.setattr(module, "PACKAGES", ("pytest", "no-such-package"))
-    module._versions.cache_clear()
+    module.library_versions.cache_clear()
     try:
-        assert module._versions() == (f"pytest {pytest.__version__}", "no no-such-package")
-        assert module._key(REQUEST) not in keys
+        assert module.library_versions() == (f"pytest {pytest.__version__}", "no no-such-package")
+        assert key() not in keys
     finally:
-        module._versions.cache_clear()
+        module.library_versions.cache_clear()
+
+
+def test_a_shipped_answer_holds_where_nothing_is_kept_and_dry_probes_count_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is of one model and one version of dry probes, but of any versions of the libraries."""
+    shipped = DryAnswer(count=counted(5.0))
+    answers = {module.key_of(REQUEST): to_data(shipped)}
+    monkeypatch.setattr(module, "shipped_answers", lambda: answers)
+    prober = Scripted(tmp_path / "new", REPEATED)
+    assert prober.count(REQUEST) == shipped and prober.asked == [] and not prober._directory.exists()
+    wider = replace(REQUEST, model=MODEL | {"hidden_size": 128})
+    assert prober.count(wider) != shipped and prober.asked == ["describe", 2, 3]
+    monkeypatch.setattr(module, "DRY_VERSION", 99)
+    assert prober.count(REQUEST) != shipped and prober.asked == ["describe", 2, 3] * 2
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "shipped_answers", lambda: answers)
+    by_itself = Scripted(tmp_path / "own", REPEATED, shipped=False)
+    kept = by_itself.count(REQUEST)
+    assert kept != shipped and by_itself.asked == ["describe", 2, 3]
+    assert Scripted(tmp_path / "own", REPEATED).count(REQUEST) == kept
 
 
 @pytest.mark.parametrize(

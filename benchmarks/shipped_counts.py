@@ -1,0 +1,111 @@
+"""Write `autotune/probe/shipped_counts.json.gz`: what dry probes answer to default plans of the catalogue's models.
+
+    python benchmarks/shipped_counts.py
+
+Each model without a formula is planned for each card of the catalogue, with the default search space and those of LoRA,
+QLoRA and full fine-tuning. No GPU is needed. Answers are kept in the user's cache, so that a run that was interrupted
+goes on where it was. A file that was shipped before does not count.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, command, now
+
+from autotune.catalog import ModelSpec, list_devices, list_models
+from autotune.core.errors import UsageError
+from autotune.core.probe_types import ProbeRequest
+from autotune.core.serialization import to_data
+from autotune.planning import counted_memory
+from autotune.planning.device_estimate import limit_of
+from autotune.planning.plan import plan_setup, planned_setup
+from autotune.prediction.memory_formula import Sizes
+from autotune.probe.dry_prober import DRY_VERSION, DryAnswer, DryProber, key_of, library_versions
+from autotune.problem.search_space import SearchSpace
+from autotune.problem.study_spec import StudySpec
+
+SPACES = ("default", "lora", "qlora", "full")
+DIGITS = 6  # of each number
+OF_THIS_MACHINE = ("it took longer than", "the process that counts it ended", "installed")  # a refusal
+FILE = ROOT / "autotune" / "probe" / "shipped_counts.json.gz"
+
+
+class Recorder(DryProber):
+    """Remembers all answers by the keys of shipped ones."""
+
+    def __init__(self) -> None:
+        super().__init__(shipped=False)
+        self.answers: dict[str, DryAnswer] = {}
+
+    def count(self, request: ProbeRequest) -> DryAnswer:
+        key = key_of(request)
+        if key not in self.answers:
+            self.answers[key] = self._in_bf16(request) or super().count(request)
+            refused = self.answers[key].refused or ""
+            if any(reason in refused for reason in OF_THIS_MACHINE):
+                raise SystemExit(f"{refused}: {request}")
+        return self.answers[key]
+
+    def _in_bf16(self, request: ProbeRequest) -> DryAnswer | None:
+        """The answer in bf16 where fp16 has the same: the product of experts alone has kernels of its own."""
+        if request.config.precision != "fp16_mixed":
+            return None
+        answer = self.count(replace(request, config=replace(request.config, precision="bf16_mixed")))
+        work = answer.count.flops if answer.count is not None else ()
+        return None if any("grouped_mm" in name for name in work) else answer
+
+
+def count_plans(models: Sequence[ModelSpec], path: Path) -> None:
+    """Write what all plans of these models ask for, after each card anew. Progress is printed."""
+    started, spaces = time.monotonic(), [SearchSpace.load(name) for name in SPACES]
+    devices = sorted(list_devices(), key=lambda device: device.usual_precision)  # bf16 first: most people have it
+    with Recorder() as recorder:
+        counted_memory._prober = lambda: recorder
+        for number, device in enumerate(devices, 1):
+            for model, space in itertools.product(models, spaces):
+                spec = StudySpec(model=model.name, gpu=device.name, space=space)
+                with suppress(UsageError):
+                    plan_setup(planned_setup(spec, device), limit_of(spec, device), counted=True)
+            size, seconds = write(recorder.answers, path), time.monotonic() - started
+            done = f"{number:>2} of {len(devices)}, {seconds:>5.0f} s: {len(recorder.answers)} answers"
+            print(f"{done}, {size / 1000:.0f} kB, {device.name}", flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """Data of an answer, its numbers to DIGITS digits and without what is empty."""
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items() if item is not None}
+    if isinstance(value, float | int):
+        return type(value)(float(f"{value:.{DIGITS}g}"))
+    return value
+
+
+def write(answers: dict[str, DryAnswer], path: Path) -> int:
+    """Write the file; the same answers give the same bytes but for the date. Returns how many."""
+    data = {
+        "command": command("shipped_counts"),
+        "date": now(),
+        "dry_version": DRY_VERSION,
+        "versions": library_versions(),
+        "answers": {key: rounded(to_data(answers[key])) for key in sorted(answers)},
+    }
+    return path.write_bytes(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=FILE)
+    args = parser.parse_args()
+    count_plans([model for model in list_models() if Sizes.of(model) is None], args.out)
+
+
+if __name__ == "__main__":
+    main()
