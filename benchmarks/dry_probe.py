@@ -3,8 +3,8 @@
 A dry probe counts a training step on the meta device, without a GPU (`autotune/probe/dry.py`). Each family is a small
 model of its kind, made from a config in this file, so that nothing is downloaded. It is probed by the product's own
 worker with two and with four layers, in three ways: LoRA, LoRA on an nf4 base with every layer recomputed, and full
-fine-tuning. Some families are probed with compiled layers too. PEFT refuses adapters on every linear layer of some
-families; those ways are left out and counted.
+fine-tuning. Some families are probed with compiled layers, and some on an int8 base too. PEFT refuses adapters on
+every linear layer of some families; those ways are left out and counted.
 
 The counts were developed with the families in `DEVELOPED`. All others are held out: nothing was fitted on them.
 
@@ -109,6 +109,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 COMPILED = COMMON | {"checkpointing": "none", "precision": "bf16_pure", "compile": "per_layer"}
 COMPILED_FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt_neox", "olmo2", "granite")
+INT8 = {
+    name: COMMON | {"quantization": "int8", "checkpointing": checkpointing}
+    for name, checkpointing in {"int8": "none", "int8 recomputed": "full"}.items()
+}
+INT8_FAMILIES = ("llama", "qwen3", "phi3")
 UNKNOWN = ("--model", "qwen3-30b-a3b", "--seq-len", "1000")  # without a formula, and no shipped count has the length
 
 
@@ -140,10 +145,12 @@ def wanted(families: list[str]) -> Iterator[tuple[str, str, dict[str, Any], int]
         for way, knobs in WAYS.items():
             for depth in DEPTHS:
                 yield name, way, knobs, depth
-    for name in COMPILED_FAMILIES:
+    further = [(name, way, knobs) for name in INT8_FAMILIES for way, knobs in INT8.items()]
+    further += [(name, "compiled", COMPILED) for name in COMPILED_FAMILIES]
+    for name, way, knobs in further:
         for depth in DEPTHS:
             if name in families:
-                yield name, "compiled", COMPILED, depth
+                yield name, way, knobs, depth
 
 
 def measure(args: argparse.Namespace, stored: Rows) -> None:

@@ -32,6 +32,7 @@ from autotune.probe.worker_process import child_environment
 DRY_VERSION = 6  # raised when a dry probe counts something else than before
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 SHIPPED = "shipped_counts.json.gz"
+UNCOUNTED = ("loader_workers", "allocator")  # knobs that leave what is counted as it is
 LONGEST_S = 300.0  # for one answer, the start of the process included
 
 
@@ -156,6 +157,6 @@ def shipped_answers() -> dict[str, Any]:
 
 def key_of(request: ProbeRequest, versions: Sequence[str] = ()) -> str:
     """What must be equal for an answer to hold; one that is kept holds for the `versions` of libraries alone."""
-    config = {name: value for name, value in request.config.as_dict().items() if name != "loader_workers"}
+    config = {name: value for name, value in request.config.as_dict().items() if name not in UNCOUNTED}
     about = [request.model, config, request.micro_steps, request.longest.length, request.depth]
     return digest_of([DRY_VERSION, *versions, *about])

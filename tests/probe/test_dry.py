@@ -16,6 +16,7 @@ from torch import fx, nn
 from autotune.catalog import resolve_model
 from autotune.core.probe_types import DryCount, MicroBatch, ProbeRequest
 from autotune.core.train_config import TrainConfig
+from autotune.core.units import GIB
 from autotune.prediction.memory_formula import Sizes, kept_bytes, memory_breakdown
 from autotune.probe import dry as module
 from autotune.probe import dry_compile
@@ -327,14 +328,42 @@ def test_a_full_fine_tuning_has_the_peak_of_its_formula(tmp_path: Path, model: s
             assert formula.peak_gib == pytest.approx(count.peak_allocated_gib, rel=0.009), config
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_what_cannot_be_counted_is_refused(quantization: str) -> None:
+def test_what_cannot_be_counted_is_refused() -> None:
     with pytest.raises(ValueError, match="on a GPU alone"):
-        dry_probe(request("llama", quantization=quantization))
+        dry_probe(request("llama", quantization="fp8"))
+
+
+def test_an_int8_layer_keeps_its_input_even_where_it_is_recomputed() -> None:
+    """bitsandbytes holds it beside autograd, so that checkpoints of layers do not free it: in bf16, of each layer."""
+    ways = (("int8", "none"), ("int8", "full"), ("nf4", "full"))
+    kept, recomputed, nf4 = (
+        dry_probe(request("llama", quantization=quantization, checkpointing=checkpointing, seq_len=1024))
+        for quantization, checkpointing in ways
+    )
+    shape = request("llama").model
+    inputs = 3 * shape["hidden_size"] + shape["intermediate_size"]  # of q, k and v; of o; of gate and up; of down
+    tokens, layers = 2 * 1024, shape["num_hidden_layers"]
+    weights = recomputed.model_gib - nf4.model_gib
+    more = recomputed.segment_peak_gib["forward_head"] - nf4.segment_peak_gib["forward_head"] - weights
+    assert more * GIB == pytest.approx(2 * layers * tokens * inputs, rel=0.02)
+    assert recomputed.peak_allocated_gib < kept.peak_allocated_gib
+
+
+def test_an_int8_layer_has_the_tensors_of_bitsandbytes() -> None:
+    layer: Any = quantized_linear((1000, 70, True), model_settings(TrainConfig(quantization="int8"), "llama"))
+    assert layer.weight.shape == (70, 1000) and layer.weight.dtype is torch.int8 and not layer.weight.requires_grad
+    assert layer.weight.CB.data_ptr() == layer.weight.data_ptr() and layer.weight.CB.is_meta
+    assert layer.weight.SCB.shape == (70,) and layer.weight.SCB.dtype is torch.float32
+    assert layer.bias.shape == (70,) and not layer.state.has_fp16_weights
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def named(name: str) -> Any:
+    """An operation of a library that is known by its name."""
+    return SimpleNamespace(overloadpacket=SimpleNamespace(__name__=name))
 
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -354,7 +383,10 @@ SOFTMAX = torch.ops.aten._softmax_backward_data.default
         (FLASH, (tensor(1, 1, 128, 32),) * 3, 512 * 32 + 512),  # nothing to pad
         (FLASH, (tensor(1, 1, 129, 33),) * 3, 1024 * 64 + 1024),
         (EFFICIENT, (tensor(2, 3, 50, 20),) * 3, 24064 + 1536),  # 6000 numbers and 300 rows of 4 bytes
-        (SimpleNamespace(overloadpacket=SimpleNamespace(__name__="gemm_4bit")), (tensor(8), None, [100, 7], 0), 1536),
+        (named("gemm_4bit"), (tensor(8), None, [100, 7], 0), 1536),
+        # absolute values of 2 bytes, and a byte for each; int32 and fp16 of 8 x 100 products
+        (named("int8_vectorwise_quant"), (tensor(8, 100),), 3072),
+        (named("int8_scaled_mm"), (tensor(8, 70), tensor(100, 70)), 5632),
         (torch.ops.aten.mm.default, (tensor(600, 600),) * 2, 0),
         (SimpleNamespace(), (), 0),
     ],

@@ -53,9 +53,7 @@ def test_what_no_model_can_be_built_of_is_refused_in_a_sentence(folder: Path) ->
         assert answer.refused == "transformers has no causal language model of type t5"
         mamba = {"model_type": "mamba2", "num_hidden_layers": 4, "hidden_size": 32, "num_heads": 8, "head_dim": 8}
         assert "incompatible with Mamba" in (prober.count(replace(REQUEST, model=mamba)).refused or "")
-        assert "GPU alone" in (
-            prober.count(replace(REQUEST, config=replace(CONFIG, quantization="int8"))).refused or ""
-        )
+        assert "GPU alone" in (prober.count(replace(REQUEST, config=replace(CONFIG, quantization="fp8"))).refused or "")
 
 
 def counted(gib: float) -> DryCount:
