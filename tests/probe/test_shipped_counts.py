@@ -68,7 +68,7 @@ def test_the_file_is_of_this_version_of_dry_probes() -> None:
     assert data["command"] == REMEDY and path.stat().st_size < 2**20
 
 
-@pytest.mark.parametrize("card", ["rtx-4090", "h200-sxm", "a10"])
+@pytest.mark.parametrize("card", ["rtx-4090", "h200-sxm", "t4"])
 def test_a_default_plan_starts_no_process(asked: Asked, card: str) -> None:
     for model in COUNTED:
         for space in SPACES:
@@ -79,7 +79,7 @@ def test_a_default_plan_starts_no_process(asked: Asked, card: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "space", "card"),
-    [("gpt2", "lora", "rtx-4090"), ("pythia-410m", "full", "a10"), ("qwen3-30b-a3b", "qlora", "h200-sxm")],
+    [("gpt2", "lora", "rtx-4090"), ("pythia-410m", "full", "t4"), ("qwen3-30b-a3b", "qlora", "h200-sxm")],
 )
 def test_a_count_made_now_is_the_shipped_one(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, model: str, space: str, card: str
