@@ -7,8 +7,7 @@ formula, and those of held-out models, which did not. `--probe` measures held-ou
 Rows with nf4 that were measured before version 3 of the probe count the statistics of the base model twice. The
 benchmark subtracts the second copy.
 
-`--counted` counts the held-out models by dry probes too, as is done for models without a formula: the formula stays as
-long as it is not worse, since it answers at once.
+`--count` counts the held-out models by dry probes too, as is done for models without a formula.
 
 The benchmark also compares the formula with published tables for 8,192 tokens, made with transformers 4.49
 (`studies/h100-8k`): once as `autotune plan` uses it, and once as the older stack probably computed (`as_they_ran`).
@@ -16,13 +15,13 @@ The second has three differences. They were inferred from the same rows and are 
 """
 
 import argparse
-import functools
 import itertools
 import json
 import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,14 +90,16 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=540.0, help="start no probe after this time; 0 measures nothing"
     )
-    parser.add_argument("--counted", action="store_true", help="count the held-out models by dry probes too")
+    parser.add_argument("--count", action="store_true", help="count the held-out models by dry probes now")
+    parser.add_argument("--counted", type=Path, help="a result of an earlier call, of which the counts are taken")
     parser.add_argument("--rows", type=Path, help="the .jsonl file of an earlier call to continue")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    new = [] if args.probe is None and args.rows is None else probe_models(args)
-    tables = [row for card in ("h100", "a100") for row in compare_published(card)]
     stored, fingerprint = stored_measurements()
-    rows = [row for measured in (*stored, *new) if (row := compare(measured, args.counted)) is not None]
+    new = [] if args.probe is None and args.rows is None else probe_models(args)
+    counted = counted_gib(args, [*stored, *new])
+    tables = [row for card in ("h100", "a100") for row in compare_published(card)]
+    rows = [row for measured in (*stored, *new) if (row := compare(measured, counted)) is not None]
     table(sorted(rows, key=lambda row: -abs(row["error"]))[:12], ["model", "config", "peak_gib", "error"])
     table(tables, ["card", "model", "config", "published_gib", "error", "error_as_they_ran", "same_verdict"])
     summary = summarize([*rows, *tables])
@@ -144,8 +145,8 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def compare(measured: Measured, counted: bool) -> dict[str, Any] | None:
-    """Compare the formulas with a measurement. None if there is no formula for the configuration."""
+def compare(measured: Measured, counted: dict[tuple[str, str], float]) -> dict[str, Any] | None:
+    """Compare the formulas, and what was counted, with a measurement. None if there is no formula for it."""
     memory = memory_breakdown(measured.model, measured.config, measured.micro_steps)
     step = estimate_step_time(measured.model, measured.config)
     if memory is None:
@@ -156,6 +157,7 @@ def compare(measured: Measured, counted: bool) -> dict[str, Any] | None:
         assert sizes is not None
         second_copy_gib = gib(sizes.linear_params * NF4_STATISTICS[measured.config.double_quant])
     peak, reserved = measured.peak_gib - second_copy_gib, measured.reserved_gib - second_copy_gib
+    count = counted.get((measured.model.short, measured.config.label()))
     low, high = interval(step.micro_s, step.error) if step else (0.0, 0.0)
     return {
         "model": measured.model.short,
@@ -164,7 +166,8 @@ def compare(measured: Measured, counted: bool) -> dict[str, Any] | None:
         "peak_gib": peak,
         "planned_gib": memory.peak_gib,
         "error": memory.peak_gib / peak - 1,
-        "counted_error": counted_gib(measured) / peak - 1 if counted and measured.held_out else None,
+        "counted_gib": count,
+        "counted_error": None if count is None else count / peak - 1,
         "reserved_gib": reserved,
         "reserved_error": memory.peak_reserved_gib / reserved - 1,
         "micro_s": measured.micro_s,
@@ -174,19 +177,21 @@ def compare(measured: Measured, counted: bool) -> dict[str, Any] | None:
     }
 
 
-@functools.cache
-def dry_prober() -> DryProber:
-    return DryProber()
-
-
-def counted_gib(measured: Measured) -> float:
-    """The peak that a dry probe of this model counts."""
-    request = ProbeRequest(
-        config=measured.config, model=measured.model.config, memory_gib=1.0, micro_steps=measured.micro_steps
-    )
-    answer = dry_prober().count(request)
-    assert answer.count is not None, answer.refused
-    return answer.count.peak_allocated_gib
+def counted_gib(args: argparse.Namespace, every: Sequence[Measured]) -> dict[tuple[str, str], float]:
+    """The peaks of held-out models by name and configuration, as dry probes count them, or an earlier call did."""
+    if args.counted:
+        rows = json.loads(args.counted.read_text())["rows"]
+        return {(row["model"], row["config"]): row["counted_gib"] for row in rows if row.get("counted_gib")}
+    found = {}
+    with DryProber(shipped=False) as prober:
+        for measured in every if args.count else ():
+            if not measured.held_out:
+                continue
+            model, config = measured.model, measured.config
+            asked = ProbeRequest(config=config, model=model.config, memory_gib=1.0, micro_steps=measured.micro_steps)
+            if (count := prober.count(asked).count) is not None:
+                found[model.short, config.label()] = count.peak_allocated_gib
+    return found
 
 
 def compare_published(card: str) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ ACCURACY = (
 NOT_MEASURED = "Nothing was measured here. Estimated"
 # What `benchmarks/dry_probe.py` and `benchmarks/counted_speed.py` found.
 COUNTED = (
-    "memory by counting a training step without a GPU, 0.2 % off in the median and 1.4 % at worst for 36 kinds of "
+    "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst for 36 kinds of "
     "model on an H100; speed by its arithmetic and the bytes it moves, 1.7 % off in the median of 10 dense models "
     "on an H200 where the device sets the pace, and 4.3 % of 11 others on an H100 (14 % before it was mended for these)"
 )

@@ -119,6 +119,7 @@ SAID = [
     ("plan_memory", "Step time** is {pace_error_median:.1%} off in the median"),
     ("plan_memory", "and {heldout_pace_error_median:.1%} for the {heldout_models} others"),
     ("plan_memory", "which should hold 80%, held {heldout_pace_within_80:.0%} of these"),
+    ("plan_memory", "count of the same 64 configurations is off by {heldout_counted_error_max:.2%} at most"),
     ("dry_probe", "{configs} real probes on an H100, of small models of {families} families"),
     ("dry_probe", "had peaks {error_median:.2%} off in the median and {error_max:.1%} at worst"),
     ("dry_probe", "with compiled layers {error_max_compiled:.2%} at worst"),
@@ -207,6 +208,8 @@ def test_rows_follow_from_what_was_measured(
     options = ["--rows", str(BENCHMARKS / "data" / measured), "--seconds", "0"] if measured else []
     options = ["compare"] if name == "transfer" else options
     options = ["--counted", str(BENCHMARKS / "results" / f"{name}.json")] if name == "counted_ranks" else options
+    if name == "plan_memory":
+        options += ["--counted", str(BENCHMARKS / "results" / f"{name}.json")]
     monkeypatch.setattr(sys, "argv", [name, *options, "--out", str(tmp_path)])
     program(name, monkeypatch).main()
     made = json.loads((tmp_path / f"{name}.json").read_text())
