@@ -45,6 +45,8 @@ def dry_probe(request: ProbeRequest) -> DryCount:
     config = request.config
     if config.quantization == "fp8":
         raise ValueError("the kernels of fp8 bases exist on a GPU alone")
+    if config.quantization == "int8" and config.compile != "none":
+        raise ValueError("what compiled layers of an int8 base hold is not known")
     with cuda_on_meta(packed=config.packing, padded=config.has_mask and not config.packing):
         return CountedStep(request, META, cuda_workspace).count(WORKSPACE)
 
@@ -187,54 +189,55 @@ def _give_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 def quantized_linear(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
     """A linear layer of bitsandbytes whose values do not exist."""
-    fan_in, fan_out, bias = shape
-    make = _nf4_linear if settings.quantization == "nf4" else _int8_linear
-    layer = make(fan_in, fan_out, settings)
+    layer = _linear_4bit(shape, settings) if settings.quantization == "nf4" else _linear_8bit(shape)
+    _, fan_out, bias = shape
     if bias:
-        layer.bias = nn.Parameter(_empty(fan_out, base_dtype(settings)), requires_grad=False)
+        layer.bias = nn.Parameter(torch.empty(fan_out, dtype=base_dtype(settings), device=META), requires_grad=False)
     return layer
 
 
-def _empty(number: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(number, dtype=dtype, device=META)
-
-
-def _int8_linear(fan_in: int, fan_out: int, settings: ModelSettings) -> nn.Module:
-    """With nothing of its inputs left unquantised: outliers are few, and their threshold exists on a GPU alone."""
+def _linear_8bit(shape: tuple[int, int, bool]) -> nn.Module:
+    """It looks for no outliers: without values there are none. What looking takes is added by `_quantized_inputs`."""
     import bitsandbytes as bnb
 
-    layer = bnb.nn.Linear8bitLt(fan_in, fan_out, bias=False, has_fp16_weights=False, threshold=0.0, device="meta")
-    values = torch.empty(fan_out, fan_in, dtype=torch.int8, device=META)
-    scales = _empty(fan_out, torch.float32)
-    layer.weight = bnb.nn.Int8Params(values, requires_grad=False, has_fp16_weights=False, CB=values, SCB=scales)
+    fan_in, fan_out, bias = shape
+    layer: nn.Module = bnb.nn.Linear8bitLt(fan_in, fan_out, bias, has_fp16_weights=False, threshold=0.0, device="meta")
+    weight = torch.empty(fan_out, fan_in, dtype=torch.int8, device=META)
+    scales = torch.empty(fan_out, dtype=torch.float32, device=META)
+    layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales)
     return layer
 
 
-def _nf4_linear(fan_in: int, fan_out: int, settings: ModelSettings) -> nn.Module:
+def _linear_4bit(shape: tuple[int, int, bool], settings: ModelSettings) -> nn.Module:
     import bitsandbytes as bnb
     from bitsandbytes.functional import QuantState
 
+    fan_in, fan_out, bias = shape
     dtype, size = base_dtype(settings), fan_in * fan_out
+
+    def empty(number: int, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty(number, dtype=kind, device=META)
+
     scales = math.ceil(size / NF4_BLOCK)
     nested: dict[str, Any] = {}
     if settings.double_quant:
         scale = QuantState(
-            _empty(math.ceil(scales / NESTED_BLOCK), torch.float32),
-            code=_empty(256, torch.float32),
+            empty(math.ceil(scales / NESTED_BLOCK), torch.float32),
+            code=empty(256, torch.float32),
             blocksize=NESTED_BLOCK,
             dtype=torch.float32,
         )
         nested = {"offset": torch.empty((), device=META), "state2": scale}
     state = QuantState(
-        _empty(scales, torch.uint8 if settings.double_quant else torch.float32),
+        empty(scales, torch.uint8 if settings.double_quant else torch.float32),
         shape=torch.Size((fan_out, fan_in)),
-        code=_empty(16, torch.float32),
+        code=empty(16, torch.float32),
         blocksize=NF4_BLOCK,
         quant_type="nf4",
         dtype=dtype,
         **nested,
     )
-    layer = bnb.nn.Linear4bit(fan_in, fan_out, False, compute_dtype=dtype, device="meta", quant_type="nf4")
+    layer: nn.Module = bnb.nn.Linear4bit(fan_in, fan_out, bias, compute_dtype=dtype, device="meta", quant_type="nf4")
     layer.weight = bnb.nn.Params4bit(
         torch.empty((size + 1) // 2, 1, dtype=torch.uint8, device=META),
         requires_grad=False,
@@ -278,15 +281,17 @@ def _dequantized(inputs: torch.Tensor, weight: torch.Tensor, shape: Sequence[int
     return blocks(inputs.element_size() * math.prod(shape))
 
 
-def _outliers(inputs: torch.Tensor, *_: Any) -> int:
-    """Absolute values, and whether each is an outlier (bitsandbytes' int8_vectorwise_quant)."""
-    return blocks(inputs.element_size() * inputs.numel()) + blocks(inputs.numel())
+def _quantized_inputs(inputs: torch.Tensor, *_: Any) -> int:
+    """The absolute values of the inputs, and for each whether it is an outlier (bitsandbytes/backends/cuda/ops.py)."""
+    return blocks(inputs.nbytes) + blocks(inputs.numel())
 
 
-def _in_32_bits(inputs: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
-    """The product in int32, and in fp16 before it gets its dtype (bitsandbytes' int8_mm_dequant)."""
-    size = inputs.shape[0] * weight.shape[0]
-    return blocks(4 * size) + blocks(2 * size)
+def _scaled_product(
+    inputs: torch.Tensor, weight: torch.Tensor, of_rows: Any, of_columns: Any, bias: Any, dtype: torch.dtype
+) -> int:
+    """The product in 32 bits, and in fp16 where another type is wanted of it."""
+    size = inputs.numel() // inputs.shape[-1] * weight.shape[0]
+    return blocks(4 * size) + (0 if dtype is torch.float16 else blocks(2 * size))
 
 
 _WORKSPACES: dict[str, Callable[..., int]] = {
@@ -294,8 +299,8 @@ _WORKSPACES: dict[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "gemm_4bit": _dequantized,
-    "int8_vectorwise_quant": _outliers,
-    "int8_scaled_mm": _in_32_bits,
+    "int8_vectorwise_quant": _quantized_inputs,
+    "int8_scaled_mm": _scaled_product,
 }
 
 

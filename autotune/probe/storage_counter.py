@@ -31,8 +31,9 @@ LOOK_UPS, ROW_WRITES = frozenset({"embedding", "index"}), frozenset({"index_put"
 # cuBLAS's quick kernels load 16 bytes at a time, so each row must begin at a multiple; an odd vocabulary breaks that.
 PRODUCTS, ALIGNED = frozenset({"mm", "addmm", "bmm", "baddbmm"}), 16  # bytes
 WIDEST_IN_REGISTERS = 128  # values of a head: memory-efficient attention keeps the sums of wider ones in memory
-# Products of which torch knows no arithmetic: bitsandbytes' of inputs and a 4-bit weight, and that of each expert.
-UNPACKED_PRODUCT, GROUPED_PRODUCT = "gemm_4bit", "_grouped_mm"
+# Products of which torch knows no arithmetic: bitsandbytes' of inputs and a 4-bit weight, and of both in 8 bits, and
+# that of each expert.
+UNPACKED_PRODUCT, PRODUCT_IN_8_BITS, GROUPED_PRODUCT = "gemm_4bit", "int8_scaled_mm", "_grouped_mm"
 # The latter where experts are not in bf16, with the number of products: backward makes both gradients.
 FALLBACKS = {"grouped_mm_fallback": 1, "grouped_mm_fallback_backward": 2}
 BLOCK = 512  # bytes: the CUDA allocator rounds each request up to a multiple
@@ -90,6 +91,8 @@ class StorageCounter(TorchDispatchMode):
             for holder in (state, getattr(state, "state2", None)):
                 named = (getattr(holder, name, None) for name in ("absmax", "code", "offset"))
                 self.hold(tensor for tensor in named if isinstance(tensor, torch.Tensor))
+            if (scales := getattr(parameter, "SCB", None)) is not None:
+                self.hold([scales])
 
     def begin(self) -> None:
         """Begin a new peak and new counts of work."""
@@ -164,6 +167,9 @@ class StorageCounter(TorchDispatchMode):
             unpacked = inputs.element_size() * fan_out * fan_in
             self._count_product(UNPACKED_PRODUCT, 2 * inputs.numel() * fan_out, num_bytes((inputs, out)) + unpacked)
             self.moved[OTHER] += num_bytes(packed) + unpacked
+        elif name == PRODUCT_IN_8_BITS:
+            inputs, weight = args[:2]
+            self._count_product(name, 2 * inputs.numel() * weight.shape[0], moved)
         elif name == GROUPED_PRODUCT or name in FALLBACKS:
             factors = [tensor for tensor in _tensors(args) if tensor.dim() > 1][-2:]
             flops = 2 * factors[0].numel() * factors[1].shape[-1] * FALLBACKS.get(name, 1)

@@ -15,6 +15,7 @@ from autotune.probe.storage_counter import (
     INDEXED,
     OTHER,
     PRODUCT,
+    PRODUCT_IN_8_BITS,
     STRIDED,
     THIN,
     UNPACKED_PRODUCT,
@@ -76,7 +77,10 @@ def test_a_product_with_little_arithmetic_for_a_byte_is_thin(inner: int, kind: s
 
 
 def test_products_that_torch_knows_no_arithmetic_of() -> None:
-    """Each expert multiplies its rows, all of them once; a 4-bit weight is unpacked before it is multiplied."""
+    """Each expert multiplies its rows, all of them once; a 4-bit weight is unpacked before it is multiplied.
+
+    Inputs and a weight in 8 bits are multiplied as they are.
+    """
     rows, experts = (torch.ones(*shape, device=META, dtype=torch.bfloat16) for shape in ((64, 32), (4, 32, 48)))
     counter = StorageCounter(META)
 
@@ -99,6 +103,11 @@ def test_products_that_torch_knows_no_arithmetic_of() -> None:
     assert counter.flops == {UNPACKED_PRODUCT: 2 * 64 * 32 * 48} and counter.operations == 1
     assert counter.moved[OTHER] == 48 * 32 // 2 + 2 * 48 * 32
     assert counter.moved[THIN] == 2 * (64 * 32 + 48 * 32 + 64 * 48)
+    counter.begin()
+    left, right = (torch.empty(*shape, device=META, dtype=torch.int8) for shape in ((64, 32), (48, 32)))
+    counter._count_work(operation(PRODUCT_IN_8_BITS), (left, right), {}, out)
+    assert counter.flops == {PRODUCT_IN_8_BITS: 2 * 64 * 32 * 48} and counter.operations == 1
+    assert counter.moved == {THIN: 64 * 32 + 48 * 32 + 2 * 64 * 48}
 
 
 def test_a_product_is_unaligned_where_quick_kernels_could_not_load_its_rows() -> None:
