@@ -280,12 +280,15 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
         yield "How much memory DoRA takes besides its adapters is not known: the run needs more than the estimate."
     elif checked.bounds.reported.counted and FP32_BASE in run.notes:
         yield "What the casts of a base in float32 take is not known: the run needs more than the estimate."
-    elif checked.bounds.most is None:
-        pass  # a note of the file says what it is
-    elif checked.bounds.least != checked.bounds.most:
-        what = "A base in 8 bits" if config.quantization == "int8" else "What is offloaded"
-        between = "that of 4 bits and of 16" if config.quantization == "int8" else "none of it on the GPU and all"
-        yield f"{what} has no formula: the need lies between {between}, and the larger one is reported."
+    elif checked.bounds.least != checked.bounds.most and checked.bounds.most is not None:
+        between = "none of it on the GPU and all"
+        yield f"What is offloaded has no formula: the need lies between {between}, and the larger one is reported."
+    if config.quantization == "int8":
+        yield (
+            "A base in 8 bits is counted without outliers: a run holds inputs of its layers once more that exceed 6."
+            if checked.bounds.reported.counted
+            else "A base in 8 bits could not be counted: the run needs more than with one of 4 bits, which is reported."
+        )
     if run.num_gpus is None:
         yield "The file does not say on how many GPUs it trains: one is assumed, and sharding is not modelled."
     elif run.num_gpus > 1:

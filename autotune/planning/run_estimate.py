@@ -1,7 +1,7 @@
 """Estimate a run that another tool's file describes, on one card: what it needs, and how long it takes.
 
-Where no formula covers the model, a dry probe counts its memory. Where neither does the configuration, it is bounded by
-two that are covered, or from below.
+Where no formula covers the model or its int8 base, a dry probe counts its memory. Other configurations without a
+formula are bounded by two that are covered, or from below.
 """
 
 import math
@@ -120,15 +120,15 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     """What a run needs at least and at most; None where no formula covers the model and it cannot be counted."""
     config, steps, sizes = run.config, min(run.accumulation, 2), Sizes.of(model)
-    least = most = replace(config, dora=False)  # DoRA takes more; how much was not measured
-    if config.quantization == "int8":
-        least, most = replace(least, quantization="nf4"), replace(most, quantization="none")
-    low = memory_of(model, _checkpoints_on_gpu(least), steps)
-    high = memory_of(model, _checkpoints_on_gpu(most), steps)
+    known = replace(_checkpoints_on_gpu(config), dora=False)  # DoRA takes more; how much was not measured
+    low = high = memory_of(model, known, steps)
+    is_int8 = config.quantization == "int8"
+    if is_int8 and low is None:
+        low = high = memory_of(model, replace(known, quantization="nf4"), steps)
     if low is None or high is None:
         return None
-    if sizes is None:
-        return _bounded_count(run, low, high)
+    if sizes is None or (is_int8 and low.counted):
+        return _bounded_count(model, run, low)
     if FP32_BASE in run.notes:
         low, high = (_with_fp32_base(sizes, _checkpoints_on_gpu(config), memory) for memory in (low, high))
     if LOGITS_COPY in run.notes:
@@ -137,12 +137,14 @@ def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:
     if config.offloads:
         in_host_memory = gib(config.tokens * sizes.layers * sizes.hidden * (2 if config.method == "lora" else 4))
         low = replace(low, activations=max(low.activations - in_host_memory, 0.0))
-    return MemoryBounds(least=low, most=None if config.dora or run.needs_more else high)
+    return MemoryBounds(least=low, most=None if config.dora or is_int8 or run.needs_more else high)
 
 
-def _bounded_count(run: ForeignConfig, low: MemoryBreakdown, high: MemoryBreakdown) -> MemoryBounds:
-    """What a run needs where the model is only counted: counts know no offloading and no base in float32."""
+def _bounded_count(model: ModelSpec, run: ForeignConfig, counted: MemoryBreakdown) -> MemoryBounds:
+    """What a run needs that is only counted: counts know no offloading, and no base and copy of logits in float32."""
     in_fp32 = FP32_BASE in run.notes
+    copy = gib(4 * run.config.tokens * model.vocab_size) if LOGITS_COPY in run.notes else 0.0
+    low = high = replace(counted, activations=counted.activations + copy)
     if in_fp32 and run.config.quantization == "none":
         low = replace(low, weights=2 * low.weights)  # 4 bytes a value instead of 2, and casts of them besides
     if run.config.offloads:

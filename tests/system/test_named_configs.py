@@ -111,7 +111,7 @@ CHUNKS_OF_GEMMA = NamedConfig(name="chunks", model="gemma-2-2b", knobs={"loss": 
 
 
 def test_plan_estimates_a_suite(capsys: pytest.CaptureFixture[str]) -> None:
-    case = NamedConfig(name="[one]", knobs={"quantization": "int8"})
+    case = NamedConfig(name="[one]", knobs={"quantization": "int8", "compile": "per_layer"})
     plan.plan(spec_of(case, NamedConfig(name="two", published=Published(peak_gb=20.0))), evidence=NOWHERE)
     text = capsys.readouterr().out
     assert (
