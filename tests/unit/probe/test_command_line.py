@@ -181,10 +181,15 @@ def test_the_environment_is_set_before_anything_is_loaded(tmp_path: Path, monkey
     (tmp_path / "train_config.json").write_text(made.to_json())
     collector = {name: lambda name=name: done.append(name) for name in ("disable", "freeze", "enable")}
     monkeypatch.setattr(command_line, "gc", SimpleNamespace(**collector))
-    monkeypatch.setattr(command_line, "prepare_environment", lambda *, use_cpu: done.append(("prepare", use_cpu)))
+    monkeypatch.setattr(
+        command_line,
+        "prepare_environment",
+        lambda *, use_cpu, allocator: done.append(("prepare", use_cpu, allocator)),
+    )
     loaded = SimpleNamespace(main=lambda *asked: done.append(asked))
     monkeypatch.setitem(sys.modules, "autotune.probe.runtime.train", loaded)  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "argv", ["train.py", "--random-weights", "--max-steps", "3"])
     command_line.start(tmp_path)
     options = parse_options(made, ["--random-weights", "--max-steps", "3"])
-    assert done == [("prepare", True), "disable", "freeze", "enable", (made, options, tmp_path / "model_config.json")]
+    first = [("prepare", True, "expandable"), "disable", "freeze", "enable"]
+    assert done == [*first, (made, options, tmp_path / "model_config.json")]
