@@ -13,7 +13,7 @@ from autotune.core.process import StopToken
 from autotune.study.storage.location import make_writable
 
 if TYPE_CHECKING:
-    from autotune.study.summary import Recipe
+    from autotune.study.summary import Recipe, Verification
 
 
 def explain(study: StudyName = None, storage: Storage = None, json_: Json = False) -> None:
@@ -78,7 +78,6 @@ def verify(
         VerificationFailed: it is slower or larger than promised, beyond the tolerance, or its memory grows.
     """
     from autotune.api import load_study
-    from autotune.core.serialization import to_data
     from autotune.export.run.verify import FILES
     from autotune.export.run.verify import verify as run_and_compare
     from autotune.report import describe
@@ -108,17 +107,24 @@ def verify(
             raise _stopped(stop, "stopped; nothing was verified") from None
     amend_record(result.url, result.record, verification=verification)
     result.reload().report()
-    if json_:
-        derived = ("tokens_per_s", "speed_error", "memory_error", "holds", "better")
-        print_json(to_data(verification) | {name: getattr(verification, name) for name in derived})
-    else:
-        print("\n".join(describe.verification(verification)))
+    _print_verification(verification, as_json=json_)
     if reason := describe.failed_verification(verification):
         raise VerificationFailed(
             reason,
             remedy=f"read {result.out / 'logs' / 'verify.log'}; something else may be using the device "
             "(`autotune doctor`)",
         )
+
+
+def _print_verification(verification: "Verification", *, as_json: bool) -> None:
+    from autotune.core.serialization import to_data
+    from autotune.report import describe
+
+    if as_json:
+        derived = ("tokens_per_s", "speed_error", "memory_error", "holds", "better")
+        print_json(to_data(verification) | {name: getattr(verification, name) for name in derived})
+    else:
+        print("\n".join(describe.verification(verification)))
 
 
 def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:

@@ -20,6 +20,7 @@ from autotune.core.units import fmt_seconds, fmt_usd
 if TYPE_CHECKING:
     from autotune.api import StudyResult
     from autotune.export.run.train import Progress
+    from autotune.study.summary import Recipe
 
 PLAIN_S = 30.0  # between two lines where there is no terminal
 STOPPED = (PREEMPTED, 128 + signal.SIGTERM, -signal.SIGTERM)  # exit codes; the last one before training begins
@@ -54,7 +55,6 @@ def train(
     """
     from autotune.api import load_study
     from autotune.export.run.train import Run
-    from autotune.report.study_directory import write_exports
     from autotune.study.storage.database import public_url
 
     result = load_study(study, storage)
@@ -63,12 +63,7 @@ def train(
     # A run that only tries the speed saves nothing, unless a directory is given.
     saves = output is not None or not random_weights
     output = (output or result.out / ("trained" if saves else "tried")).absolute()
-    earlier = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
-    if earlier and not resume:
-        raise UsageError(f"{earlier[0]} is of an earlier run", remedy="add --resume, or name another --output-dir")
-    script = output / "export" / "train.py"
-    if not (resume and script.is_file()):  # a run is continued with its own script, whichever configuration wins by now
-        write_exports(output, recipe, ["train"])
+    script = _script(output, recipe, resume=resume)
     options = _script_options(dataset, split, model, max_steps)
     directory = ["--output-dir", str(output)] if saves else []
     arguments = [*options, *(directory or ["--output-dir", ""]), *(["--resume"] if resume else [])]
@@ -90,6 +85,19 @@ def train(
         again = _command([*options, "--resume"], recipe.study)
         raise interruption(output, again, 128 + stop.signal if stop.signal else PREEMPTED)
     raise AutotuneError(f"training failed: {error or f'exit code {code}'}", remedy=f"read {run.log}")
+
+
+def _script(output: Path, recipe: "Recipe", *, resume: bool) -> Path:
+    """The exported script in this directory, written unless its run is resumed. Raises UsageError for another run's."""
+    from autotune.report.study_directory import write_exports
+
+    earlier = sorted(output.glob("checkpoint-*")) + sorted(output.glob("*.safetensors"))
+    if earlier and not resume:
+        raise UsageError(f"{earlier[0]} is of an earlier run", remedy="add --resume, or name another --output-dir")
+    script = output / "export" / "train.py"
+    if not (resume and script.is_file()):  # a run is continued with its own script, whichever configuration wins by now
+        write_exports(output, recipe, ["train"])
+    return script
 
 
 def _script_options(dataset: Path | None, split: str | None, model: str | None, max_steps: int | None) -> list[str]:
