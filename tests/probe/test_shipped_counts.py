@@ -105,6 +105,24 @@ def numbers(data: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
+@pytest.mark.parametrize(("installed", "are_used"), [("5.17.0", False), ("5.23.1", True), ("6.0.0.dev0", True)])
+def test_an_older_transformers_counts_anew(monkeypatch: pytest.MonkeyPatch, installed: str, *, are_used: bool) -> None:
+    shipped_answers.cache_clear()
+    monkeypatch.setattr(dry_prober.metadata, "version", lambda name: installed)
+    assert bool(shipped_answers()) is are_used
+    shipped_answers.cache_clear()
+
+
+def test_without_transformers_the_shipped_answers_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise dry_prober.metadata.PackageNotFoundError(name)
+
+    shipped_answers.cache_clear()
+    monkeypatch.setattr(dry_prober.metadata, "version", absent)
+    assert shipped_answers()
+    shipped_answers.cache_clear()
+
+
 def test_another_shape_or_version_is_counted(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     plan_default("gpt2", "lora", "rtx-4090")
     request = asked.requests[-1]
