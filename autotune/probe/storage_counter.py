@@ -131,7 +131,7 @@ class StorageCounter(TorchDispatchMode):
                 return torch.empty(0, dtype=torch.uint8), args[0](*args[1:], **kwargs)
             if func.name() == "run_with_rng_state":
                 return args[1](*args[2:], **kwargs)
-        raise NotImplementedError(f"{func.name()} is not counted")
+        raise ValueError(f"{func.name()} is not counted")
 
     def _is_last_reference(self, args: tuple[Any, ...]) -> bool:
         """Whether autograd holds the only reference to the first of two addends, and Python none."""
