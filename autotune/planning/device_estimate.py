@@ -45,8 +45,9 @@ NOT_MEASURED = "Nothing was measured here. Estimated"
 # What `benchmarks/dry_probe.py` and `benchmarks/counted_speed.py` found.
 COUNTED = (
     "memory by counting a training step without a GPU, 0.2 % off in the median and 0.5 % at worst for 36 kinds of "
-    "model on an H100; speed by its arithmetic and the bytes it moves, 1.7 % off in the median of 10 dense models "
-    "on an H200 where the device sets the pace, and 4.3 % of 11 others on an H100 (14 % before it was mended for these)"
+    "model on an H100 (whole models on int8 bases with random weights held up to 9 % more); speed by its arithmetic "
+    "and the bytes it moves, 1.7 % off in the median of 10 dense models on an H200 where the device sets the pace, and "
+    "4.3 % of 11 others on an H100 (14 % before it was mended for these)"
 )
 CALIBRATED_METHOD = ("lora", "none")  # method and quantisation of the training in a calibration
 MAX_DEVIATIONS = 6.0  # an observation further from the expected speed than so many standard deviations is ignored

@@ -285,7 +285,7 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
         yield f"What is offloaded has no formula: the need lies between {between}, and the larger one is reported."
     if config.quantization == "int8":
         yield (
-            "A base in 8 bits is counted without outliers: a run holds inputs of its layers once more that exceed 6."
+            "A base in 8 bits is counted without outliers, inputs of 6 or more that are held twice: 9 % in probes."
             if checked.bounds.reported.counted
             else "A base in 8 bits could not be counted: the run needs more than with one of 4 bits, which is reported."
         )
