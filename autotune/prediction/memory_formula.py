@@ -25,7 +25,7 @@ NO_TERMS = ("phase", "counted", "own_error")  # fields of MemoryBreakdown that a
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
 # The share of what a layer keeps that lies unused in segments that cannot grow: the largest of nine configurations on
-# an H100. Four, of full fine-tuning or with large logits, had none.
+# an H100 (`benchmarks/allocator.py`). Four, of full fine-tuning or with large logits, had none.
 FIXED_SHARE = 0.9
 # Relative error of an estimated peak, about two standard deviations (`benchmarks/plan_memory.py`).
 ERROR = 0.04
@@ -252,7 +252,7 @@ def _breakdown(sizes: Sizes, config: TrainConfig, micro_steps: int, ddp: bool) -
         activations=gib(activations),
         logits=gib(head),
         workspace=gib(WORKSPACE),
-        reserved=beyond_allocated_gib(config, logits, gib(activations + head), layer_gib(sizes, config)),
+        reserved=beyond_allocated_gib(config, logits, gib(activations + head), kept_gib(sizes, config)),
         phase={"forward": Phase.FORWARD, "optimizer": Phase.OPTIMIZER}.get(moment, Phase.BACKWARD),
         communication=gib(buckets[moment]),
     )
@@ -302,7 +302,7 @@ def live_logits(config: TrainConfig, vocab: int) -> int:
     return (min(config.tokens, HEAD_CHUNK) if config.loss == "chunked" else config.tokens) * vocab
 
 
-def layer_gib(sizes: Sizes, config: TrainConfig) -> float:
+def kept_gib(sizes: Sizes, config: TrainConfig) -> float:
     """GiB that a layer keeps for its backward pass, recomputed or not."""
     return gib(config.tokens * kept_bytes(sizes, config))
 

@@ -20,7 +20,7 @@ from autotune.prediction.memory_formula import (
     MemoryBreakdown,
     Sizes,
     beyond_allocated_gib,
-    layer_gib,
+    kept_gib,
     live_logits,
     memory_breakdown,
     step_moments,
@@ -106,7 +106,7 @@ def _sharded(sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumu
         moments = _zero_moments(sizes, config, shares, parallelism, accumulates)
     moment, (gradients, activations, logits, communication) = max(moments.items(), key=lambda item: sum(item[1]))
     weights, adapters, state = _lasting(config, shares, parallelism)
-    live, layer = live_logits(config, sizes.vocab), layer_gib(sizes, config)
+    live, layer = live_logits(config, sizes.vocab), kept_gib(sizes, config)
     reserved = beyond_allocated_gib(config, live, gib(activations + logits), layer)
     phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
     return MemoryBreakdown(
