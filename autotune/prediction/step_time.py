@@ -135,10 +135,10 @@ class StepTimeEstimate:
 def counted_step_time(config: TrainConfig, count: DryCount, host: Host = MEASURED_HOST) -> StepTimeEstimate | None:
     """The time of a step on the reference card, from the work of the whole model.
 
-    None where only memory was counted, where products are not in 16 bits, as those of int8 bases and of experts but in
-    bf16, and where checkpoints wait in the host's memory.
+    None where only memory was counted, where products are not in 16 bits, as those of bases that multiply in 8 bits and
+    of experts but in bf16, and where checkpoints wait in the host's memory.
     """
-    in_16_bits = config.precision != "fp32" and config.quantization != "int8"
+    in_16_bits = config.precision != "fp32" and config.quantization not in ("int8", "fp8")
     in_16_bits = in_16_bits and not any("fallback" in name for name in count.flops)
     if not count.flops or not in_16_bits or config.offloads:
         return None

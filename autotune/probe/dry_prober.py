@@ -29,8 +29,8 @@ from autotune.core.train_config import digest_of
 from autotune.prediction.depth_extrapolation import count_at_depth, counted_depths
 from autotune.probe.worker_process import child_environment
 
-DRY_VERSION = 6  # raised when a dry probe counts something else than before
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
+DRY_VERSION = 7  # raised when a dry probe counts something else than before
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao")
 SHIPPED = "shipped_counts.json.gz"
 UNCOUNTED = ("loader_workers", "allocator")  # knobs that leave what is counted as it is
 LONGEST_S = 300.0  # for one answer, the start of the process included

@@ -22,7 +22,7 @@ ALIGNMENTS = (1, 2, 4, 8, 64, 128)
 def multiply_in_fp8(model: Any) -> None:
     """Have linear layers but the head multiply 8-bit floats, forward and backward. Their weights stay as they are.
 
-    Call it before adapters are added, which keep their precision. Without a GPU it is emulated.
+    Call it before adapters are added, which keep their precision. On a CPU it is emulated.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -31,7 +31,7 @@ def multiply_in_fp8(model: Any) -> None:
     def is_suitable(layer: nn.Module, name: str) -> bool:
         return layer is not head and not any(side % FP8_MULTIPLE for side in layer.weight.shape)
 
-    config = replace(Float8LinearConfig.from_recipe_name(FP8_RECIPE), emulate=not torch.cuda.is_available())
+    config = replace(Float8LinearConfig.from_recipe_name(FP8_RECIPE), emulate=model.device.type == "cpu")
     convert_to_float8_training(model, config=config, module_filter_fn=is_suitable)
 
 

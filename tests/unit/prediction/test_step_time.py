@@ -325,6 +325,6 @@ def test_counted_work_by_hand(method: str, weights_gib: float) -> None:
     assert found.rest_s == pytest.approx((5 * weights_gib + 2 * 4) * GIB / 4.8e12)
     assert (found.device_error, found.host_error) == (COUNTED_ERROR, 0.4)
     assert counted_step_time(TrainConfig(), replace(count, flops={})) is None  # its memory alone was counted
-    for knobs in ({"precision": "fp32"}, {"quantization": "int8"}):  # at another rate
+    for knobs in ({"precision": "fp32"}, {"quantization": "int8"}, {"quantization": "fp8"}):  # at another rate
         assert counted_step_time(TrainConfig(**knobs), count) is None
     assert counted_step_time(TrainConfig(), replace(count, flops=count.flops | {"grouped_mm_fallback": 1})) is None
