@@ -3,8 +3,8 @@
 A dry probe counts a training step on the meta device, without a GPU (`autotune/probe/dry.py`). Each family is a small
 model of its kind, made from a config in this file, so that nothing is downloaded. It is probed by the product's own
 worker with two and with four layers, in three ways: LoRA, LoRA on an nf4 base with every layer recomputed, and full
-fine-tuning. Some families are probed with compiled layers, and some on an int8 base too. PEFT refuses adapters on
-every linear layer of some families; those ways are left out and counted.
+fine-tuning. Some families are probed with compiled layers, and some on an int8 base too. What PEFT or transformers
+refuses is left out and counted.
 
 The counts were developed with the families in `DEVELOPED`. All others are held out: nothing was fitted on them.
 

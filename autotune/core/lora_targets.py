@@ -9,14 +9,14 @@ ALL_LINEAR: str = KNOBS["lora_targets"].default
 def target_modules(model_type: str, targets: str) -> list[str] | None:
     """The ends of the modules' paths for a value of the knob `lora_targets`; None for all linear layers but the head.
 
-    Empty where a model of this `model_type`, transformers' name of the family, has no such layers.
+    All linear layers have names where PEFT refuses adapters on some. Empty where a model of this `model_type`,
+    transformers' name of the family, has no such layers.
     """
-    if targets == ALL_LINEAR:
-        return None
     if targets not in KNOBS["lora_targets"].choices:
         return targets.split(",")
     table = load_data("autotune.core", "lora_targets")
-    return list(table.get(model_type, table["usual"])[targets])
+    names = (table["usual"] | table.get(model_type, {}))[targets]
+    return names if names is None else list(names)
 
 
 def saved_modules(model_type: str, saved: str) -> list[str] | None:

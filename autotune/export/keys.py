@@ -8,12 +8,12 @@ reason from the table, or else as a knob that the tool has no key for.
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.core.files import load_data
 from autotune.core.knobs import KNOBS
-from autotune.core.lora_targets import saved_modules, target_modules
+from autotune.core.lora_targets import ALL_LINEAR, saved_modules, target_modules
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.export.header import eval_steps, model_source, on_cpu, save_steps, warmup_steps
 from autotune.problem.run_options import KEPT_CHECKPOINTS
@@ -74,6 +74,8 @@ def settings(tool: str, recipe: Recipe) -> dict[str, Any]:
     attention, rank, alpha = attention_of(tool, config), config.lora_rank or 1, config.lora_alpha
     scale = None if alpha is None else alpha / (rank**0.5 if config.rslora else rank)
     modules = target_modules(recipe.model.config["model_type"], config.lora_targets)
+    if modules and config.lora_targets == ALL_LINEAR:  # PEFT refuses some of the layers that tools find
+        config = replace(config, lora_targets=",".join(modules))
     if modules and tool == "trl" and len(modules) == 1:
         modules *= 2  # TRL passes a single name on as a pattern for whole paths, which would match none
     saved = saved_modules(recipe.model.config["model_type"], config.modules_to_save)

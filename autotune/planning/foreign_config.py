@@ -84,10 +84,12 @@ def _known_targets(config: TrainConfig, model: ModelSpec) -> tuple[str, str]:
     """The value of `lora_targets` that says the same of this model, and a note on names that it does not have."""
     targets, sizes = config.lora_targets, Sizes.of(model)
     if targets in KNOBS["lora_targets"].choices:
-        return targets, ""
+        taken = target_modules(model.config["model_type"], targets)
+        refused = taken and targets == ALL_LINEAR and config.method == "lora"
+        return targets, _table("notes")["refused"].format(names=", ".join(taken or ())) if refused else ""
     names = {name.rpartition(".")[2]: name for name in targets.split(",")}
     layers = set(sizes.matrices) if sizes else names.keys()
-    for choice in KNOBS["lora_targets"].choices[1:]:
+    for choice in KNOBS["lora_targets"].choices:
         if set(names.values()) == set(target_modules(model.config["model_type"], choice) or ()):
             return str(choice), ""
     if layers <= names.keys() if sizes else any(map(set(names).issuperset, _table("all_linear"))):

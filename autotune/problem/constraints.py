@@ -17,8 +17,9 @@ from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.problem.search_space import Removal, SearchSpace
 from autotune.problem.workload import Workload
 
-NO_SDPA = {"gemma2", "gpt_oss", "mamba2"}  # transformers refuses SDPA for them
-NO_FLASH_2 = {"gpt_oss"}  # of its attention sinks only kernels of other versions know
+NO_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
+NO_SDPA = {"gemma2", "gpt_oss", *NO_ATTENTION}  # transformers refuses SDPA for them
+NO_FLASH_2 = {"gpt_oss", *NO_ATTENTION}  # of gpt-oss's attention sinks only kernels of other versions know
 # The model types and attentions that keep packed examples apart, by tests/probe/test_packing.py. With flash_attention_2
 # transformers keeps them apart only in micro batches of one row.
 PACKED_APART = {"gemma", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"}

@@ -14,6 +14,8 @@ from autotune.core.lora_targets import saved_modules, target_modules
         ("gpt2", "attention", ["c_attn", "attn.c_proj"]),
         ("phi3", "q_v", ["qkv_proj"]),
         ("mamba2", "attention", []),
+        ("mamba2", "all-linear", ["in_proj"]),
+        ("nemotron_h", "q_v", ["q_proj", "v_proj"]),
         ("gpt2", "q_proj,up_proj", ["q_proj", "up_proj"]),
     ],
 )

@@ -17,6 +17,7 @@ from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, script
 from autotune.export.formats import FORMATS, USUAL, export_all
+from autotune.planning.foreign_config import for_model, read_file
 from autotune.probe.runtime.settings import ALLOCATORS, ModelSettings, RunSettings
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.run_options import RunOptions
@@ -225,6 +226,21 @@ def test_trl_takes_a_single_module_for_a_pattern() -> None:
     data = yaml.safe_load(export_all(made, ["trl"])["trl_sft.yaml"])
     assert data["lora_target_modules"] == ["qkv_proj", "qkv_proj"]
     assert script.settings(made).model_settings.lora_targets == ["qkv_proj"]
+
+
+def test_all_linear_layers_are_named_where_peft_refuses_some(tmp_path: Path) -> None:
+    """What tools find by themselves would be refused; what is read back is the same configuration."""
+    made = recipe(TrainConfig(attention="eager"), model=resolve_model("mistralai/Mamba-Codestral-7B-v0.1"))
+    files = export_all(made, ["train", "trl", "axolotl", "llamafactory"])
+    assert yaml.safe_load(files["trl_sft.yaml"])["lora_target_modules"] == ["in_proj", "in_proj"]
+    axolotl = yaml.safe_load(files["axolotl.yaml"])
+    assert (axolotl["lora_target_modules"], axolotl.get("lora_target_linear")) == (["in_proj"], None)
+    assert yaml.safe_load(files["llamafactory.yaml"])["lora_target"] == "in_proj"
+    assert json.loads(files["train_config.json"])["model_settings"]["lora_targets"] == ["in_proj"]
+    for name in ("axolotl.yaml", "llamafactory.yaml"):
+        (tmp_path / name).write_text(files[name])
+        assert for_model(read_file(tmp_path / name), made.model).config.lora_targets == "all-linear"
+        assert "adapters on every linear layer" not in files[name]
 
 
 @each_config

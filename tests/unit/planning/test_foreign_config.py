@@ -463,6 +463,15 @@ def test_names_of_layers_are_those_of_the_model(model, targets, known, absent, r
     assert found.notes == (*run.notes, *([note] if absent else []))
 
 
+def test_all_linear_layers_are_refused_where_peft_takes_only_some(read):
+    run, mamba = read(LORA["trl"]), resolve_model("mistralai/Mamba-Codestral-7B-v0.1")
+    every = replace(run, config=replace(run.config, lora_targets="all-linear"))
+    note = "PEFT refuses adapters on some of this model's linear layers: name in_proj, which are counted."
+    assert for_model(every, mamba).notes[-1] == note
+    named = for_model(replace(run, config=replace(run.config, lora_targets="in_proj")), mamba)
+    assert named.config.lora_targets == "all-linear" and note not in named.notes
+
+
 def test_names_that_no_layer_has_are_refused(read):
     run = read(LORA["trl"])
     named = replace(run, config=replace(run.config, lora_targets="c_attn,query_key_value"))
