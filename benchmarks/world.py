@@ -9,14 +9,13 @@ are those of a process, which has little to do with a GPU.
 import argparse
 import statistics
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common import RANKS, TINY_MODEL, collect, largest, measured, rank_config, rank_parser
 
 from autotune.catalog import resolve_model
-from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Measurement, ProbeRequest, World
 from autotune.core.train_config import TrainConfig
 from autotune.probe.rank_pool import RankPool
@@ -71,13 +70,12 @@ def compare(pool: RankPool, args: argparse.Namespace, model: dict[str, Any], cas
         measured(
             pool,
             ProbeRequest(
-                config=case.config,
+                config=replace(case.config, num_gpus=RANKS, sharding=case.strategy),
                 model=model,
                 device=args.device,
                 memory_gib=args.memory_gib,
                 micro_steps=case.micro_steps,
                 min_timed_s=0.5,
-                parallelism=Parallelism(num_gpus=RANKS, strategy=case.strategy),
                 world=world,
             ),
         )

@@ -14,7 +14,6 @@ from typing import Any
 from common import RANKS, TINY_MODEL, Failed, collect, largest, measured, rank_config, rank_parser
 
 from autotune.catalog import resolve_model
-from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Measurement, ProbeRequest, World
 from autotune.prediction.depth_extrapolation import depths, extrapolate
 from autotune.probe.rank_pool import RankPool
@@ -46,7 +45,7 @@ def compare(
     pool: RankPool, args: argparse.Namespace, name: str, strategy: str, knobs: dict[str, Any]
 ) -> dict[str, Any]:
     """A row with the errors of a whole model's prediction, from real and from fake ranks."""
-    config = rank_config(args.device, knobs)
+    config = rank_config(args.device, knobs | {"num_gpus": RANKS, "sharding": strategy})
     tiny = TINY_MODEL | {"num_hidden_layers": 16}
     model = tiny if args.device == "cpu" else dict(resolve_model(name).config)
     shape = pool.describe(model)
@@ -58,7 +57,6 @@ def compare(
         model=model,
         device=args.device,
         memory_gib=args.memory_gib,
-        parallelism=Parallelism(num_gpus=RANKS, strategy=strategy),
         world=World.REAL,
     )
 
@@ -69,7 +67,7 @@ def compare(
 
     real, fake, whole = predict(World.REAL), predict(World.FAKE), measured(pool, request)
     row: dict[str, Any] = {
-        "config": f"{name} {strategy} {config.label()}",
+        "config": f"{name} {config.label()}",
         "depths": [*pair, shape.num_layers],
         "peak_gib": whole.peak_allocated_gib,
         "reserved_gib": whole.peak_reserved_gib,

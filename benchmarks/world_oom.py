@@ -18,7 +18,6 @@ from common import RANKS, TINY_MODEL, Failed, collect, largest, rank_config, ran
 
 from autotune.catalog import resolve_model
 from autotune.core.nvml import Nvml, visible
-from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Outcome, ProbeRequest, World
 from autotune.core.units import gib
 from autotune.probe.fault_injection import VARIABLE
@@ -59,7 +58,7 @@ def probe(pool: RankPool, args: argparse.Namespace, number: int, first: dict[str
     """A row about the probe of this number. `first` has the losses of each kind when it was first probed."""
     is_to_fail = number in PLANTED or number == REAL
     strategy, num_gpus, world, knobs = KINDS[1 if is_to_fail else number % len(KINDS)]
-    knobs = {"micro_batch_size": 64 if number == REAL else 2} | knobs
+    knobs = {"micro_batch_size": 64 if number == REAL else 2, "num_gpus": num_gpus, "sharding": strategy} | knobs
     model = TINY_MODEL if args.device == "cpu" else resolve_model(args.model).config
     request = ProbeRequest(
         config=rank_config(args.device, knobs),
@@ -67,10 +66,9 @@ def probe(pool: RankPool, args: argparse.Namespace, number: int, first: dict[str
         device=args.device,
         memory_gib=LIMIT_GIB[args.device] if number == REAL else args.memory_gib,
         min_timed_s=0.5,
-        parallelism=Parallelism(num_gpus=num_gpus, strategy=strategy),
         world=world,
     )
-    name = f"{num_gpus} {strategy} {world} {request.config.label()}"
+    name = f"{world} {request.config.label()}"
     result = pool.probe(request, pool.logs / f"trial-{number:04d}.log")
     expected = Outcome.OOM if is_to_fail else Outcome.OK
     if result.outcome is not expected:

@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,12 @@ class Price:
     quotable: bool = True
     as_of: str | None = None
     source: str
+
+    def of_gpus(self, number: int) -> "Price":
+        """The price of so many GPUs together, for what takes them all."""
+        spot = self.spot_usd_per_hour
+        together = number * self.usd_per_hour
+        return replace(self, usd_per_hour=together, spot_usd_per_hour=None if spot is None else number * spot)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ class KnobSpec:
         form: How values are checked. A choice has `choices`, an integer is 1 to `MAX_INTEGER`; modules have `choices`,
             or names of modules with commas between them.
         default: The value of a configuration that does not name the knob; the first choice, or false, if left out.
+            Where it is no choice, the knob has the first one as soon as it has an effect.
         affects: What the knob changes. `weights` are the bytes of the base model or its adapters beyond their rank,
             `micro_time` the seconds of a micro batch, `rest_of_step` those of the optimizer step after them,
             `depth_error` the error of a time extrapolated from few layers, `learning` what the model learns.

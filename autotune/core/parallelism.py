@@ -8,6 +8,7 @@ from autotune.core.train_config import TrainConfig
 # fully_shard, fsdp2_keep the same without resharding after the forward pass; zero1 to zero3 are DeepSpeed's stages.
 FSDP2 = ("fsdp2", "fsdp2_keep")
 ZERO = ("zero1", "zero2", "zero3")
+PROBED = ("ddp", *FSDP2)  # no probe trains with DeepSpeed
 STRATEGIES = ("none", "ddp", *FSDP2, *ZERO)
 # FSDP2 (as accelerate sets it) and DeepSpeed compute in bf16 without autocast, and keep fp32 masters of what is
 # trained. That is neither bf16_mixed, whose activations are larger, nor bf16_pure, which has no masters.
@@ -34,6 +35,11 @@ class Parallelism:
             raise ValueError(
                 f"strategy {self.strategy} is not for {self.num_gpus} GPUs: one GPU has none, several have"
             )
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Parallelism":
+        """What the configuration says."""
+        return cls(num_gpus=config.num_gpus, strategy=config.sharding)
 
     @property
     def shards(self) -> bool:

@@ -123,8 +123,8 @@ class ProbeRequest:
     of one micro batch are timed once everything else was; not of a whole model, whose micro batches take long. With
     `new_lengths` a few micro batches of new lengths are timed, where attention plans for each. Without `flash`, torch's
     own attention has neither FlashAttention nor cuDNN to choose from: the card of the run is too old for them.
-    `micro_steps` and micro batches are those of each GPU, where `parallelism` has several; `world` says who their ranks
-    are.
+    `micro_steps` and micro batches are those of each GPU, where the configuration has several; `world` says who their
+    ranks are.
     """
 
     config: TrainConfig
@@ -137,7 +137,6 @@ class ProbeRequest:
     rung: Rung = Rung.FULL
     depth: int | None = None
     trainer: str = "transformers"
-    parallelism: Parallelism = field(default_factory=Parallelism)
     world: World = World.FAKE
     min_timed_micros: int = 2
     max_timed_steps: int = 40
@@ -151,14 +150,19 @@ class ProbeRequest:
     flash: bool = True
 
     @property
+    def parallelism(self) -> Parallelism:
+        """How the GPUs of the configuration share out its training."""
+        return Parallelism.of(self.config)
+
+    @property
     def plays_a_rank(self) -> bool:
         """Whether one process plays a rank of several: what it learns means nothing."""
-        return self.parallelism.num_gpus > 1 and self.world is World.FAKE
+        return self.config.num_gpus > 1 and self.world is World.FAKE
 
     @property
     def has_real_ranks(self) -> bool:
         """Whether several processes share out this training, which wait for each other."""
-        return self.parallelism.num_gpus > 1 and self.world is World.REAL
+        return self.config.num_gpus > 1 and self.world is World.REAL
 
     @property
     def kinds(self) -> tuple[MicroBatch, ...]:
@@ -196,10 +200,8 @@ class ProbeRequest:
                 "headroom": self.headroom,
                 "depth": self.depth,
                 "trainer": self.trainer,
-                "num_gpus": self.parallelism.num_gpus,
-                "strategy": self.parallelism.strategy,
                 "micro_batches": [(kind.rows, kind.length, round(kind.share, 6)) for kind in self.micro_batches],
-                **({"world": self.world} if self.parallelism.num_gpus > 1 else {}),
+                **({"world": self.world} if self.config.num_gpus > 1 else {}),
                 **({"trained_share": self.trained_share} if self.trained_share < 1 else {}),
                 **({"profile": True} if self.profile and self.depth is not None else {}),
                 **({} if self.flash else {"flash": False}),

@@ -46,6 +46,8 @@ class TrainConfig:
     rslora: bool = KNOBS["rslora"].default
     loader_workers: int = KNOBS["loader_workers"].default
     allocator: str = KNOBS["allocator"].default
+    num_gpus: int = KNOBS["num_gpus"].default
+    sharding: str = KNOBS["sharding"].default
 
     def __post_init__(self) -> None:
         # A knob stands after those that decide whether it is active, so one pass is enough.
@@ -57,6 +59,8 @@ class TrainConfig:
             elif knob.required and values[name] is None:
                 raise ValueError(knob.required)
             else:
+                if values[name] == knob.inactive and knob.inactive not in knob.choices:
+                    values[name] = knob.choices[0]  # another value of another knob has given it an effect
                 knob.check(values[name])
                 values[name] = knob.possible(values[name], values)
                 object.__setattr__(self, name, values[name])

@@ -33,7 +33,7 @@ _FORM = re.compile(r"-(sxm\d?|pcie|blackwell|server|16gb|40gb|96gb)(?=-|$)")  # 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A job on one GPU, or `count` such jobs side by side.
+    """A job on one GPU or several of one node, or `count` such jobs side by side.
 
     `clusters.yaml` has the files of each `use`. The head of a YAML file is `about`, which has names, the steps that
     start it on the system, and `notes`; the head of a script leaves `about` out. No attempt follows an exit code of
@@ -59,6 +59,7 @@ class JobSpec:
     before: str
     srun: str
     cpus: int = 4
+    gpus: int = 1
     count: int | None = None
 
     def file(self, system: str) -> str:
@@ -74,7 +75,7 @@ class JobSpec:
 
 
 def export(recipe: Recipe, system: str) -> dict[str, str]:
-    """The file that runs launch.sh on one GPU of a system of SYSTEMS."""
+    """The file that runs launch.sh on the GPUs of one node of a system of SYSTEMS."""
     return render(training_job(recipe), system)
 
 
@@ -102,7 +103,8 @@ def training_job(recipe: Recipe) -> JobSpec:
         device=recipe.device,
         fingerprint=recipe.fingerprint,
         limit_s=3600 * hours,
-        cpus=4 + recipe.config.loader_workers,
+        cpus=recipe.config.num_gpus * (4 + recipe.config.loader_workers),
+        gpus=recipe.config.num_gpus,
         hopeless=[2, 4],  # wrong arguments, nothing fits
         annotations={
             "autotune-study": recipe.study,
@@ -156,13 +158,18 @@ def workers_job(*, study: str, device: DeviceSpec, fingerprint: Fingerprint, bud
 def _kubernetes(job: JobSpec) -> str:
     """A batch/v1 Job, whose pod failure policy is stable since Kubernetes 1.31; for several pods it is Indexed."""
     label = gpu_product(job.device, job.fingerprint)
-    gpu = {"limits": {f"{job.device.vendor}.com/gpu": 1}}
+    gpu = {"limits": {f"{job.device.vendor}.com/gpu": job.gpus}}
+    mounts = [{"name": volume["name"], "mountPath": f"/{volume['name']}"} for volume in job.volumes]
+    volumes = list(job.volumes)
+    if job.gpus > 1:  # through which NCCL reaches the GPUs of a node: containers have 64 MB of it
+        mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})  # noqa: S108 (of the container)
+        volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
     container = {
         "name": job.use,
         "image": "your-registry/your-image:tag",
         "command": job.command,
         "env": job.env,
-        "volumeMounts": [{"name": volume["name"], "mountPath": f"/{volume['name']}"} for volume in job.volumes],
+        "volumeMounts": mounts,
         "resources": None if job.device.kind == "cpu" else gpu,
     }
     pod = {
@@ -171,7 +178,7 @@ def _kubernetes(job: JobSpec) -> str:
         "terminationGracePeriodSeconds": GRACE_S,
         "nodeSelector": label and {"nvidia.com/gpu.product": label},
         "containers": [_without_empty(container)],
-        "volumes": job.volumes,
+        "volumes": volumes,
     }
     codes = {"containerName": job.use, "operator": "In"}
     rules = [
@@ -202,7 +209,7 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
 
 def _skypilot(job: JobSpec) -> str:
     """A task in the fields of SkyPilot 0.14, for one worker: all nodes of a task end with the first."""
-    gpu = {"accelerators": f"{sky_gpu(job.device)}:1"} if job.device.kind != "cpu" else {}
+    gpu = {"accelerators": f"{sky_gpu(job.device)}:{job.gpus}"} if job.device.kind != "cpu" else {}
     recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [PREEMPTED]}
     workdir = {"workdir": "."} if job.count is None else {}  # a training run needs the other exported files
     values = {
@@ -223,7 +230,7 @@ def _slurm(job: JobSpec) -> str:
         f"--job-name={job.name}",
         f"--array=1-{job.count}" if job.count else "",
         f"--nodes=1 --ntasks=1 --cpus-per-task={job.cpus}",
-        f"--gres=gpu:{slurm_gpu(job.device)}:1" if job.device.kind != "cpu" else "",
+        f"--gres=gpu:{slurm_gpu(job.device)}:{job.gpus}" if job.device.kind != "cpu" else "",
         f"--time={hours}:{minutes:02}:00",
         f"--signal=TERM@{GRACE_S} --requeue",
         f"--open-mode=append --output={'%x-%A_%a.log' if job.count else '%x-%j.log'}",

@@ -21,14 +21,25 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "torchtune": torchtune.export,
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
+ON_SEVERAL_GPUS = ("recipe", "train", "kubernetes", "skypilot", "slurm")  # what says how GPUs share out a training
+
+
+def usual(recipe: Recipe) -> list[str]:
+    """The formats that a study writes unasked."""
+    return [name for name in USUAL if recipe.config.num_gpus == 1 or name in ON_SEVERAL_GPUS]
 
 
 def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
     """File name to text, for all `formats`. Names that end in .sh are to be made executable.
 
-    Raises UsageError for any other.
+    Raises UsageError for any other, and for what cannot say how several GPUs share out the training.
     """
     require_formats(formats, FORMATS)
+    for name in formats:
+        if recipe.config.num_gpus > 1 and name not in ON_SEVERAL_GPUS:
+            raise UsageError(
+                f"{name} is not written for several GPUs yet", remedy=f"take one of {', '.join(ON_SEVERAL_GPUS)}"
+            )
     return {file: text for name in formats for file, text in FORMATS[name](recipe).items()}
 
 

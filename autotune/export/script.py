@@ -40,7 +40,7 @@ LAUNCHER = """\
 # Run train.py beside this file with the interpreter in $PYTHON, or python3; options are passed on.
 set -euo pipefail
 export {allocator}
-exec "${{PYTHON:-python3}}" -- "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$@"
+exec "${{PYTHON:-python3}}" {through} "$(dirname -- "${{BASH_SOURCE[0]}}")/train.py" "$@"
 """
 
 
@@ -52,10 +52,17 @@ def export(recipe: Recipe) -> dict[str, str]:
     return {
         "train.py": ENCODING + SCRIPT,
         "train_config.json": settings(recipe).to_json(),
-        "launch.sh": LAUNCHER.format(allocator="=".join(allocator(recipe))),
+        "launch.sh": LAUNCHER.format(
+            allocator="=".join(allocator(recipe)), through=" ".join(launcher(recipe.config.num_gpus) or ["--"])
+        ),
         "model_config.json": json.dumps(recipe.model.config, indent=2) + "\n",
         **runtime_files(),
     }
+
+
+def launcher(num_gpus: int) -> list[str]:
+    """The arguments of Python that go before a script, so that torchrun starts it once for each of several GPUs."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"] if num_gpus > 1 else []
 
 
 @cache
@@ -100,6 +107,8 @@ def settings(recipe: Recipe) -> RunSettings:
         compile=config.compile,
         loader_workers=config.loader_workers,
         allocator=config.allocator,
+        num_gpus=config.num_gpus,
+        sharding=config.sharding,
         epochs=recipe.workload.epochs,
         learning_rate=config.learning_rate,
         warmup_steps=warmup_steps(recipe),

@@ -188,11 +188,7 @@ def with_step_time(
     shortest_s, longest_s = interval_s
     speed = Performance.of_steps(shape, step_s, spread=(shortest_s / step_s - 1, longest_s / step_s - 1))
     gpus, price, power_w = shape.world_size, estimated.price, estimated.device.tdp_w
-    if price is not None:
-        spot = price.spot_usd_per_hour
-        price = replace(
-            price, usd_per_hour=gpus * price.usd_per_hour, spot_usd_per_hour=None if spot is None else gpus * spot
-        )
+    price = price and price.of_gpus(gpus)
     cost = run_cost(shape, speed, price, None if power_w is None else gpus * power_w, num_steps=num_steps)
     tokens_per_s = speed.tokens_per_second / gpus
     return replace(

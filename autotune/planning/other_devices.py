@@ -22,7 +22,8 @@ from autotune.study.summary import Candidate
 def estimate_other_devices(selection: Selection, winner: Candidate, headroom: float) -> tuple[DeviceEstimate, ...]:
     """The winner on each card, the study's own among them: the cheapest first, those where it does not fit last.
 
-    Cards of another vendor have other kernels, and are left out. A study on a CPU gives nothing.
+    Cards of another vendor have other kernels, and are left out, as all others are for several GPUs. A study on a CPU
+    gives nothing.
     """
     task, measurements = selection.task, selection.record(winner.config).best_known
     device, source = task.device, task.measured_on or task.device
@@ -34,11 +35,13 @@ def estimate_other_devices(selection: Selection, winner: Candidate, headroom: fl
         state=FITS,
         need_gib=winner.measurement.peak_reserved_gib,
         limit_gib=winner.measurement.limit_gib,
-        price=task.price,
+        price=task.price and task.price.of_gpus(task.num_gpus),
         tokens_per_s=winner.performance.tokens_per_second,
         cost=winner.cost,
         num_observations=task.carried.basis if task.carried else 0,
     )
+    if task.num_gpus > 1:  # speeds of several depend on what links them
+        return (own,)
     others = [
         _estimate_on(card, task, source, winner, measurements, headroom)
         for card in list_devices()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.core.knobs import KNOBS, affecting
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import (
     HOST_SHARE,
     DryCount,
@@ -114,6 +115,11 @@ def depths(shape: ModelShape, checkpoint_every: int | None, *, sharded: bool = F
     if not wider:
         return None
     return shallow, next((depth for depth in wider if depth >= shallow + MIN_APART), wider[-1])
+
+
+def depths_of(shape: ModelShape, config: TrainConfig) -> tuple[int, int] | None:
+    """The two numbers of layers to probe of this configuration."""
+    return depths(shape, config.checkpoint_every, sharded=Parallelism.of(config).shards)
 
 
 def counted_depths(shape: ModelShape, checkpoint_every: int | None) -> tuple[int, int] | None:

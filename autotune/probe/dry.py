@@ -43,6 +43,8 @@ SIXTEEN_BITS = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
 def dry_probe(request: ProbeRequest) -> DryCount:
     """Count one training step of this request, at its depth. Raises what building and training the model raise."""
     config = request.config
+    if config.num_gpus > 1:
+        raise ValueError("a rank of several GPUs is not counted")
     if config.quantization == "int8" and config.compile != "none":
         raise ValueError("what compiled layers of an int8 base hold is not known")
     with cuda_on_meta(packed=config.packing, padded=config.has_mask and not config.packing):

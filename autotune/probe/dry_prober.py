@@ -32,7 +32,7 @@ from autotune.probe.worker_process import child_environment
 DRY_VERSION = 7  # raised when a dry probe counts something else than before
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao")
 SHIPPED = "shipped_counts.json.gz"
-UNCOUNTED = ("loader_workers", "allocator")  # knobs that leave what is counted as it is
+UNCOUNTED = ("loader_workers", "allocator", "num_gpus")  # knobs that leave what is counted as it is
 LONGEST_S = 300.0  # for one answer, the start of the process included
 
 

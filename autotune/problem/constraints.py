@@ -12,6 +12,7 @@ from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.core.knobs import ADAMW
 from autotune.core.lora_targets import ALL_LINEAR, has_own_names, target_modules
+from autotune.core.parallelism import STRATEGIES, Parallelism
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig, checkpoints_some
 from autotune.problem.search_space import Removal, SearchSpace
@@ -95,9 +96,11 @@ class Narrowing:
 def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) -> None:
     """Remove what the model, the global batch, or the number of examples makes impossible."""
     batch, examples = workload.global_batch, workload.trained
-    uneven = {size for size in narrowing.space.choices("micro_batch_size") if batch % size}
-    narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {batch} (--global-batch)")
-    narrowing.only_with("optimizer_in_backward", "micro_batch_size", (batch,))  # its gradients do not add up
+    gpus = max(narrowing.space.choices("num_gpus"))
+    uneven = {size for size in narrowing.space.choices("micro_batch_size") if batch % (gpus * size)}
+    each = f" on each of {gpus} GPUs" if gpus > 1 else ""
+    narrowing.remove("micro_batch_size", uneven, f"does not divide the global batch of {batch}{each} (--global-batch)")
+    narrowing.only_with("optimizer_in_backward", "micro_batch_size", (batch // gpus,))  # its gradients do not add up
     if not workload.examples_assumed:  # a micro batch that is not full is left out of the run
         narrowing.keep("micro_batch_size", lambda size: size <= examples, f"more rows than examples ({examples})")
     context = model.max_seq_len
@@ -116,6 +119,23 @@ def narrow_to_model(narrowing: Narrowing, model: ModelSpec, workload: Workload) 
         narrowing.only_with("compile", "checkpointing", tuple(value for value in checkpoints if value != "offload"))
 
 
+def narrow_to_sharing(narrowing: Narrowing) -> None:
+    """Remove what none of the ways in which GPUs may share out the training can train."""
+    space = narrowing.space
+    ways = [
+        Parallelism(num_gpus=number, strategy=strategy)
+        for number in space.choices("num_gpus")
+        for strategy in space.choices("sharding")
+        if number > 1
+    ]
+    for knob in space.knobs if ways else ():
+        for value in knob.choices():
+            config = TrainConfig(**{knob.name: value})
+            reasons = [way.refusal(config) for way in ways]
+            if all(reasons):
+                narrowing.remove(knob.name, {value}, reasons[0] or "")
+
+
 def _narrow_to_other_attention(narrowing: Narrowing) -> None:
     """Remove SDPA, in favour of eager attention where there is no other."""
     reason = "transformers has no SDPA attention for this model"
@@ -129,6 +149,8 @@ def _narrow_to_other_attention(narrowing: Narrowing) -> None:
 
 def narrow_to_device(narrowing: Narrowing, device: DeviceSpec) -> None:
     """Remove what the device that is tuned for cannot do."""
+    if device.kind == "cpu" and max(narrowing.space.choices("num_gpus")) > 1:
+        narrowing.remove("sharding", set(STRATEGIES) - {"ddp"}, "accelerate shares out models on GPUs alone")
     if not device.supports_bf16:
         slow = "this processor multiplies bf16 far slower than fp32 (without AVX-512)"
         reason = slow if device.kind == "cpu" else f"{device.name} has no bf16"

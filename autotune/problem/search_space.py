@@ -146,7 +146,7 @@ class SearchSpace:
                 raise UsageError(f"{knob}: a list has values, each once, not {given!r}", remedy="name the values")
             for value in values:
                 space = space.pin(knob, value)  # which raises for an impossible value
-            space = space._with(Knob(name=knob, values=values))
+            space = space.offer(knob, values)
         return space
 
     def knob(self, name: str) -> Knob | None:
@@ -182,6 +182,10 @@ class SearchSpace:
         except ValueError as error:
             raise UsageError(f"--set {name}: {error}", remedy="give one of the values named") from None
         return self._with(Knob(name=name, values=(value,)))
+
+    def offer(self, name: str, values: tuple[Any, ...]) -> "SearchSpace":
+        """The space with these values of a knob to choose from."""
+        return self._with(Knob(name=name, values=values))
 
     def idle(self, name: str) -> str | None:
         """The condition of a knob that no choice of the space meets; None where the knob can have an effect."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, load_prices, resolve_model
 from autotune.core.errors import UsageError
+from autotune.core.parallelism import PROBED
 from autotune.core.probe_types import ModelShape
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.calibration import Calibration, read_calibration
@@ -70,11 +71,13 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     lengths = _lengths(spec, model, space, say)
     for knob, value in spec.pins.items():
         space = space.pin(knob, value)
+    space = _shared_out(space, spec, target)
     for name in ("micro_batch_size", "seq_len"):  # they must be in the space, so that batch and model can narrow them
         if space.knob(name) is None:
             space = space.pin(name, getattr(TrainConfig(), name))
     global_batch = _global_batch(spec, space, model, lengths)
     narrowing = Narrowing(space=space, reserve=space)
+    constraints.narrow_to_sharing(narrowing)
     constraints.narrow_to_device(narrowing, target.device)
     if target.measured_on is not None and not target.measured_on.supports_fp8:
         narrowing.remove("quantization", {"fp8"}, f"{target.measured_on.name} cannot try it")
@@ -114,6 +117,25 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
+
+
+def _shared_out(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpace:
+    """The space for as many GPUs as the spec, or the space itself, names. Raises UsageError for what is not probed."""
+    if spec.gpus is not None:
+        space = space.pin("num_gpus", spec.gpus)
+    numbers = space.choices("num_gpus")
+    if numbers == (1,):
+        return space
+    if len(numbers) > 1:
+        listed = ",".join(map(str, numbers))
+        remedy = f"give one with --gpus; `autotune plan --gpus {listed}` tells how many are worth their price"
+        raise UsageError(f"a study has one number of GPUs, not {listed}", remedy=remedy)
+    if target.measured_on is not None:
+        reason = f"{target.measured_on.name} stands in for {target.device.name} alone, and not for several"
+        raise UsageError(f"--gpus {numbers[0]}: {reason}", remedy="give --gpu auto, or leave --gpus out")
+    if spec.trainer != "transformers":
+        raise UsageError(f"--trainer {spec.trainer} was not tried on several GPUs", remedy="leave --trainer out")
+    return space if space.knob("sharding") else space.offer("sharding", PROBED)
 
 
 def calibration_of(

@@ -198,7 +198,8 @@ class StudySpec:
     verify: bool = _option(
         False, "Afterwards run the exported script and compare its speed and memory with the prediction."
     )
-    workers: int = _count(1, "GPUs of this machine to probe on.")
+    gpus: int | None = _count(None, "GPUs of this machine that share out each training.", shown_default="1")
+    workers: int = _count(1, "GPUs of this machine that probe one configuration each.")
     ray: str | None = _option(
         None, "Probe on all GPUs of this kind in a Ray cluster (pip install ray).", metavar="ADDRESS"
     )

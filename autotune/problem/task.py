@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, resolve_device
-from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult
+from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult, World
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.prediction.calibration import Calibration
 from autotune.prediction.step_time import divide_step_time, estimate_step_time
@@ -43,9 +43,15 @@ class Task:
     calibration: Calibration | None = None
 
     @property
+    def num_gpus(self) -> int:
+        """How many GPUs share out the training of every configuration."""
+        return int(max(self.space.choices("num_gpus")))
+
+    @property
     def search_price(self) -> Price | None:
-        """The price of the device that probes."""
-        return self.price if self.measured_on is None else find_price(self.measured_on.name)
+        """The price of what probes, of all its GPUs together."""
+        price = self.price if self.measured_on is None else find_price(self.measured_on.name)
+        return price and price.of_gpus(self.num_gpus)
 
     def performance(self, config: TrainConfig, measurements: Sequence[Measurement]) -> Performance:
         """The performance of the full run on the device; projected where another device measured."""
@@ -104,6 +110,7 @@ class Task:
             seed=seed,
             profile=self.measured_on is not None,  # a projection needs to know what the device does
             flash=self.device.has_flash,
+            world=World.REAL,
         )
 
     @property
@@ -113,9 +120,15 @@ class Task:
 
     @cached_property
     def baselines(self) -> tuple[TrainConfig, ...]:
-        """The reference configuration clipped to the space, then with smaller and smaller micro batches."""
+        """The reference configuration clipped to the space, then with smaller and smaller micro batches.
+
+        On several GPUs by DDP, as far as the space has it, and then by FSDP2.
+        """
         wanted = BASELINE if "lora" in self.space.choices("method") else replace(BASELINE, method="full")
         first = self.space.config(self.space.clip(wanted))
         sizes = self.space.choices("micro_batch_size")
         smaller = sorted((size for size in sizes if size <= first.micro_batch_size), reverse=True)
-        return tuple(replace(first, micro_batch_size=size) for size in smaller)
+        alone = tuple(replace(first, micro_batch_size=size) for size in smaller)
+        # Where the whole model does not fit on each GPU, guides share it out.
+        shared = "fsdp2" in self.space.choices("sharding") and first.sharding == "ddp"
+        return (*alone, *(replace(config, sharding="fsdp2") for config in alone if shared))

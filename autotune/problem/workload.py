@@ -139,16 +139,20 @@ class Workload:
         """All trained examples in packed rows. The known lengths are repeated to come to their number."""
         return packed_rows(self.lengths, seq_len, max(1, round(self.trained / self.lengths.number)))
 
-    def run_shape(self, config: TrainConfig, *, accumulation: int | None = None, world_size: int = 1) -> RunShape:
+    def run_shape(
+        self, config: TrainConfig, *, accumulation: int | None = None, world_size: int | None = None
+    ) -> RunShape:
         """How the full run divides these examples into steps.
 
-        Without `accumulation`, a step has as many micro batches as come to the global batch; of packed rows, as many as
+        `world_size` is that of the configuration unless it is given. Without `accumulation`, a step has as many micro
+        batches as come to the global batch; of packed rows, as many as
         hold about its examples. Raises ValueError where the micro batches do not divide the global batch.
         """
+        devices = world_size or config.num_gpus
         return RunShape(
             micro_batch_size=config.micro_batch_size,
-            accumulation=accumulation or self._accumulation(config, world_size),
-            world_size=world_size,
+            accumulation=accumulation or self._accumulation(config, devices),
+            world_size=devices,
             tokens_per_row=self.tokens_per_row(config),
             examples_per_row=self.examples_per_row(config),
             useful_tokens_per_row=self.useful_tokens_per_row(config),
@@ -156,15 +160,16 @@ class Workload:
             epochs=self.epochs,
         )
 
-    def _accumulation(self, config: TrainConfig, world_size: int) -> int:
+    def _accumulation(self, config: TrainConfig, devices: int) -> int:
+        rows_at_once = config.micro_batch_size * devices
         if config.packing:
             rows = self.global_batch / self.examples_per_row(config)
-            return max(1, round(rows / (config.micro_batch_size * world_size)))
-        accumulation, remainder = divmod(self.global_batch, config.micro_batch_size * world_size)
+            return max(1, round(rows / rows_at_once))
+        accumulation, remainder = divmod(self.global_batch, rows_at_once)
         if remainder:
-            devices = f" on each of {world_size} devices" if world_size > 1 else ""
+            each = f" on each of {devices} devices" if devices > 1 else ""
             raise ValueError(
-                f"micro batch {config.micro_batch_size}{devices} does not divide the global batch {self.global_batch}"
+                f"micro batch {config.micro_batch_size}{each} does not divide the global batch {self.global_batch}"
             )
         return accumulation
 

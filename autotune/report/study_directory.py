@@ -54,10 +54,10 @@ def write_study(out: Path, summary: StudySummary, formats: list[str] | None = No
 
 def write_exports(out: Path, recipe: Recipe, formats: list[str] | None = None) -> list[Path]:
     """Write recipe.yaml into `out` and every other export into out/export; returns the paths. Raises StorageError."""
-    from autotune.export.formats import USUAL, export_all
+    from autotune.export.formats import export_all, usual
 
     written = []
-    for name, text in export_all(recipe, formats or USUAL).items():
+    for name, text in export_all(recipe, formats or usual(recipe)).items():
         path = out / name if name == "recipe.yaml" else out / "export" / name
         write_atomic(path, text, executable=name.endswith(".sh"))
         written.append(path)

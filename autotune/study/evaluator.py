@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from autotune.core.errors import TooManyFailures
 from autotune.core.memory_budget import memory_limit_gib
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import (
     Evidence,
     Fingerprint,
@@ -27,7 +28,7 @@ from autotune.core.probe_types import (
 )
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
-from autotune.prediction.depth_extrapolation import DepthPredictor, Extrapolation, depths
+from autotune.prediction.depth_extrapolation import DepthPredictor, Extrapolation, depths_of
 from autotune.prediction.memory_formula import CONTEXT_GIB, ERROR, MemoryBreakdown
 from autotune.prediction.memory_predictor import KnownOom, MemoryEstimate, MemoryPredictor, refused_by
 from autotune.study.probe_time import ProbeTimes
@@ -274,6 +275,8 @@ class Evaluator:
     def _gate(self, request: ProbeRequest, estimate: MemoryEstimate | None) -> ProbeResult | None:
         """Refuse what needs at least as much as something that ran out, or is predicted to be too large."""
         config = request.config
+        if (reason := Parallelism.of(config).refusal(config)) is not None:
+            return _decided(request, Outcome.REFUSED, Rung.GATE, reason)
         known = refused_by(self._known_ooms, config, request.micro_steps)
         if known is not None and known.config != config:
             source = "an earlier probe" if known.trial is None else f"trial {known.trial}"
@@ -323,7 +326,7 @@ class Evaluator:
     def _low_fidelity(self, request: ProbeRequest, trial: int | None) -> ProbeResult | Extrapolation | None:
         """Probe two truncated models: their decision, or else their prediction; None if they predict nothing."""
         config = request.config
-        pair = None if self.shape is None else depths(self.shape, config.checkpoint_every)
+        pair = None if self.shape is None else depths_of(self.shape, config)
         if self.shape is None or pair is None or config in self._failed_truncated:
             return None
         for depth in pair:

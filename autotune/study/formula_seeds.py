@@ -11,15 +11,18 @@ from dataclasses import replace
 from itertools import islice
 
 from autotune.catalog import resolve_device
+from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import memory_breakdown
+from autotune.prediction.collectives import rank_step_time, traffic
+from autotune.prediction.memory_formula import MemoryBreakdown
+from autotune.prediction.sharded_memory import rank_breakdown
 from autotune.prediction.step_time import MEASURED_HOST, Host, estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, SpeedTransfer, speed_transfer
 from autotune.problem.task import Task
 from autotune.problem.workload import RunShape
 from autotune.study.neighbours import by_distance
 
-VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "packing", "padding")
+VARIED = ("micro_batch_size", "checkpointing", "precision", "compile", "loss", "packing", "padding", "sharding")
 HOSTS = (1.0, 0.67, 0.5)  # relative to the host speed that the step time formula assumes
 MAX_CONFIGS = 20_000  # how many configurations the formulas look at: about 5 s
 
@@ -38,7 +41,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
     fitting: dict[TrainConfig, tuple[RunShape, float]] = {}  # with the memory that it needs, in GiB
     for config in _candidates(task, current):
         shape = task.workload.run_shape(config)
-        need = memory_breakdown(task.model, task.workload.at_longest(config), shape.probe_micro_steps)
+        need = _need(task, config, shape)
         if need is not None and need.peak_reserved_gib <= limit_gib:
             fitting[config] = shape, need.peak_reserved_gib
     yielded = {current}
@@ -68,7 +71,19 @@ def formula_speed(
         return 0.0
     if transfer is not None:
         time = time.on(transfer)
-    return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s)
+    parallelism, link_gb_s = Parallelism.of(config), task.device.link_gb_s
+    sent = traffic(task.model, config, parallelism)
+    if sent is None or link_gb_s is None:
+        return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s)
+    step = rank_step_time(time, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=link_gb_s)
+    return shape.useful_tokens_per_step / step.step_s
+
+
+def _need(task: Task, config: TrainConfig, shape: RunShape) -> MemoryBreakdown | None:
+    parallelism, longest = Parallelism.of(config), task.workload.at_longest(config)
+    if parallelism.refusal(config):
+        return None
+    return rank_breakdown(task.model, longest, parallelism, shape.probe_micro_steps)
 
 
 def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:

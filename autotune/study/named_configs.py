@@ -14,6 +14,7 @@ from autotune.core.probe_types import Evidence, Outcome, ProbeRequest, ProbeResu
 from autotune.core.serialization import to_data
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import DASH, GIB, fmt_count
+from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.constraints import refusal
 from autotune.problem.length_distribution import Lengths
@@ -107,6 +108,9 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
             config = TrainConfig(**knobs)
         except (TypeError, ValueError) as error:
             raise UsageError(f"{case.name}: {error}", remedy="correct it in the file") from None
+        if config.num_gpus > 1:
+            reason = "configurations that are named are probed on one GPU"
+            raise UsageError(f"{case.name}: {reason}", remedy="search with `autotune run --gpus`")
         lengths = Lengths.constant(config.seq_len, "given") if not config.packing else task.workload.lengths
         workload = Workload(
             examples=task.workload.examples,
@@ -120,7 +124,7 @@ def cases(spec: StudySpec, task: Task) -> Iterator[tuple[NamedConfig, TrainConfi
 def probe_configs(
     spec: StudySpec,
     task: Task,
-    prober: WorkerProber,
+    prober: WorkerProber | RankPool,
     store: "ProbeStore",
     out: Path,
     *,

@@ -104,6 +104,10 @@ def _check_combination(spec: StudySpec, target: Target) -> None:
         raise UsageError(
             "--verify runs what is exported on the device itself", remedy="leave out --verify, or --shallow-only"
         )
+    if (spec.gpus or 1) > 1 and (spec.workers > 1 or spec.ray is not None or spec.quality):
+        raise UsageError(
+            "--gpus takes all GPUs for one training at a time", remedy="leave out --workers, --ray and --quality"
+        )
     if spec.quality and spec.trainer != "transformers":
         raise UsageError("--quality trains with transformers' Trainer", remedy="leave --quality out, or --trainer trl")
 

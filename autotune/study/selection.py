@@ -279,18 +279,18 @@ class Selection:
             task.workload,
             config,
             performance,
-            task.price,
-            self._power_w(largest),
+            task.price and task.price.of_gpus(config.num_gpus),
+            self._power_w(config, largest),
             examples=examples,
             options=task.run_options if task.measured_on is None else None,
             measurements=self.record(config).best_known,
             on_cpu=task.device.kind == "cpu",
         )
 
-    def _power_w(self, measurement: Measurement) -> float | None:
-        """The device's power in W; unknown if another card stood in for it."""
+    def _power_w(self, config: TrainConfig, measurement: Measurement) -> float | None:
+        """The power of all devices in W, as if each took what the first does; unknown if another card stood in."""
         telemetry = measurement.telemetry if self.task.measured_on is None else None
-        return telemetry.power_w if telemetry else None
+        return telemetry.power_w and telemetry.power_w * config.num_gpus if telemetry else None
 
     def recipe(self, fingerprint: Fingerprint) -> Recipe | None:
         """The winner with everything that is said about it; None if nothing was measured or extrapolated."""
@@ -308,7 +308,7 @@ class Selection:
             study=task.study,
             model=task.model,
             device=task.device,
-            price=task.price,
+            price=task.price and task.price.of_gpus(winner.config.num_gpus),
             workload=task.workload,
             winner=best,
             baseline=self.candidate(baseline) if baseline else None,

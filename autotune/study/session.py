@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
 
-from autotune.catalog import DeviceSpec
+from autotune.catalog import DeviceSpec, ModelSpec
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Fingerprint, ModelShape
 from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds
-from autotune.prediction.depth_extrapolation import depths
-from autotune.prediction.memory_formula import memory_breakdown
+from autotune.prediction.depth_extrapolation import depths, depths_of
+from autotune.prediction.memory_formula import MemoryBreakdown
+from autotune.prediction.sharded_memory import rank_breakdown
+from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import Setup, adapt_to_layers, open_reserve
 from autotune.problem.target import IGNORED_GIB, find_target, is_product
@@ -64,8 +67,8 @@ class Session:
     """The prober and the database of one process; a context manager that closes all it opened.
 
     `folder` takes logs and results that wait for the database. Probes end at `until`, in seconds of time.monotonic(),
-    as they do when the user asks to stop. With `reached` the database is waited for from the
-    first connection on, since this process has read from it before.
+    as they do when the user asks to stop. `num_gpus` GPUs share out each training. With `reached` the database is
+    waited for from the first connection on, since this process has read from it before.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Session:
         folder: Path,
         device: str,
         *,
+        num_gpus: int = 1,
         stop: StopToken | None = None,
         progress: Progress | None = None,
         reached: bool = False,
@@ -86,7 +90,11 @@ class Session:
         self.outages = Outages(note, self.stop, seconds=waiting_s(), reached=reached)
         self.logs = folder / "logs"
         self.until = math.inf
-        self.prober = WorkerProber(device, self.logs, should_stop=self.is_over)
+        self.prober: WorkerProber | RankPool
+        if num_gpus == 1:
+            self.prober = WorkerProber(device, self.logs, should_stop=self.is_over)
+        else:
+            self.prober = RankPool(device, num_gpus, self.logs, should_stop=self.is_over)
         self._opened = ExitStack()
 
     def __enter__(self) -> Self:
@@ -130,10 +138,16 @@ class Session:
             logs=self.logs,
             request=lambda config: terms.request(task, config, self.prober.device),
             model=task.model_key,
-            formula=partial(memory_breakdown, task.model) if by_formula else lambda *_: None,
+            formula=partial(_need, task.model) if by_formula else lambda *_: None,
             shape=shape,
             shallow_only=shallow_only,
         )
+
+
+def _need(model: ModelSpec, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
+    """The memory of each GPU of a configuration by formula; None where none covers it."""
+    parallelism = Parallelism.of(config)
+    return None if parallelism.refusal(config) else rank_breakdown(model, config, parallelism, micro_steps)
 
 
 class Leader:
@@ -283,7 +297,7 @@ class Leader:
         trials, recipe = self.trials, self.trials.selection.recipe(self._fingerprint)
         if recipe is None or recipe.baseline is None or recipe.speedup is None:
             return None
-        shallow = evaluator.shape is not None and depths(evaluator.shape, recipe.config.checkpoint_every) is not None
+        shallow = evaluator.shape is not None and depths_of(evaluator.shape, recipe.config) is not None
         # Stored under another name, as `explain` does.
         apart = replace(evaluator, study=f"{trials.task.study}, explained", shallow_only=shallow)
         lasts_s = trials.lasting()
@@ -508,7 +522,7 @@ def explain(session: Session, record: StudyRecord, winner: TrainConfig, baseline
     task = record.task
     session.start_prober()
     shape = session.prober.describe(task.model.config)
-    shallow = shape is not None and depths(shape, winner.checkpoint_every) is not None
+    shallow = shape is not None and depths_of(shape, winner) is not None
     # Stored under another name: otherwise a lucky probe could make another configuration the winner.
     study = f"{task.study}, explained"
     evaluator = session.evaluator(task, record.terms, study=study, shape=shape, shallow_only=shallow)

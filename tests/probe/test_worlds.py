@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from autotune.core.errors import Cancelled, UsageError
-from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Measurement, Outcome, Phase, ProbeRequest, ProbeResult, World
 from autotune.probe.fault_injection import VARIABLE
 from autotune.probe.monitor import DEADLINES
@@ -27,9 +26,8 @@ STOPPED_S = 1.0  # after a rank has said that it failed
 
 def shared(num_gpus: int, strategy: str, world: World = World.FAKE, micro_steps: int = 1, **how: Any) -> ProbeRequest:
     """A request for a few short steps on so many GPUs."""
-    asked = request(**({"micro_batch_size": 2} | how))
-    parallelism = Parallelism(num_gpus=num_gpus, strategy=strategy)
-    made: ProbeRequest = replace(asked, parallelism=parallelism, world=world, micro_steps=micro_steps)
+    asked = request(**({"micro_batch_size": 2, "num_gpus": num_gpus, "sharding": strategy} | how))
+    made: ProbeRequest = replace(asked, world=world, micro_steps=micro_steps)
     return made
 
 

@@ -42,7 +42,8 @@ def explain(study: StudyName = None, storage: Storage = None, json_: Json = Fals
     with stop_on_signals() as stop:
         try:
             progress = TextProgress(print_note)
-            with session.Session(result.url, result.out, device, stop=stop, progress=progress) as opened:
+            gpus = result.task.num_gpus
+            with session.Session(result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress) as opened:
                 ablation = session.explain(opened, result.record, recipe.config, recipe.baseline.config)
         except Cancelled:
             raise _stopped(stop, "stopped; finished probes are stored") from None

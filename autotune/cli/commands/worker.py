@@ -53,7 +53,9 @@ def worker(
     with (
         stop_on_signals() as stop,
         Display(budget_s=record.limits.budget_s, quiet=quiet) as display,
-        session.Session(url, folder, device, stop=stop, progress=display, reached=True) as opened,
+        session.Session(
+            url, folder, device, num_gpus=record.task.num_gpus, stop=stop, progress=display, reached=True
+        ) as opened,
         stop.ending(),
     ):
         num_done = session.work(opened, record, allow_mixed=allow_mixed)

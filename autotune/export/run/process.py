@@ -27,9 +27,19 @@ def time_limit_s(steps: int, step_s: float) -> float:
     return START_S + SLOWER * steps * step_s
 
 
-def command(script: str, arguments: Sequence[str], on_parents_death: signal.Signals = signal.SIGKILL) -> list[str]:
-    """The command that runs a script (a path to a .py file) or a module; it gets the signal if this process dies."""
-    return [sys.executable, child.__file__, str(int(on_parents_death)), str(os.getpid()), script, *arguments]
+def command(
+    script: str,
+    arguments: Sequence[str],
+    on_parents_death: signal.Signals = signal.SIGKILL,
+    *,
+    launcher: Sequence[str] = (),
+) -> list[str]:
+    """The command that runs a script (a path to a .py file) or a module; it gets the signal if this process dies.
+
+    `launcher` are the arguments of Python by which another module starts the script.
+    """
+    target = [*launcher[1:], script] if launcher else [script]  # without -m, which `child` does not need
+    return [sys.executable, child.__file__, str(int(on_parents_death)), str(os.getpid()), *target, *arguments]
 
 
 @contextmanager
@@ -77,13 +87,15 @@ def run_exported(
     limit_s: float,
     should_stop: Callable[[], bool],
     script: str = "train.py",
+    launcher: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     while_running: Callable[[], None] = lambda: None,
 ) -> dict[str, Any] | str:
     """Run a script of `folder`, or a module, and return the JSON object that it prints last, or why there is none.
 
-    The script gets the environment of a probe and `environment`. Its stderr goes to `log`. It is killed after `limit_s`
-    seconds. `while_running` is called ten times a second. Raises Cancelled if `should_stop` returned true.
+    The script, started by `launcher` if there is one, gets the environment of a probe and `environment`. Its stderr goes
+    to `log`. It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises Cancelled if
+    `should_stop` returned true.
     """
     started = time.monotonic()
     stdout = folder / "stdout"
@@ -91,7 +103,7 @@ def run_exported(
     variables = child_environment(os.environ, "cuda") | dict(environment or {})
     with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(
-            command(script, arguments),
+            command(script, arguments, launcher=launcher),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -15,6 +15,7 @@ from typing import IO, Any
 from autotune.core.errors import UsageError
 from autotune.core.files import write_atomic
 from autotune.export.run.process import AddedLines, command, last_error
+from autotune.export.script import launcher
 from autotune.probe.worker_process import passed_on
 from autotune.study.summary import Recipe
 
@@ -78,7 +79,8 @@ class Run:
         self._environment = passed_on(os.environ, pass_env)
         self._steps = output / "progress.jsonl"
         # When this process dies, the run gets SIGTERM and saves a checkpoint.
-        self._command = command(str(script), [*arguments, "--progress", str(self._steps)], signal.SIGTERM)
+        arguments = [*arguments, "--progress", str(self._steps)]
+        self._command = command(str(script), arguments, signal.SIGTERM, launcher=launcher(recipe.config.num_gpus))
         self._added = AddedLines(self._steps)
         self._sessions: dict[float, float] = {}  # seconds trained, by the session's time of start
         self._first: dict[str, Any] | None = None  # the first line of this session

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
+STOP = "stop after step"  # what ranks tell each other
 PREEMPTED = 75  # the exit code after SIGTERM: a checkpoint was saved, and `--resume` continues from it
 GIB = 2**30
 
@@ -20,7 +22,7 @@ GIB = 2**30
 class Clock(TrainerCallback):
     """Measures each optimizer step, on a GPU by events, so that the host does not wait for it.
 
-    SIGINT and SIGTERM stop the run after the current step, a second one at once.
+    SIGINT and SIGTERM stop the run after the current step, on several GPUs two steps later, a second one at once.
     """
 
     def __init__(self, saves: bool, progress: str | None = None) -> None:
@@ -106,7 +108,7 @@ class Clock(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report the step, and stop the run if a signal came."""
         self._report(state)
-        if self._signal is not None:
+        if self._is_to_stop(state.global_step):
             control.should_training_stop = True
             control.should_save = self._saves
         if control.should_evaluate or control.should_save:
@@ -114,8 +116,20 @@ class Clock(TrainerCallback):
             self._step_ended = time.perf_counter()
             self._ends[-1] = self._event(self._step_ended)
 
+    def _is_to_stop(self, step: int) -> bool:
+        """Whether a signal came, and on several GPUs whether all stop here: after the same step, or some would wait."""
+        if not dist.is_initialized():
+            return self._signal is not None
+        store = dist.distributed_c10d._get_default_store()
+        if self._signal is not None:  # no rank is more than a step ahead
+            store.compare_set(STOP, "", str(step + 2))
+        if not store.check([STOP]) or step < int(store.get(STOP)):
+            return False
+        self._signal = self._signal or signal.SIGTERM
+        return True
+
     def _report(self, state: Any) -> None:
-        if self._progress:
+        if self._progress and state.is_world_process_zero:
             line = {
                 "began": self._began,
                 "step": state.global_step,

@@ -16,7 +16,7 @@ def start(folder: Path) -> None:
     """Run the command: train as train_config.json in `folder` says."""
     settings = RunSettings.read(folder / "train_config.json")
     options = parse_options(settings)
-    prepare_environment(use_cpu=settings.use_cpu, allocator=settings.allocator)
+    prepare_environment(settings)
     gc.disable()  # collections among the million objects of the libraries take a fifth of the time to load them
     from .train import main
 

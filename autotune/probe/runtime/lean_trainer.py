@@ -46,10 +46,8 @@ def sharing_arguments(strategy: str, layers: list[nn.Module]) -> dict[str, Any]:
     """
     if strategy == "none":
         return {}
-    if strategy == "ddp":
-        return {
-            "ddp_find_unused_parameters": False
-        }  # with adapters Trainer's default is to look for them at every step
+    if strategy == "ddp":  # with adapters Trainer's default is to look for unused parameters at every step
+        return {"ddp_find_unused_parameters": False}
     return {
         "fsdp": True,
         "fsdp_config": {
@@ -97,7 +95,7 @@ class LeanTrainer(Trainer):
         """The sampler by length where that was asked for, else the Trainer's own choice."""
         if self.row_lengths is None:
             return super()._get_train_sampler(*args, **kwargs)
-        step_rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        step_rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return LengthGroupedSampler(step_rows, lengths=self.row_lengths)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:

@@ -81,8 +81,9 @@ class RunSettings:
     longest of their micro batch where there are none: `padding` is the name of that. `group_by_length` puts rows of
     nearly the same length into a micro batch. `examples` and `lengths` (in tokens, repeated in turn) describe the
     random rows of a run that only measures the speed. `optimizer_in_backward` steps each parameter when its gradient is
-    there. `loss_on` says what is trained on (`examples.Encoder`); None goes
-    by each row; `trained_share` of the random tokens are. The learning rate is a common default: it was not tuned.
+    there. `num_gpus` processes share out the training by `sharding`, and take `micro_batch_size` rows each. `loss_on`
+    says what is trained on (`examples.Encoder`); None goes by each row; `trained_share` of the random tokens are. The
+    learning rate is a common default: it was not tuned.
     `eval_share` of the examples is held out and evaluated every `eval_steps` optimizer steps. `report_to` is none, or
     the tracker that knows this run as `run_name`. Checkpoints take up to `checkpoints_gib` of the disk, None where that
     is not known.
@@ -112,6 +113,8 @@ class RunSettings:
     compile: str
     loader_workers: int
     allocator: str
+    num_gpus: int
+    sharding: str
     epochs: int
     learning_rate: float
     warmup_steps: int
@@ -171,7 +174,8 @@ def one_gpu(visible: str) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible.split(",")[0].strip()}
 
 
-def prepare_environment(*, use_cpu: bool, allocator: str) -> None:
-    """Set what torch reads when it is imported: one GPU, or none, and how the allocator holds its memory."""
-    os.environ.setdefault(ALLOCATOR_VARIABLE, ALLOCATORS[allocator])
-    os.environ.update(one_gpu("" if use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0")))
+def prepare_environment(settings: RunSettings) -> None:
+    """Set what torch reads when it is imported: the GPUs, or none, and how the allocator holds its memory."""
+    os.environ.setdefault(ALLOCATOR_VARIABLE, ALLOCATORS[settings.allocator])
+    if settings.use_cpu or settings.num_gpus == 1:
+        os.environ.update(one_gpu("" if settings.use_cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0")))

@@ -2,20 +2,24 @@
 
 import functools
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate import PartialState
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
 
 from . import model_builder, rows
 from .chunked_loss import chunked_loss
 from .clock import Clock
-from .lean_trainer import LeanTrainer, compile_layers, run_layers_eagerly, training_arguments
+from .lean_trainer import LeanTrainer, compile_layers, run_layers_eagerly, sharing_arguments, training_arguments
 from .malloc import KEPT_BYTES, return_from
 from .patches import choose_attention, load_attention
 from .reading import BadDataset
@@ -29,12 +33,14 @@ RANDOM_EXAMPLES = 64  # different ones, at least; a longer run repeats them
 
 def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Module:
     """Train, and return the trained model. `model_config` is a file with the shape of a model of random weights."""
-    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = device_of(settings)
     set_seed(SEED)
     if device.type == "cpu":
         return_from(KEPT_BYTES)
     if options.dataset:
-        examples = read_examples(settings, options)  # first, since a bad row ends the run
+        # First, since a bad row ends the run; one process tokenises, and the others read what it keeps.
+        with PartialState().main_process_first() if settings.num_gpus > 1 else nullcontext():
+            examples = read_examples(settings, options)
         base = model_builder.load(options.model, settings.model_settings, device)
     else:
         shape = json.loads(model_config.read_text(encoding="utf-8"))
@@ -55,7 +61,8 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
     clock = Clock(options.saves, options.progress)
     trainer = make_trainer(settings, options, model, loss, clock, train_rows, eval_rows)
 
-    losses = [trainer.evaluate()["eval_loss"]] if held_out else []
+    # FSDP2 shards a model once, for the training.
+    losses = [trainer.evaluate()["eval_loss"]] if held_out and not settings.sharding.startswith("fsdp2") else []
     layers = model_builder.decoder_layers(model)
     if settings.compile == "per_layer":
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -71,8 +78,20 @@ def main(settings: RunSettings, options: Options, model_config: Path) -> nn.Modu
         trainer.save_model(options.output_dir)
     if held_out:
         losses.append(trainer.evaluate()["eval_loss"])
-    print(json.dumps(summary(settings, clock, num_steps, trained, len(train_rows)) | {"held_out_loss": losses}))
+    if trainer.is_world_process_zero():
+        print(json.dumps(summary(settings, clock, num_steps, trained, len(train_rows)) | {"held_out_loss": losses}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return model
+
+
+def device_of(settings: RunSettings) -> torch.device:
+    """The device of this process, which joins the others of its world. Ends the process where there are too few."""
+    if settings.num_gpus == 1:
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) != settings.num_gpus:
+        sys.exit(f"train.py: error: it trains on {settings.num_gpus} GPUs: start it by launch.sh, or by torchrun")
+    return PartialState(cpu=not torch.cuda.is_available()).device
 
 
 def held_out_share(settings: RunSettings, options: Options) -> float:
@@ -138,6 +157,7 @@ def make_trainer(
     checkpoints = options.saves and options.dataset is not None and options.max_steps < 1
     on_cpu = not torch.cuda.is_available()
     arguments = training_arguments(settings, accumulation=settings.accumulation, on_cpu=on_cpu)
+    arguments |= sharing_arguments(settings.sharding, model_builder.decoder_layers(model))
     arguments |= {"report_to": options.report_to}
     return LeanTrainer(
         model,
@@ -182,7 +202,8 @@ def summary(
     measured = clock.measured()
     seconds = measured["seconds_per_step"]
     tokens = sum(len(example) for example in trained)
-    tokens_per_step = settings.micro_batch_size * settings.accumulation * tokens / num_rows
+    rows_per_step = settings.micro_batch_size * settings.accumulation * settings.num_gpus
+    tokens_per_step = rows_per_step * tokens / num_rows
     return measured | {
         "steps": num_steps,
         "tokens_per_second": tokens_per_step / seconds if seconds else None,
