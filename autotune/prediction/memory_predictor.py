@@ -125,7 +125,7 @@ class MemoryPredictor:
         )
         contexts = [known.measurement.context_gib for known in similar if known.measurement.context_gib is not None]
         return MemoryEstimate(
-            low_gib=(statics + low) * min(reserved),
+            low_gib=(statics + low) * (min(reserved) if config.num_gpus == 1 else 1.0),  # free blocks of other streams
             gib=(statics + gib) * statistics.median(reserved),
             high_gib=(statics + high) * max(reserved),
             limit_gib=available_gib - min(contexts, default=0.0) - paged,

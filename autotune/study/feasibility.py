@@ -1,12 +1,15 @@
 """The initial feasible configuration: before the search, find the baseline or at least something that fits."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import takewhile
 
-from autotune.core.errors import NothingFits
+from autotune.core.errors import NothingFits, UsageError
+from autotune.core.knobs import KNOBS
 from autotune.core.probe_types import Outcome, ProbeResult
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib
+from autotune.problem.constraints import Narrowing, narrow_to_sharing
 from autotune.problem.search_space import SearchSpace, ways_to_fit
 from autotune.problem.task import Task
 from autotune.study.evaluator import FAILED, Evaluator
@@ -35,12 +38,13 @@ def find_feasible(
         for config in baselines:
             say(f"baseline: {config.label()}")
             tried.append(config)
-            outcome = evaluator.evaluate(config, None, spare_s=0.0).result.outcome
-            if outcome in FAILED:  # the winner is compared with it: worth a second try
-                outcome = evaluator.evaluate(config, None, spare_s=0.0).result.outcome
+            result = evaluator.evaluate(config, None, spare_s=0.0).result
+            if result.outcome in FAILED:  # the winner is compared with it: worth a second try
+                result = evaluator.evaluate(config, None, spare_s=0.0).result
                 evaluator.failures_in_a_row = 0
-            if outcome not in (Outcome.OOM, Outcome.REFUSED):
+            if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
                 return True
+            say(f"it does not fit: {result.reason}")
         return False
 
     # A probe of what hardly fits may take a fifth of the budget. What a smaller one needed refuses most of these.
@@ -49,13 +53,27 @@ def find_feasible(
     if one_fits(doubtful) or fits:
         return False, tried
     for space in (task.space, reserve):
-        config = space.config(space.leanest())
-        say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
-        result = evaluator.evaluate(config, None, spare_s=0.0).result
-        if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
-            opened = space is reserve and reserve != task.space
-            return opened, [config] if opened else [*tried, config]
+        for config in leanest_of(space):
+            say(f"the baseline does not fit; trying the leanest configuration: {config.label()}")
+            result = evaluator.evaluate(config, None, spare_s=0.0).result
+            if result.outcome not in (Outcome.OOM, Outcome.REFUSED):
+                opened = space is reserve and reserve != task.space
+                return opened, [config] if opened else [*tried, config]
     raise nothing_fits(result, task)
+
+
+def leanest_of(space: SearchSpace) -> list[TrainConfig]:
+    """The configuration that needs the least memory; on several GPUs that of each way to share out the training."""
+    if space.knob("sharding") is None:
+        return [space.config(space.leanest())]
+    found = []
+    for way in sorted(space.choices("sharding"), key=KNOBS["sharding"].memory_rank):
+        pinned = space.pin("sharding", way)
+        narrowing = Narrowing(space=pinned, reserve=pinned)
+        with suppress(UsageError):  # it trains nothing of this space
+            narrow_to_sharing(narrowing)
+            found.append(narrowing.space.config(narrowing.space.leanest()))
+    return found
 
 
 def nothing_fits(result: ProbeResult, task: Task) -> NothingFits:

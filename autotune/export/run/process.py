@@ -93,8 +93,8 @@ def run_exported(
 ) -> dict[str, Any] | str:
     """Run a script of `folder`, or a module, and return the JSON object that it prints last, or why there is none.
 
-    The script, started by `launcher` if there is one, gets the environment of a probe and `environment`. Its stderr goes
-    to `log`. It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises Cancelled if
+    The script, started by `launcher` if there is one, gets the environment of a probe and `environment`. Its stderr
+    goes to `log`. It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises Cancelled if
     `should_stop` returned true.
     """
     started = time.monotonic()
