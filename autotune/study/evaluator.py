@@ -176,7 +176,8 @@ class Evaluator:
         if predicted is not None and prune_reason:
             result = _decided(request, Outcome.SLOW, Rung.SHALLOW, prune_reason, measurement=predicted.measurement)
             return self._decide(trial, result)
-        if predicted is not None and not self.fits_into(spare_s, config):
+        surely_fits = predicted is not None and _fits(predicted.measurement)  # else the whole model alone can tell
+        if predicted is not None and surely_fits and not self.fits_into(spare_s, config):
             result = _decided(request, Outcome.OK, Rung.SHALLOW, None, measurement=predicted.measurement)
             return self._decide(trial, result)
         if self.shallow_only:
@@ -345,8 +346,9 @@ class Evaluator:
         if predicted is None:
             return None
         measurement = predicted.measurement
-        need, limit = _surely_needed_gib(config, measurement), measurement.limit_gib
-        if need > limit:
+        need, limit = measurement.peak_reserved_gib, measurement.limit_gib
+        may_fit = not self.shallow_only and _surely_needed_gib(config, measurement) <= limit
+        if need > limit and not may_fit:
             reason = f"needs {fmt_gib(need)} of {fmt_gib(limit)}, extrapolated from {pair[0]} and {pair[1]} layers"
             phase = max(measurement.phase_peak_gib, key=lambda phase: measurement.phase_peak_gib[phase])
             oom = _predicted_oom(phase, need, limit, measurement.terms_gib(need))
@@ -426,6 +428,10 @@ def _surely_needed_gib(config: TrainConfig, measurement: Measurement) -> float:
     reserved up to 39 % more than they had allocated.
     """
     return measurement.peak_reserved_gib if config.num_gpus == 1 else measurement.peak_allocated_gib
+
+
+def _fits(measurement: Measurement) -> bool:
+    return measurement.peak_reserved_gib <= measurement.limit_gib
 
 
 def _decided(request: ProbeRequest, outcome: Outcome, rung: Rung, reason: str | None, **fields: Any) -> ProbeResult:

@@ -18,6 +18,7 @@ from autotune.export.run import child
 from autotune.probe.worker_process import child_environment
 
 ERROR = re.compile(r"(?m)^(?:[\w.]*(?:Error|Exception|Exit)\b|[\w.]+: error: ).*")
+OF_LAUNCHER = "torch.distributed.elastic"  # torchrun says last that a process of it failed, and not why
 START_S = 900.0  # seconds for imports, weights and the first step
 SLOWER = 10.0  # a run hangs if it takes this many times the measured seconds
 
@@ -94,8 +95,8 @@ def run_exported(
     """Run a script of `folder`, or a module, and return the JSON object that it prints last, or why there is none.
 
     The script, started by `launcher` if there is one, gets the environment of a probe and `environment`. Its stderr
-    goes to `log`. It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises Cancelled if
-    `should_stop` returned true.
+    goes to `log`. It is killed after `limit_s` seconds. `while_running` is called ten times a second. Raises Cancelled
+    if `should_stop` returned true.
     """
     started = time.monotonic()
     stdout = folder / "stdout"
@@ -132,7 +133,8 @@ def run_exported(
 def last_error(log: Path, begins: int = 0) -> str:
     """The last line of a log, from byte `begins` on, that names an error; "" if none does. Progress bars may follow."""
     errors = ERROR.findall(log.read_bytes()[begins:].decode("utf-8", errors="replace"))
-    return errors[-1].strip()[:300] if errors else ""
+    own = [error for error in errors if not error.startswith(OF_LAUNCHER)] or errors
+    return own[-1].strip()[:300] if own else ""
 
 
 def _last_object(stdout: Path) -> dict[str, Any] | str:
