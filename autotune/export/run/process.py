@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import Cancelled
+from autotune.core.nvml import visible
 from autotune.export.run import child
 from autotune.probe.worker_process import child_environment
 
@@ -102,6 +103,8 @@ def run_exported(
     stdout = folder / "stdout"
     # As for a probe on CUDA: the settings that make a CPU's memory peaks repeat would cost time.
     variables = child_environment(os.environ, "cuda") | dict(environment or {})
+    if launcher:  # which gives each process a GPU of its own
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible()))
     with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(
             command(script, arguments, launcher=launcher),
