@@ -59,7 +59,7 @@ class TrainConfig:
             elif knob.required and values[name] is None:
                 raise ValueError(knob.required)
             else:
-                if values[name] == knob.inactive and knob.inactive not in knob.choices:
+                if values[name] == knob.inactive and knob.inactive not in (None, *knob.choices):
                     values[name] = knob.choices[0]  # another value of another knob has given it an effect
                 knob.check(values[name])
                 values[name] = knob.possible(values[name], values)

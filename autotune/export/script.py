@@ -49,20 +49,20 @@ def export(recipe: Recipe) -> dict[str, str]:
 
     Names that users gave, or a model has, are in the JSON files only.
     """
+    module = launcher(recipe.config.num_gpus)
+    through = f"-m {' '.join(module)}" if module else "--"
     return {
         "train.py": ENCODING + SCRIPT,
         "train_config.json": settings(recipe).to_json(),
-        "launch.sh": LAUNCHER.format(
-            allocator="=".join(allocator(recipe)), through=" ".join(launcher(recipe.config.num_gpus) or ["--"])
-        ),
+        "launch.sh": LAUNCHER.format(allocator="=".join(allocator(recipe)), through=through),
         "model_config.json": json.dumps(recipe.model.config, indent=2) + "\n",
         **runtime_files(),
     }
 
 
 def launcher(num_gpus: int) -> list[str]:
-    """The arguments of Python that go before a script, so that torchrun starts it once for each of several GPUs."""
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"] if num_gpus > 1 else []
+    """The module, with its arguments, that starts a script once for each of several GPUs: torchrun."""
+    return ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"] if num_gpus > 1 else []
 
 
 @cache

@@ -38,10 +38,10 @@ def command(
 ) -> list[str]:
     """The command that runs a script (a path to a .py file) or a module; it gets the signal if this process dies.
 
-    `launcher` are the arguments of Python by which another module starts the script.
+    `launcher` is a module that starts the script, with its arguments.
     """
-    target = [*launcher[1:], script] if launcher else [script]  # without -m, which `child` does not need
-    return [sys.executable, child.__file__, str(int(on_parents_death)), str(os.getpid()), *target, *arguments]
+    parent = [str(int(on_parents_death)), str(os.getpid())]
+    return [sys.executable, child.__file__, *parent, *launcher, script, *arguments]
 
 
 @contextmanager

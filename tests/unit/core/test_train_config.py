@@ -24,13 +24,13 @@ def test_knobs_without_effect_are_dropped():
 
 
 def test_only_what_has_an_effect_is_in_the_digest():
-    inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward"}
+    inactive = {"double_quant", "kbit_preparation", "optimizer_in_backward", "sharding"}
     assert set(KNOBS) - set(TrainConfig().as_dict()) == inactive
     assert set(KNOBS) - set(TrainConfig(method="full").as_dict()) == {
         *("lora_rank", "lora_targets", "modules_to_save", "dora", "lora_dropout", "rslora"),
-        *("quantization", "double_quant", "kbit_preparation"),
+        *("quantization", "double_quant", "kbit_preparation", "sharding"),
     }
-    assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS) - {"optimizer_in_backward"}
+    assert set(TrainConfig(quantization="nf4").as_dict()) == set(KNOBS) - {"optimizer_in_backward", "sharding"}
     assert TrainConfig(method="full", lora_rank=8).digest == TrainConfig(method="full", lora_rank=64).digest
 
 
@@ -61,10 +61,13 @@ def test_every_knob_changes_the_digest():
         "rslora": True,
         "loader_workers": 2,
         "allocator": "fixed",
+        "num_gpus": 2,
     }
+    pair = TrainConfig(num_gpus=2)
+    assert replace(pair, sharding="fsdp2").digest != pair.digest  # not a knob of one GPU
     full = TrainConfig(method="full")
     assert replace(full, optimizer_in_backward=True).digest != full.digest  # not a knob of adapters
-    assert {*others, "optimizer_in_backward"} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
+    assert {*others, "optimizer_in_backward", "sharding"} == set(KNOBS) == {field.name for field in fields(TrainConfig)}
     digests = {base.digest} | {replace(base, **{name: value}).digest for name, value in others.items()}
     assert len(digests) == len(others) + 1
     assert all(len(digest) == 12 and int(digest, 16) >= 0 for digest in digests)
@@ -74,12 +77,20 @@ def test_the_digest_is_stable():
     # Stored probes are found again by it: a changed digest forgets every measurement.
     assert TrainConfig().digest == digest_of(dict(reversed(TrainConfig().as_dict().items())))
     assert digest_of({"b": 1, "a": [1, "ä"]}) == "bc83937abf39"
-    assert TrainConfig().digest == "e07b1f46aa96"
-    assert TrainConfig(method="full", compile="per_layer").digest == "d08b43392c27"
+    assert TrainConfig().digest == "233d28a3a8fd"
+    assert TrainConfig(method="full", compile="per_layer").digest == "312a9eda9656"
     assert (
         TrainConfig(quantization="nf4", double_quant=True, checkpointing="offload", packing=True).digest
-        == "3bfc516ca75f"
+        == "0fe086a10142"
     )
+
+
+def test_several_gpus_share_out_the_examples_unless_more_is_asked_for():
+    assert (TrainConfig().sharding, TrainConfig(sharding="fsdp2").sharding) == ("none", "none")
+    pair = replace(TrainConfig(), num_gpus=2)
+    assert (pair.sharding, replace(pair, num_gpus=1)) == ("ddp", TrainConfig())
+    assert pair.label().endswith(" 2-gpus ddp")
+    assert TrainConfig(num_gpus=8, sharding="fsdp2_keep").label().endswith(" 8-gpus fsdp2_keep")
 
 
 def test_rows_are_padded_as_people_do_unless_they_are_compiled_or_packed():

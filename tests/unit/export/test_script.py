@@ -158,6 +158,7 @@ def test_trl_yaml_says_every_knob_or_names_it(config: TrainConfig, transformers:
         "dora": data.get("use_dora", False) is config.dora,
         "lora_dropout": data.get("lora_dropout") == (config.lora_dropout if config.method == "lora" else None),
         "rslora": data.get("use_rslora", False) is config.rslora,
+        "num_gpus": config.num_gpus == 1,
     }
     named = {item.split()[0].rstrip(":") for item in keys.inexpressible("trl", made)}
     assert set(config.as_dict()) <= {knob for knob, is_said in said.items() if is_said} | named

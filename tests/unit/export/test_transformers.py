@@ -80,6 +80,7 @@ def test_every_knob_is_said_or_named(config: TrainConfig, transformers: str) -> 
         "rslora": adapter.get("use_rslora", False) is config.rslora,
         "loader_workers": said["dataloader_num_workers"] == config.loader_workers,
         "allocator": ALLOCATORS[config.allocator] in files["transformers_notes.md"],
+        "num_gpus": config.num_gpus == 1,
     }
     gaps = files["transformers_notes.md"].partition("What the files cannot hold:\n\n")[2]
     named = {item.split()[1].rstrip(":") for item in gaps.splitlines()}

@@ -139,7 +139,7 @@ def test_every_card_of_the_vendor_is_estimated_once_with_its_own_limit_and_price
             assert (one.limit_gib, one.price) == (device_limit_gib(known[name], 0.05), find_price(name))
             assert (one.cost is None) is (one.tokens_per_s is None) is (one.state != FITS)
     own = cards["h200-sxm"]
-    assert own.price is case.price is not None and own.num_observations == 0
+    assert own.price == case.price is not None and own.num_observations == 0
     speed = case.performance(CONFIG, [MEASURED])
     assert (own.state, own.tokens_per_s) == (FITS, speed.tokens_per_second)
     measured = project(case.workload, CONFIG, speed, case.price)

@@ -587,7 +587,8 @@ def test_a_head_in_chunks_has_a_way_to_compute_of_its_own_below_1024_tokens() ->
 def test_the_knobs_that_decide_how_many_bytes_a_token_takes() -> None:
     assert set(_compute_knobs()) == {
         *("method", "precision", "quantization", "double_quant", "checkpointing", "attention", "compile", "loss"),
-        *("kernels", "packing", "dora", "lora_targets", "lora_dropout", "allocator"),
+        *("kernels", "packing", "dora", "lora_targets", "lora_dropout", "allocator", "num_gpus"),
+        "sharding",
     }
 
 

@@ -25,6 +25,11 @@ def _restore_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def at_step(step: int, of: int) -> SimpleNamespace:
+    """The state of a Trainer whose process is the first."""
+    return SimpleNamespace(global_step=step, max_steps=of, is_world_process_zero=True)
+
+
 def train(clock: Clock, steps: int, stop_at: int | None = None) -> Any:
     """Runs a Trainer's callbacks for so many steps; a SIGTERM comes in step `stop_at`."""
     control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
@@ -33,7 +38,7 @@ def train(clock: Clock, steps: int, stop_at: int | None = None) -> Any:
         if step == stop_at:
             signal.raise_signal(signal.SIGTERM)
         clock.on_log(None, None, control, logs={"loss": 2.5})
-        clock.on_step_end(None, SimpleNamespace(global_step=step, max_steps=steps), control)
+        clock.on_step_end(None, at_step(step, steps), control)
         if control.should_training_stop:
             break
     clock.on_train_end(None, None, control)
@@ -98,7 +103,7 @@ def test_on_a_gpu_evaluations_and_saves_are_no_part_of_a_step_either(monkeypatch
     for step in (1, 2, 3):
         clock.on_step_begin(None, None, None)
         control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=step == 2)
-        clock.on_step_end(None, SimpleNamespace(global_step=step, max_steps=3), control)
+        clock.on_step_end(None, at_step(step, 3), control)
         if step == 2:
             assert called.count("synchronize") == 1
             clock.on_evaluate(None, None, control)
@@ -168,7 +173,7 @@ def test_evaluations_and_saves_are_no_part_of_a_step(monkeypatch: pytest.MonkeyP
     clock.on_evaluate(None, None, idle)  # before the training
     for step in (1, 2, 3):
         clock.on_step_begin(None, None, idle)  # at 0, 2 and 41
-        state = SimpleNamespace(global_step=step, max_steps=3)
+        state = at_step(step, 3)
         clock.on_step_end(None, state, busy if step == 2 else idle)  # the second at 4
         if step == 2:
             clock.on_evaluate(None, None, busy)
@@ -182,7 +187,7 @@ def test_what_follows_the_last_step_is_in_the_last_line(monkeypatch: pytest.Monk
     count(monkeypatch, time, "perf_counter", [0, 2, 2, 32, 32, 32])
     clock = Clock(saves=False, progress=str(tmp_path / "p"))
     saving = SimpleNamespace(should_training_stop=False, should_save=True, should_evaluate=False)
-    state = SimpleNamespace(global_step=1, max_steps=1)
+    state = at_step(1, 1)
     clock.on_step_begin(None, None, saving)
     clock.on_step_end(None, state, saving)
     clock.on_save(None, state, saving)
@@ -263,7 +268,7 @@ def test_the_clock_of_trl_counts_tokens_with_and_without_padding(monkeypatch: py
         clock.on_step_begin(None, None, control)
         for _ in range(2):
             clock._count(model, None, {"input_ids": torch.zeros(2, 30)})
-        clock.on_step_end(None, SimpleNamespace(global_step=step, max_steps=3), control)
+        clock.on_step_end(None, at_step(step, 3), control)
     clock.on_train_end(None, None, control)
     assert clock.tokens_per_step == 80 and clock.num_steps == 3
     assert model._forward_pre_hooks and clock.measured()["padded_tokens_per_step"] == 120
@@ -279,18 +284,18 @@ def test_only_what_follows_the_last_step_is_reported_after_it(monkeypatch: pytes
     saving, idle = (
         SimpleNamespace(should_training_stop=False, should_save=saves, should_evaluate=False) for saves in (True, False)
     )
-    clock.on_step_end(None, SimpleNamespace(global_step=1, max_steps=2), saving)
+    clock.on_step_end(None, at_step(1, 2), saving)
     assert waited == ["wait"]  # a checkpoint follows the step
     clock.on_save(None, None, saving)
     clock.on_step_begin(None, None, None)
-    clock.on_step_end(None, SimpleNamespace(global_step=2, max_steps=2), idle)
+    clock.on_step_end(None, at_step(2, 2), idle)
     assert waited == ["wait"]
-    clock.on_train_end(None, SimpleNamespace(global_step=2, max_steps=2), None)
+    clock.on_train_end(None, at_step(2, 2), None)
     lines = [json.loads(line) for line in (tmp_path / "p").read_text().splitlines()]
     assert [(line["step"], line["seconds"], line["paused"]) for line in lines] == [(1, 2, 0), (2, 34, 30)]
     none = Clock(saves=False, progress=str(tmp_path / "none"))
     monkeypatch.undo()
-    none.on_train_end(None, SimpleNamespace(global_step=9, max_steps=9), None)
+    none.on_train_end(None, at_step(9, 9), None)
     assert (tmp_path / "none").read_text() == ""
     for one in (clock, none):
         assert one._progress is not None

@@ -184,12 +184,12 @@ def test_the_environment_is_set_before_anything_is_loaded(tmp_path: Path, monkey
     monkeypatch.setattr(
         command_line,
         "prepare_environment",
-        lambda *, use_cpu, allocator: done.append(("prepare", use_cpu, allocator)),
+        lambda settings: done.append(("prepare", settings)),
     )
     loaded = SimpleNamespace(main=lambda *asked: done.append(asked))
     monkeypatch.setitem(sys.modules, "autotune.probe.runtime.train", loaded)  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "argv", ["train.py", "--random-weights", "--max-steps", "3"])
     command_line.start(tmp_path)
     options = parse_options(made, ["--random-weights", "--max-steps", "3"])
-    first = [("prepare", True, "expandable"), "disable", "freeze", "enable"]
+    first = [("prepare", made), "disable", "freeze", "enable"]
     assert done == [*first, (made, options, tmp_path / "model_config.json")]

@@ -21,7 +21,7 @@ def test_torch_sees_one_gpu_or_none(
 ) -> None:
     environment = dict(before)
     monkeypatch.setattr(settings.os, "environ", environment)
-    settings.prepare_environment(use_cpu=use_cpu, allocator="expandable")
+    settings.prepare_environment(replace(script.settings(recipe(TrainConfig())), use_cpu=use_cpu))
     assert environment == {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -32,11 +32,22 @@ def test_torch_sees_one_gpu_or_none(
 def test_an_allocator_that_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     monkeypatch.setattr(settings.os, "environ", environment)
-    settings.prepare_environment(use_cpu=False, allocator="fixed")
+    fixed = script.settings(recipe(TrainConfig(allocator="fixed")))
+    settings.prepare_environment(fixed)
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
     environment.clear()
-    settings.prepare_environment(use_cpu=False, allocator="fixed")
+    settings.prepare_environment(fixed)
     assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:False"
+
+
+def test_each_process_of_several_sees_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun says which one is its own."""
+    pair = script.settings(recipe(TrainConfig(num_gpus=2)))
+    for use_cpu, visible in ((False, "5,1"), (True, "")):
+        environment = {"CUDA_VISIBLE_DEVICES": "5,1"}
+        monkeypatch.setattr(settings.os, "environ", environment)
+        settings.prepare_environment(replace(pair, use_cpu=use_cpu))
+        assert environment["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_the_arguments_of_the_libraries() -> None:

@@ -384,6 +384,7 @@ def test_a_compiled_run_compiles_for_training_alone(
         train=lambda resume_from_checkpoint: done.append(resume_from_checkpoint) or SimpleNamespace(global_step=5),
         state=SimpleNamespace(log_history=[{"loss": 9.0}, {"eval_loss": 3.5}]),
         save_model=lambda folder: done.append(("save", folder)),
+        is_world_process_zero=lambda: True,
     )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
     made_model: Any = nn.Module()

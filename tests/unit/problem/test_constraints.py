@@ -281,6 +281,7 @@ NOT_ON_A_CPU = {
     "attention": {"flash_attention_2", "flex_attention", "sdpa_cudnn"},
     "kernels": {"liger"},
     "checkpointing": {"offload"},
+    "sharding": {"fsdp2", "fsdp2_keep", "zero1", "zero2", "zero3"},
 }
 NOT_ON_A_T4 = {  # of compute capability 7.5
     "precision": {"bf16_mixed", "bf16_pure"},
