@@ -345,3 +345,16 @@ def test_scripts_run_the_worker_and_nothing_else(
     assert job["metadata"]["name"] == task["name"] and len(task["name"]) <= 52
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert not [path for path in tmp_path.rglob("*") if path.name == "CANARY"]
+
+
+def test_a_job_on_several_gpus_asks_for_them_all() -> None:
+    made = recipe(TrainConfig(num_gpus=4, loader_workers=2))
+    pod = yaml.safe_load(clusters.export(made, "kubernetes")["job.yaml"])["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    accelerators = yaml.safe_load(clusters.export(made, "skypilot")["sky.yaml"])["resources"]["accelerators"]
+    assert accelerators.endswith(":4")
+    script = clusters.export(made, "slurm")["train.sbatch"]
+    assert re.search(r"--gres=gpu:\w+:4\n", script) and "--cpus-per-task=24" in script

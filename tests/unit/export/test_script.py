@@ -16,7 +16,7 @@ from autotune.catalog import resolve_device, resolve_model
 from autotune.core.errors import UsageError
 from autotune.core.train_config import TrainConfig
 from autotune.export import keys, script
-from autotune.export.formats import FORMATS, USUAL, export_all
+from autotune.export.formats import FORMATS, USUAL, export_all, usual
 from autotune.planning.foreign_config import for_model, read_file
 from autotune.probe.runtime.settings import ALLOCATORS, ModelSettings, RunSettings
 from autotune.problem.length_distribution import Lengths
@@ -350,6 +350,29 @@ def test_the_script_of_a_cpu_study_sees_no_gpu(device: str, visible: str, tmp_pa
     files = export_all(recipe(TrainConfig(), device=resolve_device(device)), ["train"]) | {"runtime/train.py": told}
     done = run(write(files, tmp_path / "out"), "--random-weights", CUDA_VISIBLE_DEVICES="7,1")
     assert (done.returncode, done.stdout) == (0, f"{visible}\n"), done.stderr
+
+
+def test_several_gpus_are_started_by_torchrun(tmp_path: Path) -> None:
+    made = recipe(TrainConfig(num_gpus=2, sharding="fsdp2_keep"))
+    files = export_all(made, usual(made))
+    assert not {"trl_sft.yaml", "axolotl.yaml", "llamafactory.yaml"} & set(files)
+    assert '-m torch.distributed.run --standalone --nproc-per-node=2 "$(dirname' in files["launch.sh"]
+    told = json.loads(files["train_config.json"])
+    assert (told["num_gpus"], told["sharding"], told["accumulation"]) == (2, "fsdp2_keep", 2)
+    for name in ("trl", "axolotl", "llamafactory", "torchtune", "transformers", "accelerate"):
+        with pytest.raises(UsageError, match=f"{name} is not written for several GPUs yet"):
+            export_all(made, [name])
+    done = run(write(export_all(demo(TrainConfig(num_gpus=2)), ["train"]), tmp_path / "out"), "--max-steps", "x")
+    assert done.returncode != 0 and "invalid int value: 'x'" in done.stderr  # of the script itself
+
+
+def test_a_script_for_several_gpus_is_not_run_on_one(tmp_path: Path) -> None:
+    directory = write(export_all(demo(TrainConfig(num_gpus=2)), ["train"]), tmp_path / "out")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "train.py", "--random-weights", "--max-steps", "1", "--output-dir", ""]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "it trains on 2 GPUs: start it by launch.sh, or by torchrun" in done.stderr
 
 
 def test_exporters_need_no_torch() -> None:

@@ -314,3 +314,24 @@ def test_a_step_that_loads_the_compiler_and_compiles_one_graph_is_not_timed(monk
     clock.mark()
     clock.mark()
     assert clock.measured()["seconds_per_step"] == 2
+
+
+def test_all_ranks_stop_after_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal comes to one of two ranks, one step ahead of the other: both take two more steps."""
+    told: dict[str, str] = {}
+    store = SimpleNamespace(
+        compare_set=lambda key, old, new: told.setdefault(key, new),
+        check=lambda keys: set(keys) <= told.keys(),
+        get=lambda key: told[key].encode(),
+    )
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    stopped = []
+    for stop_at in (3, None):
+        clock = Clock(saves=True)
+        control = train(clock, 9, stop_at=stop_at)
+        stopped.append((control.should_training_stop, len(clock._starts) - 1))
+        with pytest.raises(SystemExit) as ended:
+            clock.exit_if_stopped()
+        assert ended.value.code == PREEMPTED
+    assert stopped == [(True, 5), (True, 5)]

@@ -1,0 +1,57 @@
+"""A study on two ranks of this machine's processor, from the search to runs of the exported script by torchrun."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.system.test_end_to_end import autotune, command, environment
+
+pytestmark = pytest.mark.probe
+
+SPACE = """\
+version: 1
+knobs:
+  micro_batch_size: {values: [2, 4], kind: system}
+  seq_len: 64
+  lora_rank: 16
+  precision: fp32
+  checkpointing: none
+"""
+ARGUMENTS = ("--gpu", "cpu", "--model", "demo-3m", "--space", "space.yaml", "--gpus", "2", "--global-batch", "16")
+ARGUMENTS += ("--examples", "4000", "--tokens-per-example", "64", "--price", "0.5", "--budget", "5m", "--trials", "2")
+
+
+def test_two_ranks_are_searched_confirmed_exported_verified_and_stopped_together(tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_text(SPACE)
+    ended = autotune(tmp_path, "run", *ARGUMENTS, "--study", "pair", "--verify")
+    # The pace of a busy machine may differ from the study's: that alone may fail the verification.
+    assert ended.code == 0 or "the run is" in ended.err, ended.err
+    assert "micro batches of train.py" in ended.err
+    found = json.loads((tmp_path / "runs" / "pair" / "summary.json").read_text())
+    winner = found["winner"]
+    assert (winner["config"]["num_gpus"], winner["config"]["sharding"]) == (2, "ddp")
+    assert winner["evidence"] == "measured" and found["baseline"]["config"]["sharding"] == "ddp"
+    assert winner["cost"]["usd_per_hour"] == 1.0  # of two
+
+    script = tmp_path / "runs" / "pair" / "export"
+    assert {path.name for path in script.iterdir()} == {
+        *("train.py", "train_config.json", "launch.sh", "model_config.json", "runtime")
+    }
+    train = command("train", "pair", "--output-dir", "out", "--random-weights")
+    with subprocess.Popen(train, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        progress, until = tmp_path / "out" / "progress.jsonl", time.monotonic() + 120
+        while not (progress.exists() and len(progress.read_text().splitlines()) > 3):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    lines = [json.loads(line) for line in progress.read_text().splitlines()]
+    assert process.returncode not in (0, None), said
+    steps = [line["step"] for line in lines]
+    assert steps[:-1] == list(range(1, len(steps)))  # of one rank alone; what follows the last step is told after it
+    assert steps[-1] in (len(steps), len(steps) - 1) and steps[-1] < lines[-1]["of"] == 250
+    assert any((tmp_path / "out").glob("checkpoint-*/trainer_state.json"))

@@ -1,0 +1,132 @@
+"""Studies on several GPUs: what they search, what they compare with, and what is refused before any probe."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autotune.catalog import find_price, resolve_device
+from autotune.core.errors import UsageError
+from autotune.core.parallelism import PROBED, Parallelism
+from autotune.core.probe_types import World
+from autotune.core.train_config import TrainConfig
+from autotune.prediction.memory_formula import memory_breakdown
+from autotune.problem.search_space import SearchSpace
+from autotune.problem.setup import Setup, set_up
+from autotune.problem.study_spec import StudySpec
+from autotune.problem.target import Target
+from autotune.problem.task import Task
+from autotune.study.feasibility import leanest_of
+from autotune.study.formula_seeds import formula_seeds
+
+H100 = resolve_device("h100")
+
+
+def setup_on(gpus: int | None, **asked: Any) -> Setup:
+    return set_up(StudySpec(**({"model": "llama-3.1-8b", "gpus": gpus} | asked)), H100)
+
+
+def task_on(gpus: int, **asked: Any) -> Task:
+    return setup_on(gpus, **asked).task
+
+
+def test_several_gpus_are_searched_by_what_probes_can_train() -> None:
+    task = task_on(2, space="full")
+    assert (task.num_gpus, task.space.choices("sharding")) == (2, PROBED)
+    assert task_on(2, pins={"sharding": "fsdp2"}).space.choices("sharding") == ("fsdp2",)
+    assert setup_on(None).task.num_gpus == task_on(1).num_gpus == 1
+    assert task_on(1).space.knob("sharding") is None
+    by_knob = setup_on(None, pins={"num_gpus": 4}).task
+    assert (by_knob.num_gpus, by_knob.space.choices("sharding")) == (4, PROBED)
+
+
+def test_the_global_batch_is_that_of_all_gpus() -> None:
+    setup = setup_on(2, space="full")
+    assert "micro_batch_size 32: does not divide the global batch of 32 on each of 2 GPUs (--global-batch)" in map(
+        str, setup.removals
+    )
+    config = TrainConfig(micro_batch_size=8, num_gpus=2)
+    shape = setup.task.workload.run_shape(config)
+    assert (shape.accumulation, shape.world_size, shape.examples_per_step) == (2, 2, 32)
+    alone = setup.task.workload.run_shape(replace(config, num_gpus=1))
+    assert (alone.accumulation, alone.world_size) == (4, 1)
+
+
+def test_the_baseline_shares_out_the_model_where_each_gpu_cannot_hold_it() -> None:
+    found = task_on(2, space="full").baselines
+    assert [(one.micro_batch_size, one.sharding) for one in found] == [
+        *((size, "ddp") for size in (8, 4, 2, 1)),
+        *((size, "fsdp2") for size in (8, 4, 2, 1)),
+    ]
+    assert {one.sharding for one in task_on(2, pins={"sharding": "fsdp2_keep"}).baselines} == {"fsdp2_keep"}
+
+
+def test_a_price_is_that_of_all_gpus() -> None:
+    task, one = task_on(4), find_price(H100.name)
+    assert one is not None and task.price == one and task.search_price == one.of_gpus(4)
+    assert task.search_price.usd_per_hour == 4 * one.usd_per_hour
+    assert task.search_price.spot_usd_per_hour == 4 * (one.spot_usd_per_hour or 0)
+    assert replace(one, spot_usd_per_hour=None).of_gpus(2).spot_usd_per_hour is None
+
+
+def test_what_no_way_to_share_can_train_is_not_searched() -> None:
+    setup = setup_on(2, space="full", pins={"sharding": "fsdp2"}, allow_any_optimizer=True, allow_pure_bf16=True)
+    assert not {"adamw_8bit", "paged_adamw_8bit", "adafactor"} & set(setup.task.space.choices("optimizer"))
+    assert "bf16_pure" not in setup.task.space.choices("precision")
+    assert any("breaks the GPU's context" in str(removal) for removal in setup.removals)
+    with pytest.raises(UsageError, match="FSDP2 loses the statistics of nf4 weights"):
+        setup_on(2, space="qlora", pins={"sharding": "fsdp2"})
+    assert task_on(2, space="qlora").space.choices("quantization") == ("nf4",)  # by DDP
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"gpus": 2, "trainer": "trl"}, "trl was not tried on several GPUs"),
+        ({"space": SearchSpace.of(num_gpus=[1, 2], micro_batch_size=1, seq_len=64)}, "one number of GPUs, not 1,2"),
+        ({"gpus": 9}, "num_gpus is one of 1, 2, "),
+    ],
+)
+def test_what_is_not_probed_is_refused(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        set_up(StudySpec(model="llama-3.1-8b", **asked), H100)
+
+
+def test_a_card_stands_in_for_one_card_alone() -> None:
+    target = Target(device=resolve_device("a10"), measured_on=H100)
+    with pytest.raises(UsageError, match="h100-sxm stands in for a10 alone, and not for several"):
+        set_up(StudySpec(model="llama-3.1-8b", gpus=2), target)
+
+
+def test_a_processor_has_ranks_of_ddp_alone() -> None:
+    task = set_up(StudySpec(model="demo-3m", gpus=2), resolve_device("cpu")).task
+    assert task.space.choices("sharding") == ("ddp",)
+
+
+def test_ranks_of_a_study_are_real() -> None:
+    task = task_on(2)
+    config = TrainConfig(num_gpus=2, sharding="fsdp2")
+    request = task.request(config, device="cuda", memory_gib=80.0, headroom=0.05, seed=0)
+    assert request.world is World.REAL and request.has_real_ranks
+    assert request.parallelism == Parallelism(num_gpus=2, strategy="fsdp2") == Parallelism.of(config)
+    assert replace(request, config=replace(config, sharding="ddp")).digest != request.digest
+
+
+def test_the_leanest_configuration_is_one_that_its_way_to_share_can_train() -> None:
+    space = task_on(2, space="full", allow_any_optimizer=True).space
+    found = leanest_of(space)
+    assert [one.sharding for one in found] == ["fsdp2", "fsdp2_keep", "ddp"]
+    assert not any(Parallelism.of(one).refusal(one) for one in found)
+    assert found[2].optimizer in ("paged_adamw_8bit", "lion_8bit")
+    assert [one.sharding for one in leanest_of(task_on(2, space="qlora").space)] == ["ddp"]
+    alone = task_on(1, space="full").space
+    assert leanest_of(alone) == [alone.config(alone.leanest())]
+
+
+def test_formulas_lead_to_a_shared_model_where_nothing_else_fits() -> None:
+    task = task_on(2, space="full")
+    seeds = list(formula_seeds(task, task.baselines[0], 74.0))
+    assert seeds and all(one.sharding.startswith("fsdp2") for one in seeds)
+    first = replace(seeds[0], num_gpus=1)
+    alone = memory_breakdown(task.model, first, 2)
+    assert alone is not None and alone.peak_gib > 100
