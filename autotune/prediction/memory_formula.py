@@ -21,7 +21,7 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import MIB, gib
 from autotune.prediction.memory_predictor import HEAD_CHUNK
 
-NO_TERMS = ("phase", "counted", "own_error")  # fields of MemoryBreakdown that are no memory
+NO_TERMS = ("phase", "counted", "own_error", "pools")  # fields of MemoryBreakdown that are no memory of the peak
 CONTEXT_GIB = 0.81  # the CUDA context of a worker: 0.74 to 0.81 on an H200 with CUDA 13
 WORKSPACE = 64.2 * MIB  # cuBLAS's, twice 32 MiB on Hopper; less on older cards
 # The share of what a layer keeps that lies unused in segments that cannot grow: the largest of nine configurations on
@@ -38,6 +38,8 @@ INT8_ERROR = 0.09
 KEPT_ANSWERS = 2**14
 _BLOCK = 256  # values of 8-bit optimizer state to a scale of 4 bytes
 NF4_STATISTICS = {False: 4 / 64, True: (1 + 4 / 256) / 64}  # bytes a weight, by double_quant: a scale for each 64
+# Bytes of each logit when the loss is computed, and when its gradient is: those of today's transformers under Trainer.
+LOGIT_BYTES = (10.0, 12.0)
 
 # Bytes of attention scores for each head and pair of tokens, where the kernel stores scores.
 SCORES = {"gemma2": 8}
@@ -150,8 +152,8 @@ class MemoryBreakdown:
     `activations` are what layers keep for the backward pass, the inputs of recomputed layers, and temporary tensors.
     `logits` are those of the head with their gradients. `reserved` is what the allocator holds beyond allocated memory.
     `communication` is what several GPUs exchange: layers gathered from shards, buffers of gradients. `nccl` is what
-    NCCL takes beside torch's allocator. `counted` is whether a dry probe counted it, `own_error` an error other than
-    the usual.
+    NCCL takes beside torch's allocator. `pools` is what streams of their own keep for later, which they give back when
+    it is needed. `counted` is whether a dry probe counted it, `own_error` an error other than the usual.
     """
 
     weights: float
@@ -165,6 +167,7 @@ class MemoryBreakdown:
     phase: Phase
     communication: float = 0.0
     nccl: float = 0.0
+    pools: float = 0.0
     counted: bool = False
     own_error: float | None = None
 
@@ -185,6 +188,11 @@ class MemoryBreakdown:
     def peak_reserved_gib(self) -> float:
         """Memory that the allocator holds at the peak, and NCCL beside it."""
         return self.peak_gib + self.reserved + self.nccl
+
+    @property
+    def roomy_gib(self) -> float:
+        """Memory that the process holds at the peak, but for the CUDA context, on a card with room for it."""
+        return self.peak_reserved_gib + self.pools
 
     def terms(self) -> dict[str, float]:
         """The terms above zero, by name. They sum to `peak_reserved_gib`."""
@@ -222,25 +230,41 @@ def supported(model: ModelSpec, config: TrainConfig) -> Sizes | None:
 
 
 def memory_breakdown(
-    model: ModelSpec, config: TrainConfig, micro_steps: int = 2, *, ddp: bool = False
+    model: ModelSpec,
+    config: TrainConfig,
+    micro_steps: int = 2,
+    *,
+    ddp: bool = False,
+    logit_bytes: tuple[float, float] = LOGIT_BYTES,
 ) -> MemoryBreakdown | None:
     """The memory of the whole model at the peak of a step; None where `supported` is None.
 
     With `micro_steps` of 1, the micro batches in a step, no gradients are alive in the forward pass. `ddp` is whether
-    several GPUs that hold all of the model exchange its gradients.
+    several GPUs that hold all of the model exchange its gradients. `logit_bytes` are those of other losses.
     """
     sizes = supported(model, config)
-    return None if sizes is None else _breakdown(sizes, config, micro_steps, ddp)
+    return None if sizes is None else _breakdown(sizes, config, micro_steps, ddp, logit_bytes)
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
-def _breakdown(sizes: Sizes, config: TrainConfig, micro_steps: int, ddp: bool) -> MemoryBreakdown:
+def _breakdown(
+    sizes: Sizes, config: TrainConfig, micro_steps: int, ddp: bool, logit_bytes: tuple[float, float]
+) -> MemoryBreakdown:
     full, pure = config.method == "full", config.precision == "bf16_pure"
     base_bytes = 4 if full and not pure else 2  # of a value that is not quantised
     trained = sizes.params if full else sizes.adapter_params(config)
     trained_bytes = trained * (base_bytes if full else 2 if pure else 4)
     logits = live_logits(config, sizes.vocab)
-    moments = step_moments(sizes, config, trained, trained_bytes, base_bytes, logits, accumulates=micro_steps > 1)
+    moments = step_moments(
+        sizes,
+        config,
+        trained,
+        trained_bytes,
+        base_bytes,
+        logits,
+        accumulates=micro_steps > 1,
+        logit_bytes=logit_bytes,
+    )
     buckets = _buckets(moments, trained_bytes if ddp else 0.0, accumulates=micro_steps > 1)
     moment = max(moments, key=lambda name: sum(moments[name]) + buckets[name])
     gradients, activations, head = moments[moment]
@@ -323,10 +347,12 @@ def step_moments(
     logits: int,
     *,
     accumulates: bool,
+    logit_bytes: tuple[float, float] = LOGIT_BYTES,
 ) -> dict[str, tuple[float, float, float]]:
     """Bytes of (gradients, activations, logits) at each moment of a step that may be its peak.
 
-    `trained` counts parameters, `logits` the values of the logits that exist at once.
+    `trained` counts parameters, `logits` the values of the logits that exist at once. `logit_bytes` is as of
+    LOGIT_BYTES.
     """
     full, tokens = config.method == "full", config.tokens
     keep, moving = kept_bytes(sizes, config), moving_bytes(sizes, config)
@@ -350,7 +376,7 @@ def step_moments(
     # from before; in 16 bits the whole loss makes a sum of its own.
     shared = embedding if sizes.tied else 0.0
     ending = shared * (accumulates + (config.loss == "full" and config.precision == "bf16_pure"))
-    in_forward, in_head = logits * (10.0 + capped), logits * (12.0 + capped)
+    in_forward, in_head = (logits * (each + capped) for each in logit_bytes)
     if full and config.loss == "chunked":
         in_forward, in_head = 0.0, _trained_head_in_chunks(sizes, base_bytes, logits) + 4 * tokens * sizes.hidden
     layer = tokens * ((keep if recomputed else 0) + moving)

@@ -3,7 +3,8 @@
 FSDP2 as accelerate sets it has one unit for each layer, one for the embedding, and one for final norm and head that is
 not resharded after the forward pass. Which buffers are alive at which moment was read in torch's `fully_shard` and
 counted there, with the operations of a training step on the meta device. DeepSpeed's stages follow the ZeRO paper and
-DeepSpeed's defaults; nobody measured them for us. Communication between hosts is not covered.
+DeepSpeed's defaults; nobody measured them for us. Communication between hosts is not covered. What other people train
+with, FSDP 1 above all, differs by a `Stack`: no plan has one, and comparisons with what they published need it.
 """
 
 import functools
@@ -16,6 +17,8 @@ from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.prediction.memory_formula import (
     KEPT_ANSWERS,
+    LOGIT_BYTES,
+    NF4_STATISTICS,
     WORKSPACE,
     MemoryBreakdown,
     Sizes,
@@ -30,15 +33,38 @@ from autotune.prediction.memory_formula import (
 # What NCCL takes beside torch's allocator: measured with 2 ranks on an H200. With more, others saw a quarter more on
 # A100s and 1.06 GB on eight H100s.
 NCCL_OF_2_GIB, NCCL_GIB = 0.75, 1.0
-# The largest error of the formula is 3 %, and streams of their own have pools of their own, whose free blocks serve no
-# other: two ranks held 22 to 39 % more than they had allocated where the card had room for it.
+# The largest error of the formula is 3 %. Streams of their own have pools of their own, whose free blocks serve no
+# other until memory is short: ranks held 12 to 39 % more than they had allocated where the card had room for it.
 RANK_ERROR = 0.08
 ZERO_ERROR = 0.15  # assumed: nothing of DeepSpeed was measured
 MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, and the same again where it prefetches: its default
 IN_FORWARD = ("gathering", "gathering the head", "forward")  # moments of a step
+AFTER_SCATTERING = ("second", "first", "inputs", "scattering", "optimizer")  # those whose gradients are shards
 
 # Bytes of (gradients, activations, logits, communication) at a moment of a step.
 Moment = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """What a training does otherwise than transformers' Trainer of today with FSDP2 or DeepSpeed.
+
+    `fsdp1` shards by FullyShardedDataParallel, or lets it exchange gradients where the strategy is `ddp`. `base_bytes`
+    are those of a frozen value that is not quantised. `offload` is whether shards, their gradients and the optimizer
+    wait in the host's memory. `keeps_products` is torchtitan's selective recomputation: of a recomputed layer every
+    second product is kept, and what attention gave. `logit_bytes` is as of LOGIT_BYTES. `bucket` counts values of
+    DeepSpeed's buckets; None is the Trainer's `auto`.
+    """
+
+    fsdp1: bool = False
+    base_bytes: int = 2
+    offload: bool = False
+    keeps_products: bool = False
+    logit_bytes: tuple[float, float] = LOGIT_BYTES
+    bucket: int | None = None
+
+
+TRAINER = Stack()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,21 +98,23 @@ class Shares:
 
 
 def rank_breakdown(
-    model: ModelSpec, config: TrainConfig, parallelism: Parallelism, micro_steps: int = 2
+    model: ModelSpec, config: TrainConfig, parallelism: Parallelism, micro_steps: int = 2, stack: Stack = TRAINER
 ) -> MemoryBreakdown | None:
     """The memory of one rank at the peak of a step, in GiB; None where no formula covers model or configuration.
 
     `micro_steps` are the micro batches of a step on each GPU: with 1, nothing waits for a later one. Raises ValueError
-    for what the strategy cannot train.
+    for what the strategy cannot train; what FSDP 1 trains, it can.
     """
-    if (reason := parallelism.refusal(config)) is not None:
+    reason = parallelism.refusal(config)
+    if reason is not None and not (stack.fsdp1 and config.optimizer.startswith("adamw_torch")):
         raise ValueError(reason)
     sizes = supported(model, config)
     if sizes is None or (parallelism.shards and config.precision == "fp32"):
         return None
     if parallelism.shards:
-        return _sharded(sizes, config, parallelism, micro_steps > 1)
-    memory = memory_breakdown(model, config, micro_steps, ddp=parallelism.num_gpus > 1)
+        return _sharded(sizes, config, parallelism, micro_steps > 1, stack)
+    buckets = parallelism.num_gpus > 1 and not stack.fsdp1  # FSDP 1 sums the gradients where they are
+    memory = memory_breakdown(model, config, micro_steps, ddp=buckets, logit_bytes=stack.logit_bytes)
     if memory is None or parallelism.num_gpus == 1:
         return memory
     return replace(memory, nccl=nccl_gib(parallelism.num_gpus), own_error=RANK_ERROR)
@@ -98,17 +126,26 @@ def nccl_gib(num_gpus: int) -> float:
 
 
 @functools.lru_cache(maxsize=KEPT_ANSWERS)
-def _sharded(sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumulates: bool) -> MemoryBreakdown:
-    gpus, fsdp2, shares = parallelism.num_gpus, parallelism.strategy in FSDP2, Shares.of(sizes, config)
-    if fsdp2:
-        moments = _fsdp2_moments(sizes, config, shares, parallelism, accumulates)
+def _sharded(
+    sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumulates: bool, stack: Stack
+) -> MemoryBreakdown:
+    gpus, fsdp, shares = parallelism.num_gpus, parallelism.strategy in FSDP2, Shares.of(sizes, config)
+    if not fsdp:
+        moments = _zero_moments(sizes, config, shares, parallelism, accumulates, stack)
+    elif stack.fsdp1:
+        moments = _fsdp1_moments(sizes, config, shares, parallelism, accumulates, stack)
     else:
-        moments = _zero_moments(sizes, config, shares, parallelism, accumulates)
-    moment, (gradients, activations, logits, communication) = max(moments.items(), key=lambda item: sum(item[1]))
-    weights, adapters, state = _lasting(config, shares, parallelism)
+        moments = _fsdp2_moments(sizes, config, shares, parallelism, accumulates, stack)
+    totals = {name: sum(parts) for name, parts in moments.items()}
+    moment = max(totals, key=lambda name: totals[name])
+    gradients, activations, logits, communication = moments[moment]
+    weights, adapters, state = _lasting(sizes, config, shares, parallelism, stack)
     live, layer = live_logits(config, sizes.vocab), kept_gib(sizes, config)
     reserved = beyond_allocated_gib(config, live, gib(activations + logits), layer)
     phase = Phase.FORWARD if moment in IN_FORWARD else Phase.BACKWARD
+    own, scattered = _pools(sizes, config, shares, gpus, stack), _scattered(config, shares, gpus, stack)
+    elsewhere = {name: min(moments[name][0], scattered) if name in AFTER_SCATTERING else 0.0 for name in moments}
+    shared = max(totals[name] - elsewhere[name] for name in moments)
     return MemoryBreakdown(
         weights=gib(weights),
         adapters=gib(adapters),
@@ -121,21 +158,61 @@ def _sharded(sizes: Sizes, config: TrainConfig, parallelism: Parallelism, accumu
         phase=Phase.OPTIMIZER if moment == "optimizer" else phase,
         communication=gib(communication),
         nccl=nccl_gib(gpus),
-        own_error=RANK_ERROR if fsdp2 else ZERO_ERROR,
+        pools=gib(max(own + shared - totals[moment], 0.0)) if fsdp else 0.0,
+        own_error=RANK_ERROR if fsdp else ZERO_ERROR,
     )
 
 
-def _lasting(config: TrainConfig, shares: Shares, parallelism: Parallelism) -> tuple[float, float, float]:
+def _pools(sizes: Sizes, config: TrainConfig, shares: Shares, gpus: int, stack: Stack) -> float:
+    """Bytes that are allocated on streams of their own: two gathered layers, both ends, and scattered gradients.
+
+    FSDP 1 keeps the ends gathered, so that these are alive at each moment.
+    """
+    gathered = 2 * _layer_bytes(sizes, config, shares)
+    if stack.fsdp1:
+        return gathered + _scattered(config, shares, gpus, stack)
+    of_trained = max(2.0 * shares.trained_layer, 2.0 * shares.embedding if config.method == "full" else 0.0) / gpus
+    ends = 2.0 * shares.embedding * (1 if sizes.tied else 2)
+    return gathered + ends + _scattered(config, shares, gpus, stack) + of_trained
+
+
+def _lasting(
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, stack: Stack
+) -> tuple[float, float, float]:
     """Bytes of weights, adapters and optimizer state of a rank. The state of DeepSpeed has the fp32 masters too."""
     gpus, full = parallelism.num_gpus, config.method == "full"
-    if parallelism.strategy in FSDP2:
-        return (4 if full else 2) * shares.base / gpus, 4 * shares.adapters / gpus, 8 * shares.trained / gpus
-    held = gpus if parallelism.strategy == "zero3" else 1
-    return 2 * shares.base / held, 2 * shares.adapters / held, 12 * shares.trained / gpus
+    if parallelism.strategy not in FSDP2:
+        held = gpus if parallelism.strategy == "zero3" else 1
+        return 2 * shares.base / held, 2 * shares.adapters / held, 12 * shares.trained / gpus
+    trained = 2 if config.precision == "bf16_pure" else 4
+    weights, statistics = (trained if full else stack.base_bytes) * float(shares.base), 0.0
+    if config.quantization == "nf4":  # their statistics are no parameters, so that no strategy divides them
+        weights = 0.5 * sizes.linear_params + stack.base_bytes * (sizes.params - sizes.linear_params)
+        statistics = NF4_STATISTICS[config.double_quant] * sizes.linear_params
+    if stack.offload:
+        return statistics, 0.0, 0.0
+    return weights / gpus + statistics, trained * shares.adapters / gpus, 2 * trained * shares.trained / gpus
+
+
+def _layer_bytes(sizes: Sizes, config: TrainConfig, shares: Shares) -> float:
+    """Bytes of a gathered layer."""
+    if config.quantization != "nf4":
+        return 2.0 * shares.layer
+    return (0.5 * sizes.linear_params + 2.0 * shares.adapters) / sizes.layers
+
+
+def _scattered(config: TrainConfig, shares: Shares, gpus: int, stack: Stack) -> float:
+    """Bytes of a rank's shard of all gradients at the end of the backward pass.
+
+    FSDP 1 holds them on the device until then, even if it has copied them to the host.
+    """
+    if stack.offload and not stack.fsdp1:
+        return 0.0
+    return (2 if config.precision == "bf16_pure" else 4) * shares.trained / gpus
 
 
 def _fsdp2_moments(
-    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
 ) -> dict[str, Moment]:
     """The moments of a step under FSDP2 that may be its peak.
 
@@ -143,8 +220,7 @@ def _fsdp2_moments(
     step is not yet over wait unsharded; those of the last are scattered layer by layer.
     """
     full, tied, gpus = config.method == "full", sizes.tied, parallelism.num_gpus
-    pure = replace(config, precision="bf16_pure")
-    plain = step_moments(sizes, pure, shares.trained, 0.0, 2, live_logits(config, sizes.vocab), accumulates=False)
+    plain = _undivided(sizes, config, shares, stack)
     layer, embedding = 2 * shares.layer, 2.0 * shares.embedding
     trained_layer, trained_end = 2 * shares.trained_layer, embedding if full else 0.0
     keeps = parallelism.strategy == "fsdp2_keep"
@@ -152,8 +228,10 @@ def _fsdp2_moments(
     gathered = 0.0 if keeps else layer
     waiting = 2.0 * shares.trained if accumulates else 0.0
     # A scattered gradient is in fp32: 2 / gpus of the bytes of an unsharded one. Those of a tied head wait for the end.
-    of_layer_scattered, of_end_scattered = 2 * trained_layer / gpus, 2 * trained_end / gpus
-    scattered = 4 * shares.trained / gpus
+    scattered = _scattered(config, shares, gpus, stack)
+    of_layer_scattered, of_end_scattered = (
+        0.0 if stack.offload else 2 * each / gpus for each in (trained_layer, trained_end)
+    )
     layer_waits, end_waits = trained_layer * accumulates, trained_end * accumulates
     before_first = scattered - of_end_scattered - of_layer_scattered + layer_waits
     # When a layer's activations are most, one of its gradients exists; then these grow as the activations go.
@@ -189,21 +267,79 @@ def _fsdp2_moments(
         "inputs": (scattered - of_end_scattered + end_waits, plain["inputs"][1], 0.0, embedding + trained_layer),
         # Unsharded, as the input of its scattering, and as what came of that in bf16 and in fp32.
         "scattering": (scattered, trained_end, 0.0, trained_end + trained_end / gpus),
-        "optimizer": (scattered, _square_roots(config, shares, gpus), 0.0, 0.0),
+        "optimizer": (scattered, 0.0 if stack.offload else _square_roots(config, shares, gpus), 0.0, 0.0),
+    }
+
+
+def _undivided(
+    sizes: Sizes, config: TrainConfig, shares: Shares, stack: Stack
+) -> dict[str, tuple[float, float, float]]:
+    """The moments of a step that computes in bf16, without gradients: what no GPU shares with others."""
+    pure, logits = replace(config, precision="bf16_pure"), live_logits(config, sizes.vocab)
+    plain = step_moments(sizes, pure, shares.trained, 0.0, 2, logits, accumulates=False, logit_bytes=stack.logit_bytes)
+    if stack.keeps_products:  # of queries, values, gate and MLP; Inductor drops the last, which nothing needs
+        products = sizes.queries + sizes.keys + sizes.intermediate + (sizes.hidden if config.compile == "none" else 0)
+        kept = config.tokens * (2 * (products + sizes.queries) + 4 * sizes.heads)
+        layers = {"forward": sizes.layers, "head": sizes.layers, "layers": sizes.layers - 1}
+        for name, number in layers.items():
+            gradients, activations, of_logits = plain[name]
+            plain[name] = gradients, activations + number * kept, of_logits
+    return plain
+
+
+def _fsdp1_moments(
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
+) -> dict[str, Moment]:
+    """The moments of a step under FSDP 1 that may be its peak: layers are its units, and all else is one at the root.
+
+    A unit is gathered straight into the flat parameter of which its parameters are views. The root's stays from the
+    forward pass to the end of the backward pass. The next layer is gathered beside the one in use, and before the
+    backward pass the last one. Gradients of a unit are put together before they are scattered, at each micro batch
+    where they go to the host.
+    """
+    full, gpus = config.method == "full", parallelism.num_gpus
+    plain = _undivided(sizes, config, shares, stack)
+    root = 2.0 * shares.embedding * (1 if sizes.tied else 2)
+    layer, of_head = _layer_bytes(sizes, config, shares), 2.0 * shares.embedding if full else 0.0
+    keeps = parallelism.strategy == "fsdp2_keep"
+    one, two = (root + (sizes.layers if keeps else number) * layer for number in (1, 2))
+    trained_layer, trained_root = 2 * shares.trained_layer, root if full else 0.0
+    waiting = 2.0 * shares.trained if accumulates and not stack.offload else 0.0
+    scattered = _scattered(config, shares, gpus, stack)
+    before_root = scattered * (1 - trained_root / (2.0 * shares.trained))
+    matrix = 2.0 * sizes.hidden * sizes.intermediate
+    growing = max(trained_layer - plain["first"][1], matrix if full else 0.0)
+    unpacked, roots = matrix if config.quantization == "nf4" else 0.0, _square_roots(config, shares, gpus)
+    body = plain["forward"][1]
+    return {
+        "gathering": (waiting, body * (sizes.layers - 1) / sizes.layers, 0.0, two + unpacked),
+        "forward": (waiting, body, plain["forward"][2], one if keeps else root),
+        "head": (waiting, *plain["head"][1:], one),
+        "layers": (waiting + of_head, plain["layers"][1] + growing, 0.0, two + trained_layer + unpacked),
+        "first": (before_root + of_head, plain["first"][1] + growing, 0.0, one + trained_layer + unpacked),
+        "inputs": (before_root, 0.0, 0.0, root + 2 * trained_root),
+        "optimizer": (0.0, 0.0, 0.0, 0.0) if stack.offload else (scattered, roots, 0.0, 0.0),
     }
 
 
 def _zero_moments(
-    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool
+    sizes: Sizes, config: TrainConfig, shares: Shares, parallelism: Parallelism, accumulates: bool, stack: Stack
 ) -> dict[str, Moment]:
     """The moments of a step under DeepSpeed: gradients in bf16, divided from stage 2 on, and in fp32 for the step."""
     gpus, stage = parallelism.num_gpus, parallelism.strategy
     pure = replace(config, precision="bf16_pure")
     gradients = 2 * shares.trained / (1 if stage == "zero1" else gpus)
     plain = step_moments(
-        sizes, pure, shares.trained, gradients, 2, live_logits(config, sizes.vocab), accumulates=accumulates
+        sizes,
+        pure,
+        shares.trained,
+        gradients,
+        2,
+        live_logits(config, sizes.vocab),
+        accumulates=accumulates,
+        logit_bytes=stack.logit_bytes,
     )
-    bucket = 2.0 * sizes.hidden**2  # Trainer's `auto`
+    bucket = 2.0 * (stack.bucket or sizes.hidden**2)
     live = 0.0
     if stage == "zero3":
         prefetched = 0.9 * sizes.hidden**2
@@ -218,4 +354,5 @@ def _zero_moments(
 
 def _square_roots(config: TrainConfig, shares: Shares, gpus: int) -> float:
     """Bytes that torch's own AdamW, if it is not fused, needs for the roots of the second moments."""
-    return 4 * shares.trained / gpus if config.optimizer == "adamw_torch" else 0.0
+    each = 2 if config.precision == "bf16_pure" else 4
+    return each * shares.trained / gpus if config.optimizer == "adamw_torch" else 0.0
