@@ -34,7 +34,7 @@ from autotune.prediction.memory_formula import (
 # A100s and 1.06 GB on eight H100s.
 NCCL_OF_2_GIB, NCCL_GIB = 0.75, 1.0
 # The largest error of the formula is 3 %. Streams of their own have pools of their own, whose free blocks serve no
-# other until memory is short: ranks held 12 to 39 % more than they had allocated where the card had room for it.
+# other until memory is short: ranks held 20 to 55 % more than they had allocated where the card had room for it.
 RANK_ERROR = 0.08
 ZERO_ERROR = 0.15  # assumed: nothing of DeepSpeed was measured
 MAX_LIVE = 10**9  # parameters that stage 3 may keep gathered, and the same again where it prefetches: its default
