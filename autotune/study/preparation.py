@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autotune.core.errors import UsageError
+from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.nvml import visible
 from autotune.core.units import parse_duration
 from autotune.problem.setup import Setup, set_up
 from autotune.problem.study_spec import StudySpec
@@ -71,6 +72,10 @@ def prepare_session(
     _check_combination(spec, target)
     searched = replace(spec, pins={}) if spec.configs else spec  # pins are of the cases
     setup = adjust(set_up(searched, target, say))
+    gpus = setup.task.num_gpus
+    if target.card is not None and gpus > 1 and (here := len(visible())) < gpus:
+        remedy = f"run on a machine that has them; `autotune plan --gpus {gpus}` projects"
+        raise EnvironmentProblem(f"--gpus {gpus}: GPUs here: {here}", remedy=remedy)
     require_ray(spec.ray)
     shared = spec.workers > 1 or spec.ray is not None
     url = shared_url(spec.storage) if shared else storage_url(spec.storage)

@@ -479,3 +479,8 @@ def test_a_plan_starts_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stderr.strip().splitlines()[-1] == "[]" and "lora r16" in done.stdout
+
+
+def test_several_gpus_have_a_plan_of_their_own() -> None:
+    with pytest.raises(UsageError, match="this plans one GPU, not 2"):
+        plan(StudySpec(model="mistral-7b", gpu="h100", pins={"num_gpus": 2}))

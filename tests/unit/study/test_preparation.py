@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-from autotune.core.errors import UsageError
+from autotune.catalog import resolve_device
+from autotune.core.errors import EnvironmentProblem, UsageError
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import NamedConfig, StudySpec
+from autotune.problem.target import Target
 from autotune.study import preparation, worker_group
 from autotune.study.optimizer import Optimizer
 from autotune.study.preparation import prepare_session
+from tests.unit.problem.test_target import card
 
 
 def spec(**changes: Any) -> StudySpec:
@@ -41,6 +44,9 @@ def test_reading_the_dataset_does_not_count_against_the_budget(tmp_path: Path, m
         {"verify": True, "shallow_only": True},
         {"budget": "soon"},
         {"quality": True, "trainer": "trl"},
+        {"gpus": 2, "workers": 2},
+        {"gpus": 2, "quality": True},
+        {"gpus": 2, "ray": "auto"},
         *({"configs": (NamedConfig(name="a"),), option: True} for option in ("quality", "verify", "shallow_only")),
     ],
     ids=str,
@@ -52,6 +58,16 @@ def test_options_that_exclude_each_other_are_refused(
     with pytest.raises(UsageError):
         prepare_session(spec(**options))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_there_must_be_as_many_gpus_as_share_out_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preparation, "find_target", lambda name: Target(device=resolve_device("h200"), card=card()))
+    monkeypatch.setattr(preparation, "visible", lambda: [0, 1])
+    with pytest.raises(EnvironmentProblem, match="--gpus 4: GPUs here: 2"):
+        prepare_session(spec(model="mistral-7b", gpus=4))
+    assert list(tmp_path.iterdir()) == []
+    assert prepare_session(spec(model="mistral-7b", gpus=2)).task.num_gpus == 2
 
 
 def test_a_session_is_resolved_and_its_directory_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
