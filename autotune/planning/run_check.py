@@ -13,6 +13,7 @@ from typing import Any
 from autotune.catalog import DeviceSpec, ModelSpec, resolve_model
 from autotune.catalog.models import shaped_like
 from autotune.core.errors import UsageError
+from autotune.core.knobs import KNOBS
 from autotune.core.lora_targets import ALL_LINEAR
 from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
@@ -28,6 +29,7 @@ from autotune.planning.device_estimate import (
 )
 from autotune.planning.fixes import FixSearch
 from autotune.planning.foreign_config import FP32_BASE, ForeignConfig, for_model, read_file
+from autotune.planning.foreign_sharding import shared_out
 from autotune.planning.observations import Observation, Say, silent
 from autotune.planning.plan import plan_task
 from autotune.planning.run_estimate import CheckContext, CheckedRun, check_run
@@ -94,7 +96,8 @@ def check(
 ) -> CheckReport:
     """Check the run that a YAML file of TRL, Axolotl or LLaMA-Factory describes.
 
-    `options` are fields of StudySpec about the card, the model, the examples, the memory and the price; None is absent.
+    `options` are fields of StudySpec about the card, the number of GPUs, the model, the examples, the memory and the
+    price; None is absent.
     Raises UsageError if file, model or card cannot be read or are unknown, or if it is not known what the run needs.
     """
     options = dict(options or {})
@@ -102,7 +105,7 @@ def check(
     device = planned_device(options.get("gpu") or "auto")
     name = options.get("model") or run.model
     model, assumption = find_model(name)
-    run = for_model(run, model)
+    run = shared_out(for_model(run, model), model, options.pop("gpus", None))
     spec = make_spec(None, options | {"gpu": device.option, "model": model.name if assumption else name})
     task, warnings = _task(spec, device, run, say)
     context = CheckContext(
@@ -212,13 +215,13 @@ def _alike(config: TrainConfig) -> TrainConfig:
 def _faster(task: Task, spec: StudySpec, context: CheckContext, run: ForeignConfig) -> Faster | None:
     """The fastest configuration that fits and learns the same; with full rows where the lengths are not known.
 
-    None where the run is counted: to count a whole space would take minutes.
+    None where the run is counted, since to count a whole space would take minutes, and on several GPUs.
     """
     config, workload = run.config, context.workload
     lengths_known = workload.lengths.source != "assumed"
     if not lengths_known:
         workload = replace(workload, lengths=Lengths.constant(config.seq_len, "assumed"))
-    if unsupported(context.model, _alike(config)):
+    if config.num_gpus > 1 or unsupported(context.model, _alike(config)):
         return None
     checked = check_run(replace(context, workload=workload), run)
     tokens_per_s = checked.estimate.tokens_per_s if checked else None
@@ -289,8 +292,22 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             if checked.bounds.reported.counted
             else "A base in 8 bits could not be counted: the run needs more than with one of 4 bits, which is reported."
         )
-    if run.num_gpus is None:
-        yield "The file does not say on how many GPUs it trains: one is assumed, and sharding is not modelled."
+    yield from _notes_of_gpus(checked)
+    if context.workload.lengths.source == "assumed":
+        lengths = context.workload.lengths
+        yield f"How long the examples are was not given: {lengths} (--dataset, --lengths, --mean-tokens)."
+    if config.padding == "longest":
+        rows = f"a micro batch with a row of {context.at_longest(config).seq_len:,} tokens"
+        yield f"Memory is estimated for {rows}, speed for rows padded to the longest of each micro batch."
+
+
+def _notes_of_gpus(checked: CheckedRun) -> Iterator[str]:
+    run, config = checked.run, checked.run.config
+    if config.num_gpus > 1:
+        shared = KNOBS["sharding"].phrases[config.sharding]
+        yield f"The estimate is for each of {run.num_gpus} GPUs of one host: {shared}."
+    elif run.num_gpus is None:
+        yield "The file does not say on how many GPUs it trains: one is assumed, without sharding (--gpus N)."
     elif run.num_gpus > 1:
         again = fmt_gib(checked.bounds.reported.gradients or checked.bounds.reported.adapters)
         yield (
@@ -298,12 +315,6 @@ def _notes(context: CheckContext, checked: CheckedRun, assumption: str | None) -
             "modelled."
         )
         yield f"Their communication is not counted, nor that torch then holds the gradients twice ({again} more)."
-    if context.workload.lengths.source == "assumed":
-        lengths = context.workload.lengths
-        yield f"How long the examples are was not given: {lengths} (--dataset, --lengths, --mean-tokens)."
-    if config.padding == "longest":
-        rows = f"a micro batch with a row of {context.at_longest(config).seq_len:,} tokens"
-        yield f"Memory is estimated for {rows}, speed for rows padded to the longest of each micro batch."
 
 
 # --- as plain data

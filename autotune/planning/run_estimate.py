@@ -9,18 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, resolve_device
+from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import gib
 from autotune.planning.counted_memory import memory_of, step_time_of
-from autotune.planning.device_estimate import with_speed
+from autotune.planning.device_estimate import observed_transfer, with_speed, with_step_time
 from autotune.planning.foreign_config import FP32_BASE, LOGITS_COPY, ForeignConfig
 from autotune.planning.observations import Observation
 from autotune.prediction.calibration import Calibration
+from autotune.prediction.collectives import rank_step_time, traffic
 from autotune.prediction.memory_formula import MemoryBreakdown, Sizes
 from autotune.prediction.step_time import StepTimeEstimate, host_of
 from autotune.prediction.transfer import REFERENCE
 from autotune.problem.run_cost import FITS, OOM, TIGHT, DeviceEstimate
-from autotune.problem.workload import Workload
+from autotune.problem.workload import RunShape, Workload
 
 Edits = dict[str, Any]
 OFFLOADED = 1.06  # times as long: measured by `benchmarks/levers.py`, Mistral-7B on an H200
@@ -106,15 +108,41 @@ def check_run(context: CheckContext, run: ForeignConfig, edits: Edits | None = N
     shape = context.workload.run_shape(run.config, accumulation=run.accumulation, world_size=run.num_gpus or 1)
     shape = replace(shape, epochs=run.epochs or 1)
     step_time = _step_time(context, run) if without_speed.state in (FITS, TIGHT) else None
-    estimated = with_speed(
-        without_speed,
-        step_time,
-        shape,
-        context.observations,
-        num_steps=run.max_steps,
-        calibration=context.calibration,
-    )
+    if run.config.num_gpus > 1:
+        estimated = _with_rank_speed(context, run, without_speed, step_time, shape)
+    else:
+        estimated = with_speed(
+            without_speed,
+            step_time,
+            shape,
+            context.observations,
+            num_steps=run.max_steps,
+            calibration=context.calibration,
+        )
     return CheckedRun(run=run, bounds=bounds, estimate=estimated, edits=edits or {})
+
+
+def _with_rank_speed(
+    context: CheckContext,
+    run: ForeignConfig,
+    estimated: DeviceEstimate,
+    step_time: StepTimeEstimate | None,
+    shape: RunShape,
+) -> DeviceEstimate:
+    """Add speed and cost on several GPUs, where their link is known."""
+    device, config, link_gb_s = context.device, run.config, context.device.link_gb_s
+    parallelism = Parallelism.of(config)
+    sent = traffic(context.model, config, parallelism)
+    if step_time is None or sent is None or link_gb_s is None:
+        return estimated
+    reference, given = resolve_device(REFERENCE), (context.observations, context.calibration)
+    transfer = observed_transfer(reference, device, config, *given, side=step_time.side)
+    if transfer is None:
+        return estimated
+    here = step_time.on(transfer)
+    step = rank_step_time(here, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=link_gb_s)
+    timed = with_step_time(estimated, shape, step.step_s, step.interval_s, num_steps=run.max_steps)
+    return replace(timed, num_observations=transfer.basis, calibration=context.calibration)
 
 
 def memory_bounds(model: ModelSpec, run: ForeignConfig) -> MemoryBounds | None:

@@ -18,6 +18,9 @@ from autotune.study.storage.location import EVIDENCE
 def check_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The YAML that TRL, Axolotl or LLaMA-Factory reads.")],
     gpu: Gpu = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of one host that share out the training. [the file's, or 1]")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="A model of the same shape. [the file's]")] = None,
     evidence: Evidence = EVIDENCE,
     json_: Json = False,
@@ -34,7 +37,7 @@ def check_command(
     from autotune.planning.run_check import check, report_data
     from autotune.problem.run_cost import OOM, TIGHT
 
-    options |= {"gpu": gpu, "model": model}
+    options |= {"gpu": gpu, "gpus": gpus, "model": model}
     report = check(file, options, observations=known_observations(evidence, print_note), say=print_note)
     if json_:
         print_json(report_data(report))

@@ -333,7 +333,7 @@ def test_assumptions_are_reported(answer: Callable[..., CheckReport]) -> None:
     out = printed(answer(changed(TRL, max_steps=77), mean_tokens=300.0, p99_tokens=2000.0, price=2.0))
     assert "for 77 steps, estimated" in out and "(assumed)" not in out
     assert "at $2.00/h, given by --price" in out
-    assert "one is assumed, and sharding is not modelled" in out
+    assert "one is assumed, without sharding (--gpus N)" in out
 
 
 def test_a_dataset_is_counted(answer: Callable[..., CheckReport], tmp_path: Path) -> None:

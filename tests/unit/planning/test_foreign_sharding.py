@@ -1,0 +1,137 @@
+"""Files of other tools that share out a training among GPUs: what they name, and what `check` makes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.catalog import resolve_model
+from autotune.core.parallelism import Parallelism
+from autotune.planning.foreign_config import ForeignConfig, read_file
+from autotune.planning.foreign_sharding import shared_out, strategy_of
+from autotune.planning.run_check import check
+from autotune.prediction.sharded_memory import rank_breakdown
+
+FULL = {
+    "base_model": "meta-llama/Llama-3.1-8B",
+    "datasets": [{"path": "data.jsonl", "type": "alpaca"}],
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "sequence_len": 1024,
+    "optimizer": "adamw_torch_fused",
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "num_epochs": 1,
+}
+LORA = FULL | {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
+FSDP = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+SHARDED = "Sharding and offloading of the model are not counted: each GPU is taken to hold all of it."
+
+
+@pytest.mark.parametrize(
+    ("values", "strategy"),
+    [
+        ({}, None),
+        ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_params.json"}, "zero3"),
+        ({"deepspeed": "examples/deepspeed/ds_z2_config.json"}, "zero2"),
+        ({"deepspeed": "ds_z0_config.json"}, "ddp"),
+        ({"deepspeed": "zero12.json"}, None),
+        ({"deepspeed": "ds.json"}, None),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, "zero1"),
+        ({"deepspeed": {"train_batch_size": "auto"}}, None),
+        ({"accelerate_config": "fsdp2"}, "fsdp2"),
+        ({"accelerate_config": "zero3"}, "zero3"),
+        ({"accelerate_config": "multi_gpu"}, None),
+        ({"dist_config": "fsdp2"}, "fsdp2"),
+        ({"dist_config": "deepspeed"}, None),
+        ({"fsdp": ["full_shard", "auto_wrap"]}, "fsdp2"),
+        ({"fsdp": "no_shard"}, "ddp"),
+        ({"fsdp": "shard_grad_op auto_wrap"}, "fsdp2_keep"),
+        (FSDP, "fsdp2"),
+        ({"fsdp_version": 2, "fsdp_config": {"fsdp_reshard_after_forward": False}}, "fsdp2_keep"),
+        ({"fsdp": [], "fsdp_config": {}}, None),
+    ],
+    ids=str,
+)
+def test_the_strategy_that_a_file_names(values: dict[str, Any], strategy: str | None) -> None:
+    assert strategy_of(values) == strategy
+
+
+def read(folder: Path, values: dict[str, Any]) -> ForeignConfig:
+    file = folder / "run.yml"
+    file.write_text(yaml.safe_dump(values))
+    return read_file(file)
+
+
+def notes_of(folder: Path, values: dict[str, Any], gpus: int | None = 8) -> tuple[ForeignConfig, str]:
+    run = shared_out(read(folder, values), resolve_model("llama-3.1-8b"), gpus)
+    return run, " ".join(run.notes)
+
+
+def test_shards_of_a_file_are_those_of_its_gpus(tmp_path: Path) -> None:
+    run, notes = notes_of(tmp_path, FULL | FSDP)
+    assert (run.num_gpus, run.config.num_gpus, run.config.sharding) == (8, 8, "fsdp2")
+    assert run.config.precision == "bf16_mixed"  # its weights are in bf16, and what FSDP2 trains in fp32
+    assert SHARDED not in notes and "FSDP 1" not in notes
+    _, older = notes_of(tmp_path, FULL | {"fsdp": ["full_shard", "offload"], "fsdp_config": {"offload_params": True}})
+    assert "FSDP2 is counted, which holds a little less" in older
+    assert "Offloading of the model is not counted: the run needs less memory than estimated." in older
+
+
+def test_without_a_number_of_gpus_nothing_is_shared_out(tmp_path: Path) -> None:
+    for gpus in (None, 1, 11):
+        run, notes = notes_of(tmp_path, FULL | FSDP, gpus)
+        assert run.config.num_gpus == 1 and SHARDED in notes
+    plain, _ = notes_of(tmp_path, LORA, 4)
+    assert (plain.config.num_gpus, plain.config.sharding) == (4, "ddp")
+    alone, _ = notes_of(tmp_path, LORA, None)
+    assert (alone.num_gpus, alone.config.num_gpus) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (LORA | {"adapter": "qlora", "load_in_4bit": True} | FSDP, "FSDP2 loses the statistics of nf4 weights"),
+        (FULL | {"optimizer": "adamw_bnb_8bit"} | FSDP, "has no code for sharded tensors"),
+        (FULL | {"bf16": "full"} | FSDP, "bf16_pure was not tried under fsdp2"),
+    ],
+    ids=["nf4", "8bit", "pure"],
+)
+def test_what_no_formula_shares_out_stays_whole(tmp_path: Path, values: dict[str, Any], reason: str) -> None:
+    run, notes = notes_of(tmp_path, values)
+    assert (run.num_gpus, run.config.num_gpus) == (8, 1) and SHARDED in notes
+    assert "How the GPUs share out the model is not counted: " in notes and reason in notes
+
+
+def test_check_judges_each_gpu(tmp_path: Path) -> None:
+    """Full fine-tuning of an 8B fits no A100 of 40 GB, and eight of them easily; two verdicts of one file."""
+    file = tmp_path / "run.yml"
+    file.write_text(yaml.safe_dump(FULL | FSDP))
+    alone, shared = (check(file, {"gpu": "a100-40gb-sxm", "gpus": gpus}) for gpus in (None, 8))
+    assert (alone.checked.state, shared.checked.state) == ("out of memory", "fits")
+    config = shared.checked.run.config
+    by_formula = rank_breakdown(shared.context.model, config, Parallelism.of(config))
+    assert by_formula is not None and shared.checked.estimate.need_gib == by_formula.peak_reserved_gib
+    notes = " ".join(shared.notes)
+    assert "each of 8 GPUs of one host: the model shared out among the GPUs (FSDP2)." in notes
+    assert shared.faster is None and shared.checked.estimate.tokens_per_s
+    cost, price = shared.checked.estimate.cost, shared.context.price
+    assert cost is not None and price is not None and cost.usd_per_hour == 8 * price.usd_per_hour
+
+
+def test_check_has_no_speed_where_no_link_is_known(tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text(yaml.safe_dump(LORA | FSDP))
+    report = check(file, {"gpu": "rtx-4090", "gpus": 2})
+    assert report.checked.state == "fits" and report.checked.estimate.tokens_per_s is None
+
+
+def test_a_fix_is_of_the_same_gpus(tmp_path: Path) -> None:
+    file = tmp_path / "run.yml"
+    file.write_text(yaml.safe_dump(FULL | FSDP | {"micro_batch_size": 16, "gradient_checkpointing": False}))
+    report = check(file, {"gpu": "a100-80gb", "gpus": 8})
+    assert report.checked.state == "out of memory" and report.fix is not None
+    fixed = report.fix.run.config
+    assert (fixed.num_gpus, fixed.sharding, report.fix.state) == (8, "fsdp2", "fits")
+    assert Parallelism.of(fixed).refusal(fixed) is None
