@@ -301,23 +301,31 @@ def _fsdp1_moments(
     plain = _undivided(sizes, config, shares, stack)
     root = 2.0 * shares.embedding * (1 if sizes.tied else 2)
     layer, of_head = _layer_bytes(sizes, config, shares), 2.0 * shares.embedding if full else 0.0
+    of_layers, of_first = (plain[name][1] - of_head * sizes.tied for name in ("layers", "first"))
     keeps = parallelism.strategy == "fsdp2_keep"
-    one, two = (root + (sizes.layers if keeps else number) * layer for number in (1, 2))
+    one, two = root + layer, root + 2 * layer
+    all_kept = root + sizes.layers * layer
     trained_layer, trained_root = 2 * shares.trained_layer, root if full else 0.0
     waiting = 2.0 * shares.trained if accumulates and not stack.offload else 0.0
     scattered = _scattered(config, shares, gpus, stack)
-    before_root = scattered * (1 - trained_root / (2.0 * shares.trained))
+    before_first, before_second = (
+        scattered * (sizes.layers - number) * shares.trained_layer / shares.trained for number in (1, 2)
+    )
     matrix = 2.0 * sizes.hidden * sizes.intermediate
-    growing = max(trained_layer - plain["first"][1], matrix if full else 0.0)
+    growing = max(trained_layer - of_first, matrix if full else 0.0)
+    of_root = scattered * trained_root / (2.0 * shares.trained)
     unpacked, roots = matrix if config.quantization == "nf4" else 0.0, _square_roots(config, shares, gpus)
+    in_layer = trained_layer + unpacked
     body = plain["forward"][1]
     return {
-        "gathering": (waiting, body * (sizes.layers - 1) / sizes.layers, 0.0, two + unpacked),
-        "forward": (waiting, body, plain["forward"][2], one if keeps else root),
-        "head": (waiting, *plain["head"][1:], one),
-        "layers": (waiting + of_head, plain["layers"][1] + growing, 0.0, two + trained_layer + unpacked),
-        "first": (before_root + of_head, plain["first"][1] + growing, 0.0, one + trained_layer + unpacked),
-        "inputs": (before_root, 0.0, 0.0, root + 2 * trained_root),
+        "gathering": (waiting, body * (sizes.layers - 1) / sizes.layers, 0.0, (all_kept if keeps else two) + unpacked),
+        "forward": (waiting, body, plain["forward"][2], all_kept if keeps else root),
+        "head": (waiting, *plain["head"][1:], all_kept if keeps else one),
+        "layers": (waiting + of_head, of_layers + growing, 0.0, (all_kept if keeps else two) + in_layer),
+        "second": (before_second + of_head, of_first + growing, 0.0, two + in_layer),
+        "first": (before_first + of_head, of_first + growing, 0.0, one + in_layer),
+        # The gradients of both ends, and what they are put together in.
+        "inputs": (scattered - of_root, 0.0, 0.0, root + (3 if sizes.tied else 2) * trained_root),
         "optimizer": (0.0, 0.0, 0.0, 0.0) if stack.offload else (scattered, roots, 0.0, 0.0),
     }
 

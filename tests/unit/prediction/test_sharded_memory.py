@@ -304,7 +304,8 @@ def test_what_waits_in_the_hosts_memory() -> None:
     sizes = Sizes.of(truncated("mistral-7b", 8))
     assert sizes is not None
     held = rank(stack=Stack(fsdp1=True, offload=True), num_gpus=4, **knobs).gradients * GIB
-    assert held == pytest.approx(4 * (sizes.params - 2 * sizes.embedding) / 4 + 2 * sizes.embedding)
+    of_layers = 4 * (sizes.params - 2 * sizes.embedding) / 4
+    assert held == pytest.approx(of_layers * 6 / 8 + 2 * sizes.embedding)  # when the second layer's come
     assert rank(stack=Stack(offload=True), **knobs).gradients == 0
 
 
