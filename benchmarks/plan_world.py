@@ -25,6 +25,7 @@ from autotune.prediction.step_time import UNKNOWN_HOST, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, interval, speed_transfer
 
 DATA = Path(__file__).parent / "data" / "many_gpus.yaml"
+FSDP1 = {"fsdp1": "fsdp2", "fsdp1_keep": "fsdp2_keep"}  # what divides as FSDP2 does
 COLUMNS = ["source", "model", "parallelism", "config", "peak", "peak_gib", "predicted_gib", "memory_error"]
 COLUMNS += ["s_per_step", "predicted_s", "low_s", "high_s", "inside"]
 
@@ -38,9 +39,9 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     theirs = {} if row["source"] == "ours" else {"allocator": "fixed"}  # PyTorch's default
     of_full = {"lora_rank": None} if row["config"].get("method") == "full" else {}
     config = TrainConfig(**theirs | of_full | row["config"])
-    parallelism = Parallelism(num_gpus=row["num_gpus"], strategy=row["strategy"])
+    parallelism = Parallelism(num_gpus=row["num_gpus"], strategy=FSDP1.get(row["strategy"], row["strategy"]))
     compared = {key: row[key] for key in ("source", "gpu", "model")} | {"layers": row.get("layers")}
-    compared |= {"config": config.label(), "parallelism": f"{parallelism.num_gpus} {parallelism.strategy}"}
+    compared |= {"config": config.label(), "parallelism": f"{row['num_gpus']} {row['strategy']}"}
     compared |= {"stack": row.get("stack"), "peak": reads(row)}
     compared |= {"excluded": row.get("excluded"), "no_memory": row.get("no_memory"), "peak_gib": row.get("peak_gib")}
     compared |= {"no_speed": row.get("no_speed")}
@@ -64,7 +65,7 @@ def reads(row: dict[str, Any]) -> str:
 
 def stack_of(row: dict[str, Any]) -> Stack:
     """What trained a row, where it is not what plans are for."""
-    stack = Stack(**row.get("stack", {}))
+    stack = Stack(**{"fsdp1": row["strategy"] in FSDP1} | row.get("stack", {}))
     return replace(stack, logit_bytes=tuple(stack.logit_bytes))  # a list in the file
 
 
