@@ -349,8 +349,7 @@ def test_a_dataset_is_counted(answer: Callable[..., CheckReport], tmp_path: Path
 
 
 def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
-    text = changed(FACTORY, deepspeed="ds_z3_config.json")
-    one, four = answer(text), answer(changed(text, num_processes=4))
+    one, four = answer(FACTORY), answer(changed(FACTORY, num_processes=4))
     assert one.checked.bounds == four.checked.bounds
     a, b = one.checked.estimate, four.checked.estimate
     assert a.cost is not None and b.cost is not None and a.cost.full_run_usd is not None
@@ -362,7 +361,12 @@ def test_several_gpus(answer: Callable[..., CheckReport]) -> None:
     out = printed(four)
     assert "GiB on each of 4 a10, " in out and "useful tokens/s a GPU (" in out
     assert "as data parallel: each holds all of it, sharding is not modelled" in out
-    assert any(note.startswith("Sharding and offloading") for note in four.notes)
+    text = changed(FACTORY, deepspeed="ds_z3_config.json")
+    alone, shared = answer(text), answer(changed(text, num_processes=4))
+    assert alone.checked.bounds == one.checked.bounds
+    assert any(note.startswith("Sharding and offloading") for note in alone.notes)
+    assert shared.checked.bounds.reported.weights < one.checked.bounds.reported.weights
+    assert "each of 4 GPUs of one host: the model shared out among the GPUs (DeepSpeed ZeRO 3)." in printed(shared)
 
 
 def test_rows_are_padded_to_the_longest_of_a_micro_batch(answer: Callable[..., CheckReport]) -> None:
