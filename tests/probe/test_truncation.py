@@ -156,7 +156,7 @@ def test_a_config_is_read_as_transformers_reads_it_and_adapters_are_where_peft_t
     for method in ("lora", "full"):
         result = ask(prober, model, micro_batch_size=1, method=method, attention=attention)
         assert result.outcome is Outcome.OK, result
-        assert result.trainable_params
+        assert result.measurement is not None and result.measurement.trainable_params
 
 
 @pytest.mark.parametrize(
