@@ -69,12 +69,7 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     cpu_or_gpu = "cpu" if target.device.kind == "cpu" else "default"
     space = spec.space if isinstance(spec.space, SearchSpace) else SearchSpace.load(spec.space or cpu_or_gpu)
     lengths = _lengths(spec, model, space, say)
-    for knob, value in spec.pins.items():
-        space = space.pin(knob, value)
-    space = _shared_out(space, spec, target)
-    for name in ("micro_batch_size", "seq_len"):  # they must be in the space, so that batch and model can narrow them
-        if space.knob(name) is None:
-            space = space.pin(name, getattr(TrainConfig(), name))
+    space = _shared_out(_pinned(space, spec), spec, target)
     global_batch = _global_batch(spec, space, model, lengths)
     narrowing = Narrowing(space=space, reserve=space)
     constraints.narrow_to_sharing(narrowing)
@@ -117,6 +112,16 @@ def set_up(spec: StudySpec, target: Target | DeviceSpec, say: Callable[[str], No
     setup = Setup(task=task, reserve=narrowing.reserve, removals=tuple(narrowing.removals), warnings=warnings)
     shape = None if probes_run_here else known_shape(model)
     return setup if shape is None else adapt_to_layers(setup, shape)
+
+
+def _pinned(space: SearchSpace, spec: StudySpec) -> SearchSpace:
+    """The space with the pins of the spec, and with the sizes of a micro batch, so that batch and model narrow them."""
+    for knob, value in spec.pins.items():
+        space = space.pin(knob, value)
+    for name in ("micro_batch_size", "seq_len"):
+        if space.knob(name) is None:
+            space = space.pin(name, getattr(TrainConfig(), name))
+    return space
 
 
 def _shared_out(space: SearchSpace, spec: StudySpec, target: Target) -> SearchSpace:

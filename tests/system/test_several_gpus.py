@@ -52,6 +52,6 @@ def test_two_ranks_are_searched_confirmed_exported_verified_and_stopped_together
     lines = [json.loads(line) for line in progress.read_text().splitlines()]
     assert process.returncode not in (0, None), said
     steps = [line["step"] for line in lines]
-    assert steps[:-1] == list(range(1, len(steps)))  # of one rank alone; what follows the last step is told after it
+    assert steps[:-1] == list(range(1, len(steps)))  # by one rank alone; a save after the last step adds a line
     assert steps[-1] in (len(steps), len(steps) - 1) and steps[-1] < lines[-1]["of"] == 250
     assert any((tmp_path / "out").glob("checkpoint-*/trainer_state.json"))
