@@ -4,12 +4,11 @@ import functools
 from dataclasses import replace
 
 from autotune.catalog import ModelSpec
-from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import ProbeRequest
 from autotune.core.text import printable
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.memory_formula import MemoryBreakdown, counted_breakdown, memory_breakdown, supported
-from autotune.prediction.sharded_memory import rank_breakdown
+from autotune.prediction.sharded_memory import breakdown_of
 from autotune.prediction.step_time import Host, StepTimeEstimate, counted_step_time, estimate_step_time
 from autotune.probe.dry_prober import DryAnswer, DryProber
 
@@ -20,8 +19,7 @@ def memory_of(model: ModelSpec, config: TrainConfig, micro_steps: int) -> Memory
     On several GPUs that of each, by formula alone.
     """
     if config.num_gpus > 1:
-        parallelism = Parallelism.of(config)
-        return None if parallelism.refusal(config) else rank_breakdown(model, config, parallelism, micro_steps)
+        return breakdown_of(model, config, micro_steps)
     by_formula = memory_breakdown(model, config, micro_steps)
     if by_formula is not None:
         return by_formula

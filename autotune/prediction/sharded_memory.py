@@ -97,6 +97,15 @@ class Shares:
         )
 
 
+def breakdown_of(model: ModelSpec, config: TrainConfig, micro_steps: int = 2) -> MemoryBreakdown | None:
+    """The memory of each GPU at the peak of a step, on as many as the configuration names and shared out as it says.
+
+    None where no formula covers that, or nothing can train it.
+    """
+    parallelism = Parallelism.of(config)
+    return None if parallelism.refusal(config) else rank_breakdown(model, config, parallelism, micro_steps)
+
+
 def rank_breakdown(
     model: ModelSpec, config: TrainConfig, parallelism: Parallelism, micro_steps: int = 2, stack: Stack = TRAINER
 ) -> MemoryBreakdown | None:

@@ -14,8 +14,7 @@ from autotune.catalog import resolve_device
 from autotune.core.parallelism import Parallelism
 from autotune.core.train_config import TrainConfig
 from autotune.prediction.collectives import rank_step_time, traffic
-from autotune.prediction.memory_formula import MemoryBreakdown
-from autotune.prediction.sharded_memory import rank_breakdown
+from autotune.prediction.sharded_memory import breakdown_of
 from autotune.prediction.step_time import MEASURED_HOST, Host, estimate_step_time, host_of
 from autotune.prediction.transfer import REFERENCE, SpeedTransfer, speed_transfer
 from autotune.problem.task import Task
@@ -41,7 +40,7 @@ def formula_seeds(task: Task, current: TrainConfig, limit_gib: float) -> Iterato
     fitting: dict[TrainConfig, tuple[RunShape, float]] = {}  # with the memory that it needs, in GiB
     for config in _candidates(task, current):
         shape = task.workload.run_shape(config)
-        need = _need(task, config, shape)
+        need = breakdown_of(task.model, task.workload.at_longest(config), shape.probe_micro_steps)
         if need is not None and need.peak_reserved_gib <= limit_gib:
             fitting[config] = shape, need.peak_reserved_gib
     yielded = {current}
@@ -77,13 +76,6 @@ def formula_speed(
         return shape.useful_tokens_per_step / (shape.accumulation * time.micro_s + time.rest_s)
     step = rank_step_time(time, config, parallelism, sent, accumulation=shape.accumulation, link_gb_s=link_gb_s)
     return shape.useful_tokens_per_step / step.step_s
-
-
-def _need(task: Task, config: TrainConfig, shape: RunShape) -> MemoryBreakdown | None:
-    parallelism, longest = Parallelism.of(config), task.workload.at_longest(config)
-    if parallelism.refusal(config):
-        return None
-    return rank_breakdown(task.model, longest, parallelism, shape.probe_micro_steps)
 
 
 def _candidates(task: Task, current: TrainConfig) -> dict[TrainConfig, None]:

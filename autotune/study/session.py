@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
 
-from autotune.catalog import DeviceSpec, ModelSpec
+from autotune.catalog import DeviceSpec
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
-from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Fingerprint, ModelShape
 from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds
 from autotune.prediction.depth_extrapolation import depths, depths_of
-from autotune.prediction.memory_formula import MemoryBreakdown
-from autotune.prediction.sharded_memory import rank_breakdown
+from autotune.prediction.sharded_memory import breakdown_of
 from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
 from autotune.problem.setup import Setup, adapt_to_layers, open_reserve
@@ -138,16 +136,10 @@ class Session:
             logs=self.logs,
             request=lambda config: terms.request(task, config, self.prober.device),
             model=task.model_key,
-            formula=partial(_need, task.model) if by_formula else lambda *_: None,
+            formula=partial(breakdown_of, task.model) if by_formula else lambda *_: None,
             shape=shape,
             shallow_only=shallow_only,
         )
-
-
-def _need(model: ModelSpec, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
-    """The memory of each GPU of a configuration by formula; None where none covers it."""
-    parallelism = Parallelism.of(config)
-    return None if parallelism.refusal(config) else rank_breakdown(model, config, parallelism, micro_steps)
 
 
 class Leader:

@@ -1,14 +1,20 @@
 """A study on two ranks of this machine's processor, from the search to runs of the exported script by torchrun."""
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from autotune.core.train_config import TrainConfig
+from autotune.export.formats import export_all
 from tests.system.test_end_to_end import autotune, command, environment
+from tests.unit.export.test_script import demo, write
 
 pytestmark = pytest.mark.probe
 
@@ -55,3 +61,33 @@ def test_two_ranks_are_searched_confirmed_exported_verified_and_stopped_together
     assert steps[:-1] == list(range(1, len(steps)))  # by one rank alone; a save after the last step adds a line
     assert steps[-1] in (len(steps), len(steps) - 1) and steps[-1] < lines[-1]["of"] == 250
     assert any((tmp_path / "out").glob("checkpoint-*/trainer_state.json"))
+
+
+def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:
+    """Each has a session of its own, which a kill of the launcher's process group does not reach.
+
+    One that loads its libraries would go on, and look for the others for minutes.
+    """
+    script = write(export_all(demo(TrainConfig(num_gpus=2)), ["train"]), tmp_path / "out") / "launch.sh"
+    arguments = ["bash", str(script), "--random-weights", "--output-dir", ""]
+    variables = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen(arguments, env=variables, **quiet) as launcher:  # type: ignore[call-overload]
+        until, ranks = time.monotonic() + 120, list[psutil.Process]()
+        while len(ranks) < 2 or not all("torch" in library_paths(rank) for rank in ranks):
+            assert launcher.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+            ranks = psutil.Process(launcher.pid).children(recursive=True)
+        os.killpg(launcher.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    for rank in alive:
+        rank.kill()
+    assert not alive
+
+
+def library_paths(process: psutil.Process) -> str:
+    """The files that a process has mapped into its memory."""
+    try:
+        return " ".join(area.path for area in process.memory_maps())
+    except psutil.Error:
+        return ""

@@ -99,11 +99,11 @@ def test_a_space_with_too_many_configurations_is_bounded_to_the_nearest(monkeypa
     monkeypatch.setattr(module, "MAX_CONFIGS", 60)
     asked: list[TrainConfig] = []
 
-    def counted(model: object, config: TrainConfig, parallelism: object, micro_steps: int) -> object:
+    def counted(model: object, config: TrainConfig, micro_steps: int) -> object:
         asked.append(config)
         return memory_breakdown(resolve_model("mistral-7b"), config, micro_steps)
 
-    monkeypatch.setattr(module, "rank_breakdown", counted)
+    monkeypatch.setattr(module, "breakdown_of", counted)
     wide = replace(task(), space=task().space.pin("seq_len", 512))
     found = list(formula_seeds(wide, HERE, 75.0))
     assert found and len(asked) == 60
