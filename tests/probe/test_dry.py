@@ -60,6 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": EXPERTS | {"head_dim": 16},
 }
 EAGER = {"gpt_oss", "mamba2"}
+CHANGES_LOGITS = {"mamba2", "falcon_h1"}  # cast or scaled after the head, which chunks of the loss cannot follow
 
 
 MISTRAL_COMPILED = {
@@ -75,6 +76,8 @@ def request(family: str, depth: int | None = None, **knobs: Any) -> ProbeRequest
     model = TINY | TOKENS | FAMILIES[family] | {"model_type": family, "num_hidden_layers": 2}
     if family in EAGER:
         knobs = {"attention": "eager"} | knobs
+    if family in CHANGES_LOGITS:
+        knobs.pop("loss", None)
     config = TrainConfig(**({"micro_batch_size": 2, "seq_len": 64} | knobs))
     return ProbeRequest(config=config, model=model, memory_gib=1.0, depth=depth)
 

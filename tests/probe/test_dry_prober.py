@@ -54,7 +54,7 @@ def test_what_no_model_can_be_built_of_is_refused_in_a_sentence(folder: Path) ->
         assert answer.count is None
         assert answer.refused == "transformers has no causal language model of type t5"
         mamba = {"model_type": "mamba2", "num_hidden_layers": 4, "hidden_size": 32, "num_heads": 8, "head_dim": 8}
-        on_output = replace(CONFIG, lora_targets="out_proj")
+        on_output = replace(CONFIG, attention="eager", lora_targets="out_proj")
         refused = prober.count(replace(REQUEST, model=mamba, config=on_output)).refused or ""
         assert "'out_proj' is incompatible with Mamba" in refused
         assert prober.count(replace(REQUEST, config=UNCOUNTED)).refused == UNCOUNTED_REASON
