@@ -1,4 +1,4 @@
-"""accelerate.yaml and deepspeed.json: how a training script of one's own is launched, on one GPU or over several."""
+"""accelerate.yaml: how a training script of one's own is launched, and how several GPUs share out what it trains."""
 
 import json
 
@@ -11,19 +11,20 @@ MIXED = {"bf16_mixed": "bf16", "fp16_mixed": "fp16"}  # of accelerate; anything 
 
 
 def export(recipe: Recipe) -> dict[str, str]:
-    """Both files. JSON has no comments: the head of accelerate.yaml also says what to know of deepspeed.json."""
+    """accelerate.yaml; for one GPU also deepspeed.json, for several later, of which the head of the other tells."""
     data = load_data("autotune.export", "accelerate")
     config = recipe.config
     mixed = MIXED.get(config.precision, "no")
     values = data["accelerate"] | {"mixed_precision": mixed, "use_cpu": on_cpu(recipe)}
+    values |= {"num_processes": config.num_gpus} | data["sharding"][config.sharding]
     if config.compile == "per_layer":
         values |= data["compiled"]
-    deepspeed = data["deepspeed"] | {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}
     head = tool_file.texts(data["head"], tool_file.settings_of(recipe, "trl"))
-    return {
-        "accelerate.yaml": sectioned([*summary_lines(recipe), "", *head], [("", values)]),
-        "deepspeed.json": json.dumps(deepspeed, indent=2) + "\n",
-    }
+    files = {"accelerate.yaml": sectioned([*summary_lines(recipe), "", *head], [("", values)])}
+    if config.num_gpus == 1:
+        deepspeed = data["deepspeed"] | {name: {"enabled": mixed == name} for name in ("bf16", "fp16")}
+        files["deepspeed.json"] = json.dumps(deepspeed, indent=2) + "\n"
+    return files
 
 
 def command(recipe: Recipe) -> str:

@@ -5,6 +5,7 @@ from functools import partial
 
 from autotune.core.errors import UsageError
 from autotune.export import accelerate, clusters, recipe_yaml, script, tool_file, torchtune, transformers
+from autotune.export.header import on_cpu
 from autotune.study.summary import Recipe
 
 FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
@@ -21,26 +22,40 @@ FORMATS: dict[str, Callable[[Recipe], dict[str, str]]] = {
     "torchtune": torchtune.export,
 }
 USUAL = ("recipe", "trl", "train", "axolotl", "llamafactory")  # what a study writes unasked
-ON_SEVERAL_GPUS = ("recipe", "train", "kubernetes", "skypilot", "slurm")  # what says how GPUs share out a training
+# accelerate.yaml says how several GPUs share out a training that these start; Axolotl's file has keys of its own.
+BY_ACCELERATE = ("trl", "llamafactory", "transformers")
 
 
 def usual(recipe: Recipe) -> list[str]:
     """The formats that a study writes unasked."""
-    return [name for name in USUAL if recipe.config.num_gpus == 1 or name in ON_SEVERAL_GPUS]
+    return [name for name in USUAL if _obstacle(name, recipe) is None]
 
 
 def export_all(recipe: Recipe, formats: Iterable[str]) -> dict[str, str]:
     """File name to text, for all `formats`. Names that end in .sh are to be made executable.
 
-    Raises UsageError for any other, and for what cannot say how several GPUs share out the training.
+    Raises UsageError for any other, and for what cannot say how several processes share out the training.
     """
-    require_formats(formats, FORMATS)
-    for name in formats:
-        if recipe.config.num_gpus > 1 and name not in ON_SEVERAL_GPUS:
-            raise UsageError(
-                f"{name} is not written for several GPUs yet", remedy=f"take one of {', '.join(ON_SEVERAL_GPUS)}"
-            )
-    return {file: text for name in formats for file, text in FORMATS[name](recipe).items()}
+    names = list(formats)
+    require_formats(names, FORMATS)
+    for name in names:
+        if obstacle := _obstacle(name, recipe):
+            others = (name for name in FORMATS if _obstacle(name, recipe) is None)
+            raise UsageError(f"{name} is not written: {obstacle}", remedy=f"take one of {', '.join(others)}")
+    if recipe.config.num_gpus > 1 and set(BY_ACCELERATE).intersection(names):
+        names.append("accelerate")
+    return {file: text for name in names for file, text in FORMATS[name](recipe).items()}
+
+
+def _obstacle(name: str, recipe: Recipe) -> str | None:
+    """Why a format cannot say how several processes share out the training; None where it can, or there is one."""
+    if recipe.config.num_gpus == 1:
+        return None
+    if name == "torchtune":
+        return "torchtune has other recipes for several GPUs"
+    if on_cpu(recipe) and name in (*BY_ACCELERATE, "accelerate", "axolotl"):
+        return "accelerate starts a single process on a processor"
+    return None
 
 
 def require_formats(wanted: Iterable[str], known: Iterable[str]) -> None:

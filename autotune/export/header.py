@@ -19,12 +19,13 @@ def on_cpu(recipe: Recipe) -> bool:
 def environment(recipe: Recipe) -> str:
     """Variables that stand before a command.
 
-    A study of a GPU gets one, counted as nvidia-smi does: of several that they see Trainer splits each batch, and TRL
-    refuses to run.
+    The study's number of GPUs is seen, counted as nvidia-smi does: among more than one Trainer would split each batch
+    of a single process, and TRL refuses to run so.
     """
     if on_cpu(recipe):
         return "CUDA_VISIBLE_DEVICES="
-    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0 {'='.join(allocator(recipe))}"
+    gpus = ",".join(map(str, range(recipe.config.num_gpus)))
+    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={gpus} {'='.join(allocator(recipe))}"
 
 
 def allocator(recipe: Recipe) -> tuple[str, str]:

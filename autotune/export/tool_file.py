@@ -61,7 +61,7 @@ def training_command(recipe: Recipe, tool: str) -> str:
 def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
     """What texts are filled in from, and `when` compares."""
     about = load_data("autotune.export", "tools")[tool]
-    is_published = has_published_weights(recipe)
+    is_published, num_gpus = has_published_weights(recipe), recipe.config.num_gpus
     return keys.settings(tool, recipe) | {
         "version": about.get("version"),
         "transformers": about.get("transformers"),
@@ -71,7 +71,7 @@ def settings_of(recipe: Recipe, tool: str) -> dict[str, Any]:
         "has_published_weights": is_published,
         "downloads": is_published and recipe.model.weights is None,
         "environment": environment(recipe),
-        "place": "on the processor" if on_cpu(recipe) else "on one GPU",
+        "place": "on the processor" if on_cpu(recipe) else f"on {num_gpus} GPUs" if num_gpus > 1 else "on one GPU",
         "launch_arguments": " ".join(launch_arguments(recipe)),
         "trainer": recipe.trainer,
     }
@@ -86,4 +86,4 @@ def launch_arguments(recipe: Recipe) -> list[str]:
     """Arguments of `accelerate launch` for what was probed."""
     # It overwrites ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION, so that only its own flag has an effect.
     regional = ["--dynamo_use_regional_compilation"] if recipe.config.compile == "per_layer" else []
-    return ["--num_processes", "1", *regional]
+    return ["--num_processes", str(recipe.config.num_gpus), *regional]

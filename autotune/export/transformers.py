@@ -9,7 +9,7 @@ from typing import Any
 from autotune.core.pages import environment
 from autotune.export import keys, script
 from autotune.export.accelerate import command
-from autotune.export.header import has_published_weights, model_source, on_cpu, one_line, summary_lines
+from autotune.export.header import has_published_weights, model_source, one_line, summary_lines
 from autotune.probe.model_settings import model_settings
 from autotune.study.summary import Recipe
 
@@ -54,7 +54,6 @@ def _notes(recipe: Recipe, files: dict[str, str]) -> str:
         files=files,
         summary=map(one_line, summary_lines(recipe)),
         command=command(recipe),
-        on_cpu=on_cpu(recipe),
         has_published_weights=has_published_weights(recipe),
         gaps=gaps,
         offload_is_named=any(item.startswith("checkpointing") for item in gaps),

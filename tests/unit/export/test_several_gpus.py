@@ -1,0 +1,135 @@
+"""Files of a winner on several GPUs: each tool shares out the training as the measured script does, or is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autotune.catalog import resolve_device
+from autotune.core.errors import UsageError
+from autotune.core.train_config import TrainConfig
+from autotune.export.formats import FORMATS, export_all, usual
+from autotune.planning.foreign_config import for_model, read_file
+from autotune.planning.foreign_sharding import shared_out
+from autotune.probe.runtime.lean_trainer import sharing_arguments
+from tests.unit.export.test_script import recipe
+
+STRATEGIES = ("ddp", "fsdp2", "fsdp2_keep")
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def config(strategy: str, **knobs: Any) -> TrainConfig:
+    return TrainConfig(**({"num_gpus": 4, "sharding": strategy, "optimizer": "adamw_torch"} | knobs))
+
+
+def launched(text: str, directory: Path) -> dict[str, str]:
+    """The environment that `accelerate launch` gives to each process, and its arguments of torchrun."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    path = directory / "accelerate.yaml"
+    path.write_text(text, encoding="utf-8")
+    arguments = launch.launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+    arguments, _, _ = launch._validate_launch_command(arguments)
+    assert arguments.use_fsdp or arguments.multi_gpu  # what has the processes started
+    environment = prepare_multi_gpu_env(arguments)
+    return {name: str(value) for name, value in environment.items()} | {"nproc_per_node": arguments.nproc_per_node}
+
+
+@each_strategy
+def test_accelerate_shards_as_the_measured_script_does(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import TrainingArguments
+
+    files = export_all(recipe(config(strategy)), ["accelerate"])
+    assert list(files) == ["accelerate.yaml"]  # deepspeed.json is for one GPU, which may become several
+    environment = launched(files["accelerate.yaml"], tmp_path)
+    assert environment["nproc_per_node"] == "4"
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert environment.get("ACCELERATE_USE_FSDP", "false") == ("false" if strategy == "ddp" else "true")
+    if strategy == "ddp":
+        return
+    for name, value in environment.items():
+        if "FSDP" in name:
+            monkeypatch.setenv(name, value)
+    theirs = FullyShardedDataParallelPlugin()
+    measured = TrainingArguments(use_cpu=True, **sharing_arguments(strategy, [])).fsdp_plugin_args
+    ours = FullyShardedDataParallelPlugin(**measured)
+    for setting in ("fsdp_version", "reshard_after_forward", "cpu_offload", "activation_checkpointing"):
+        assert getattr(theirs, setting) == getattr(ours, setting), setting
+    assert theirs.reshard_after_forward is (strategy == "fsdp2")
+    assert theirs.auto_wrap_policy is ours.auto_wrap_policy  # of layers, which both find by the model's own names
+
+
+@each_strategy
+@pytest.mark.parametrize("tool", ["trl", "llamafactory"])
+def test_tools_are_started_with_the_file_of_accelerate(tool: str, strategy: str) -> None:
+    files = export_all(recipe(config(strategy)), [tool])
+    text = files[{"trl": "trl_sft.yaml", "llamafactory": "llamafactory.yaml"}[tool]]
+    assert yaml.safe_load(files["accelerate.yaml"])["num_processes"] == 4
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3 " in text and "on 4 GPUs" in text
+    command = {
+        "trl": "trl sft --config trl_sft.yaml --accelerate_config accelerate.yaml",
+        "llamafactory": "accelerate launch --config_file accelerate.yaml -m llamafactory.launcher llamafactory.yaml",
+    }
+    assert f"{command[tool]}\n" in text
+    assert "On several GPUs train.py was measured, and no other tool" in text
+    assert "not expressed: num_gpus" not in text and "not expressed: sharding" not in text
+    data = yaml.safe_load(text)
+    assert data.get("ddp_find_unused_parameters") is (False if strategy == "ddp" else None)
+    assert data["gradient_accumulation_steps"] == 32 // (4 * data["per_device_train_batch_size"])
+    assert not {"fsdp", "fsdp_config", "deepspeed"} & set(data)  # one file says it
+
+
+def test_trl_finds_the_file_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("trl.cli.accelerate_config")
+    text = export_all(recipe(config("fsdp2")), ["trl"])["trl_sft.yaml"]
+    arguments = next(line for line in text.splitlines() if " trl sft " in line).partition("trl_sft.yaml ")[2].split()
+    (tmp_path / "accelerate.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert module.resolve_accelerate_config_argument(arguments) == ["--config_file", "accelerate.yaml"]
+
+
+@each_strategy
+def test_axolotl_has_keys_of_its_own_which_check_reads_back(strategy: str, tmp_path: Path) -> None:
+    made = recipe(config(strategy))
+    files = export_all(made, ["axolotl"])
+    assert list(files) == ["axolotl.yaml"]
+    data = yaml.safe_load(files["axolotl.yaml"])
+    assert "axolotl train axolotl.yaml -- --num_processes 4\n" in files["axolotl.yaml"]
+    if strategy == "ddp":
+        assert data["ddp_find_unused_parameters"] is False and not {"fsdp_version", "fsdp_config"} & set(data)
+    else:
+        assert data["fsdp_version"] == 2 and data["fsdp_config"]["reshard_after_forward"] is (strategy == "fsdp2")
+    (tmp_path / "axolotl.yaml").write_text(files["axolotl.yaml"], encoding="utf-8")
+    run = shared_out(for_model(read_file(tmp_path / "axolotl.yaml"), made.model), made.model, 4)
+    assert (run.config.num_gpus, run.config.sharding) == (4, strategy)
+    assert run.config.precision == "bf16_mixed" and run.accumulation == made.accumulation
+
+
+def test_arguments_of_a_script_of_ones_own_come_with_the_file_of_accelerate() -> None:
+    files = export_all(recipe(config("ddp", quantization="nf4")), ["transformers"])
+    assert json.loads(files["training_args.json"])["ddp_find_unused_parameters"] is False
+    notes = files["transformers_notes.md"]
+    assert 'device_map={"": arguments.device}' in notes  # of each process its own
+    assert "accelerate launch --config_file accelerate.yaml your_script.py" in notes
+    assert yaml.safe_load(files["accelerate.yaml"])["distributed_type"] == "MULTI_GPU"
+
+
+def test_what_cannot_say_it_is_refused_with_the_reason() -> None:
+    made = recipe(config("fsdp2"))
+    with pytest.raises(UsageError, match="torchtune is not written: torchtune has other recipes"):
+        export_all(made, ["torchtune"])
+    assert usual(made) == ["recipe", "trl", "train", "axolotl", "llamafactory"]
+    on_cpu = replace(made, device=resolve_device("cpu"))
+    assert usual(on_cpu) == ["recipe", "train"]
+    with pytest.raises(UsageError, match="trl is not written: accelerate starts a single process") as refused:
+        export_all(on_cpu, ["trl"])
+    assert refused.value.remedy == "take one of recipe, train, kubernetes, skypilot, slurm"
+    one = replace(on_cpu, winner=replace(made.winner, config=TrainConfig()))
+    assert set(export_all(one, FORMATS)) >= {"torchtune.yaml", "trl_sft.yaml", "deepspeed.json"}
