@@ -34,8 +34,8 @@ class Price:
     as_of: str | None = None
     source: str
 
-    def of_gpus(self, number: int) -> "Price":
-        """The price of so many GPUs together, for what takes them all."""
+    def of_gpus(self, number: float) -> "Price":
+        """The price of as many times these GPUs together, for what takes them all."""
         spot = self.spot_usd_per_hour
         together = number * self.usd_per_hour
         return replace(self, usd_per_hour=together, spot_usd_per_hour=None if spot is None else number * spot)

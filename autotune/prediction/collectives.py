@@ -88,7 +88,7 @@ def rank_step_time(
 ) -> RankStepTime:
     """The time of a step of `accumulation` micro batches on each GPU, from that of one GPU of this kind.
 
-    The fast end of the interval is that of one GPU, as if all communication were hidden; at the slow end none is, and
+    At the fast end of the interval all communication is hidden and costs nothing; at the slow end none is hidden, and
     the link is slow.
     """
     rest_s = step_time.rest_s / (parallelism.num_gpus if parallelism.shards else 1)
@@ -109,7 +109,7 @@ def rank_step_time(
     slowest = max(slow * (computed_s + rest_s) + SLOWEST_LINK * communication_s, slow * step_s)
     return RankStepTime(
         step_s=step_s,
-        interval_s=(fast * (computed_s + step_time.rest_s), slowest),
+        interval_s=(fast * (computed_s + rest_s), slowest),
         communication_s=communication_s,
         exposed_s=step_s - computed_s - rest_s,
     )

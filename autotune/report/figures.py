@@ -8,6 +8,8 @@ from typing import Any
 from autotune.core.probe_types import Rung
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_count, fmt_gib, fmt_hours, fmt_seconds, fmt_usd
+from autotune.planning.more_gpus import Scaling
+from autotune.planning.several_gpus import RankPlan
 from autotune.problem.run_cost import DeviceEstimate
 from autotune.report.describe import LABELS, ablation_effect, memory_gib
 from autotune.report.infos import TERMS, CellRow, Importance, ParallelInfo
@@ -184,6 +186,81 @@ def cards(estimates: tuple[DeviceEstimate, ...], own: str | None = None) -> dict
             hover = f"{escape(name)}<br><b>{fmt_usd(usd)}</b>, {fmt_hours(cost.full_run_hours)} [{cost.evidence}]"
             bars.append(Bar(name=name, value=usd, interval=cost.interval_usd, hover=hover, highlighted=name == own))
     return horizontal_bars(bars, x="USD, on demand", ticks="$,.2f", row_px=26) if len(bars) > 1 else None
+
+
+def scaling(info: Scaling) -> dict[str, Any] | None:
+    """Useful tokens/s of all GPUs by their number, beside those of perfect scaling; below it USD of the full run.
+
+    None where fewer than two numbers have a speed. The study's own number stands out.
+    """
+    rows = info.trainable
+    if len(rows) < 2:
+        return None
+    figure, priced = empty(), all(row.usd is not None for row in rows)
+    numbers = [row.num_gpus for row in rows]
+    speeds, each = [row.tokens_per_s or 0.0 for row in rows], (rows[0].tokens_per_s or 0.0) / numbers[0]
+    bounds = [row.interval or (speed, speed) for row, speed in zip(rows, speeds, strict=True)]
+    colours = [ACCENT if number == info.own else BLUE for number in numbers]
+    figure.add_scatter(
+        x=numbers,
+        y=[each * number for number in numbers],
+        mode="lines",
+        line={"color": GREY, "width": 1.5, "dash": "dot"},
+        name="if it scaled perfectly",
+    )
+    figure.add_scatter(
+        x=numbers,
+        y=speeds,
+        mode="lines+markers+text",
+        line={"color": BLUE, "width": 2},
+        marker={"size": 10, "color": colours},
+        error_y={
+            "array": [high - speed for speed, (_, high) in zip(speeds, bounds, strict=True)],
+            "arrayminus": [speed - low for speed, (low, _) in zip(speeds, bounds, strict=True)],
+            "thickness": 1,
+        },
+        text=[f"{info.efficiency(row):.0%}" for row in rows],
+        textposition="bottom right",
+        hovertext=[_on_gpus(info, row) for row in rows],
+        cliponaxis=False,
+        name="this run, with its efficiency",
+    )
+    upper = {"title": {"text": "useful tokens/s"}, "tickformat": "~s", "nticks": 5}
+    if priced:
+        usd = [row.usd or 0.0 for row in rows]
+        ends = [row.estimate.cost.interval_usd if row.estimate and row.estimate.cost else None for row in rows]
+        spans = [span or (cost, cost) for span, cost in zip(ends, usd, strict=True)]
+        figure.add_bar(
+            x=numbers,
+            y=usd,
+            yaxis="y2",
+            width=0.6,
+            marker={"color": colours},
+            error_y={
+                "array": [high - cost for cost, (_, high) in zip(usd, spans, strict=True)],
+                "arrayminus": [cost - low for cost, (low, _) in zip(usd, spans, strict=True)],
+                "thickness": 1,
+            },
+            hovertext=[_on_gpus(info, row) for row in rows],
+            showlegend=False,
+        )
+        lower = {"domain": [0.0, 0.28], "tickformat": "$,.2f", "nticks": 4, "title": {"text": "USD of the run"}}
+        upper |= {"domain": [0.36, 1.0]}
+        figure.update_layout(yaxis2=lower, xaxis={"anchor": "y2"})
+    figure.update_layout(yaxis=upper)
+    figure.update_yaxes(rangemode="tozero")
+    figure.update_xaxes(tickvals=numbers, showgrid=False)
+    return finish(figure, x="GPUs", height=480 if priced else 330)
+
+
+def _on_gpus(info: Scaling, row: RankPlan) -> str:
+    """What a point says: strategy, speed, efficiency, time and cost."""
+    gpus = "1 GPU" if row.num_gpus == 1 else f"{row.num_gpus} GPUs, {row.parallelism.strategy}"
+    known = "this study" if row.num_gpus == info.own else "projected"
+    return (
+        f"{gpus}<br><b>{fmt_count(row.tokens_per_s)} tokens/s</b>, {info.efficiency(row):.0%}"
+        f"<br>{fmt_hours(row.hours)}, {fmt_usd(row.usd)} [{known}]"
+    )
 
 
 def explanation(ablation: Ablation | None) -> dict[str, Any] | None:

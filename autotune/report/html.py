@@ -14,6 +14,7 @@ from autotune.core.pages import environment
 from autotune.core.probe_types import Evidence, Outcome
 from autotune.core.units import DASH, fmt_seconds, fmt_usd
 from autotune.export.header import trained_on
+from autotune.planning.more_gpus import on_other_numbers
 from autotune.report import describe, figures, infos
 from autotune.report.oom import missed, oom_report
 from autotune.report.style import plotly_js
@@ -60,6 +61,7 @@ def draw(summary: StudySummary) -> dict[str, dict[str, Any] | None]:
         "importances": figures.importances(infos.importances(summary)),
         "memory": figures.memory(infos.memory(summary), limit_gib),
         "cards": figures.cards(summary.cards, recipe.device.name if recipe else None),
+        "scaling": figures.scaling(on_other_numbers(recipe)) if recipe else None,
         "explanation": figures.explanation(summary.explanation),
         "capability": figures.capability(infos.learning_cells(recipe) if recipe else ()),
         "quality": figures.quality(summary.quality, recipe.config if recipe else None),
@@ -158,6 +160,7 @@ def _view(summary: StudySummary, out_dir: str) -> dict[str, Any]:
             "compare": infos.compare(recipe),
             "costs": infos.costs(recipe),
             "cells": infos.learning_cells(recipe),
+            "scaling": on_other_numbers(recipe),
             "fingerprint": infos.fingerprint(recipe),
         }
     return view

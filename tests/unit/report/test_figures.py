@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.catalog import resolve_device
 from autotune.core.probe_types import Outcome
 from autotune.report import figures, infos, style
-from autotune.report.html import draw
+from autotune.report.html import draw, render
 from autotune.study.summary import StudySummary
 from tests.helpers.factories import summary
 
@@ -94,3 +95,22 @@ def test_horizontal_bars() -> None:
     assert (trace["hovertext"], trace["text"], trace["hoverinfo"]) == (["one", ""], ["1", ""], "text")
     assert trace["marker"]["color"] == [style.ACCENT, style.BLUE]
     assert rich["layout"]["shapes"][0]["x0"] == 1.5 and rich["layout"]["xaxis"]["range"] == [0.0, 3.0]
+
+
+def test_more_gpus_are_shown_as_a_picture_and_a_table(study: StudySummary) -> None:
+    recipe = study.recipe
+    assert recipe is not None
+    drawn = draw(study)["scaling"]
+    assert drawn is not None
+    ideal, speeds, usd = drawn["data"]
+    assert ideal["y"] == pytest.approx([number * ideal["y"][0] for number in (1, 2, 4, 8)])
+    assert all(speed <= most for speed, most in zip(speeds["y"], ideal["y"], strict=True))
+    assert speeds["text"][0] == "100%" and "[projected]" in speeds["hovertext"][3]
+    assert usd["y"][0] == recipe.winner.cost.full_run_usd and len(usd["y"]) == 4
+    page = render(study, "out")
+    section = page[page.index("<h2>The same run on more GPUs</h2>") :].partition("</section>")[0]
+    assert section.count("<tr") == 5 and section.count("</span> projected</span>") == 3 and "370 GB/s" in section
+    priceless = draw(replace(study, recipe=replace(recipe, price=None)))["scaling"]
+    assert priceless is not None and len(priceless["data"]) == 2
+    alone = replace(recipe, device=resolve_device("rtx-4090"))  # nobody published what links these
+    assert draw(replace(study, recipe=alone))["scaling"] is None

@@ -130,7 +130,7 @@ def test_every_section_and_trial_is_there(page: str) -> None:
         assert f"<h2>{title}</h2>" in page
     trials = page[page.index("<h2>Every trial</h2>") : page.index("<h2>Out of memory and refused</h2>")]
     assert trials.count("<tr>") == 1 + 12
-    assert set(figures_in(page)) == {"scatter", "history", "timeline", "parallel", "memory"}
+    assert set(figures_in(page)) == {"scatter", "history", "timeline", "parallel", "memory", "scaling"}
 
 
 def test_no_heading_stands_twice_or_over_nothing(study: StudySummary, page: str) -> None:
