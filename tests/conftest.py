@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
@@ -19,6 +20,8 @@ from tests.helpers.outage import make_tables
 from tests.helpers.sessions import Start, starter
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would take the processor from other tests
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("untimed")
 gc.set_threshold(200_000, 50, 100)  # rare collections: walking torch's objects took a fifth of the unit tests' time
 
 

@@ -95,7 +95,6 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
         max_examples=examples * TIMES,
         derandomize=TIMES == 1,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
 
