@@ -367,7 +367,9 @@ def run_study(plan: SessionPlan, *, progress: Progress | None = None, stop: Stop
     outcome = RunOutcome()
     with (
         locked(plan.out, plan.study),
-        Session(plan.url, plan.out, plan.device, num_gpus=plan.task.num_gpus, stop=stop, progress=progress) as session,
+        Session(
+            plan.url, plan.out, plan.device, num_gpus=plan.task.probing_gpus, stop=stop, progress=progress
+        ) as session,
         stop.ending(),
     ):
         outcome = _probe_configs(session, plan) if plan.spec.configs else _search(session, plan)

@@ -104,6 +104,7 @@ class Display(AbstractContextManager["Display"]):
         task, workload = setup.task, setup.task.workload
         space, price, device = task.space, task.search_price, task.device
         proxy = f", measured on {task.measured_on.name} with a memory cap" if task.measured_on else ""
+        proxy += f", one of which plays a rank of all {task.num_gpus}" if task.plays_ranks else ""
         cost = "no price is known for this device (--price USD_PER_HOUR)"
         if price is not None:
             self._usd_per_hour = price.usd_per_hour * workers

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autotune.catalog import ModelSpec
 from autotune.core.parallelism import FSDP2, Parallelism
 from autotune.core.train_config import TrainConfig
-from autotune.prediction.memory_formula import supported
+from autotune.prediction.memory_formula import Sizes
 from autotune.prediction.sharded_memory import Shares
 from autotune.prediction.step_time import StepTimeEstimate
 from autotune.prediction.transfer import interval
@@ -38,6 +38,11 @@ class Traffic:
     after: float = 0.0
     ends: float = 0.0
 
+    def of_step(self, accumulation: int) -> float:
+        """Bytes of a step of so many micro batches."""
+        each = self.forward + self.backward + self.ends
+        return accumulation * each + self.last_backward + self.after
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStepTime:
@@ -53,20 +58,23 @@ class RankStepTime:
 
 
 def traffic(model: ModelSpec, config: TrainConfig, parallelism: Parallelism) -> Traffic | None:
-    """What a rank sends in a step; None where no formula covers model or configuration, or there is one GPU.
+    """What a rank sends in a step; None where no formula knows the model, or what of it is trained, or of one GPU.
 
     A gather or a scattering of B bytes sends (N-1)/N of them, the sum of gradients on all ranks twice as many.
     """
-    sizes = supported(model, config)
-    if sizes is None or parallelism.num_gpus == 1:
+    sizes = Sizes.of(model)
+    if sizes is None or parallelism.num_gpus == 1 or config.modules_to_save != "none":
+        return None
+    if not sizes.adapted(config) <= set(sizes.matrices):
         return None
     shares, strategy = Shares.of(sizes, config), parallelism.strategy
     sent = (parallelism.num_gpus - 1) / parallelism.num_gpus
-    weights, gradients = 2 * sent * (shares.base + shares.adapters), 2 * sent * shares.trained
-    first = 2 * sent * (shares.embedding + shares.layer)
-    last = 2 * sent * (shares.embedding if config.method == "full" else shares.trained_layer)
-    if strategy == "ddp":  # in fp32
-        return Traffic(last_backward=4 * gradients)
+    if strategy == "ddp":  # the gradients have the dtype of what is trained
+        return Traffic(last_backward=2 * (2 if config.precision == "bf16_pure" else 4) * sent * shares.trained)
+    sent *= 4 if config.precision == "fp32" else 2
+    weights, gradients = sent * (shares.base + shares.adapters), sent * shares.trained
+    first = sent * (shares.embedding + shares.layer)
+    last = sent * (shares.embedding if config.method == "full" else shares.trained_layer)
     if strategy in FSDP2:
         again = 0.0 if strategy == "fsdp2_keep" else weights
         return Traffic(forward=weights, backward=again, last_backward=gradients, ends=first + last)
@@ -93,18 +101,9 @@ def rank_step_time(
     """
     rest_s = step_time.rest_s / (parallelism.num_gpus if parallelism.shards else 1)
     computed_s = accumulation * step_time.micro_s
-    bandwidth = 1e9 * link_gb_s
-    share = forward_share(config)
-    forward_s, backward_s = share * step_time.micro_s, (1 - share) * step_time.micro_s
-    every, last = (
-        _beside(forward_s, sent.forward / bandwidth)
-        + _beside(backward_s, (sent.backward + more) / bandwidth)
-        + sent.ends / bandwidth
-        for more in (0.0, sent.last_backward)
-    )
-    step_s = (accumulation - 1) * every + last + rest_s + sent.after / bandwidth
-    per_micro = sent.forward + sent.backward + sent.ends
-    communication_s = (accumulation * per_micro + sent.last_backward + sent.after) / bandwidth
+    each_s, once_s = added_s(step_time.micro_s, config, sent, link_gb_s)
+    step_s = computed_s + accumulation * each_s + rest_s + once_s
+    communication_s = sent.of_step(accumulation) / (1e9 * link_gb_s)
     fast, slow = interval(1.0, step_time.error)
     slowest = max(slow * (computed_s + rest_s) + SLOWEST_LINK * communication_s, slow * step_s)
     return RankStepTime(
@@ -113,6 +112,20 @@ def rank_step_time(
         communication_s=communication_s,
         exposed_s=step_s - computed_s - rest_s,
     )
+
+
+def added_s(micro_s: float, config: TrainConfig, sent: Traffic, link_gb_s: float) -> tuple[float, float]:
+    """Seconds that communication adds: to each micro batch, whose computation takes `micro_s`, and once to a step."""
+    bandwidth = 1e9 * link_gb_s
+    share = forward_share(config)
+    forward_s, backward_s = share * micro_s, (1 - share) * micro_s
+    every, last = (
+        _beside(forward_s, sent.forward / bandwidth)
+        + _beside(backward_s, (sent.backward + more) / bandwidth)
+        + sent.ends / bandwidth
+        for more in (0.0, sent.last_backward)
+    )
+    return every - micro_s, last - every + sent.after / bandwidth
 
 
 def forward_share(config: TrainConfig) -> float:

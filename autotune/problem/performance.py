@@ -52,10 +52,12 @@ class Performance:
 
     def projected(self, error: float) -> "Performance":
         """With the error of a projection from another device, a deviation of the logarithm, added to the spread."""
-        low, high = self.spread
         less, more = interval(1.0, error)
-        spread = (-math.hypot(low, 1 - less), math.hypot(high, more - 1))
-        return replace(self, spread=spread, mfu=None, own_spread=self.spread)
+        return replace(self.widened(less - 1, more - 1), mfu=None, own_spread=self.spread)
+
+    def widened(self, low: float, high: float) -> "Performance":
+        """With another range of step times, relative to `step_time_s`, added to the spread."""
+        return replace(self, spread=(-math.hypot(self.spread[0], low), math.hypot(self.spread[1], high)))
 
     def times(self, other: "Performance") -> tuple[float, float]:
         """The interval of this speed over another on the same device. If it holds 1, their own intervals overlap."""

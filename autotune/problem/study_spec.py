@@ -198,7 +198,10 @@ class StudySpec:
     verify: bool = _option(
         False, "Afterwards run the exported script and compare its speed and memory with the prediction."
     )
-    gpus: int | None = _count(None, "GPUs of this machine that share out each training.", shown_default="1")
+    gpus: int | None = _count(None, "GPUs that share out each training.", shown_default="1")
+    play_ranks: bool = _option(
+        False, "With --gpus: one GPU plays a rank of all, as it does where too few are here. Speeds are projected."
+    )
     workers: int = _count(1, "GPUs of this machine that probe one configuration each.")
     ray: str | None = _option(
         None, "Probe on all GPUs of this kind in a Ray cluster (pip install ray).", metavar="ADDRESS"

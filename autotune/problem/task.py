@@ -1,13 +1,17 @@
 """Task: a study with all names resolved, and what follows from it for a probe and for its result."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autotune.catalog import DeviceSpec, ModelSpec, Price, find_price, resolve_device
+from autotune.core.parallelism import Parallelism
 from autotune.core.probe_types import Measurement, ProbeRequest, ProbeResult, World
 from autotune.core.train_config import TrainConfig, digest_of
 from autotune.prediction.calibration import Calibration
+from autotune.prediction.collectives import SLOWEST_LINK, Traffic, added_s, traffic
+from autotune.prediction.sharded_memory import nccl_gib
 from autotune.prediction.step_time import divide_step_time, estimate_step_time
 from autotune.prediction.transfer import REFERENCE, SpeedTransfer, peak_tflops, speed_transfer
 from autotune.problem.constraints import Floors
@@ -26,7 +30,8 @@ class Task:
 
     `measured_on` is a larger device of this machine that probes for `device` under a memory cap, and `carried` how its
     speed transfers to `device`; both are None where the device itself probes. `calibration` is of either of the two, or
-    of another card whose host is meant.
+    of another card whose host is meant. In a fake `world` one device plays a rank of all: what they send each other is
+    added to its times by formula.
     """
 
     study: str
@@ -41,6 +46,7 @@ class Task:
     carried: SpeedTransfer | None = None
     run_options: RunOptions = RunOptions()  # noqa: RUF009 (frozen)
     calibration: Calibration | None = None
+    world: World = World.REAL
 
     @property
     def num_gpus(self) -> int:
@@ -48,10 +54,25 @@ class Task:
         return int(max(self.space.choices("num_gpus")))
 
     @property
+    def plays_ranks(self) -> bool:
+        """Whether one device probes for several."""
+        return self.num_gpus > 1 and self.world is World.FAKE
+
+    @property
+    def probing_gpus(self) -> int:
+        """How many GPUs a probe takes."""
+        return 1 if self.plays_ranks else self.num_gpus
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether speeds are those of other GPUs than what probes: of another kind, or of another number."""
+        return self.measured_on is not None or self.carried is not None or self.plays_ranks
+
+    @property
     def search_price(self) -> Price | None:
         """The price of what probes, of all its GPUs together."""
         price = self.price if self.measured_on is None else find_price(self.measured_on.name)
-        return price and price.of_gpus(self.num_gpus)
+        return price and price.of_gpus(self.probing_gpus)
 
     def performance(self, config: TrainConfig, measurements: Sequence[Measurement]) -> Performance:
         """The performance of the full run on the device; projected where another device measured."""
@@ -64,16 +85,20 @@ class Task:
             flops_per_token=self.model.flops_per_token(config.method, self.workload.attended(config)),
             peak_tflops=peak,
         )
+        if self.plays_ranks:
+            return speed.widened(*self._link_error(config, speed.step_time_s, measurements[0]))
         return speed if self.carried is None else speed.projected(self._on_device(config, measurements[0])[1])
 
     def score(self, result: ProbeResult) -> float | None:
         """Useful tokens per second of the full run on the device; None where the probe gave no measurement."""
-        if self.carried is not None and result.measurement is not None:
+        if self.is_projected and result.measurement is not None:
             result = replace(result, measurement=self._on_device(result.config, result.measurement)[0])
         return score(result, self.workload)
 
     def _on_device(self, config: TrainConfig, measurement: Measurement) -> tuple[Measurement, float]:
         """The times of a measurement as they are expected on the device, and the error of that."""
+        if self.plays_ranks:
+            return self._with_communication(config, measurement), 0.0
         if self.carried is None:
             return measurement, 0.0
         by_formula = estimate_step_time(self.model, self.workload.at_mean(config))
@@ -91,11 +116,41 @@ class Task:
         )
         return expected, there.error
 
+    def _with_communication(self, config: TrainConfig, measurement: Measurement) -> Measurement:
+        """The times of a rank that was played, with what ranks send each other."""
+        sent, link = self._sent(config)
+        each_s, once_s = added_s(statistics.median(measurement.micro_step_s), config, sent, link)
+        return replace(
+            measurement,
+            micro_step_s=tuple(seconds + each_s for seconds in measurement.micro_step_s),
+            rest_s=tuple(seconds + once_s for seconds in measurement.rest_s or (0.0,)),
+        )
+
+    def _link_error(self, config: TrainConfig, step_s: float, played: Measurement) -> tuple[float, float]:
+        """How far a step may be from `step_s`, relative to it: all communication hidden, or none on a slow link."""
+        (sent, link), accumulation = self._sent(config), self.workload.run_shape(config).accumulation
+        each_s, once_s = added_s(statistics.median(played.micro_step_s), config, sent, link)
+        computed_s = step_s - accumulation * each_s - once_s
+        slowest_s = computed_s + SLOWEST_LINK * sent.of_step(accumulation) / (1e9 * link)
+        return computed_s / step_s - 1, max(slowest_s / step_s - 1, 0.0)
+
+    def _sent(self, config: TrainConfig) -> tuple[Traffic, float]:
+        """What ranks send each other in a step, and the GB/s of the link between them."""
+        sent, link = traffic(self.model, config, Parallelism.of(config)), self.device.link_gb_s
+        if sent is None or link is None:
+            raise ValueError("a rank is played only where traffic and link are known")
+        return sent, link
+
     def request(
         self, config: TrainConfig, *, device: str, memory_gib: float, headroom: float, seed: int
     ) -> ProbeRequest:
-        """The request for a probe of the whole model; `memory_gib` and `headroom` are cap and reserve of the budget."""
+        """The request for a probe of the whole model; `memory_gib` and `headroom` are cap and reserve of the budget.
+
+        A played rank leaves room for NCCL, which it does without.
+        """
         workload = self.workload
+        if self.plays_ranks and self.device.kind != "cpu":
+            memory_gib -= nccl_gib(self.num_gpus)
         return ProbeRequest(
             config=config,
             model=self.model.config,
@@ -110,7 +165,7 @@ class Task:
             seed=seed,
             profile=self.measured_on is not None,  # a projection needs to know what the device does
             flash=self.device.has_flash,
-            world=World.REAL,
+            world=self.world,
         )
 
     @property

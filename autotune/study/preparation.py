@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.errors import UsageError
 from autotune.core.nvml import visible
+from autotune.core.parallelism import Parallelism
+from autotune.core.probe_types import World
 from autotune.core.units import parse_duration
+from autotune.prediction.collectives import traffic
 from autotune.problem.setup import Setup, set_up
 from autotune.problem.study_spec import StudySpec
 from autotune.problem.target import Target, find_target
@@ -72,10 +75,7 @@ def prepare_session(
     _check_combination(spec, target)
     searched = replace(spec, pins={}) if spec.configs else spec  # pins are of the cases
     setup = adjust(set_up(searched, target, say))
-    gpus = setup.task.num_gpus
-    if target.card is not None and gpus > 1 and (here := len(visible())) < gpus:
-        remedy = f"run on a machine that has them; `autotune plan --gpus {gpus}` projects"
-        raise EnvironmentProblem(f"--gpus {gpus}: GPUs here: {here}", remedy=remedy)
+    setup = _with_ranks(setup, spec, target, say)
     require_ray(spec.ray)
     shared = spec.workers > 1 or spec.ray is not None
     url = shared_url(spec.storage) if shared else storage_url(spec.storage)
@@ -97,6 +97,35 @@ def prepare_session(
         started=now,
         preparation_s=now - begun,
     )
+
+
+def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[str], None]) -> Setup:
+    """The setup with a rank that is played, where the user wants that or has too few GPUs.
+
+    Raises UsageError where nobody knows what ranks send each other.
+    """
+    task, gpus = setup.task, setup.task.num_gpus
+    if spec.play_ranks and gpus == 1:
+        raise UsageError("--play-ranks: one GPU has no ranks", remedy="say how many GPUs with --gpus")
+    here = gpus if target.card is None else len(visible())
+    if gpus == 1 or (here >= gpus and not spec.play_ranks):
+        return setup
+    if spec.verify:
+        raise UsageError(
+            f"--verify runs the exported script on {gpus} GPUs, and a rank is played on one of {here}",
+            remedy="leave out --verify, and run `autotune verify` where the GPUs are",
+        )
+    if task.device.link_gb_s is None:
+        reason = f"nobody published how fast {task.device.label} exchanges data with its like"
+        raise UsageError(f"--gpus {gpus}: {reason}", remedy="give a card of your own with link_gb_s (docs/using.md)")
+    trained = itertools.product(task.space.choices("lora_targets"), task.space.choices("modules_to_save"))
+    for targets, saved in trained:
+        config = replace(task.baselines[0], lora_targets=targets, modules_to_save=saved)
+        if traffic(task.model, config, Parallelism.of(config)) is None:
+            reason = f"no formula says what ranks of {task.model.name} send each other"
+            raise UsageError(f"--gpus {gpus}: {reason}", remedy=f"run on a machine with {gpus} GPUs")
+    say(f"one GPU plays a rank of {gpus}: memory is measured, speeds are projected")
+    return replace(setup, task=replace(task, world=World.FAKE))
 
 
 def _check_combination(spec: StudySpec, target: Target) -> None:

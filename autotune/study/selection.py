@@ -124,10 +124,10 @@ class Selection:
     def startup_s(self, config: TrainConfig) -> float | None:
         """Seconds until a run has its full speed for the first time: worker, model, and first step with compilation.
 
-        None if this was not measured, or on another card.
+        None if this was not measured, or on other GPUs.
         """
         late_s = self.record(config).late_s
-        if not self._worker_starts_s or late_s is None or self.task.measured_on is not None:
+        if not self._worker_starts_s or late_s is None or self.task.is_projected:
             return None
         return statistics.median(self._worker_starts_s) + self._longest_load_s + late_s
 
@@ -198,7 +198,7 @@ class Selection:
         return f"its losses are {difference:.1%} off those of {REFERENCE} (at most {BOUND:.0%})"
 
     def _reference_of(self, config: TrainConfig) -> TrainConfig | None:
-        if self.task.model.weights is None or not in_question(config):
+        if self.task.model.weights is None or self.task.plays_ranks or not in_question(config):
             return None
         return reference_of(config, bf16=self.task.device.supports_bf16)
 
@@ -215,6 +215,8 @@ class Selection:
             return f"nothing is in question: {REFERENCE}"
         if self.task.model.weights is None:
             return f"unknown: the weights are random, so that the loss tells nothing of {doubtful}"
+        if self.task.plays_ranks:
+            return f"unknown: one GPU played a rank of several, and the loss of that tells nothing of {doubtful}"
         difference = self._deviation(config)
         if difference is None:
             return f"unknown: {doubtful} was not compared with {REFERENCE}"
@@ -260,7 +262,7 @@ class Selection:
         performance = task.performance(config, record.best_known)
         largest = max(record.best_known, key=lambda measurement: measurement.peak_reserved_gib)
         cost = self._project(config, performance, largest)
-        evidence = record.evidence if task.carried is None else Evidence.PROJECTED
+        evidence = Evidence.PROJECTED if task.is_projected else record.evidence
         return Candidate(
             config=config,
             performance=performance,
@@ -273,7 +275,7 @@ class Selection:
     def _project(
         self, config: TrainConfig, performance: Performance, largest: Measurement, examples: int | None = None
     ) -> CostProjection:
-        """The cost of the run, of so many examples; pauses are unknown if another card stood in for the target."""
+        """The cost of the run, of so many examples; pauses are unknown if other GPUs stood in for the target."""
         task = self.task
         return project(
             task.workload,
@@ -282,14 +284,14 @@ class Selection:
             task.price and task.price.of_gpus(config.num_gpus),
             self._power_w(config, largest),
             examples=examples,
-            options=task.run_options if task.measured_on is None else None,
+            options=None if task.is_projected else task.run_options,
             measurements=self.record(config).best_known,
             on_cpu=task.device.kind == "cpu",
         )
 
     def _power_w(self, config: TrainConfig, measurement: Measurement) -> float | None:
-        """The power of all devices in W, as if each took what the first does; unknown if another card stood in."""
-        telemetry = measurement.telemetry if self.task.measured_on is None else None
+        """The power of all devices in W, as if each took what the first does; unknown if others stood in."""
+        telemetry = None if self.task.is_projected else measurement.telemetry
         return telemetry.power_w and telemetry.power_w * config.num_gpus if telemetry else None
 
     def recipe(self, fingerprint: Fingerprint) -> Recipe | None:
@@ -447,6 +449,12 @@ def _assumptions(task: Task, config: TrainConfig) -> list[str]:
             f"probed on {task.measured_on.name} with its memory capped to what {task.device.name} offers: memory is "
             f"measured; speeds are projected by data sheets{calibrated} (products {faster}), the host's part "
             f"{of_host}; power, clocks and kernels are those of the card that probed"
+        )
+    if task.plays_ranks and task.device.link_gb_s is not None:
+        caveats.append(
+            f"one GPU played a rank of {task.num_gpus}: memory and computation are measured, with room left for NCCL; "
+            f"what the GPUs send each other at {task.device.link_gb_s:,.0f} GB/s is added by formula, and waiting for "
+            "the GPU with the longest rows is not"
         )
     cut = workload.truncated(config.seq_len)
     if cut > 0:

@@ -18,11 +18,13 @@ from zlib import crc32
 
 from autotune.catalog import DeviceSpec
 from autotune.core.errors import Cancelled, EnvironmentProblem, TooManyFailures, UsageError
+from autotune.core.nvml import visible
 from autotune.core.probe_types import Fingerprint, ModelShape
 from autotune.core.process import StopToken
 from autotune.core.train_config import TrainConfig
 from autotune.core.units import fmt_gib, fmt_seconds
 from autotune.prediction.depth_extrapolation import depths, depths_of
+from autotune.prediction.memory_formula import MemoryBreakdown
 from autotune.prediction.sharded_memory import breakdown_of
 from autotune.probe.rank_pool import RankPool
 from autotune.probe.supervisor import WorkerProber
@@ -65,7 +67,7 @@ class Session:
     """The prober and the database of one process; a context manager that closes all it opened.
 
     `folder` takes logs and results that wait for the database. Probes end at `until`, in seconds of time.monotonic(),
-    as they do when the user asks to stop. `num_gpus` GPUs share out each training. With `reached` the database is
+    as they do when the user asks to stop. `num_gpus` GPUs take part in each probe. With `reached` the database is
     waited for from the first connection on, since this process has read from it before.
     """
 
@@ -136,10 +138,16 @@ class Session:
             logs=self.logs,
             request=lambda config: terms.request(task, config, self.prober.device),
             model=task.model_key,
-            formula=partial(breakdown_of, task.model) if by_formula else lambda *_: None,
+            formula=partial(_breakdown, task) if by_formula else lambda *_: None,
             shape=shape,
             shallow_only=shallow_only,
         )
+
+
+def _breakdown(task: Task, config: TrainConfig, micro_steps: int) -> MemoryBreakdown | None:
+    """What a probe of a configuration needs, by formula. For a played rank that is without NCCL."""
+    found = breakdown_of(task.model, config, micro_steps)
+    return replace(found, nccl=0.0) if found is not None and task.plays_ranks else found
 
 
 class Leader:
@@ -491,8 +499,8 @@ def worker_device(record: StudyRecord) -> str:
     return device
 
 
-def require_device(device: DeviceSpec, remedy: str) -> str:
-    """The device, "cpu" or "cuda", if this machine has the device. Raises EnvironmentProblem otherwise."""
+def require_device(device: DeviceSpec, remedy: str, gpus: int = 1) -> str:
+    """The device, "cpu" or "cuda", if this machine has as many of them. Raises EnvironmentProblem otherwise."""
     kind = "cpu" if device.kind == "cpu" else "cuda"
     try:
         found = find_target("cpu" if kind == "cpu" else "auto")
@@ -501,6 +509,8 @@ def require_device(device: DeviceSpec, remedy: str) -> str:
         here, is_here = "no GPU", False
     if not is_here:
         raise EnvironmentProblem(f"the study is for {device.name}, here is {here}", remedy=remedy)
+    if kind == "cuda" and (number := len(visible())) < gpus:
+        raise EnvironmentProblem(f"the study is for {gpus} GPUs, visible here: {number}", remedy=remedy)
     return kind
 
 

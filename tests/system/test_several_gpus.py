@@ -3,16 +3,28 @@
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from autotune import tune
+from autotune.catalog import resolve_device
+from autotune.core.errors import UsageError
+from autotune.core.parallelism import Parallelism
+from autotune.core.probe_types import Evidence
 from autotune.core.train_config import TrainConfig
 from autotune.export.formats import export_all
+from autotune.prediction.collectives import added_s, traffic
+from autotune.problem.performance import step_time_s
+from autotune.problem.target import find_target
+from autotune.study import preparation
 from tests.system.test_end_to_end import autotune, command, environment
 from tests.unit.export.test_script import demo, write
 
@@ -61,6 +73,36 @@ def test_two_ranks_are_searched_confirmed_exported_verified_and_stopped_together
     assert steps[:-1] == list(range(1, len(steps)))  # by one rank alone; a save after the last step adds a line
     assert steps[-1] in (len(steps), len(steps) - 1) and steps[-1] < lines[-1]["of"] == 250
     assert any((tmp_path / "out").glob("checkpoint-*/trainer_state.json"))
+
+
+def test_one_device_plays_a_rank_of_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    linked = replace(find_target("cpu"), device=replace(resolve_device("cpu"), link_gb_s=1.0))
+    monkeypatch.setattr(preparation, "find_target", lambda name: linked)
+    options: dict[str, Any] = {"gpu": "cpu", "model": "demo-3m", "space": "space.yaml", "global_batch": 16}
+    options |= {"examples": 4000, "tokens_per_example": 64, "price": 0.5, "budget": "5m", "trials": 2}
+    said: list[str] = []
+    result = tune(**options, gpus=4, play_ranks=True, study="played", progress=said.append)
+    recipe = result.summary.recipe
+    assert recipe is not None and recipe.config.num_gpus == 4 and recipe.winner.evidence is Evidence.PROJECTED
+    assert recipe.winner.memory_evidence is Evidence.MEASURED and recipe.winner.cost.evidence is Evidence.PROJECTED
+    assert recipe.winner.cost.usd_per_hour == 2.0 and recipe.winner.cost.pauses is None
+    assert any("one GPU played a rank of 4" in caveat for caveat in recipe.caveats)
+    assert result.record.task.plays_ranks and result.record.task.search_price.usd_per_hour == 0.5
+
+    # A step takes what was computed, and what four ranks send each other.
+    task, played = result.record.task, recipe.winner.measurement
+    sent = traffic(task.model, recipe.config, Parallelism.of(recipe.config))
+    assert sent is not None
+    accumulation = recipe.accumulation
+    computed_s = step_time_s(played, accumulation)
+    each_s, once_s = added_s(statistics.median(played.micro_step_s), recipe.config, sent, 1.0)
+    assert recipe.winner.performance.step_time_s == pytest.approx(computed_s + accumulation * each_s + once_s, rel=0.1)
+    assert recipe.winner.performance.spread[1] > 0
+    assert (tmp_path / "runs" / "played" / "export" / "launch.sh").read_text().count("--nproc-per-node=4") == 1
+    with pytest.raises(UsageError, match="plays ranks differs"):
+        tune(**options, gpus=4, study="played")
 
 
 def test_no_rank_outlives_the_launcher(tmp_path: Path) -> None:

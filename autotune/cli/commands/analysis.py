@@ -42,7 +42,7 @@ def explain(study: StudyName = None, storage: Storage = None, json_: Json = Fals
     with stop_on_signals() as stop:
         try:
             progress = TextProgress(print_note)
-            gpus = result.task.num_gpus
+            gpus = result.task.probing_gpus
             with session.Session(result.url, result.out, device, num_gpus=gpus, stop=stop, progress=progress) as opened:
                 ablation = session.explain(opened, result.record, recipe.config, recipe.baseline.config)
         except Cancelled:
@@ -143,7 +143,7 @@ def require_measured_here(recipe: "Recipe", form: str | None = None) -> None:
         )
     if (form or probed_format(recipe)) == "trl" and find_spec("trl") is None:
         raise EnvironmentProblem("TRL is not installed", remedy="pip install trl")
-    require_device(recipe.device, "verify it there")
+    require_device(recipe.device, "verify it there", recipe.config.num_gpus)
 
 
 def _stopped(stop: StopToken, text: str) -> Interrupted:

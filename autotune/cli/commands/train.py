@@ -135,7 +135,8 @@ def _check(
     if dataset is not None:
         check_exists(dataset, split)
     try:
-        require_device(recipe.device, "train there, or here with --other-device: slower, or out of memory")
+        remedy = "train there, or here with --other-device: slower, or out of memory"
+        require_device(recipe.device, remedy, recipe.config.num_gpus)
     except EnvironmentProblem as difference:
         if not other_device:
             raise

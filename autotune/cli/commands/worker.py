@@ -54,7 +54,7 @@ def worker(
         stop_on_signals() as stop,
         Display(budget_s=record.limits.budget_s, quiet=quiet) as display,
         session.Session(
-            url, folder, device, num_gpus=record.task.num_gpus, stop=stop, progress=display, reached=True
+            url, folder, device, num_gpus=record.task.probing_gpus, stop=stop, progress=display, reached=True
         ) as opened,
         stop.ending(),
     ):

@@ -97,6 +97,7 @@ class StudyRecord:
             "device": task.device.name,
             "data sheet": to_data(replace(task.device, given=None)) if task.device.given else None,
             "measured on": (task.measured_on or task.device).name,
+            "plays ranks": task.plays_ranks,
             "trainer": task.trainer,
             "workload": task.workload.facts(),
             "memory in GiB": round(self.terms.memory_gib),  # other processes on the card change it a little

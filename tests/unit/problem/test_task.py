@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from autotune.catalog import find_price, resolve_device, resolve_model
-from autotune.core.probe_types import KernelTimes
+from autotune.core.parallelism import Parallelism
+from autotune.core.probe_types import KernelTimes, World
 from autotune.core.train_config import TrainConfig
+from autotune.prediction.collectives import SLOWEST_LINK, traffic
+from autotune.prediction.sharded_memory import nccl_gib
 from autotune.prediction.transfer import SpeedTransfer
 from autotune.problem.length_distribution import Lengths
 from autotune.problem.task import Task
@@ -140,3 +143,40 @@ def test_the_baseline_comes_with_all_smaller_micro_batches() -> None:
     assert {config.method for config in begun} == {"lora"}
     full = subject_of(space(method=("full",), micro_batch_size=sizes, seq_len=(256,))).baselines
     assert {config.method for config in full} == {"full"}
+
+
+def test_a_rank_that_was_played_gets_the_time_of_what_ranks_send() -> None:
+    """A step computes 32 / 4 / 4 = 2 micro batches of half a second. It sends gradients once, or layers in each."""
+    model, device = resolve_model("mistral-7b"), replace(H200, link_gb_s=10.0)
+    shared_out = space().pin("num_gpus", 4)
+    real = subject_of(model=model, device=device, space=shared_out)
+    played = replace(real, world=World.FAKE)
+    assert (real.probing_gpus, played.probing_gpus, subject_of().probing_gpus) == (4, 1, 1)
+    assert (real.is_projected, played.is_projected, replace(subject_of(), world=World.FAKE).is_projected) == (
+        *(False, True, False),
+    )
+    assert asked(played, num_gpus=4).plays_a_rank and asked(real, num_gpus=4).has_real_ranks
+    assert asked(real, num_gpus=4).memory_gib - asked(played, num_gpus=4).memory_gib == nccl_gib(4)
+    on_cpu = replace(played, device=resolve_device("cpu"))
+    assert asked(on_cpu, num_gpus=4).memory_gib == 80.0
+    found = measurement(0.5, rest_s=())
+    for strategy, micro_steps_that_send in (("ddp", 1), ("fsdp2", 2)):
+        config = TrainConfig(method="full", micro_batch_size=4, num_gpus=4, sharding=strategy, seq_len=1024)
+        alone, together = (task.performance(config, [found]) for task in (real, played))
+        sent = traffic(model, config, Parallelism.of(config))
+        assert sent is not None and alone.step_time_s == pytest.approx(1.0)
+        communication_s = sent.of_step(2) / 10e9
+        added = together.step_time_s - alone.step_time_s
+        assert 0.5 * communication_s < added < communication_s * micro_steps_that_send
+        low, high = together.spread
+        assert 1 + low <= (1.0 / together.step_time_s) * 1.001
+        assert 1 + high >= (1.0 + SLOWEST_LINK * communication_s) / together.step_time_s * 0.999
+        assert played.score(result(config, measurement=found)) == pytest.approx(together.tokens_per_second)
+    quick = replace(played, device=replace(device, link_gb_s=1e9))
+    assert quick.performance(config, [found]).step_time_s == pytest.approx(1.0)
+
+
+def test_a_rank_is_not_played_where_nobody_knows_what_it_sends() -> None:
+    task = subject_of(space=space().pin("num_gpus", 2), device=replace(H200, link_gb_s=None), world=World.FAKE)
+    with pytest.raises(ValueError, match="only where traffic and link are known"):
+        task.performance(TrainConfig(num_gpus=2), [measurement()])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.catalog import resolve_device
-from autotune.core.errors import EnvironmentProblem, UsageError
+from autotune.core.errors import UsageError
 from autotune.problem.setup import set_up
 from autotune.problem.study_spec import NamedConfig, StudySpec
 from autotune.problem.target import Target
@@ -60,14 +60,44 @@ def test_options_that_exclude_each_other_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_there_must_be_as_many_gpus_as_share_out_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_plays_a_rank_where_too_few_share_out_a_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preparation, "find_target", lambda name: Target(device=resolve_device("h200"), card=card()))
+    device = resolve_device("h200")
+    monkeypatch.setattr(preparation, "find_target", lambda name: Target(device=device, card=card()))
     monkeypatch.setattr(preparation, "visible", lambda: [0, 1])
-    with pytest.raises(EnvironmentProblem, match="--gpus 4: GPUs here: 2"):
-        prepare_session(spec(model="mistral-7b", gpus=4))
+    said: list[str] = []
+    here = prepare_session(spec(model="mistral-7b", gpus=2), said.append).task
+    assert (here.num_gpus, here.probing_gpus, here.plays_ranks, said) == (2, 2, False, [])
+    for asked in ({"gpus": 4}, {"gpus": 2, "play_ranks": True}):
+        task = prepare_session(spec(model="mistral-7b", **asked), said.append).task
+        assert (task.num_gpus, task.probing_gpus, task.plays_ranks) == (asked["gpus"], 1, True)
+        assert said.pop() == f"one GPU plays a rank of {asked['gpus']}: memory is measured, speeds are projected"
+        assert task.search_price == task.price
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"play_ranks": True}, "one GPU has no ranks"),
+        ({"gpus": 4, "verify": True}, "a rank is played on one of 2"),
+        ({"gpus": 4, "model": "falcon-h1-1.5b"}, "no formula says what ranks of"),
+        ({"gpus": 4, "pins": {"modules_to_save": "head"}}, "no formula says what ranks of"),
+        ({"gpus": 4, "gpu": "rtx-4090"}, "nobody published how fast"),
+    ],
+    ids=str,
+)
+def test_a_rank_is_played_only_where_its_speed_can_be_projected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    device = resolve_device(options.get("gpu", "h200"))
+    monkeypatch.setattr(preparation, "find_target", lambda name: Target(device=device, card=card()))
+    monkeypatch.setattr(preparation, "visible", lambda: [0, 1])
+    with pytest.raises(UsageError, match=reason):
+        prepare_session(spec(**({"model": "mistral-7b"} | options)))
     assert list(tmp_path.iterdir()) == []
-    assert prepare_session(spec(model="mistral-7b", gpus=2)).task.num_gpus == 2
 
 
 def test_a_session_is_resolved_and_its_directory_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

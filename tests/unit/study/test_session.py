@@ -378,7 +378,9 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_a_device_is_required_by_its_product(cards: Callable[..., None]) -> None:
     h200, cpu = resolve_device("h200"), resolve_device("cpu")
     cards(card())
-    assert (require_device(h200, "go"), require_device(cpu, "go")) == ("cuda", "cpu")
+    assert (require_device(h200, "go"), require_device(cpu, "go", 4)) == ("cuda", "cpu")
+    with pytest.raises(EnvironmentProblem, match="the study is for 2 GPUs, visible here: 1"):
+        require_device(h200, "go", 2)
     for found, here in (((card("NVIDIA A10"),), "a10"), ((), "no GPU")):
         cards(*found)
         assert require_device(cpu, "go") == "cpu"
