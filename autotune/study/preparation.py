@@ -117,7 +117,8 @@ def _with_ranks(setup: Setup, spec: StudySpec, target: Target, say: Callable[[st
         )
     if task.device.link_gb_s is None:
         reason = f"nobody published how fast {task.device.label} exchanges data with its like"
-        raise UsageError(f"--gpus {gpus}: {reason}", remedy="give a card of your own with link_gb_s (docs/using.md)")
+        remedy = "give a card of your own with link_gb_s (docs/using.md)" if target.card else "leave --play-ranks out"
+        raise UsageError(f"--gpus {gpus}: {reason}", remedy=remedy)
     trained = itertools.product(task.space.choices("lora_targets"), task.space.choices("modules_to_save"))
     for targets, saved in trained:
         config = replace(task.baselines[0], lora_targets=targets, modules_to_save=saved)

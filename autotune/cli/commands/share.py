@@ -33,9 +33,11 @@ def submit(
     result = load_study(study, storage)
     recipe = result.recipe
     if recipe.winner.evidence is Evidence.PROJECTED:
+        device, gpus = recipe.device.name, recipe.config.num_gpus
+        wanted = device if gpus == 1 else f"{gpus} GPUs {device}"
         raise UsageError(
-            f"its speeds are projected: nothing was measured on {recipe.device.name}",
-            remedy=f"run the study on {recipe.device.name} itself",
+            f"its speeds are projected: no training was measured on {wanted}",
+            remedy=f"run the study on {wanted} itself",
         )
     submission = submission_of(recipe, _measured_on(result.summary.study, storage))
     path = out or result.out / "submission.json"

@@ -156,7 +156,7 @@ def test_a_projected_study_cannot_be_submitted(monkeypatch: pytest.MonkeyPatch) 
     recipe = replace(made, winner=replace(made.winner, evidence=Evidence.PROJECTED))
     found = SimpleNamespace(recipe=recipe)
     monkeypatch.setattr("autotune.api.load_study", lambda name, storage: found)
-    with pytest.raises(UsageError, match="nothing was measured on"):
+    with pytest.raises(UsageError, match="no training was measured on"):
         share.submit()
 
 
