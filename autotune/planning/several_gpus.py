@@ -103,6 +103,11 @@ class RankPlan:
         """USD of the full run, for all GPUs."""
         return self.estimate.cost.full_run_usd if self.estimate and self.estimate.cost else None
 
+    @property
+    def usd_interval(self) -> tuple[float, float] | None:
+        """The interval of `usd`."""
+        return self.estimate.cost.interval_usd if self.estimate and self.estimate.cost else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPlan:

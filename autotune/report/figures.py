@@ -141,10 +141,8 @@ def horizontal_bars(
         hovertext=[bar.hover for bar in bars] if any(bar.hover for bar in bars) else None,
         cliponaxis=False,
     )
-    ends = [(bar.value, *(bar.interval or (bar.value, bar.value))) for bar in bars]
-    below, above = [value - low for value, low, _ in ends], [high - value for value, _, high in ends]
-    if any(below) or any(above):
-        figure.update_traces(error_x={"array": above, "arrayminus": below, "thickness": 1})
+    if errors := _errors([bar.value for bar in bars], [bar.interval for bar in bars]):
+        figure.update_traces(error_x=errors)
     if line_at is not None:
         figure.add_vline(x=line_at, line={"color": ACCENT, "width": 1.5})
     if end is not None:
@@ -196,14 +194,13 @@ def scaling(info: Scaling) -> dict[str, Any] | None:
     rows = info.trainable
     if len(rows) < 2:
         return None
-    figure, priced = empty(), all(row.usd is not None for row in rows)
-    numbers = [row.num_gpus for row in rows]
-    speeds, each = [row.tokens_per_s or 0.0 for row in rows], (rows[0].tokens_per_s or 0.0) / numbers[0]
-    bounds = [row.interval or (speed, speed) for row, speed in zip(rows, speeds, strict=True)]
+    figure, numbers = empty(), [row.num_gpus for row in rows]
     colours = [ACCENT if number == info.own else BLUE for number in numbers]
+    hovers = [_on_gpus(info, row) for row in rows]
+    speeds = [row.tokens_per_s or 0.0 for row in rows]
     figure.add_scatter(
         x=numbers,
-        y=[each * number for number in numbers],
+        y=[speeds[0] / numbers[0] * number for number in numbers],
         mode="lines",
         line={"color": GREY, "width": 1.5, "dash": "dot"},
         name="if it scaled perfectly",
@@ -214,36 +211,19 @@ def scaling(info: Scaling) -> dict[str, Any] | None:
         mode="lines+markers+text",
         line={"color": BLUE, "width": 2},
         marker={"size": 10, "color": colours},
-        error_y={
-            "array": [high - speed for speed, (_, high) in zip(speeds, bounds, strict=True)],
-            "arrayminus": [speed - low for speed, (low, _) in zip(speeds, bounds, strict=True)],
-            "thickness": 1,
-        },
+        error_y=_errors(speeds, [row.interval for row in rows]),
         text=[f"{info.efficiency(row):.0%}" for row in rows],
         textposition="bottom right",
-        hovertext=[_on_gpus(info, row) for row in rows],
+        hovertext=hovers,
         cliponaxis=False,
         name="this run, with its efficiency",
     )
     upper = {"title": {"text": "useful tokens/s"}, "tickformat": "~s", "nticks": 5}
-    if priced:
-        usd = [row.usd or 0.0 for row in rows]
-        ends = [row.estimate.cost.interval_usd if row.estimate and row.estimate.cost else None for row in rows]
-        spans = [span or (cost, cost) for span, cost in zip(ends, usd, strict=True)]
-        figure.add_bar(
-            x=numbers,
-            y=usd,
-            yaxis="y2",
-            width=0.6,
-            marker={"color": colours},
-            error_y={
-                "array": [high - cost for cost, (_, high) in zip(usd, spans, strict=True)],
-                "arrayminus": [cost - low for cost, (low, _) in zip(usd, spans, strict=True)],
-                "thickness": 1,
-            },
-            hovertext=[_on_gpus(info, row) for row in rows],
-            showlegend=False,
-        )
+    usd = [row.usd for row in rows if row.usd is not None]
+    if priced := len(usd) == len(rows):
+        errors = _errors(usd, [row.usd_interval for row in rows])
+        bars = {"x": numbers, "y": usd, "error_y": errors, "marker": {"color": colours}, "hovertext": hovers}
+        figure.add_bar(**bars, yaxis="y2", width=0.6, showlegend=False)
         lower = {"domain": [0.0, 0.28], "tickformat": "$,.2f", "nticks": 4, "title": {"text": "USD of the run"}}
         upper |= {"domain": [0.36, 1.0]}
         figure.update_layout(yaxis2=lower, xaxis={"anchor": "y2"})
@@ -251,6 +231,14 @@ def scaling(info: Scaling) -> dict[str, Any] | None:
     figure.update_yaxes(rangemode="tozero")
     figure.update_xaxes(tickvals=numbers, showgrid=False)
     return finish(figure, x="GPUs", height=480 if priced else 330)
+
+
+def _errors(values: Sequence[float], intervals: Sequence[tuple[float, float] | None]) -> dict[str, Any] | None:
+    """Error bars from the ends of intervals; None where there is no interval."""
+    ends = [interval or (value, value) for value, interval in zip(values, intervals, strict=True)]
+    above = [high - value for value, (_, high) in zip(values, ends, strict=True)]
+    below = [value - low for value, (low, _) in zip(values, ends, strict=True)]
+    return {"array": above, "arrayminus": below, "thickness": 1} if any(above) or any(below) else None
 
 
 def _on_gpus(info: Scaling, row: RankPlan) -> str:

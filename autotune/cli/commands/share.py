@@ -37,7 +37,7 @@ def submit(
         wanted = device if gpus == 1 else f"{gpus} GPUs {device}"
         raise UsageError(
             f"its speeds are projected: no training was measured on {wanted}",
-            remedy=f"run the study on {wanted} itself",
+            remedy=f"run the study on {wanted}",
         )
     submission = submission_of(recipe, _measured_on(result.summary.study, storage))
     path = out or result.out / "submission.json"
